@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flash_mcp.judgement.statistics import Interval
 from flash_mcp.state.store import Store
@@ -90,7 +91,9 @@ class Axis:
         return round(self.start + (self.end - self.start) * share, 1)
 
 
-def charts_of(store: Store, view: RunView) -> list[Chart]:
+def series_of(store: Store, view: RunView) -> dict[str, list[Series]]:
+    """What is drawn of a run, by the title of its chart; the most telling first."""
+
     def series(name: str, label: str) -> Series:
         return Series(label, store.series(view.run_id, name, POINTS))
 
@@ -115,8 +118,23 @@ def charts_of(store: Store, view: RunView) -> list[Chart]:
     evaluated["Parts of the reward"] = [
         series(name, name.removeprefix("reward/")) for name in parts[:PARTS]
     ]
-    charts = [chart(title, several) for title, several in evaluated.items()]
-    return [chart for chart in charts if chart.lines]
+    drawn = {title: [line for line in lines if line.points] for title, lines in evaluated.items()}
+    return {title: lines for title, lines in drawn.items() if lines}
+
+
+def as_data(charts: Mapping[str, Sequence[Series]]) -> list[dict[str, Any]]:
+    """The charts for the browser, which draws them large: for each the steps, and of each line the
+    value at each step.
+    """
+    results: list[dict[str, Any]] = []
+    for title, lines in charts.items():
+        steps = sorted({step for line in lines for step, _ in line.points})
+        shown: list[dict[str, Any]] = []
+        for line in lines:
+            values = dict(line.points)
+            shown.append({"name": line.name, "values": [values.get(step) for step in steps]})
+        results.append({"title": title, "steps": steps, "lines": shown})
+    return results
 
 
 def chart(title: str, lines: Sequence[Series]) -> Chart:

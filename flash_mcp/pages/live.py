@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flash_mcp.judgement.failures import failure_modes
 from flash_mcp.judgement.statistics import Interval
-from flash_mcp.pages.charts import POINTS, Chart, Series, chart
+from flash_mcp.pages.charts import POINTS, Series, as_data, chart
+from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Rollout, Run, Try
+from flash_mcp.protocol.records import Rollout, Run, RunState, Try
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
@@ -42,6 +44,10 @@ class RunRow:
     """The adapter that it started from."""
 
     @property
+    def headline(self) -> str:
+        return headline(self.view)
+
+    @property
     def share(self) -> float | None:
         """How much of an active run is done."""
         if self.run.ended is not None or not self.view.steps:
@@ -49,10 +55,12 @@ class RunRow:
         return self.view.step / self.view.steps
 
 
-def overview(store: Store, live: str, before: str | None = None) -> str:
-    """All runs, the newest first, and what else there is. `before` is the last run of the page
-    before this one."""
-    runs = store.runs(None, RUNS + 1, before)
+def overview(
+    store: Store, live: str, before: str | None = None, state: RunState | None = None
+) -> str:
+    """All runs, or those in one state, the newest first, and what else there is. `before` is the
+    last run of the page before this one."""
+    runs = store.runs(state, RUNS + 1, before)
     rows = [
         RunRow(run, report_on(store, run.id).view, adapter_name(run.init_adapter))
         for run in runs[:RUNS]
@@ -63,6 +71,7 @@ def overview(store: Store, live: str, before: str | None = None) -> str:
         live=live,
         rows=rows,
         counts=store.run_counts(),
+        only=state,
         older=rows[-1].run.id if len(runs) > RUNS else None,
         catalog=result,
     )
@@ -76,23 +85,45 @@ def together(store: Store, live: str, run_ids: Sequence[str]) -> str:
             "invalid_argument", "these are too many for one chart", run=run_ids, fix=fix
         )
     runs = [store.run(run_id) for run_id in run_ids]
-    charts = [_together(store, title, name, runs) for title, name in LINES.items()]
-    charts.append(_held_out(store, runs))
-    drawn = [item for item in charts if item.lines]
-    return render("together.html.j2", live=live, runs=runs, charts=drawn)
+    series = {title: _together(store, name, runs) for title, name in LINES.items()}
+    series["Success, held out (95 %)"] = _held_out(store, runs)
+    drawn = {title: lines for title, lines in series.items() if lines}
+    return render(
+        "together.html.j2",
+        live=live,
+        runs=runs,
+        charts=[chart(title, lines) for title, lines in drawn.items()],
+        data=as_data(drawn),
+        differing=_differing(runs),
+    )
 
 
-def _together(store: Store, title: str, name: str, runs: Sequence[Run]) -> Chart:
-    return chart(title, [Series(run.id, store.series(run.id, name, POINTS)) for run in runs])
+def _label(run: Run) -> str:
+    return f"{run.name} ({run.id})" if run.name else run.id
 
 
-def _held_out(store: Store, runs: Sequence[Run]) -> Chart:
+def _together(store: Store, name: str, runs: Sequence[Run]) -> list[Series]:
+    series = [Series(_label(run), store.series(run.id, name, POINTS)) for run in runs]
+    return [line for line in series if line.points]
+
+
+def _held_out(store: Store, runs: Sequence[Run]) -> list[Series]:
     series: list[Series] = []
     for run in runs:
         points = report_on(store, run.id).view.held_out or []
         places = [(point.step, point.success) for point in points]
-        series.append(Series(run.id, places, [Interval(point.low, point.high) for point in points]))
-    return chart("Success, held out (95 %)", series)
+        intervals = [Interval(point.low, point.high) for point in points]
+        if places:
+            series.append(Series(_label(run), places, intervals))
+    return series
+
+
+def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The settings in which the runs differ, and each one's value."""
+    specs = [run.spec.model_dump() for run in runs]
+    names = dict.fromkeys(name for spec in specs for name in spec)
+    values = {name: [spec.get(name) for spec in specs] for name in names}
+    return {name: row for name, row in values.items() if any(item != row[0] for item in row)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ from flash_mcp.protocol.records import text_of
 from flash_mcp.tools.shared.truncation import shorten, utc
 
 TEMPLATES = Path(__file__).with_name("templates")
+UPLOT = Path(__file__).with_name("uplot")
+"""uPlot's own files (MIT), as its npm package has them."""
 MESSAGE_CHARACTERS = 4000
 MESSAGES = 12
 
@@ -32,9 +34,15 @@ def render(template: str, *, live: str | None = None, **values: object) -> str:
     """The page. `live` is None for a file; on a server it is the address of the events that tell
     the page to load itself anew, or empty where it should not.
     """
-    script = (TEMPLATES / "live.js").read_text(encoding="utf-8") if live else ""
+    files = [TEMPLATES / "live.js"] if live else []
+    style = ""
+    if live and values.get("data"):
+        files = [UPLOT / "uPlot.iife.min.js", TEMPLATES / "chart.js", *files]
+        style = (UPLOT / "uPlot.min.css").read_text(encoding="utf-8")
+    script = "\n".join(file.read_text(encoding="utf-8") for file in files)
     page = _environment().get_template(template)
-    text = page.render(live=live, script=Markup(script), now=time.time(), **values)
+    assets = {"script": Markup(script), "chart_style": Markup(style)}
+    text = page.render(live=live, now=time.time(), **assets, **values)
     return f"{text}\n"
 
 
@@ -50,6 +58,7 @@ def _environment() -> Environment:
     )
     cast(Any, environment).globals.update(
         across=Axis(0.0, 1.0, 4.0, 156.0),
+        as_data=_as_data,
         as_json=_as_json,
         clock=_clock,
         policy=_policy,
@@ -63,6 +72,12 @@ def _environment() -> Environment:
 
 def _as_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _as_data(value: object) -> Markup:
+    """JSON that can end no script element."""
+    text = visible(json.dumps(value))
+    return Markup(text.replace("<", "\\u003c"))
 
 
 def _clock(moment: float) -> str:

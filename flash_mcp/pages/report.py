@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
-from flash_mcp.pages.charts import charts_of
+from flash_mcp.pages.charts import as_data, chart, series_of
+from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
 from flash_mcp.protocol.records import Rollout, Run
 from flash_mcp.state.store import Store
@@ -25,6 +26,7 @@ def html(store: Store, run_id: str, live: str | None = None) -> str:
     run = store.run(run_id)
     report = report_on(store, run_id, detailed=True)
     view = report.view
+    series = series_of(store, view)
     return render(
         "run.html.j2",
         live=live,
@@ -32,7 +34,9 @@ def html(store: Store, run_id: str, live: str | None = None) -> str:
         view=view,
         next_step=report.next_step,
         scores=view.scores and view.scores.model_dump(mode="json", exclude_none=True),
-        charts=charts_of(store, view),
+        charts=[chart(title, lines) for title, lines in series.items()],
+        data=as_data(series),
+        headline=headline(view),
         steps=_steps(store, run_id),
         facts=_lineage(run, view),
         values=run.spec.model_dump(),

@@ -6,7 +6,7 @@ told by server-sent events that something changed, and loads itself anew."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
 import anyio
@@ -18,6 +18,7 @@ from starlette.routing import Route
 from flash_mcp.pages import live
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.protocol.records import RunState
 from flash_mcp.server.sessions import keep_in_cookie
 from flash_mcp.server.uploads import STATUS
 from flash_mcp.state.store import open_store
@@ -102,7 +103,9 @@ def _events_of(run_id: str | None = None) -> str:
 
 
 def _overview(request: Request) -> str:
-    return live.overview(open_store(), _events_of(), request.query_params.get("before"))
+    query = request.query_params
+    state = next((name for name in get_args(RunState) if name == query.get("state")), None)
+    return live.overview(open_store(), _events_of(), query.get("before"), state)
 
 
 def _together(request: Request) -> str:

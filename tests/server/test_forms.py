@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.model_servers import Deployments
+from flash_mcp.tools.evaluate import evaluate
+from tests.frozen_calls import play_evaluation
 from tests.pages.test_report import browser
 from tests.places import ROOT
-from tests.samples import finished_run, sample_rollout, supervised
+from tests.samples import finished_run, push_echo, queued_run, sample_rollout, supervised
 from tests.server.test_http_server import give
 from tests.supervisor.test_model_servers import SCRIPTED, served, stop_all
 from tests.teams import Team, team_server
@@ -95,6 +99,52 @@ def test_chosen_runs_are_shown_together(page: Any, tmp_path: Path) -> None:
     page.click("button:text('together')")
     page.wait_for_selector("h1:text('2 runs together')")
     assert all(run_id in page.inner_text("main") for run_id in runs)
+
+
+def test_a_large_chart_shows_values_under_the_pointer(
+    page: Any, team: Team, tmp_path: Path
+) -> None:
+    run_id = finished_run(tmp_path).id
+    give("alice", "alices")
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(f"{team.url}/ui/runs/{run_id}")
+    assert page.inner_text("h1") == "20 % → 90 % of 100 held-out tasks: improved"
+    page.hover("#plot .u-over", position={"x": 5, "y": 50})
+    first = page.inner_text("#plot .u-legend")
+    assert "success, held out (95 %)0.2" in first
+    page.hover("#plot .u-over", position={"x": 200, "y": 50})
+    assert page.inner_text("#plot .u-legend") != first
+    page.select_option(".controls select", "Loss")
+    page.check(".controls [type=checkbox]")
+    page.wait_for_selector("#plot canvas")
+    assert "training" in page.inner_text("#plot .u-legend")
+    assert said == []
+
+
+def test_runs_are_listed_by_state(page: Any, team: Team, tmp_path: Path) -> None:
+    done = finished_run(tmp_path / "done").id
+    queued = queued_run(tmp_path / "queued").id
+    give("alice", "alices")
+    page.reload()
+    page.click("a:text('1 queued')")
+    page.wait_for_selector(f"a:text('{queued}')")
+    assert done not in page.inner_text("main")
+    page.click("a:text-is('all')")
+    page.wait_for_selector(f"a:text('{done}')")
+
+
+def test_an_evaluation_has_attempts_and_no_curves(team: Team, tmp_path: Path) -> None:
+    push_echo(tmp_path)
+    arguments = {"environment": "echo", "model": "smollm2-135m-instruct", "wait_s": 0}
+    run_id = anyio.run(functools.partial(evaluate, **arguments)).run_id
+    play_evaluation(run_id, 20)
+    give("alice", "alices")
+    with team.http(team.token("alice")) as http:
+        text = http.get(f"/ui/runs/{run_id}").text
+    assert "of 60 attempts" in " ".join(text.split()) and "Curves" not in text
+    assert '<h1 class="">34 % of 59 tasks solved</h1>' in text
 
 
 def test_transcripts_are_chosen_by_the_form(page: Any, team: Team, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@
       const ticked = new Set([...old.querySelectorAll(":checked")].map(each => each.value));
       for (const each of main.querySelectorAll("[type=checkbox]")) each.checked = ticked.has(each.value);
       old.replaceWith(main);
+      if (typeof drawChart !== "undefined") drawChart();
       said.textContent = "";
     } catch (error) {
       said.textContent = "No connection to the server";

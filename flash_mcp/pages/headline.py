@@ -1,0 +1,46 @@
+"""A run in one line, for people: the numbers that decide first."""
+
+from __future__ import annotations
+
+from flash_mcp.tools.shared.run_view import RunView
+
+
+def headline(view: RunView) -> str:
+    """Such as "3 % → 100 % of 200 held-out tasks: improved"."""
+    if view.state in ("failed", "cancelled", "queued") and not view.held_out:
+        return f"{_subject(view)}: {view.state}"
+    if view.held_out:
+        return _held_out(view)
+    if view.scores and view.scores.success is not None:
+        return f"{percent(view.scores.success)} of {view.scores.tasks} tasks solved"
+    if view.success:
+        moved = f"{percent(view.success.first)} → {percent(view.success.last)}"
+        return f"{moved} success in training"
+    if view.held_out_loss:
+        return f"Held-out loss {view.held_out_loss.first:.3g} → {view.held_out_loss.last:.3g}"
+    if view.loss:
+        return f"Training loss {view.loss.first:.3g} → {view.loss.last:.3g}"
+    return f"{_subject(view)}: {view.state}"
+
+
+def _subject(view: RunView) -> str:
+    return "Evaluation" if view.algorithm == "eval" else "Training"
+
+
+def _held_out(view: RunView) -> str:
+    points = view.held_out or []
+    newest = points[-1]
+    text = percent(newest.success)
+    if len(points) > 1 and points[0].step == 0:
+        text = f"{percent(points[0].success)} → {text}"
+    text += f" of {newest.n} held-out tasks"
+    if view.verdict:
+        text += f": {view.verdict.outcome.replace('_', ' ')}"
+    return text
+
+
+def percent(share: float) -> str:
+    """As people write it; a share that is not quite 0 or 1 is not written as one."""
+    if 0 < share < 0.01 or 0.99 < share < 1:
+        return f"{100 * share:.1f} %"
+    return f"{100 * share:.0f} %"
