@@ -1,17 +1,45 @@
-"""The environment contract. This package imports neither `flash_mcp` nor `worker`."""
+"""The environment contract. This package imports neither `flash_mcp` nor `worker`.
 
-from environments.agents.command import EnvironmentCommand as EnvironmentCommand
-from environments.base import DatasetError as DatasetError
-from environments.base import Environment as Environment
-from environments.base import EnvironmentAgent as EnvironmentAgent
-from environments.base import EnvironmentEpisode as EnvironmentEpisode
-from environments.base import EnvironmentMultiTurn as EnvironmentMultiTurn
-from environments.base import EnvironmentSingleTurn as EnvironmentSingleTurn
-from environments.base import EnvironmentStepResult as EnvironmentStepResult
-from environments.base import EnvironmentTurn as EnvironmentTurn
-from environments.base import RewardMetric as RewardMetric
-from environments.base import RewardResult as RewardResult
-from environments.base import TaskExample as TaskExample
-from environments.base import load_dataset as load_dataset
-from environments.judge import JudgeRubric as JudgeRubric
-from environments.tools import EnvironmentToolUse as EnvironmentToolUse
+Its names are imported when they are asked for: what encloses an environment's process starts in
+half the time without them."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from environments.agents.command import EnvironmentCommand
+    from environments.base import (
+        DatasetError,
+        Environment,
+        EnvironmentAgent,
+        EnvironmentEpisode,
+        EnvironmentMultiTurn,
+        EnvironmentSingleTurn,
+        EnvironmentStepResult,
+        EnvironmentTurn,
+        RewardMetric,
+        RewardResult,
+        TaskExample,
+        load_dataset,
+    )
+    from environments.judge import JudgeRubric
+    from environments.tools import EnvironmentToolUse
+
+__all__ = [
+    "DatasetError", "Environment", "EnvironmentAgent", "EnvironmentCommand", "EnvironmentEpisode",
+    "EnvironmentMultiTurn", "EnvironmentSingleTurn", "EnvironmentStepResult", "EnvironmentToolUse",
+    "EnvironmentTurn", "JudgeRubric", "RewardMetric", "RewardResult", "TaskExample", "load_dataset",
+]  # fmt: skip
+
+ELSEWHERE = {
+    "EnvironmentCommand": "environments.agents.command",
+    "EnvironmentToolUse": "environments.tools",
+    "JudgeRubric": "environments.judge",
+}
+"""The names that are not in environments.base."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return getattr(importlib.import_module(ELSEWHERE.get(name, "environments.base")), name)

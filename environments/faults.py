@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from importlib.metadata import packages_distributions
 
 from environments.untrusted_text import quoted
 
@@ -137,6 +136,8 @@ def remedy(fault: EnvironmentFault) -> str | None:
         return f"do this in score_episode, or turn off the time limit of that library: {what}"
     if (module := MISSING_MODULE.search(fault.what)) and fault.code in IMPORT_CODES:
         # Only a name that this interpreter knows: the other one is foreign text.
+        from importlib.metadata import packages_distributions  # noqa: PLC0415  a sixth of the start of a process
+
         packages = packages_distributions().get(module[1], ["the package of that module"])
         return (
             f"add {packages[0]} to requirements.txt next to environment.py. That file has to name "
