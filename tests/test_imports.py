@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "vllm", "transformers", "trl", "peft", "datasets", "worker", "ray"}
 PACKAGES = ("environments", "flash_mcp", "worker")
@@ -53,7 +55,7 @@ def loaded_by(module: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=250,
+        timeout=PATIENCE_S,
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 

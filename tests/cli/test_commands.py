@@ -35,6 +35,7 @@ from tests.samples import (
     started_run,
     supervised,
 )
+from tests.waiting import PATIENCE_S
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -257,7 +258,7 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
             assert "step 2/20" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             rest = process.stderr.read()
-            assert process.wait(30) == 130, rest
+            assert process.wait(PATIENCE_S) == 130, rest
         assert f"flash-mcp status {started.id} --follow" in rest
         assert open_store().run(started.id).state == "running"
 
@@ -490,4 +491,4 @@ def test_a_reader_that_stops_early_is_no_failure(tmp_path: Path):
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert (process.stderr.read(), process.wait(30)) == ("", 0)
+        assert (process.stderr.read(), process.wait(PATIENCE_S)) == ("", 0)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".venv" / "clients"
 PROGRAMS = INSTALLED / "node_modules" / ".bin"
@@ -99,7 +101,7 @@ def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(PATIENCE_S)
 
 
 def _answers(port: int) -> bool:

@@ -205,7 +205,7 @@ def talks() -> Said:
 
 def hangs() -> Said:
     """Block its thread until the test lets it go."""
-    RELEASE.wait(30)
+    RELEASE.wait(2 * PATIENCE_S)
     return Said(next="nothing")
 
 
@@ -274,7 +274,7 @@ async def test_a_call_that_hangs_is_left_while_others_are_served(
     async def call(name: str) -> None:
         results[name] = await odd.call_tool(name, {})
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as group:
             group.start_soon(call, "hangs")
             await call("refuses")
@@ -481,7 +481,7 @@ def serving(port: int) -> Generator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(PATIENCE_S)
 
 
 def _wait_for_port(port: int) -> None:

@@ -21,6 +21,7 @@ from flash_mcp.state.store import Store, open_store
 from tests.places import ROOT
 from tests.samples import end, evaluate, learn, read_in, started_run
 from tests.supervisor.test_local_maintenance import clear, ended_days_ago
+from tests.waiting import PATIENCE_S
 
 STEPS = range(1, 11)
 
@@ -178,7 +179,7 @@ def test_a_kill_between_any_two_file_operations_leaves_a_folder_that_resumes(
 ) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10

@@ -16,6 +16,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import database, queue, tokens
 from flash_mcp.state.store import Store, open_store
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def put_metrics(
 def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
     code = "import sys, pathlib; from flash_mcp.state.store import Store; Store(pathlib.Path(sys.argv[1])).runs()"
     children = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(6)]
-    assert [child.wait(timeout=60) for child in children] == [0] * 6
+    assert [child.wait(PATIENCE_S) for child in children] == [0] * 6
     assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [{"name": "0.1.0"}]
 
 

@@ -24,7 +24,7 @@ from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
 from tests import engines, ray_cluster, slurm
 from tests.places import ROOT
 from tests.refuse import refusing
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -527,7 +527,7 @@ print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({st
         for _ in range(6)
     ]
     let_go_at_once(starters)
-    pids = {starter.communicate(timeout=60)[0].strip() for starter in starters}
+    pids = {starter.communicate(timeout=PATIENCE_S)[0].strip() for starter in starters}
     record = Record.read(here.logs.parent / "records" / "run-1-1")
     assert record and pids == {str(record.pid)}
     assert record.is_alive()
@@ -593,7 +593,7 @@ launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_
 os.killpg(0, signal.SIGKILL)
 """
     starter = subprocess.run(
-        [sys.executable, "-c", code], start_new_session=True, timeout=60, check=False
+        [sys.executable, "-c", code], start_new_session=True, timeout=PATIENCE_S, check=False
     )
     assert starter.returncode == -signal.SIGKILL
     launcher = here.reopen()

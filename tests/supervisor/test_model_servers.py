@@ -43,7 +43,7 @@ from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.snippets import snippets
 from tests.places import TESTS
 from tests.samples import sample_rollout
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running, listening_ports
 from worker.rollouts.transcript import ChatTemplate
 
@@ -135,7 +135,7 @@ def test_a_deployment_is_ready_once_its_adapter_has_answered(
 
 def printed(command: Sequence[str]) -> str:
     """What a command that a person pasted prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -32,7 +32,7 @@ from flash_mcp.supervisor.loop import Supervisor
 from tests import engines, slurm
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,7 @@ def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab
     wrapper = worker.parent()
     assert wrapper
     wrapper.kill()
-    assert worker.wait(30) is None
+    assert worker.wait(PATIENCE_S) is None
     queue.request_cancel(lab.store, run.id)
     assert lab.finish(run).state == "cancelled"
 
@@ -310,7 +310,7 @@ def flash(*words: str) -> Any:
     """What a command prints as JSON."""
     done = subprocess.run(
         [sys.executable, "-m", "flash_mcp.cli", *words, "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (words, done.stdout, done.stderr)
     return json.loads(done.stdout)

@@ -32,7 +32,7 @@ from tests.places import ROOT
 from tests.samples import finished_run
 from tests.supervisor.test_loop import Bench
 from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run, settle, stop_all
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
@@ -298,7 +298,7 @@ def command_line(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "FLASH_HOME": str(home)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr

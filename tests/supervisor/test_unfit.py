@@ -23,7 +23,7 @@ from flash_mcp.supervisor.process import LockOwner, ensure_supervisor, take_lock
 from flash_mcp.tools.shared.waiting import obstacle
 from tests.places import ROOT
 from tests.supervisor.test_keeper import end_supervisors, waiting_run
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running
 
 __all__ = ["waiting_run"]
@@ -157,7 +157,7 @@ def test_a_stopped_one_in_a_terminal_is_replaced(
     monkeypatch.setattr(process, "SILENT_S", 0.5)
     wait_for(lambda: unfit(flash_home))
     assert process.replace_unfit(flash_home)
-    assert holders[0].wait(10) == -signal.SIGKILL
+    assert holders[0].wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_a_newer_one_is_told_and_stays(

@@ -32,6 +32,7 @@ from tests.samples import (
     started_run,
     supervised,
 )
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -222,7 +223,7 @@ async def test_a_wait_ends_with_the_run_and_reports_its_share_of_the_steps(
     async def wait() -> None:
         found.append(await status(run_id=run.id, until="end", wait_s=30))
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
             await looked.wait()

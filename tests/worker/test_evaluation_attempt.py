@@ -17,6 +17,7 @@ from flash_mcp.protocol.spec import EvalSpec
 from flash_mcp.state.references import Subject
 from flash_mcp.tools.shared import resolve
 from tests.attempts import VOWELS, Attempt
+from tests.waiting import PATIENCE_S
 from worker.evaluate import Recorder
 from worker.heartbeat import Heartbeat
 from worker.rollouts.scheduler import Rollout, Task
@@ -199,7 +200,7 @@ def test_attempts_end_while_a_shard_of_them_is_being_written(
     writer, is_back, shards = RunWriter(run, 1), threading.Event(), list[int]()
 
     def slowly(step: int, rows: list[dict[str, Any]]) -> None:
-        assert is_back.wait(60)
+        assert is_back.wait(PATIENCE_S)
         shards.append(len(rows))
         RunWriter.attempts(writer, step, rows)
 

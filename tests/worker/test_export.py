@@ -27,6 +27,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
 
 async def exported(run: Run, *, kind: str = "adapter", **arguments: Any) -> dict[str, Any]:
     """The result of the tool, once the export is ready."""
-    with anyio.fail_after(120):
+    with anyio.fail_after(PATIENCE_S):
         async with Client(server) as client:
             while True:
                 given = {"run_id": run.id, "export": kind, **arguments}

@@ -30,6 +30,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.tiny import CHATML
+from tests.waiting import PATIENCE_S
 from worker.engine import fetch
 from worker.engine.fetch import commit_of, ensure
 from worker.heartbeat import Heartbeat
@@ -173,7 +174,7 @@ def test_two_processes_at_once_make_one_model_and_both_find_it(cache: Path, whee
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=120) for process in both]
+    outputs = [process.communicate(timeout=PATIENCE_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert {output.strip() for output, _ in outputs} == {str(cache / NAME)}
     assert sum("converting" in log for _, log in outputs) == 1, "the second one waited"
@@ -206,7 +207,11 @@ def test_a_local_folder_is_used_where_it_lies(tiny_model: Path) -> None:
 def run_ensure(model: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "worker.engine.fetch", "ensure", model]
     return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from flash_mcp.protocol.errors import FlashError
 from tests.attempts import VOWELS, Attempt, make_run
+from tests.waiting import PATIENCE_S
 from tests.watch import watch
 from worker.capacity import GIB, MIB, _control_group_rooms, kv_cache_bytes
 from worker.training import attention, memory, packing
@@ -270,7 +271,9 @@ def test_an_attempt_that_cannot_fit_is_refused_before_its_engine_starts(
     run = make_run(tmp_path / "run", tiny_model)
     start = "import worker.training.memory as m; m.capacity_bytes = lambda: 2**29; from worker.main import main; main()"
     command = [sys.executable, "-c", start, run.url, "--attempt", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ}
+    )
     result = run.result()
     assert result and result["state"] == "failed", done.stderr
     error = result["error"]
@@ -347,6 +350,6 @@ def test_a_thread_without_memory_for_its_stack_is_a_lack_of_memory(limit: str, c
             print(_explain(error, "train").code)
     """
     done = subprocess.run(
-        [sys.executable, "-c", start], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", start], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.stdout.strip() == code, done.stderr

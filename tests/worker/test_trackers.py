@@ -14,6 +14,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from tests.attempts import make_run
+from tests.waiting import PATIENCE_S
 from worker.training import trackers
 from worker.training.trackers import Trackers
 
@@ -46,7 +47,7 @@ class Hanging(TrainerCallback):
     let_go = threading.Event()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.let_go.wait(60)
+        self.let_go.wait(PATIENCE_S)
 
 
 @pytest.fixture

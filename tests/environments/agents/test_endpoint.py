@@ -26,6 +26,7 @@ from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
 from tests.folders import environment_folder
 from tests.places import ROOT
+from tests.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -762,7 +763,7 @@ def played_as(place: Path, rights: Sequence[str], python: str) -> Any:
     environment = {"PYTHONPATH": str(place), "PATH": os.environ["PATH"], "HOME": f"{place}/home"}
     done = subprocess.run(
         [*rights, python, "-c", PLAY, folder],
-        capture_output=True, text=True, cwd=place, env=environment, timeout=60, check=False,
+        capture_output=True, text=True, cwd=place, env=environment, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -22,6 +22,7 @@ import pytest
 from tests import acts
 from tests.folders import environment_folder
 from tests.places import CALCULATOR, TESTS
+from tests.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -99,7 +100,7 @@ def tried(base: Path, before: list[str], python: list[str], *more: str, **variab
             cwd=TESTS.parent,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]

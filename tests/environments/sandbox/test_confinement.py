@@ -28,7 +28,7 @@ from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
 from tests.folders import allow, environment_folder
 from tests.places import CALCULATOR, ROOT
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.watch import is_running, outer_pid
 
 pytestmark = [
@@ -244,7 +244,7 @@ async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path
         f"open({str(home / 'secret')!r})",
     ]
     repository = {"PYTHONPATH": str(CALCULATOR.parents[2])}
-    told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=60)  # noqa: ASYNC221
+    told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=PATIENCE_S)  # noqa: ASYNC221
     assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
 
 
@@ -864,13 +864,13 @@ async def test_no_code_runs_where_files_cannot_be_protected_unless_the_operator_
     elif os.getuid() != 0:
         pytest.skip("this is another user already")
     command = [*refusing, sys.executable, "-c", START, tmp_path / "folder"]
-    told = subprocess.check_output(command, timeout=60, text=True, cwd=ROOT)  # noqa: ASYNC221
+    told = subprocess.check_output(command, timeout=PATIENCE_S, text=True, cwd=ROOT)  # noqa: ASYNC221
     assert told.startswith("environment_unprotected "), told
     assert "Landlock" in told and "it ran" not in told
     if user == "another":
         return  # without powers it cannot start this Python
     allow(flash_home, "without_file_protection = true")
-    told = subprocess.check_output(command, timeout=60, text=True, cwd=ROOT)  # noqa: ASYNC221
+    told = subprocess.check_output(command, timeout=PATIENCE_S, text=True, cwd=ROOT)  # noqa: ASYNC221
     assert told.startswith("loaded; this kernel has no Landlock"), told
 
 
@@ -940,7 +940,7 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         done = subprocess.run(  # noqa: ASYNC221
             ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
              f"{place}/folder", *attacks],
-            capture_output=True, text=True, cwd=place, timeout=60, check=False,
+            capture_output=True, text=True, cwd=place, timeout=PATIENCE_S, check=False,
             env={"PYTHONPATH": place, "PATH": os.environ["PATH"], "HOME": f"{place}/home"},
         )  # fmt: skip
         assert victim.poll() is None
@@ -966,7 +966,7 @@ async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are
     attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
     attacks += [limits_of(0)]
     server = [sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
-    told = subprocess.check_output([*POWERLESS, *server], timeout=60)  # noqa: ASYNC221
+    told = subprocess.check_output([*POWERLESS, *server], timeout=PATIENCE_S)  # noqa: ASYNC221
     walls, told = json.loads(told.splitlines()[-1])
     assert told == ["True", "environment_access", "environment_access", "[]"]
     assert "no PID namespace can be had" in walls["process_tree"]
@@ -1042,7 +1042,7 @@ while time.monotonic() < deadline:
 told = len(names)
 """
     server = [*POWERLESS, sys.executable, "-c", BOMB_HOST, tmp_path / "folder", bomb]
-    done = subprocess.run(server, capture_output=True, text=True, timeout=120, check=False)  # noqa: ASYNC221
+    done = subprocess.run(server, capture_output=True, text=True, timeout=PATIENCE_S, check=False)  # noqa: ASYNC221
     sandbox, told = json.loads(done.stdout.splitlines()[-1])
     assert "no PID namespace can be had" in sandbox["process_tree"]
     assert int(told) > depth + 100, told

@@ -13,7 +13,7 @@ import pytest
 
 from environments.sandbox import scratch
 from tests.places import ROOT
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def outside(tmp_path: Path) -> Path:
 
 def fill(folder: Path, outside: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(HOSTILE), folder, outside]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.hostile("scratch")
@@ -92,7 +92,7 @@ def test_a_user_without_rights_removes_it_too(tmp_path: Path) -> None:
         scratch.remove(place)
     """
     told = subprocess.check_output(
-        [sys.executable, "-c", textwrap.dedent(code)], timeout=60, text=True
+        [sys.executable, "-c", textwrap.dedent(code)], timeout=PATIENCE_S, text=True
     )
     assert told == "['outside']\n"
 
