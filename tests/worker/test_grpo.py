@@ -28,7 +28,7 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
-from worker.training import attention, packing
+from worker.training import attention, memory, packing
 from worker.training.checkpoints import Reporter
 from worker.training.grpo import SCALED, Trainer, group_advantages
 from worker.training.policy import load_policy
@@ -203,13 +203,13 @@ def test_packs_whose_backward_passes_follow_each_other_give_the_gradients_of_one
         )  # fmt: skip
         return flat(found), metrics
 
-    (whole, expected), (split, metrics) = step(4096), step(48)
+    (whole, expected), (split, metrics) = step(4096), step(16)
     assert (split - whole).norm() < 1e-6 * whole.norm()
     assert metrics.keys() == expected.keys()
     for name, values in metrics.items():
         assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     monkeypatch.setattr(packing.Pack, "logps", logps)
-    step(48)
+    step(16)
     assert len(passes) > 4 * GROUPS and passes == ["forward", "backward"] * (len(passes) // 2)
 
 
@@ -445,10 +445,19 @@ def test_a_pack_that_is_split_gives_the_same_log_probabilities(
     )
     mask = torch.tensor([t.mask + [0] * (width - len(t.mask)) for t in transcripts])
     whole = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
-    monkeypatch.setattr(packing, "PACK_TOKENS", 48)
+    monkeypatch.setattr(packing, "PACK_TOKENS", 16)
     split = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
     torch.testing.assert_close(whole, split, rtol=1e-5, atol=1e-5)
     assert not whole[0][mask == 0].any()
+
+
+def test_a_long_prompt_is_shared_by_several_completions() -> None:
+    """Each of 1,000 tokens after one of 3,000: in packs of 4,096 it would be computed eight times."""
+    ids = torch.ones(8, 4000, dtype=torch.long)
+    packs = packing.packs_of(ids, ids, ids[:, 3000:])
+    assert [len(pack.completions) for pack in packs] == [6, 2]
+    work = memory.Workload(3000, 1000, 1, 4000, 8, 0, 8)
+    assert work.tokens == packs[0].tokens == 9000
 
 
 def test_a_group_without_advantage_costs_no_forward_pass(

@@ -90,7 +90,7 @@ def test_a_tree_has_the_gradients_of_its_separate_calls(
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
     trees = make_trees(tokenizer)
     if way == "packs of paths":
-        monkeypatch.setattr(packing, "PACK_TOKENS", 48)
+        monkeypatch.setattr(packing, "PACK_TOKENS", 16)
     if way == "rows":
         monkeypatch.setattr(packing, "way_of", lambda model: packing.Way.ROWS)
     spec = settings_of(loss_type=loss, importance_sampling="none")

@@ -71,7 +71,7 @@ def with_gradient(policy: Any, logps: Tensor) -> tuple[Tensor, Tensor]:
     return logps.detach(), torch.cat(grads)
 
 
-@pytest.mark.parametrize("prompt", [2, 2 * WINDOW])
+@pytest.mark.parametrize("prompt", [2, 2 * WINDOW])  # the first is too short to share
 @pytest.mark.parametrize("name", SIZES)
 def test_the_chosen_way_gives_a_plain_passes_log_probabilities_and_gradients(
     name: str, prompt: int

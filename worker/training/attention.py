@@ -236,7 +236,9 @@ class Layout:
                     by_kind[kind] = every.view_as(every)
                     by_kind[kind].segments = segments
         if len(by_kind) < len(windows):
-            visible = ((owner[:, None] == owner) | (owner == 0)) & (at[:, None] >= at)  # (L, L)
+            visible = owner[:, None] == owner  # (L, L), up to 150 MB: changed in place
+            visible |= owner == 0
+            visible &= at[:, None] >= at
             for start, after, end in forks:
                 visible[start:end, :start] = visible[after - 1, :start] if after else False
                 first = self.positions[after - 1] + 1 if after else 0

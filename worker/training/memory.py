@@ -84,10 +84,10 @@ class Workload:
     def rows(self) -> int:
         """Completions that are computed together."""
         # Imported here: this module is also used by a server of models, which needs no trainer.
-        from worker.training.packing import PACK_TOKENS  # noqa: PLC0415
+        from worker.training.packing import pack_limit  # noqa: PLC0415
 
         shared, own = (0, self.prompt) if self.way == "rows" else (self.prompt, 0)
-        fitting = (PACK_TOKENS - shared) // (own + self.completion)
+        fitting = int(pack_limit(shared) - shared) // (own + self.completion)
         return max(1, min(self.group_size, fitting))
 
     @property

@@ -41,6 +41,8 @@ from worker.training.kernels import Head, token_logps
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
 """A longer sequence is split: its mask grows with the square, and one more prompt is cheaper."""
+LONG_PROMPT = 3
+"""A pack may be so many times as long as its prompt, and as PACK_TOKENS at most."""
 PROMPT_SHARE = 4
 """A pack is split for lack of memory if its prompt takes at most 1/PROMPT_SHARE of it."""
 Forks = Sequence[tuple[int, int]]
@@ -152,31 +154,26 @@ class Pack:
         return hidden_LH[torch.cat(predictors)]
 
     def _by_rows(self, causal_lm: Any) -> Tensor:
-        prompt = self.prompt
-        shares = self.way == Way.STATE and len(prompt) > 0 and len(self.completions) > 1
-        state = last_1H = None
-        rows = self.completions
-        if shares:
+        # Shared are a multiple of HEAD_STEP tokens: PyTorch keeps kernels for each new length.
+        shares = self.way == Way.STATE and len(self.completions) > 1
+        shared = max(0, len(self.prompt) - 1) // HEAD_STEP * HEAD_STEP if shares else 0
+        state = None
+        if shared:
             state = SharedState(config=causal_lm.config)
-            output = causal_lm.base_model(
-                input_ids=prompt[None], past_key_values=state, use_cache=True
+            causal_lm.base_model(
+                input_ids=self.prompt[None, :shared], past_key_values=state, use_cache=True
             )
-            last_1H = output.last_hidden_state[0, -1:]
-        elif len(prompt):
-            rows = [torch.cat([prompt, completion]) for completion in self.completions]
+        rest = self.prompt[shared:]
+        rows = [torch.cat([rest, completion]) for completion in self.completions]
         by_row: dict[int, Tensor] = {}
         for batch in _alike([len(row) for row in rows]):
             ids = pad_sequence([rows[number] for number in batch], batch_first=True)
-            # At least two: some layers have another path for one token, which stores the state.
+            # Never one token: some layers have a path of its own for it, which stores the state.
             ids = pad(ids, (0, -ids.size(1) % HEAD_STEP))
             past = {"past_key_values": state.shared(len(batch))} if state else {}
             output = causal_lm.base_model(input_ids=ids, use_cache=bool(past), **past)
             for number, hidden_TH in zip(batch, output.last_hidden_state, strict=True):
-                at = self.trained[number]
-                if last_1H is not None:
-                    by_row[number] = torch.cat([last_1H, hidden_TH])[at]
-                else:
-                    by_row[number] = hidden_TH[len(prompt) + at - 1]
+                by_row[number] = hidden_TH[len(rest) + self.trained[number] - 1]
         return torch.cat([by_row[number] for number in range(len(rows))])
 
     def _placed_forks(self) -> list[tuple[int, int, int]]:
@@ -268,8 +265,8 @@ def packs_of(
     forks_B: Sequence[Forks] | None = None,
     way: Way = Way.PACKED,
 ) -> list[Pack]:
-    """The packs of a batch (arguments as of `group_logps`): of at most PACK_TOKENS tokens or a
-    single completion, and of at most `keep_tokens` where the repeated prompts cost little. A tree
+    """The packs of a batch (arguments as of `group_logps`): of at most `pack_limit` tokens or
+    a single completion, and of at most `keep_tokens` where the repeated prompts cost little. A tree
     that is longer, or whose model is not packed, is split into its paths."""
     width = trained_BC.size(1)
     starts = ids_BT.size(1) - width
@@ -277,7 +274,7 @@ def packs_of(
     for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens, way):
         forks = [forks_B[row] if forks_B else () for row in rows]
         completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
-        is_long = len(prompt) + len(completions[0]) > PACK_TOKENS
+        is_long = len(prompt) + len(completions[0]) > pack_limit(len(prompt))
         if any(forks) if way != Way.PACKED else forks[0] and is_long:
             packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows, way)
             continue
@@ -377,12 +374,14 @@ def _rows_of_packs(
         yield prompt, pack
 
 
-def pack_limit(prompt: int, keep_tokens: float) -> float:
-    """The most tokens of a pack of several completions. If only `keep_tokens` fit into memory, a
-    pack is split where one more prompt costs less time than computing activations twice."""
-    if prompt * PROMPT_SHARE <= keep_tokens < PACK_TOKENS:
+def pack_limit(prompt: int, keep_tokens: float = math.inf) -> float:
+    """The most tokens of a pack of several completions; more after a long prompt, which would be
+    computed for each of them. If only `keep_tokens` fit into memory, a pack is split where one more
+    prompt costs less time than computing activations twice."""
+    limit = min(max(PACK_TOKENS, LONG_PROMPT * prompt), LONG_PROMPT * PACK_TOKENS)
+    if prompt * PROMPT_SHARE <= keep_tokens < limit:
         return keep_tokens
-    return PACK_TOKENS
+    return limit
 
 
 def layout_of(
@@ -417,7 +416,7 @@ def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
 
 # -- whether a model is computed correctly ---------------------------------------------------------
 
-PROBE_PROMPT = 7
+PROBE_PROMPT = HEAD_STEP + 4
 PROBE = [12, 4]
 """Tokens of the prompt, and of the completions, that a model is tried with."""
 PROBE_WINDOW = 5
