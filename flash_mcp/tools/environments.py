@@ -29,7 +29,7 @@ from flash_mcp.judgement.attempts import by_task
 from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, did_you_mean, disk_error
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state import references
-from flash_mcp.state.owners import caller
+from flash_mcp.state.owners import caller, refuse_server_side
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import (
@@ -64,6 +64,7 @@ from flash_mcp.tools.shared.preflight import (
 )
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
 from flash_mcp.tools.shared.truncation import json_characters, shorten
+from flash_mcp.tools.table import read_table
 
 Template = Literal["calculator", "sort_words"]
 
@@ -80,6 +81,25 @@ HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
 
 
+class DataRead(ResultModel):
+    """What env_setup made of a file of rows."""
+
+    columns: list[str]
+    """Its columns."""
+    question: str
+    """The column of the questions."""
+    answer: str
+    """The column of the answers."""
+    train_tasks: int
+    """Rows of the train split."""
+    eval_tasks: int
+    """Rows of the eval split."""
+    dropped: dict[str, int] | None = None
+    """Rows that were left out, by reason."""
+    example: dict[str, str]
+    """The first train task."""
+
+
 class EnvSetup(Result):
     """A starter project."""
 
@@ -89,6 +109,8 @@ class EnvSetup(Result):
     """The environment's name in its configs; push it under this name."""
     files: list[str]
     """Its files, relative to the folder."""
+    data: DataRead | None = None
+    """With data: what was read of it."""
     contents: dict[str, str] | None = None
     """Without folder: the texts of the files that a starter needs; of the datasets the first rows.
     """
@@ -159,7 +181,11 @@ class EnvTest(Result):
 
 
 def env_setup(
-    folder: Annotated[str | None, Field(min_length=1)] = None, template: Template = "calculator"
+    folder: Annotated[str | None, Field(min_length=1)] = None,
+    template: Template = "calculator",
+    data: Annotated[str | None, Field(min_length=1)] = None,
+    question: str | None = None,
+    answer: str | None = None,
 ) -> EnvSetup:
     """Write a starter project that trains as it is: environment.py, datasets, configs and the
     playbook TRAINING.md. Without folder, return its files instead.
@@ -171,12 +197,19 @@ def env_setup(
         folder: Folder on the server to write to; created if missing. A remote caller leaves it out.
         template: calculator: several turns with a tool that the environment answers for.
             sort_words: one prompt, one answer.
+        data: Instead of template: a CSV, TSV, JSON, JSONL or parquet file on the server whose rows
+            become the tasks. Its answers are compared as texts or numbers.
+        question: With data: the column of the questions, if its name does not tell.
+        answer: With data: the column of the answers.
     """
+    if data is not None:
+        return _of_data(folder, data, question, answer)
+    if question is not None or answer is not None:
+        fix = "pass data='/path/of/rows.csv' too, or leave them out"
+        raise FlashError("invalid_argument", "question and answer need data", fix=fix)
     if folder is None:
         return _inline(template)
-    target = Path(folder).expanduser().absolute()
-    name = target.name if NAME.fullmatch(target.name) else template
-    files = _starter(template, name)
+    target, name, files = _named_starter(folder, template)
     _write_new(target, files)
     check = f"then env_test(folder={str(target)!r})"
     return EnvSetup(
@@ -185,6 +218,41 @@ def env_setup(
         files=sorted(files),
         next=f"change environment.py and datasets/ to your task (see TRAINING.md); {check}",
     )
+
+
+def _of_data(folder: str | None, data: str, question: str | None, answer: str | None) -> EnvSetup:
+    """A starter whose tasks are the rows of a file."""
+    refuse_server_side("a file", "write its rows into datasets/*.jsonl of a starter", data=data)
+    if folder is None:
+        fix = "pass folder='/path/to/write/to'"
+        raise FlashError("invalid_argument", "with data, folder is needed", fix=fix)
+    table = read_table(Path(data).expanduser().absolute(), question, answer)
+    target, name, files = _named_starter(folder, "dataset")
+    files |= table.files()
+    _write_new(target, files)
+    return EnvSetup(
+        folder=str(target),
+        name=name,
+        files=sorted(files),
+        data=DataRead(
+            columns=table.columns,
+            question=table.question,
+            answer=table.answer,
+            train_tasks=len(table.train),
+            eval_tasks=len(table.held_out),
+            dropped=table.dropped or None,
+            example={key: shorten(value, 300) for key, value in table.train[0].items()},
+        ),
+        next=f"env_test(folder={str(target)!r}); if an answer is right in other forms too, change "
+        "is_right in environment.py first",
+    )
+
+
+def _named_starter(folder: str, template: str) -> tuple[Path, str, dict[str, bytes]]:
+    """The absolute folder, the environment's name, and its files."""
+    target = Path(folder).expanduser().absolute()
+    name = target.name if NAME.fullmatch(target.name) else template
+    return target, name, _starter(template, name)
 
 
 def _inline(template: str) -> EnvSetup:

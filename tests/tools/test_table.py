@@ -1,0 +1,132 @@
+"""A user's file of rows as an environment, and what is said of a file that is none."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from environments import load_dataset
+from environments.checks import gate
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.tools.environments import env_setup
+from flash_mcp.tools.table import read_table
+
+ROWS = [
+    {
+        "Question": f"How many minutes are {hours} hours and {minutes} minutes?",
+        "Answer": str(60 * hours + minutes),
+    }
+    for hours in range(1, 26)
+    for minutes in range(3, 60, 12)
+]
+
+
+def csv_file(folder: Path, rows: list[dict[str, str]] = ROWS) -> Path:
+    path = folder / "rows.csv"
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_a_csv_becomes_an_environment_that_passes_the_gate(tmp_path: Path) -> None:
+    folder = tmp_path / "minutes"
+    made = env_setup(str(folder), data=str(csv_file(tmp_path)))
+    assert made.data is not None and made.name == "minutes"
+    assert (made.data.question, made.data.answer) == ("Question", "Answer")
+    assert (made.data.train_tasks, made.data.eval_tasks) == (100, 25)
+    assert len(load_dataset(folder / "datasets" / "eval.jsonl")) == 25
+    assert 'environment = "minutes"' in (folder / "configs" / "sft.toml").read_text()
+    report = await gate.check(folder, deadline_s=600)
+    assert report.verdict == "passed", [probe for probe in report.probes if not probe.passed]
+
+
+def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
+    expected = read_table(csv_file(tmp_path), None, None)
+    tabs = tmp_path / "rows.tsv"
+    tabs.write_text(
+        "\n".join("\t".join(row.values()) for row in [{"a": "Question", "b": "Answer"}, *ROWS])
+    )
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n")
+    whole = tmp_path / "rows.json"
+    whole.write_text(json.dumps(ROWS))
+    columns = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), columns)
+    for path in (tabs, lines, whole, columns):
+        assert read_table(path, None, None) == expected, path.name
+
+
+def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path) -> None:
+    rows = [
+        *ROWS,
+        *ROWS[:7],
+        {"Question": ROWS[0]["Question"], "Answer": "0"},
+        {"Question": "  ", "Answer": "5"},
+    ]
+    rows += [
+        {"Question": f"{row['Question'][:-1].upper()}, please... no!", "Answer": row["Answer"]}
+        for row in ROWS
+    ]
+    rows += [
+        {"Question": f"Please, no: {row['Question']}", "Answer": row["Answer"]} for row in ROWS
+    ]
+    table = read_table(csv_file(tmp_path, rows), None, None)
+    assert table.dropped == {"copies": 7, "other answer to the same question": 1, "empty": 1}
+    assert len(table.train) + len(table.held_out) == 3 * len(ROWS)
+
+    def words(rows: list[dict[str, str]]) -> set[str]:
+        texts = [row["input"].casefold() for row in rows]
+        return {
+            " ".join(sorted(text.replace(",", " ").replace(":", " ").split())).strip("?.!")
+            for text in texts
+        }
+
+    assert not words([row for row in table.train if "please" in row["input"].casefold()]) & words(
+        [row for row in table.held_out if "please" in row["input"].casefold()]
+    )
+
+
+REFUSALS = {
+    "rows.csv": (
+        "id,weight\n1,2\n",
+        "no column is called question or input or prompt",
+        "'id', 'weight'",
+    ),
+    "few.csv": ("question,answer\na,b\n", "has 1 different questions", "at least 10"),
+    "bad.jsonl": ('{"question": 1}\n[2]\n', "row 2 is no object", "JSONL (an object a line)"),
+    "cut.json": ("[{", "cannot be read", "in UTF-8"),
+    "object.json": ("{}", "it holds no list of rows", "in UTF-8"),
+    "bad.parquet": ("PAR0", "is no parquet file", "closed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_file_that_holds_no_tasks_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    content, what, fix = REFUSALS[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(FlashError) as caught:
+        env_setup(str(tmp_path / "new"), data=str(tmp_path / name))
+    assert caught.value.code == "invalid_argument"
+    assert what in str(caught.value) and fix in caught.value.fix
+    assert not (tmp_path / "new").exists()
+
+
+def test_columns_are_named_where_their_names_do_not_tell(tmp_path: Path) -> None:
+    rows = [{"frage": row["Question"], "antwort": row["Answer"]} for row in ROWS]
+    path = csv_file(tmp_path, rows)
+    assert read_table(path, "frage", "antwort").answer == "antwort"
+    with pytest.raises(FlashError, match="did you mean 'frage'"):
+        read_table(path, "fragen", "antwort")
+    with pytest.raises(FlashError, match="question and answer need data"):
+        env_setup(str(tmp_path / "new"), question="frage")
+    with pytest.raises(FlashError, match="folder is needed"):
+        env_setup(data=str(path))
