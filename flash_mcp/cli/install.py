@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,36 +42,41 @@ class Installed:
     backup: Path | None = None
 
 
-def install(client: str, *, name: str = "flash", write: bool = True) -> Installed:
-    """Add this server to the configuration of one of CLIENTS.
+def install(
+    client: str, *, name: str = "flash", write: bool = True, ssh: str | None = None
+) -> Installed:
+    """Add this server, or with `ssh` that of another machine, to the configuration of one of
+    CLIENTS.
 
-    FlashError(invalid_argument) if the file cannot be read or `name` is not a server name."""
+    FlashError(invalid_argument) if the file cannot be read, `name` is not a server name, or `ssh`
+    is not a HOST or HOST:COMMAND."""
     check_name(name)
+    server = entry() if ssh is None else entry_over_ssh(ssh)
     agent = CLIENTS[client]
     path = Path(os.path.realpath(agent.locate()))  # keeps a link, as dotfile managers make one
     old = path.read_text() if path.exists() else ""
     try:
-        new = agent.merged(old, name)
+        new = agent.merged(old, name, server)
     except ValueError as error:
-        fix = f"correct it, or add this server by hand: {agent.merged('', name)}"
+        fix = f"correct it, or add this server by hand: {agent.merged('', name, server)}"
         what = f"the file cannot be read, and was left as it is: {error}"
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
     changed = new != old
     if not write or not changed:
         return Installed(client, path, changed, new)
     backup = _copied(path)
-    if not _added(agent, path, name):
+    if not _added(agent, path, name, server):
         _replace(path, new)
     return Installed(client, path, changed, path.read_text(), backup)
 
 
-def _added(agent: Client, path: Path, name: str) -> bool:
+def _added(agent: Client, path: Path, name: str, server: Json) -> bool:
     """Whether the agent's own command has put the entry there. A server of the same name is left to
     the file's editor: commands refuse it, or ask.
     """
     if agent.command is None:
         return False
-    words = agent.command(name, agent.shape(entry()))
+    words = agent.command(name, agent.shape(server))
     if shutil.which(words[0]) is None:
         return False
     with suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -78,7 +84,7 @@ def _added(agent: Client, path: Path, name: str) -> bool:
             words, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_S, check=True
         )
         text = path.read_text()
-        return agent.merged(text, name) == text
+        return agent.merged(text, name, server) == text
     return False
 
 
@@ -98,6 +104,20 @@ def entry() -> Json:
     if variables:
         server["env"] = variables
     return server
+
+
+def entry_over_ssh(destination: str) -> Json:
+    """How an agent starts the server of another machine, HOST or USER@HOST; the command there comes
+    after a colon where it is not on the PATH.
+    """
+    host, _, command = destination.partition(":")
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.@-]*", host):
+        fix = "name it as ssh does: user@box, or user@box:/path/to/.venv/bin/flash-mcp"
+        raise FlashError("invalid_argument", "that is no host", ssh=destination, fix=fix)
+    start = f"{shlex.quote(command or 'flash-mcp')} serve"
+    # An agent has no terminal for a password, and a dead connection must end the server there.
+    options = ["-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30"]
+    return {"command": "ssh", "args": [*options, host, start]}
 
 
 def _claude() -> Path:
@@ -269,9 +289,9 @@ class Client:
     command: Callable[[str, Json], list[str]] | None = None
     """The agent's own command that adds a server of this name."""
 
-    def merged(self, old: str, name: str) -> str:
+    def merged(self, old: str, name: str, server: Json) -> str:
         """`old` with this server. ValueError where that cannot be done safely."""
-        server = self.shape(entry())
+        server = self.shape(server)
         if self.locate().suffix == ".toml":
             return merge_toml(old, name, server)
         return merge_json(old, self.key, name, server)

@@ -361,3 +361,49 @@ def test_systemd_reads_the_state_directory_as_it_is_named(
         command = ["systemd-analyze", "--user", "--man=no", "verify", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert "flash-mcp.service" not in done.stderr, done.stderr
+
+
+SSH = """#!/bin/sh
+# Runs what it is to run there, here.
+for last; do :; done
+exec sh -c "$last"
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_starts_the_server_of_another_machine_over_ssh(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    there = Path(sys.executable).with_name("flash-mcp")
+    install("cursor", ssh=f"user@box:{there}")
+    server = json.loads((own_home / ".cursor/mcp.json").read_text())["mcpServers"]["flash"]
+    assert server["command"] == "ssh" and server["args"][-2:] == ["user@box", f"{there} serve"]
+    program = own_home / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.defpath}")
+    monkeypatch.setenv("FLASH_HOME", str(own_home / "state"))
+    hello = {
+        "protocolVersion": "2025-11-25",
+        "capabilities": {},
+        "clientInfo": {"name": "test", "version": "1"},
+    }
+    request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
+    done = subprocess.run(
+        [server["command"], *server["args"]],
+        input=json.dumps(request) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    answer = json.loads(done.stdout.splitlines()[0])
+    assert answer["result"]["serverInfo"]["name"] == "flash-mcp"
+
+
+@pytest.mark.parametrize("host", ["", "-oProxyCommand=x", "user box", "box;rm"])
+def test_what_is_no_host_is_refused(host: str):
+    with pytest.raises(FlashError) as caught:
+        install("cursor", ssh=host)
+    assert "user@box" in caught.value.fix
