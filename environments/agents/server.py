@@ -75,10 +75,10 @@ class HttpRequest:
 class Endpoint:
     """The server. `sessions` are those of open episodes by their keys."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Raises OSError if this process may not listen."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, port: int = 0) -> None:
+        """Raises OSError if this process may not listen on the port."""
         self.sessions: dict[str, Session] = {}
-        listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+        listening = socket.create_server(("127.0.0.1", port), backlog=128)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         self._unread: dict[asyncio.StreamWriter, None] = {}
         serving = asyncio.start_server(self._serve, sock=listening, limit=MAX_HEAD_BYTES)

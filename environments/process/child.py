@@ -600,11 +600,14 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
     from environments.agents.server import Endpoint  # noqa: PLC0415
 
     try:
-        return AgentEpisode(agent, Endpoint(asyncio.get_running_loop()), call)
+        port = programs.bounds.port if programs.bounds else 0
+        return AgentEpisode(agent, Endpoint(asyncio.get_running_loop(), port), call)
     except OSError as error:
         what = f"an EnvironmentAgent cannot be served here ({_message(error)})"
-        fix = f"it needs endpoint = true in its {NEEDS_FILE}, on a machine that allows a network"
-        raise _invalid(f"{what}: {fix} namespace with loopback") from error
+        fix = f"it needs endpoint = true in its {NEEDS_FILE}, and a machine that allows a network"
+        raise _invalid(
+            f"{what}: {fix} namespace with loopback, or Linux 6.7 with Landlock"
+        ) from error
 
 
 def _assistant(text: str | None, tool_calls: list[dict[str, Any]]) -> ChatMessage:

@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -455,6 +456,7 @@ class EnvironmentHost:
             needs=needs.asked(),
             without_file_protection=operator.without_file_protection,
             threads=threads,
+            port=_free_port() if needs.endpoint else 0,
             readable=(*filter(None, named), *requirements.prefix(interpreter)),
         )
         # With -P and PYTHONPATH `environments` is this package, whatever the folder holds.
@@ -569,6 +571,13 @@ def _allowed() -> EnvironmentSettings:
     except ValueError as error:
         what = f"the settings of this server cannot be used: {error}"
         raise EnvironmentFault("invalid_argument", what) from error
+
+
+def _free_port() -> int:
+    """A port of loopback that nothing listens on."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
 
 
 async def _place(known_as: str, timeout_s: float) -> tuple[Path, ExitStack]:

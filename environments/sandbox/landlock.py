@@ -24,6 +24,11 @@ LANDLOCK_ADD_RULE = 445
 LANDLOCK_RESTRICT_SELF = 446
 VERSION_FLAG = 1
 PATH_BENEATH = 1
+NET_PORT = 2
+BIND_TCP = 1
+CONNECT_TCP = 2
+PORTS_SINCE = 4
+"""The version of Landlock that knows rules for ports (Linux 6.7)."""
 EXECUTE = 1
 WRITE_FILE = 1 << 1
 READ_FILE = 1 << 2
@@ -54,14 +59,20 @@ ANSWERS = "datasets"
 """The folder of an environment that programs of its agents cannot read."""
 
 
-def restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
-    """Why files and signals are not protected; "" for each that is."""
+def knows_ports() -> bool:
+    return landlock_version() >= PORTS_SINCE
+
+
+def restrict_files(bounds: Bounds, mounts: Mounts, port: int) -> tuple[str, str]:
+    """Why files and signals are not protected; "" for each that is. With a `port`, TCP is limited
+    to it.
+    """
     version = landlock_version()
     if version < 1:
         why = f"this kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
         return why, why
     try:
-        rules = _ruleset(version, partial(_rules, bounds, mounts))
+        rules = _ruleset(version, partial(_rules, bounds, mounts), port=port)
         checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
         os.close(rules)
     except OSError as error:
@@ -102,9 +113,11 @@ def landlock_version() -> int:
     return libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, VERSION_FLAG)
 
 
-def _ruleset(version: int, rules: Callable[[int], Iterable[tuple[Path, int]]]) -> int:
+def _ruleset(
+    version: int, rules: Callable[[int], Iterable[tuple[Path, int]]], *, port: int = 0
+) -> int:
     """The descriptor of a set of rules: `rules` gets all rights that are handled, and says which
-    paths have which of them.
+    paths have which of them. With a `port`, TCP reaches and serves no other one.
     """
     # A kernel accepts only the rights that it knows. It does not restrict the others.
     handled = ALL_OF_VERSION_1
@@ -118,11 +131,15 @@ def _ruleset(version: int, rules: Callable[[int], Iterable[tuple[Path, int]]]) -
     if version >= 6:
         size = 24
         scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS
-    attributes = struct.pack("QQQ", handled, 0, scoped)
+    ports = BIND_TCP | CONNECT_TCP if port else 0
+    attributes = struct.pack("QQQ", handled, ports, scoped)
     result = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
     try:
         for path, rights in rules(handled):
             _allow(result, path, rights & handled)
+        if port:
+            rule = struct.pack("=QQ", ports, port)
+            checked(libc.syscall(LANDLOCK_ADD_RULE, result, NET_PORT, rule, 0))
     except BaseException:
         os.close(result)
         raise

@@ -93,10 +93,12 @@ def enter_namespaces(user: int | None = None, *, network: bool, loopback: bool =
     elif works_in_a_fork(_enter_user_namespace):
         _enter_user_namespace()
         own = Own(is_mapped=True)
-    if not network:
+    if loopback and not network and works_in_a_fork(_enter_loopback):
+        _enter_loopback()
+        own = replace(own, loopback=True)
+    elif not network and not loopback:
         # Seccomp refuses sockets also where this is refused.
-        is_alone = libc.unshare(CLONE_NEWNET) == 0
-        own = replace(own, loopback=is_alone and loopback and _raise_loopback())
+        libc.unshare(CLONE_NEWNET)
     try:
         checked(libc.unshare(CLONE_NEWPID))
     except OSError as error:
@@ -104,16 +106,14 @@ def enter_namespaces(user: int | None = None, *, network: bool, loopback: bool =
     return replace(own, process_tree="")
 
 
-def _raise_loopback() -> bool:
-    """Whether the loopback interface of this network namespace could be brought up."""
+def _enter_loopback() -> None:
+    """Enter a network namespace and bring its loopback interface up."""
+    checked(libc.unshare(CLONE_NEWNET))
     any_socket = socket(AF_INET, SOCK_STREAM)
     try:
         ioctl(any_socket.fileno(), SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
-    except OSError:
-        return False
     finally:
         any_socket.close()
-    return True
 
 
 def _enter_user_namespace() -> None:

@@ -24,7 +24,7 @@ class Needs:
 
     network: bool = False
     endpoint: bool = False
-    """For an EnvironmentAgent: a loopback interface of its own, on which the model is served."""
+    """For an EnvironmentAgent: the model is served to it on a port of loopback."""
     memory_gib: float = 8.0
     """For all its processes together."""
     processes: int = 512
@@ -79,6 +79,9 @@ class Bounds:
     readable: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     """Folders in `scratch`, if the code may not write to all of it."""
+    port: int = 0
+    """The port of an endpoint. Where the code cannot have a loopback interface of its own, it
+    reaches no other one."""
     user: int | None = None
     """The user that the code becomes, if we are root and these folders are already that user's."""
     without_file_protection: bool = False

@@ -24,6 +24,7 @@ from environments.agents.session import Session
 from environments.checks.playing import Task, Turn, play
 from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
+from environments.sandbox.landlock import knows_ports
 from tests.folders import environment_folder
 from tests.places import ROOT
 from tests.waiting import PATIENCE_S
@@ -755,9 +756,14 @@ asyncio.run(main())
 """
 
 
-def played_as(place: Path, rights: Sequence[str], python: str) -> Any:
+def played_as(
+    place: Path,
+    rights: Sequence[str],
+    python: str,
+    program: str = 'told.append(ask([user("x")])[0])',
+) -> Any:
     """What PLAY prints of an agent's environment in `place`, as a server with these rights."""
-    returns = """Sample(['told.append(ask([user("x")])[0])'])"""
+    returns = f"Sample([{textwrap.dedent(program)!r}])"
     folder = environment_folder(place / "folder", AGENT, returns=returns)
     (folder / "environment.toml").write_text("endpoint = true\n")
     environment = {"PYTHONPATH": str(place), "PATH": os.environ["PATH"], "HOME": f"{place}/home"}
@@ -777,11 +783,44 @@ needs_root = pytest.mark.skipif(
 @needs_root
 @pytest.mark.hostile("network")
 @pytest.mark.parametrize("power", ["sys_admin", "net_admin"])
-def test_where_no_namespace_can_be_had_an_agent_gets_no_sockets(tmp_path: Path, power: str) -> None:
+def test_where_no_namespace_can_be_had_an_agent_gets_one_port(tmp_path: Path, power: str) -> None:
     (tmp_path / "environments").symlink_to(ROOT / "environments")
     rights = ["setpriv", "--bounding-set", f"-{power}", "--inh-caps", f"-{power}"]
-    code, what = played_as(tmp_path, rights, sys.executable)
-    assert code == "environment_invalid" and "a network namespace with loopback" in what
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        attack = f"""
+            import _socket
+            def tried(act):
+                try:
+                    act()
+                    told.append("done")
+                except OSError as error:
+                    told.append(type(error).__name__)
+            def made():
+                return _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+            own = urlsplit(base_url).port
+            tried(lambda: made().connect(("127.0.0.1", {ours.getsockname()[1]})))
+            tried(lambda: made().connect(("192.0.2.1", 80)))
+            tried(lambda: made().bind(("127.0.0.1", 0)))
+            tried(lambda: made().bind(("0.0.0.0", 8000)))
+            tried(lambda: made().bind(("127.0.0.1", own)))
+            tried(lambda: _socket.socket(_socket.AF_UNIX))
+            tried(lambda: _socket.socket(_socket.AF_INET6, _socket.SOCK_STREAM))
+            tried(lambda: _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM))
+            tried(lambda: _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM, 262))
+            tried(lambda: _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW))
+            told.append(ask([user("x")], key="sk-other")[0])
+            told.append(ask([user("x")])[0])
+        """
+        first, second = played_as(tmp_path, rights, sys.executable, attack)
+    if not knows_ports():
+        assert first == "environment_invalid" and "a network namespace with loopback" in second
+        return
+    *tries, other, own = json.loads(second)
+    assert (first, other, own) == ("", 401, 200)
+    assert tries[4] == "OSError", "the port is in use"
+    refusals = [*tries[:4], *tries[5:]]
+    assert refusals.pop(1) == "NetworkRefusedError", "which is a PermissionError that explains"
+    assert {*refusals} == {"PermissionError"}
 
 
 @needs_root
