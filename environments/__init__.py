@@ -1,6 +1,6 @@
 """The environment contract. This package imports neither `flash_mcp` nor `worker`.
 
-Its names are imported when they are asked for: what encloses an environment's process starts in
+Its names are imported when they are needed: what encloses an environment's process starts in
 half the time without them."""
 
 import importlib
