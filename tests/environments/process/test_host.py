@@ -269,7 +269,7 @@ async def test_thirty_two_calls_run_at_once(tmp_path: Path) -> None:
     all_are_here = threading.Barrier(32)
     class Sample(Echo):
         def step_episode(self, example, messages, assistant_response):
-            all_are_here.wait(PATIENCE_S)
+            all_are_here.wait(100)
             return EnvironmentStepResult(done=True)
     """
     async with await EnvironmentHost.start(
