@@ -118,7 +118,7 @@ def test_shaky():
 
 
 def ci(
-    folder: Path, failures: int, *, engines: str = "echo ENGINES", minutes: int = 40
+    folder: Path, failures: int, *, engines: str = "echo ENGINES", lint: str = "", minutes: int = 40
 ) -> tuple[int, list[str]]:
     """Runs .ci/run beside two tests of which one fails so many times, and returns what it prints."""
     for name in (".ci", "scripts"):
@@ -128,7 +128,8 @@ def ci(
     run.write_text(run.read_text().replace("40 * 60", f"{minutes} * 60"))
     tests = f'exec {sys.executable} -m pytest -c /dev/null --rootdir=. "$@"'
     tests = f'if [ "${{1-}}" = --long ]; then echo LONG; else {tests}; fi'
-    for name, command in {"test": tests, "test-engines": engines}.items():
+    commands = {"install": "", "lint": lint, "test": tests, "test-engines": engines}
+    for name, command in commands.items():
         script = folder / "scripts" / name
         script.write_text(f"#!/bin/sh\n{command}\n")
         script.chmod(0o755)
@@ -158,7 +159,7 @@ def test_ci_passes_or_fails_without_that_block(
 
 @pytest.mark.slow
 def test_ci_runs_further_tests_in_what_is_left_of_its_time(tmp_path: Path) -> None:
-    for name in ("short", "fails", "hangs"):
+    for name in ("short", "fails", "untyped", "hangs"):
         (tmp_path / name).mkdir()
     status, lines = ci(tmp_path / "short", 0, minutes=3)
     assert status == 0
@@ -167,6 +168,7 @@ def test_ci_runs_further_tests_in_what_is_left_of_its_time(tmp_path: Path) -> No
     assert left_out == ["scripts/test-engines --quick", "scripts/test --long"]
     assert not {"ENGINES", "LONG"} & {*lines}
     assert ci(tmp_path / "fails", 0, engines="exit 1")[0] == 1
+    assert ci(tmp_path / "untyped", 0, lint="exit 1") == (1, [])
     status, lines = ci(tmp_path / "hangs", 0, engines="exit 124")
     assert status == 0
     assert "LONG" in lines
