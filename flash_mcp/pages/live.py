@@ -18,7 +18,7 @@ from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.run_view import RunView, report_on
+from flash_mcp.tools.shared.run_view import RunView, view_of
 
 RUNS = 25
 """Runs on a page of the overview."""
@@ -62,8 +62,7 @@ def overview(
     last run of the page before this one."""
     runs = store.runs(state, RUNS + 1, before)
     rows = [
-        RunRow(run, report_on(store, run.id).view, adapter_name(run.init_adapter))
-        for run in runs[:RUNS]
+        RunRow(run, view_of(store, run.id), adapter_name(run.init_adapter)) for run in runs[:RUNS]
     ]
     result = catalog()
     return render(
@@ -110,7 +109,7 @@ def _together(store: Store, name: str, runs: Sequence[Run]) -> list[Series]:
 def _held_out(store: Store, runs: Sequence[Run]) -> list[Series]:
     series: list[Series] = []
     for run in runs:
-        points = report_on(store, run.id).view.held_out or []
+        points = view_of(store, run.id).held_out or []
         places = [(point.step, point.success) for point in points]
         intervals = [Interval(point.low, point.high) for point in points]
         if places:

@@ -40,6 +40,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server import ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.sessions import Sessions
+from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, NOBODY, Caller, Limits, acting_as, caller
@@ -316,6 +317,7 @@ def application(
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
         *ui.routes(),
     ]
+    app.state.pages = SharedPages()
     return Gate(
         app,
         authenticate=authenticate,

@@ -20,6 +20,7 @@ from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.records import RunState
 from flash_mcp.server.sessions import keep_in_cookie
+from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import STATUS
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.deploy import chat
@@ -66,8 +67,12 @@ def is_page(path: str) -> bool:
 
 def _served(page: Page) -> Callable[[Request], Any]:
     async def serve(request: Request) -> Response:
+        url = request.url
+        run_id = request.path_params.get("run_id")
         try:
-            text = await run_sync(page, request)
+            text = await _pages(request).page(
+                f"{url.path}?{url.query}", run_id, lambda: page(request)
+            )
         except Exception as error:
             return _refusal(request, error)
         return HTMLResponse(text, headers=HEADERS)
@@ -148,17 +153,18 @@ def _number(text: str) -> int | None:
 async def events(request: Request) -> Response:
     """A message whenever something changed: about one run, or about anything."""
     run_id = request.query_params.get("run")
-    return StreamingResponse(_changes_of(run_id), media_type="text/event-stream", headers=HEADERS)
+    changes = _changes_of(_pages(request), run_id)
+    return StreamingResponse(changes, media_type="text/event-stream", headers=HEADERS)
 
 
-async def _changes_of(run_id: str | None) -> AsyncIterator[str]:
-    seen = await run_sync(_mark, run_id)
+async def _changes_of(pages: SharedPages, run_id: str | None) -> AsyncIterator[str]:
+    seen = await pages.mark(run_id)
     silent_s = 0.0
     yield ": connected\n\n"
     while True:
         await anyio.sleep(LOOK_S)
         silent_s += LOOK_S
-        mark = await run_sync(_mark, run_id)
+        mark = await pages.mark(run_id)
         if mark != seen:
             yield "data: changed\n\n"
             seen = mark
@@ -168,8 +174,8 @@ async def _changes_of(run_id: str | None) -> AsyncIterator[str]:
             silent_s = 0.0
 
 
-def _mark(run_id: str | None) -> object:
-    return open_store().change_mark(run_id)
+def _pages(request: Request) -> SharedPages:
+    return request.app.state.pages
 
 
 # -- chat ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from flash_mcp.judgement.curve import METRICS, Curve, drawn
 from flash_mcp.judgement.health import WINDOW
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import (
+    ACTIVE,
     Checkpoint,
     Evaluation,
     Event,
@@ -303,8 +304,8 @@ class HistoryTables(RunTable):
             FROM chosen"""
         return self.query(sql, [run_id] if run_id else [])[0]
 
-    def load(self, run_id: str) -> RunHistory:
-        """FlashError(unknown_run)."""
+    def load(self, run_id: str, *, near: bool = True) -> RunHistory:
+        """FlashError(unknown_run). Without `near` it tells nothing of other runs."""
         run = self.run(run_id)
         is_eval = run.algorithm == "eval"
         evaluations = self.evals(run_id)
@@ -321,12 +322,12 @@ class HistoryTables(RunTable):
             warnings=[event.message for event in self.events(run_id, 3, ["warning"])],
             model_commit=self.model_commit(run_id),
             sampling=sampling[0] if sampling else None,
-            pairs=[] if is_eval else self._pairs(run_id, evaluations),
+            pairs=[] if is_eval else self.pairs(run_id, evaluations),
             tries=self.tries(run_id, evaluations[-1].step) if is_eval and evaluations else [],
-            near=self.near(run) if is_eval or run.state == "succeeded" else [],
+            near=self.near(run) if near and (is_eval or run.state == "succeeded") else [],
         )
 
-    def _pairs(self, run_id: str, evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
+    def pairs(self, run_id: str, evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
         """(success at the first evaluation, at the last) of each example that environment code
         failed at neither; none if their files were lost.
         """
@@ -377,11 +378,21 @@ class HistoryTables(RunTable):
         return drawn(run, lines, self.evals(run_id))
 
     def near(self, run: Run) -> list[Run]:
-        """Other runs that the advice on an evaluation depends on: those that are active, the oldest
-        first, and the newest that succeeded.
+        """Other runs that the advice on a run depends on: the owner's oldest active one, and the
+        newest evaluations in its environment, those that are active first. Thousands may be queued.
         """
-        rows = [*self.active_runs(), *self.runs("succeeded", limit=50)]
-        return [row for row in rows if row.id != run.id]
+        first = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) AND owner = ? AND id != ?
+                    ORDER BY created, id LIMIT 1"""
+        rows = self.query(first, [*ACTIVE, run.owner, run.id])
+        # A partial index has these.
+        evaluations = f"""SELECT * FROM runs WHERE algorithm = 'eval' AND environment_digest = ?
+                          AND state IN ({marks(ACTIVE)}, 'succeeded') AND id != ?
+                          ORDER BY created DESC, id DESC LIMIT 50"""
+        rows += self.query(evaluations, [run.environment_digest, *ACTIVE, run.id])
+        results = list({row["id"]: Run.from_row(row) for row in rows}.values())
+        active = [row for row in results if row.ended is None]
+        ended = [row for row in results if row.ended is not None]
+        return [*sorted(active, key=lambda row: (row.created, row.id)), *ended]
 
 
 def _rollout_filter(

@@ -57,6 +57,7 @@ CREATE INDEX runs_with_secrets ON runs (state, target)
     WHERE json_array_length(spec, '$.secrets') > 0;
 CREATE INDEX runs_short_of_space ON runs (state, target)
     WHERE json_extract(error, '$.code') = 'disk_full';
+CREATE INDEX runs_evaluations ON runs (environment_digest, created, id) WHERE algorithm = 'eval';
 CREATE TABLE metrics (
     run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL,
     metrics TEXT NOT NULL,

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.protocol.result_model import rounded
+from flash_mcp.state.history import NEWEST_STEPS
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.news import (
@@ -23,7 +24,7 @@ from flash_mcp.tools.news import (
 )
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
+from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on, verdict_of
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, illustrate, longest_wait_s
 from flash_mcp.tools.shared.truncation import to_text, utc
 from flash_mcp.tools.shared.waiting import wait_for_change
@@ -193,11 +194,10 @@ def _lines(store: Store, rows: Sequence[Run]) -> list[RunLine]:
 
 
 def _line(store: Store, run: Run) -> RunLine:
-    report = report_on(store, run.id)
-    view = report.view
-    success = view.scores.success if view.scores else None
-    if view.held_out:
-        success = view.held_out[-1].success
+    # Not `report_on`: a list shows no advice, and has to cost little for many runs.
+    recent = store.metrics(run.id, limit=NEWEST_STEPS)
+    evaluations = [row for row in store.evals(run.id) if row.summary["n"]]
+    verdict = verdict_of(store, run, evaluations) if run.algorithm != "eval" else None
     return RunLine(
         run_id=run.id,
         name=run.name,
@@ -208,9 +208,9 @@ def _line(store: Store, run: Run) -> RunLine:
         environment=run.environment,
         step=run.step,
         steps=run.steps,
-        reward=rounded(mean_of(report.history.recent, "reward/mean"), 3),
-        success=rounded(success, 3),
-        verdict=view.verdict.outcome if view.verdict else None,
+        reward=rounded(mean_of(recent, "reward/mean"), 3),
+        success=rounded(evaluations[-1].summary["success"], 3) if evaluations else None,
+        verdict=verdict.outcome if verdict else None,
         parent=adapter_name(run.init_adapter),
         created=utc(run.created),
         error=run.error["code"] if run.error and run.state == "failed" else None,

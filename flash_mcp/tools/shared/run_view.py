@@ -220,6 +220,26 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     return Report(history=history, judged=judged, blocked=blocked, view=view, context=context)
 
 
+def view_of(store: Store, run_id: str) -> RunView:
+    """The part of `report_on` that lists show: no advice, and nothing that other runs decide.
+    FlashError(unknown_run).
+    """
+    history = store.load(run_id, near=False)
+    view = _view(store, history, _judge(history), ())
+    if history.run.used_s:
+        view.cost = costs.cost(history.run, store.base)
+    return view
+
+
+def verdict_of(store: Store, run: Run, evaluations: Sequence[Evaluation]) -> Verdict | None:
+    """The verdict on a training run, by those of its evaluations that can be judged."""
+    if len(evaluations) < 2 or evaluations[0].step != 0:
+        return None
+    pairs = store.pairs(run.id, evaluations)
+    change = comparison.compare_evaluations(evaluations[0], evaluations[-1], pairs)
+    return comparison.verdict(change, run.lineage.get("overlap"), evaluations[-1])
+
+
 # -- the judgement ---------------------------------------------------------------------------------
 
 
