@@ -707,9 +707,11 @@ async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(
     client: Client, tmp_path: Path
 ):
     folder = environment_folder(tmp_path / "sums", "", returns="Addition()")
-    body = await call(
-        client, "env_test", folder=str(folder), model="smollm2-135m-instruct", hunt=True
-    )
+    asked = {"folder": str(folder), "model": "smollm2-135m-instruct", "hunt": True}
+    body = await call(client, "env_test", **asked)
+    while "outlook" not in body["sample"]:  # on a busy machine the answer says: the same call again
+        assert "same call" in body["next"]
+        body = await call(client, "env_test", **asked)
     assert body["passed"] is True
     assert [probe["name"] for probe in body["probes"]][-3:] == ["time", "hunt", "best_of_n"]
     assert "the best of each group earns +0 and succeeds +0% more" in body["probes"][-1]["evidence"]
