@@ -157,7 +157,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         _text(
             layer_types=["conv", "full_attention"], conv_L_cache=3, conv_dim=64, conv_dim_out=64,
-            block_auto_adjust_ff_dim=False,
+            block_dim=64, block_ff_dim=128, block_auto_adjust_ff_dim=False,
         ),
     ),
     "nemotron_h": (

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import POLICY_PREFIX
-from worker.adapter import ADAPTER, with_noise
+from worker.adapter import ADAPTER
+from worker.adapter_files import with_noise
 from worker.engine.vllm import Sync, VllmEngine
 from worker.rollouts.turns import Sampling
 

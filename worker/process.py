@@ -6,6 +6,8 @@ import logging
 import os
 import warnings
 
+MODEL_FOLDER = "FLASH_MODEL_FOLDER"
+"""The variable with the folder of the base model that a server serves."""
 CARDS = "CUDA_VISIBLE_DEVICES"
 """The variable that names the GPUs of a process; empty for none."""
 PROCESS_SETTINGS = {

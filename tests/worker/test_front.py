@@ -9,10 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from tests.model_rows import make_model
 from worker.engine.front import Front
 from worker.ports import close_listening, listening
 
@@ -99,6 +102,56 @@ async def test_the_supervisors_key_loads_adapters_asks_for_tokens_and_nothing_el
     assert (await answer("POST", "/v1/chat/completions", ADMIN)).json() == "Bearer user"
     assert (await answer("POST", "/v1/responses", ADMIN)).status_code == 404
     assert (await answer("POST", "/adapters", ADMIN)).status_code == 404
+
+
+class Server:
+    """Answers as vLLM does, and notes the names of the layers that it loads. One that
+    `ignores` adapters says the same with each."""
+
+    def __init__(self, ignores: bool) -> None:
+        self.ignores = ignores
+        self.loaded: dict[str, list[str]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        answer: Any = {}
+        if request.url.path == "/v1/models":
+            answer = {"data": [{"id": "base", "parent": None}, {"id": "dep-1", "parent": "base"}]}
+        else:
+            body = await request.json()
+            if request.url.path == "/v1/completions":
+                token = -1.0 if self.ignores or body["model"] == "base" else -2.0
+                answer = {"choices": [{"logprobs": {"token_logprobs": [token]}}]}
+            elif request.url.path == "/v1/load_lora_adapter":
+                path = Path(body["lora_path"], "adapter_model.safetensors")
+                self.loaded[body["lora_name"]] = sorted(load_file(path))
+        await JSONResponse(answer)(scope, receive, send)
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+async def test_an_adapter_gets_the_names_of_the_base_models_files_and_one_without_effect_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: bool
+) -> None:
+    monkeypatch.setenv("FLASH_MODEL_FOLDER", str(make_model("qwen3_5", tmp_path / "base")))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    layer = "layers.3.self_attn.q_proj.lora_{}.weight"
+    own = {f"base_model.model.model.{layer.format(part)}": torch.zeros(2, 2) for part in "AB"}
+    save_file(own, adapter / "adapter_model.safetensors")
+    front = made()
+    front.app = server = Server(ignores)
+    transport = httpx.ASGITransport(app=front)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        body = {"lora_name": "dep-1", "lora_path": str(adapter)}
+        response = await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+    if ignores:
+        assert response.status_code == 400 and "no effect" in response.json()["error"]["message"]
+        assert "dep-1" not in server.loaded
+        return
+    assert response.is_success
+    prefix = "base_model.model.model.language_model."
+    assert server.loaded["dep-1"] == [prefix + layer.format(part) for part in "AB"]
 
 
 async def test_only_users_who_let_it_compute_end_its_idleness() -> None:

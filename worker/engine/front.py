@@ -17,16 +17,27 @@ When the server starts, it also limits how long the model's chat template may ta
 from __future__ import annotations
 
 import hmac
+import json
 import os
+import shutil
 import time
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
+import httpx
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from environments.settings import state_directory
+from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, WEIGHTS, named_as, with_noise
 from worker.engine.recorder import ROUTES, Recorder
+from worker.model_files import checkpoint_prefix, config_of
+from worker.process import MODEL_FOLDER
 from worker.rollouts.rendering import limit_templates
 
 Routes = frozenset[tuple[str, str]]
@@ -55,6 +66,12 @@ ADMIN_ROUTES: Routes = frozenset(
     }
 )
 IDLE = ("GET", "/v1/idle")
+LOAD = ("POST", "/v1/load_lora_adapter")
+UNLOAD = ("POST", "/v1/unload_lora_adapter")
+PROMPT = "7 plus 7 is 14, and twice 14 is more than"
+ANSWER_S = 600.0
+TRIED = "flash-tried"
+"""What the copy of an adapter with noise is called while it is tried."""
 
 
 class Front:
@@ -70,12 +87,20 @@ class Front:
         self.watched_at = time.monotonic()
         """When the supervisor asked for something last."""
 
+    @cached_property
+    def copies(self) -> Path:
+        """Adapters whose layers have other names than in their own folders."""
+        return Path(mkdtemp(prefix="flash-adapters-"))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             limit_templates()
             engine: Any = scope["app"].state.engine_client
             await engine.collective_rpc("close_listening_ports")
-            await self.app(scope, receive, send)
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                shutil.rmtree(self.copies)
             return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
@@ -86,7 +111,9 @@ class Front:
             await self.app(scope, receive, send)
         elif _equal(key, self.admin_key):
             self.watched_at = time.monotonic()
-            if route in ADMIN_ROUTES:
+            if route == LOAD:
+                await self._load(self._as_user(scope), receive, send)
+            elif route in ADMIN_ROUTES:
                 await self.app(self._as_user(scope), receive, send)
             elif route == IDLE:
                 await self._tell_idle(scope, receive, send)
@@ -116,6 +143,58 @@ class Front:
             self.under_way -= 1
             self.used_at = time.monotonic()
 
+    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Load an adapter under the names that the base model's files have. Before, a copy with
+        noise in it is tried: vLLM passes over layers that it does not recognize."""
+        body: dict[str, Any] = json.loads(await Request(scope, receive).body() or b"{}")
+        adapter = Path(body.get("lora_path", ""))
+        if (adapter / WEIGHTS).is_file():
+            if not await self._has_effect(scope, adapter):
+                message = "The adapter has no effect: none of its layers was recognized."
+                error = {"message": message, "type": "invalid_request_error", "code": None}
+                await JSONResponse({"error": error}, 400)(scope, receive, send)
+                return
+            named = await run_in_threadpool(self._named, body["lora_name"], adapter)
+            body["lora_path"] = str(named)
+        response = await self._ask(scope, LOAD, body)
+        plain = Response(response.content, response.status_code, media_type="application/json")
+        await plain(scope, receive, send)
+
+    async def _has_effect(self, scope: Scope, adapter: Path) -> bool:
+        """Whether noise in the adapter changes what the model says; True if it cannot be loaded,
+        which vLLM explains better."""
+        with TemporaryDirectory() as scratch:
+            noise = await run_in_threadpool(with_noise, adapter, Path(scratch))
+            tried = await run_in_threadpool(self._named, TRIED, noise)
+            loaded = await self._ask(scope, LOAD, {"lora_name": TRIED, "lora_path": str(tried)})
+            if not loaded.is_success:
+                return True
+            said = await self._greedy(scope, TRIED)
+            await self._ask(scope, UNLOAD, {"lora_name": TRIED})
+        return said != await self._greedy(scope, None)
+
+    def _named(self, name: str, adapter: Path) -> Path:
+        """The adapter as vLLM can load it; kept, since vLLM may read it again."""
+        model = Path(os.environ[MODEL_FOLDER])
+        splits = SPLIT_LAYERS.get(config_of(model).model_type, NO_SPLITS)
+        return named_as(checkpoint_prefix(model), adapter, self.copies / name, splits)
+
+    async def _greedy(self, scope: Scope, model: str | None) -> Any:
+        """Tokens and log-probabilities that a model says; None is the base model."""
+        if model is None:
+            listed = await self._ask(scope, ("GET", "/v1/models"))
+            model = next(row["id"] for row in listed.json()["data"] if not row.get("parent"))
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        answer = (await self._ask(scope, ("POST", "/v1/completions"), body)).json()
+        return answer["choices"][0]["logprobs"]["token_logprobs"]
+
+    async def _ask(self, scope: Scope, route: tuple[str, str], body: Any = None) -> httpx.Response:
+        """vLLM's answer to a request of this proxy itself."""
+        transport = httpx.ASGITransport(app=partial(_within, self.app, scope))
+        key = {"Authorization": f"Bearer {self.user_key}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            return await client.request(*route, json=body, headers=key, timeout=ANSWER_S)
+
     async def _tell_idle(self, scope: Scope, receive: Receive, send: Send) -> None:
         now = time.monotonic()
         idle_s = 0.0 if self.under_way else now - self.used_at
@@ -127,6 +206,12 @@ class Front:
         others = [pair for pair in scope["headers"] if pair[0] != b"authorization"]
         key = (b"authorization", f"Bearer {self.user_key}".encode())
         return {**scope, "headers": [*others, key]}
+
+
+async def _within(app: ASGIApp, outer: Scope, scope: Scope, receive: Receive, send: Send) -> None:
+    """Ask `app` within the application of another request."""
+    shared = {name: outer[name] for name in ("app", "state") if name in outer}
+    await app({**scope, **shared}, receive, send)
 
 
 def _key(scope: Scope) -> str:

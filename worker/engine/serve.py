@@ -4,7 +4,7 @@
 
 The environment has two keys: VLLM_API_KEY for users, and FLASH_ADMIN_KEY for the supervisor, which
 loads and unloads adapters (see worker/engine/front.py). Fetches the model if it is missing, chooses
-settings that fit the machine, and replaces itself by `vllm.entrypoints.openai.api_server` in the
+settings that fit the machine, and replaces itself by `worker.engine.openai_server` in the
 same process. A failure before that is a FlashError, written as JSON to stderr."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.fetch import ensure
 from worker.model_files import check_shape, config_of
-from worker.process import CARDS
+from worker.process import CARDS, MODEL_FOLDER
 
 MAX_LENGTH = 8192
 SEQUENCES = 8
@@ -72,7 +72,7 @@ def server_command(
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
     from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
-    from worker.engine.vllm import CPU_LORA_WORKER, UTILIZATION, room_for_rank  # noqa: PLC0415
+    from worker.engine import vllm as engine  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
@@ -82,7 +82,7 @@ def server_command(
         "port": port,
         "max-model-len": length,
         "max-num-seqs": SEQUENCES,
-        "max-lora-rank": room_for_rank(lora_rank),
+        "max-lora-rank": engine.room_for_rank(lora_rank),
         "max-loras": 2,
         "max-cpu-loras": 16,
         # Not the model's own: by default, sample as training and evaluation do.
@@ -92,35 +92,43 @@ def server_command(
     }
     for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"
+    config = config_of(model)
+    os.environ[MODEL_FOLDER] = str(model)
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    if engine.text_only(config):
+        flags.append("--language-model-only")
     cards = 1
     if torch.cuda.is_available():
         cards = use_cards(model, state_directory())
-        options["gpu-memory-utilization"] = UTILIZATION
+        options["gpu-memory-utilization"] = engine.UTILIZATION
     else:
         flags.append("--enforce-eager")
-        options["worker-cls"] = CPU_LORA_WORKER
+        options["worker-cls"] = engine.CPU_LORA_WORKER
         options["block-size"] = KV_BLOCK_TOKENS
         # Unbound, and half of the cores: a run may train at the same time.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         cores = psutil.cpu_count(logical=False) or 2
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+    _add_template(model, flags, options)
+    # A bounded cache: a run may train on the same card, now or later.
+    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES, shards=cards)
+    if cards > 1:
+        check_shape(config, cards)
+        options["tensor-parallel-size"] = cards
+    command = ["-m", "worker.engine.openai_server", *flags]
+    for name, value in {**options, **(more or {})}.items():
+        command += [f"--{name}", str(value)]
+    return command
+
+
+def _add_template(model: Path, flags: list[str], options: dict[str, Any]) -> None:
+    """Let calls of tools be read as in training. Without tools in a request, nothing is parsed."""
     template = chat_template_of(model)
     if form := tool_form(with_tools(template)):
-        # Calls are read as in training. Without tools in a request, nothing is parsed.
         flags.append("--enable-auto-tool-choice")
         options["tool-call-parser"] = form.parser
     if with_tools(template) != template:
         options["chat-template"] = with_tools(template)
-    # A bounded cache: a run may train on the same card, now or later.
-    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES, shards=cards)
-    if cards > 1:
-        check_shape(config_of(model), cards)
-        options["tensor-parallel-size"] = cards
-    command = ["-m", "vllm.entrypoints.openai.api_server", *flags]
-    for name, value in {**options, **(more or {})}.items():
-        command += [f"--{name}", str(value)]
-    return command
 
 
 def use_cards(model: Path, home: Path) -> int:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from flash_mcp.protocol.paths import POLICY_PREFIX
-from worker.adapter import NO_SPLITS, merged_weights, named_as, save_adapter
+from worker.adapter import merged_weights, save_adapter
+from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, named_as
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
 from worker.engine.text_models import prepare_text_model
 from worker.imports import quick_imports
@@ -40,8 +41,6 @@ IN_PROCESSES = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "worker.ports.PortClosing",
 }
-SPLIT_LAYERS = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
-"""Layers that an adapter has whole, and vLLM's loader wants in parts, by model type."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
 

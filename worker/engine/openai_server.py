@@ -1,0 +1,20 @@
+"""vLLM's OpenAI server of a base model, for its text.
+
+    python -m worker.engine.openai_server --model FOLDER ...
+
+Its engine is a process that imports this module too, under another name, so that both can load the
+model without torchvision."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from worker.engine.text_models import prepare_text_model
+from worker.model_files import config_of
+
+prepare_text_model(config_of(Path(sys.argv[sys.argv.index("--model") + 1])))
+
+if __name__ == "__main__":
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
