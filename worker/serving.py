@@ -70,6 +70,8 @@ def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> 
             writer.listens(listening.signed(os.environ["FLASH_ADMIN_KEY"]))
             while not _is_alone(client):
                 child.check()
+                if _answers(client):
+                    heartbeat.advance()
                 _pause(heartbeat, LOOK_S)
         log.info("nothing was heard of the supervisor for %.0f s: the server ends", ALONE_S)
     finally:

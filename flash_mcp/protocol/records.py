@@ -41,13 +41,13 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Record):
-    """A run of training, or an evaluation."""
+    """A run of training, an evaluation, or the model server of a deployment on a target."""
 
     id: str
     owner: str
     state: RunState
     algorithm: str
-    """grpo, sft, or eval for an evaluation, whose steps are attempts at tasks."""
+    """grpo, sft, eval for an evaluation, whose steps are attempts at tasks, or serve."""
     model: str
     environment: str
     environment_digest: str
@@ -97,6 +97,10 @@ class Run(Record):
     """Why the newest attempt has not started, in the engine's own words; None once it has."""
     preemptions: int = 0
     """Attempts that the engine ended for its own reasons. They do not count as attempts."""
+    serves: str | None = None
+    """The deployment whose model server it is. Lists of runs leave such runs out."""
+    reported_error: Json | None = None
+    """Why its newest attempt is to be replaced, as who uses it found."""
 
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Self:
@@ -345,7 +349,25 @@ class Deployment(Record):
     error: Json | None
     base_url: str | None
     pid: int | None
-    data: Json
-    """What the deployment manager keeps."""
     created: float
     updated: float
+    target: str = LOCAL_TARGET
+    """Where its server runs."""
+    server_run: str | None = None
+    """The run of its server, on a target."""
+    server_attempt: int | None = None
+    """The attempt of that run which answers."""
+    lora_rank: int = 0
+    thinking: bool = False
+    port: int | None = None
+    """The port that was asked for."""
+    idle_minutes: float | None = None
+    """Without a request for so long it ends; None: as the operator has it."""
+    record: bool = False
+    """Whether its requests are recorded."""
+
+    @classmethod
+    def from_row(cls, fields: Mapping[str, Any]) -> Self:
+        """The deployment of a stored row; SQLite has no booleans."""
+        switches = {name: bool(fields[name]) for name in ("thinking", "record")}
+        return super().from_row({**fields, **switches})

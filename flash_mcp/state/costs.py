@@ -11,7 +11,7 @@ from pathlib import Path
 
 from environments.settings import CostSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import FILE, find_target
@@ -54,26 +54,6 @@ def spent(used_s: Mapping[str, float], home: Path) -> str | None:
     return f"{hours}, {price}" if price else hours
 
 
-def served_s(row: Deployment) -> float:
-    """Seconds for which the deployment has held a machine of its target since it was asked for,
-    times its GPUs; 0 on the server's machine, which runs do not have to themselves.
-    """
-    seconds: float = row.data.get("held_s", 0.0)
-    if since := row.data.get("holds_since"):
-        until = time.time() if row.state in LIVE_DEPLOYMENT else row.updated
-        seconds += max(0.0, until - since)
-    return seconds * row.data.get("gpus", 1)
-
-
-def served_by_target(row: Deployment) -> dict[str, float]:
-    """`served_s` on each target, also of earlier times that the same was asked for."""
-    result = dict(row.data.get("served_before", {}))
-    if seconds := served_s(row):
-        target = row.data["target"]
-        result[target] = result.get(target, 0.0) + seconds
-    return result
-
-
 def over_limit(store: Store) -> set[str]:
     """Owners whose runs and deployments of the last 24 hours have cost what the operator allows in
     a day. Their next ones wait, or are refused. Of each that was under way in this time at most 24
@@ -90,13 +70,6 @@ def over_limit(store: Store) -> set[str]:
     for row in store.query(sql, [DAY_S, time.time() - DAY_S]):
         price = price_of_hour(store.base, row["target"]).price_per_hour
         spent[row["owner"]] = spent.get(row["owner"], 0.0) + row["seconds"] / 3600 * price
-    on_targets = "SELECT * FROM main.deployments WHERE json_extract(data, '$.target') IS NOT NULL"
-    for row in map(Deployment.from_row, store.query(on_targets)):
-        if row.state not in LIVE_DEPLOYMENT and row.updated < time.time() - DAY_S:
-            continue
-        price = price_of_hour(store.base, row.data["target"]).price_per_hour
-        seconds = min(served_s(row), DAY_S * row.data.get("gpus", 1))
-        spent[row.owner] = spent.get(row.owner, 0.0) + seconds / 3600 * price
     return {owner for owner, cost in spent.items() if cost >= limit}
 
 

@@ -22,7 +22,7 @@ class DeploymentTable(Connection):
         blank = dict.fromkeys(("run_id", "step", "adapter_path", "error", "base_url", "pid"))
         self.insert(
             "deployments",
-            {**blank, "state": "starting", "data": {}, "created": now, "updated": now, **row},
+            {**blank, "state": "starting", "created": now, "updated": now, **row},
         )
         return self.deployment(str(row["id"]))
 

@@ -382,6 +382,7 @@ class HistoryTables(RunTable):
         newest evaluations in its environment, those that are active first. Thousands may be queued.
         """
         first = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) AND owner = ? AND id != ?
+                    AND serves IS NULL
                     ORDER BY created, id LIMIT 1"""
         rows = self.query(first, [*ACTIVE, run.owner, run.id])
         # A partial index has these.

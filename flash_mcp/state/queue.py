@@ -46,6 +46,8 @@ Loss = Literal["attempt", "preemption", "nothing"]
 """What a lost attempt counts as."""
 MAX_PREEMPTIONS = 50
 """A run that its engine has ended more often fails."""
+SERVER_ATTEMPTS = 2
+"""A model server that is lost again soon after it was replaced fails."""
 MAX_DELAY_S = 60.0
 """The longest that `requeue` lets a run wait."""
 ROOT = Path(__file__).parents[2]
@@ -126,6 +128,35 @@ def enqueue(
     return store.run(run_id), True
 
 
+def enqueue_server(
+    store: Store, deployment_id: str, of: Run, *, adapter_path: str, target: str, **spec: Any
+) -> str:
+    """Add the run that serves a deployment on a target; its id. The caller is in the transaction
+    that writes the deployment. FlashError(unknown_target | targets_invalid).
+    """
+    run_id, now = _new_id(store, "srv"), time.time()
+    store.insert(
+        "runs",
+        {
+            "id": run_id,
+            "owner": of.owner,
+            "state": "queued",
+            "algorithm": "serve",
+            "model": spec["model"],
+            "spec": {"environment": "", "target": target, "secrets": [], **spec},
+            "serves": deployment_id,
+            "init_adapter": {"path": adapter_path},
+            "lineage": {"code": code_version()},
+            "folder": _folder(store, target, run_id),
+            "target": target,
+            "max_attempts": SERVER_ATTEMPTS,
+            "created": now,
+            "updated": now,
+        },
+    )
+    return run_id
+
+
 def _folder(store: Store, target: str, run_id: str) -> str:
     """Where the run's folder lies. FlashError(unknown_target | targets_invalid)."""
     if target == LOCAL_TARGET:
@@ -158,6 +189,14 @@ def _commit_before(store: Store, spec: Json, init_adapter: Json | None) -> str |
 
 def job(run: Run) -> Json:
     """The contents of a run's job.json."""
+    if run.serves:
+        return {
+            "run_id": run.id,
+            "model": run.model,
+            "spec": {},
+            "init_adapter": run.init_adapter,
+            "serve": {"rank": run.training.lora_rank, "name": run.model},
+        }
     return {
         "run_id": run.id,
         "owner": run.owner,
@@ -179,7 +218,7 @@ def job(run: Run) -> Json:
 
 ALL_QUEUED = """
     SELECT id, owner, created, row_number() OVER (PARTITION BY owner ORDER BY created, id) AS place
-    FROM main.runs WHERE state = 'queued' AND target = ?3"""
+    FROM main.runs WHERE state = 'queued' AND target = ?3 AND serves IS NULL"""
 FIRST_QUEUED = """
     SELECT id, owner, created, 1 AS place FROM main.runs WHERE id IN (
         WITH RECURSIVE queued_owners(name) AS (
@@ -190,7 +229,7 @@ FIRST_QUEUED = """
             FROM queued_owners WHERE name IS NOT NULL)
         SELECT (SELECT id FROM main.runs
                 WHERE state = 'queued' AND target = ?3 AND owner = name
-                AND (not_before <= ?1 OR not_before > ?4)
+                AND (not_before <= ?1 OR not_before > ?4) AND serves IS NULL
                 AND id NOT IN (SELECT value FROM json_each(?5))
                 AND owner NOT IN (SELECT value FROM json_each(?6))
                 ORDER BY created, id LIMIT 1)
@@ -204,12 +243,12 @@ FAIR_ORDER = """
     taken AS (
         SELECT owner, 1 AS running, max(0, ?1 - max(started, ?1 - ?2)) AS seconds
         FROM main.runs
-        WHERE state IN ('starting', 'running') AND target = ?3
+        WHERE state IN ('starting', 'running') AND target = ?3 AND serves IS NULL
         AND (SELECT number FROM owners) > 1
         UNION ALL
         SELECT owner, 0, max(0, min(ended, ?1) - max(started, ?1 - ?2))
         FROM main.runs
-        WHERE ended > ?1 - ?2 AND started IS NOT NULL AND target = ?3
+        WHERE ended > ?1 - ?2 AND started IS NOT NULL AND target = ?3 AND serves IS NULL
         AND (SELECT number FROM owners) > 1),
     share AS (
         SELECT owner, sum(running) AS running, sum(seconds) AS seconds FROM taken GROUP BY owner)
@@ -220,6 +259,9 @@ runs under way on the target, then the fewest seconds used there lately; within 
 first. ?1 is the time, ?2 how far back use counts, ?3 the target. A single owner's share is not
 looked up: it decides nothing."""
 LATELY_S = 86_400.0
+CLAIM = """UPDATE main.runs SET state = 'starting', attempt = attempt + 1,
+    started = coalesce(started, ?1), updated = ?1, handle = NULL, pending_reason = NULL,
+    reported_error = NULL"""
 
 
 def claim(
@@ -238,8 +280,7 @@ def claim(
     now = time.time()
     with store.transaction():
         rows = store.query(
-            f"""UPDATE runs SET state = 'starting', attempt = attempt + 1,
-               started = coalesce(started, ?1), updated = ?1, handle = NULL, pending_reason = NULL
+            f"""{CLAIM}
                WHERE state = 'queued'
                AND id = ({FAIR_ORDER.format(waiting=FIRST_QUEUED)} LIMIT 1)
                AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?7
@@ -254,6 +295,21 @@ def claim(
                 gpus,
             ],
         )
+    return Run.from_row(rows[0]) if rows else None
+
+
+def claim_server(store: Store, target: str) -> Run | None:
+    """As `claim`, for the model servers of deployments: they take no slots, as they do not end."""
+    now = time.time()
+    sql = """SELECT id FROM main.runs WHERE state = 'queued' AND target = ?2
+             AND serves IS NOT NULL AND (not_before <= ?1 OR not_before > ?3)
+             ORDER BY created, id LIMIT 1"""
+    # Only looked for as a rule: a transaction would keep other writers waiting at every look.
+    if not (rows := store.query(sql, [now, target, now + MAX_DELAY_S])):
+        return None
+    with store.transaction():
+        claim = f"{CLAIM} WHERE id = ?2 AND state = 'queued' RETURNING *"
+        rows = store.query(claim, [now, rows[0]["id"]])
     return Run.from_row(rows[0]) if rows else None
 
 
@@ -298,6 +354,12 @@ def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progress
         progress = CASE WHEN ? THEN ? ELSE progress END"""
     values = [now, now, beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
     return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
+
+
+def report_error(store: Store, run_id: str, attempt: int, error: FlashError) -> bool:
+    """Have the attempt replaced: who uses it found that it does not work."""
+    encoded = json.dumps(error.to_dict(), default=str)
+    return _update(store, "reported_error = ?", [encoded], run_id, attempt, ("running",))
 
 
 def requeue(
@@ -379,7 +441,7 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
     """
     now = time.time()
     with store.transaction():
-        run = store.run(run_id)
+        run = store.server_run(run_id)
         if run.state in ("succeeded", "failed"):
             raise FlashError(
                 "run_finished",
@@ -404,7 +466,7 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
     if run.state != "cancelled" and run.attempt and run.target == LOCAL_TARGET:
         with suppress(OSError, FlashError):  # the supervisor asks as well, until it succeeds
             RunFolder(run.folder).request_cancel(reason)
-    return store.run(run_id)
+    return store.server_run(run_id)
 
 
 def _update(
@@ -508,9 +570,9 @@ def _check_quota(store: Store) -> None:
     raise FlashError("quota_exceeded", what, limit=limit, fix=fix)
 
 
-def _new_id(store: Store) -> str:
+def _new_id(store: Store, prefix: str = "run") -> str:
     while True:
-        run_id = "run-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(8))
+        run_id = f"{prefix}-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(8))
         if not store.query("SELECT 1 FROM main.runs WHERE id = ?", [run_id]):
             return run_id
 

@@ -116,7 +116,7 @@ def ended_runs(
     """The ids of runs that ended so long ago, the oldest first."""
     states = ("failed",) if only_failed else ENDED
     before = time.time() - (older_than_s or 0.0)
-    sql = f"""SELECT id FROM runs WHERE state IN ({marks(states)}) AND ended <= ?
+    sql = f"""SELECT id FROM runs WHERE state IN ({marks(states)}) AND ended <= ? AND serves IS NULL
               ORDER BY ended, id"""
     return [row["id"] for row in store.query(sql, [*states, before])]
 

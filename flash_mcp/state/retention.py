@@ -158,7 +158,7 @@ def drop_optimizers(run: Run) -> int:
 def ended(store: Store, *, before: float | None = None, after: float = 0.0) -> list[Run]:
     """Runs that ended in this time and still have their files, the oldest first."""
     sql = f"""SELECT * FROM runs WHERE state NOT IN ({marks(ACTIVE)}) AND files_removed IS NULL
-              AND ended > ? AND ended <= ? ORDER BY ended, id"""
+              AND ended > ? AND ended <= ? AND serves IS NULL ORDER BY ended, id"""
     until = time.time() if before is None else before
     return [Run.from_row(row) for row in store.query(sql, [*ACTIVE, after, until])]
 

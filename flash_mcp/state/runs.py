@@ -35,12 +35,15 @@ class RunTable(Connection):
         """Of an owner's look at a target: its runs as they were read last."""
 
     def run(self, run_id: str) -> Run:
-        """FlashError(unknown_run) where there is none of that id."""
-        rows = self.query("SELECT * FROM runs WHERE id = ?", [run_id])
+        """FlashError(unknown_run) where there is none of that id. See `server_run`."""
+        rows = self.query("SELECT * FROM runs WHERE id = ? AND serves IS NULL", [run_id])
         if rows:
             return Run.from_row(rows[0])
         recent = [
-            row["id"] for row in self.query("SELECT id FROM runs ORDER BY created DESC LIMIT 1000")
+            row["id"]
+            for row in self.query(
+                "SELECT id FROM runs WHERE serves IS NULL ORDER BY created DESC LIMIT 1000"
+            )
         ]
         raise FlashError(
             "unknown_run",
@@ -49,13 +52,19 @@ class RunTable(Connection):
             fix="call status without run_id for the list of runs",
         )
 
+    def server_run(self, run_id: str) -> Run:
+        """As `run`, also if it is the model server of a deployment."""
+        rows = self.query("SELECT * FROM runs WHERE id = ? AND serves IS NOT NULL", [run_id])
+        return Run.from_row(rows[0]) if rows else self.run(run_id)
+
     def runs(
         self, state: str | None = None, limit: int = 20, cursor: str | None = None
     ) -> list[Run]:
         """The newest runs first. `cursor` is the id of the last run of the page before."""
-        where, values = ["1"], list[Any]()
+        where, values = ["serves IS NULL"], list[Any]()
         if state is not None:
-            where, values = ["state = ?"], [state]
+            where.append("state = ?")
+            values.append(state)
         if cursor is not None:
             where.append("(created, id) < (?, ?)")
             values += [self.run(cursor).created, cursor]
@@ -73,7 +82,8 @@ class RunTable(Connection):
 
     def active_runs(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
-        sql = f"SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) ORDER BY created, id"
+        sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) AND serves IS NULL
+                  ORDER BY created, id"""
         return [Run.from_row(row) for row in self.query(sql, ACTIVE)]
 
     def taken_runs(self, target: str) -> list[Run]:
@@ -137,7 +147,7 @@ class RunTable(Connection):
     def counts_by_target(self) -> dict[tuple[str, str], int]:
         """{(target, state): number of runs}, of active runs of all owners."""
         sql = f"""SELECT target, state, count(*) AS n FROM main.runs
-                  WHERE state IN ({marks(ACTIVE)}) GROUP BY target, state"""
+                  WHERE state IN ({marks(ACTIVE)}) AND serves IS NULL GROUP BY target, state"""
         return {(row["target"], row["state"]): row["n"] for row in self.query(sql, ACTIVE)}
 
     def targets_with_waiting(self) -> set[str]:
@@ -147,10 +157,16 @@ class RunTable(Connection):
         return {row["target"] for row in self.query(sql)}
 
     def used_s_by_target(self) -> dict[str, float]:
-        """{target: seconds that all runs worked, times their GPUs}"""
+        """{target: seconds that all runs and servers worked, times their GPUs}"""
         sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
                  FROM runs GROUP BY target"""
         return {row["target"]: row["gpu_s"] for row in self.query(sql)}
+
+    def served_s_by_target(self, deployment_id: str) -> dict[str, float]:
+        """{target: seconds that servers of the deployment worked, times their GPUs}"""
+        sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
+                 FROM runs WHERE serves = ? AND used_s > 0 GROUP BY target"""
+        return {row["target"]: row["gpu_s"] for row in self.query(sql, [deployment_id])}
 
     def recent_targets(self) -> set[str]:
         """Targets that ran something in the last RECENT_S."""
@@ -159,5 +175,6 @@ class RunTable(Connection):
 
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""
-        rows = self.query("SELECT state, count(*) AS n FROM runs GROUP BY state")
+        sql = "SELECT state, count(*) AS n FROM runs WHERE serves IS NULL GROUP BY state"
+        rows = self.query(sql)
         return {row["state"]: row["n"] for row in rows}

@@ -20,6 +20,7 @@ JSON_COLUMNS = frozenset(
         "dataset",
         "lineage",
         "error",
+        "reported_error",
         "metrics",
         "summary",
         "data",
@@ -32,32 +33,37 @@ SCHEMA = f"""
 CREATE TABLE runs (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL DEFAULT '{LOCAL_OWNER}', state TEXT NOT NULL,
     algorithm TEXT NOT NULL, model TEXT NOT NULL,
-    environment TEXT NOT NULL, environment_digest TEXT NOT NULL, environment_path TEXT NOT NULL,
-    spec TEXT NOT NULL, sources TEXT NOT NULL, lineage TEXT NOT NULL DEFAULT '{{}}',
+    environment TEXT NOT NULL DEFAULT '', environment_digest TEXT NOT NULL DEFAULT '',
+    environment_path TEXT NOT NULL DEFAULT '', serves TEXT,
+    spec TEXT NOT NULL, sources TEXT NOT NULL DEFAULT '{{}}', lineage TEXT NOT NULL DEFAULT '{{}}',
     init_adapter TEXT, dataset TEXT,
-    idempotency_key TEXT, request_digest TEXT NOT NULL, folder TEXT NOT NULL, files_removed REAL,
+    idempotency_key TEXT, request_digest TEXT NOT NULL DEFAULT '',
+    folder TEXT NOT NULL, files_removed REAL,
     target TEXT NOT NULL DEFAULT '{LOCAL_TARGET}', handle TEXT, pending_reason TEXT,
     attempt INTEGER NOT NULL DEFAULT 0, max_attempts INTEGER NOT NULL,
     preemptions INTEGER NOT NULL DEFAULT 0,
     used_s REAL NOT NULL DEFAULT 0, used_before_s REAL NOT NULL DEFAULT 0,
     steps INTEGER, step INTEGER NOT NULL DEFAULT 0, phase TEXT, beat REAL, progress REAL,
     cancel_requested REAL, cancel_reason TEXT, not_before REAL NOT NULL DEFAULT 0, error TEXT,
+    reported_error TEXT,
     created REAL NOT NULL, started REAL, ended REAL, updated REAL NOT NULL);
-CREATE INDEX runs_by_state ON runs (state, created, id);
+CREATE INDEX runs_by_state ON runs (state, created, id, serves);
 CREATE INDEX runs_by_age ON runs (created, id);
 CREATE UNIQUE INDEX runs_by_key ON runs (owner, idempotency_key);
 -- Every claim reads from this index alone what each owner used lately.
-CREATE INDEX runs_by_end ON runs (target, ended, owner, started) WHERE ended IS NOT NULL;
+CREATE INDEX runs_by_end ON runs (target, ended, owner, started, serves) WHERE ended IS NOT NULL;
 -- A look at a target asks about its runs that have not ended: thousands may be queued, and hundreds
 -- under way.
-CREATE INDEX runs_queued ON runs (target, owner, created, id, not_before) WHERE state = 'queued';
-CREATE INDEX runs_taken ON runs (target, created, id, updated, owner, started, state)
+CREATE INDEX runs_queued ON runs (target, owner, created, id, not_before, serves)
+    WHERE state = 'queued';
+CREATE INDEX runs_taken ON runs (target, created, id, updated, owner, started, state, serves)
     WHERE state IN ('starting', 'running');
 CREATE INDEX runs_with_secrets ON runs (state, target)
     WHERE json_array_length(spec, '$.secrets') > 0;
 CREATE INDEX runs_short_of_space ON runs (state, target)
     WHERE json_extract(error, '$.code') = 'disk_full';
 CREATE INDEX runs_evaluations ON runs (environment_digest, created, id) WHERE algorithm = 'eval';
+CREATE INDEX runs_of_deployments ON runs (serves) WHERE serves IS NOT NULL;
 CREATE TABLE metrics (
     run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL,
     metrics TEXT NOT NULL,
@@ -96,7 +102,10 @@ CREATE TABLE gates (
 CREATE TABLE deployments (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL DEFAULT '{LOCAL_OWNER}', name TEXT NOT NULL,
     model TEXT NOT NULL, run_id TEXT, step INTEGER, adapter_path TEXT, state TEXT NOT NULL,
-    error TEXT, base_url TEXT, pid INTEGER, data TEXT NOT NULL,
+    error TEXT, base_url TEXT, pid INTEGER,
+    target TEXT NOT NULL DEFAULT '{LOCAL_TARGET}', server_run TEXT, server_attempt INTEGER,
+    lora_rank INTEGER NOT NULL DEFAULT 0, thinking INTEGER NOT NULL DEFAULT 0,
+    port INTEGER, idle_minutes REAL, record INTEGER NOT NULL DEFAULT 0,
     created REAL NOT NULL, updated REAL NOT NULL);
 CREATE TABLE tokens (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, hash TEXT NOT NULL UNIQUE, access TEXT NOT NULL,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,17 @@ from flash_mcp.protocol.recordings import Limits, Recording
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
-from flash_mcp.state.costs import limit_error, served_by_target
+from flash_mcp.state import queue
+from flash_mcp.state.costs import limit_error
 from flash_mcp.state.deployments import DEPLOYS
 from flash_mcp.state.owners import caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
 
+START_TIMEOUT_S = 1800.0
+"""A server on a node that makes no progress for so long is replaced: the model may have to be
+fetched first."""
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
@@ -37,10 +40,11 @@ def request(
     idle_minutes: float | None = None,
     record: bool | None = None,
     target: str | None = None,
+    gpus: int = 1,
 ) -> Deployment:
     """Ask for a run's checkpoint (by default the newest good one) to be served, on a node of
-    `target` if one is given. Asking again finds the first, and sets its `idle_minutes` and `record`
-    if they are given.
+    `target` with `gpus` cards if one is given. Asking again finds the first, and sets its
+    `idle_minutes` and `record` if they are given.
 
     FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
     port_taken | unknown_target | target_refused | quota_exceeded)."""
@@ -63,40 +67,41 @@ def request(
                 "invalid_argument", f"the name {name!r} is taken by {row.id}", name=name, fix=fix
             )
     adapter = fetch_adapter(store, run, step)
-    data = _job(store, run, deployment_id, elsewhere)
-    data |= {"rank": read_adapter_config(adapter, "r")["r"], "thinking": bool(run.spec.thinking)}
-    data |= {"port": port, "idle_minutes": idle_minutes, "record": bool(record)}
+    if elsewhere and (error := limit_error(store, run.owner)):
+        raise error
+    rank = read_adapter_config(adapter, "r")["r"]
     _record(store, deployment_id, is_on=bool(record))
-    values = {
+    values: Json = {
         "owner": run.owner,
         "name": name,
         "model": served_model(store, run),
         "run_id": run_id,
         "step": step,
         "adapter_path": str(adapter),
+        "target": elsewhere or LOCAL_TARGET,
+        "lora_rank": rank,
+        "thinking": bool(run.spec.thinking),
+        "port": port,
+        "idle_minutes": idle_minutes,
+        "record": bool(record),
     }
     with store.transaction():
         if not adapter.exists():
             what = f"the checkpoint of step {step} has just been removed"
             fix = f"checkpoints(run_id={run_id!r}) lists those that are there"
             raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
+        values["server_run"] = values["server_attempt"] = None
+        if elsewhere:
+            spec: Json = {"model": values["model"], "lora_rank": rank, "gpus": gpus}
+            spec |= {"stall_timeout_s": START_TIMEOUT_S, "max_attempts": queue.SERVER_ATTEMPTS}
+            values["server_run"] = queue.enqueue_server(
+                store, deployment_id, run, adapter_path=str(adapter), target=elsewhere, **spec
+            )
         if not any(row.id == deployment_id for row in store.deployments()):
-            return store.add_deployment({"id": deployment_id, **values, "data": data})
+            return store.add_deployment({"id": deployment_id, **values})
         blank: Json = {"error": None, "base_url": None, "pid": None, "created": time.time()}
-        store.update_deployment(deployment_id, state="starting", data=data, **values, **blank)
+        store.update_deployment(deployment_id, state="starting", **values, **blank)
         return store.deployment(deployment_id)
-
-
-def target_of(row: Deployment) -> str:
-    """Where its server runs."""
-    return row.data.get("target", LOCAL_TARGET)
-
-
-def job_key(row: Deployment) -> str:
-    """What the engine of its target knows the newest attempt by; empty for one served here."""
-    if "job" not in row.data:
-        return ""
-    return f"{row.data['job']}-{row.data['attempt']}"
 
 
 def _elsewhere(
@@ -119,28 +124,11 @@ def _elsewhere(
     return target
 
 
-def _job(store: Store, run: Run, deployment_id: str, target: str | None) -> Json:
-    """What is known of earlier times that it was asked for, and of its first attempt on a target.
-    FlashError(quota_exceeded).
-    """
-    before: Json = {}
-    for row in store.deployments():
-        if row.id == deployment_id:
-            before["served_before"] = served_by_target(row)
-    if target is None:
-        return before
-    if error := limit_error(store, run.owner):
-        raise error
-    # A name of its own for each start: engines remember the jobs of earlier ones.
-    job = f"{deployment_id}-{secrets.token_hex(3)}"
-    return {**before, "target": target, "job": job, "attempt": 1}
-
-
 def _stays(row: Deployment, target: str | None) -> bool:
     """Whether what is asked for is there already, or will be. FlashError(invalid_argument |
     not_ready) if it is there on another target, or ends on one.
     """
-    place = target_of(row)
+    place = row.target
     if row.state == "stopping":
         if place == LOCAL_TARGET:
             return False
@@ -160,7 +148,7 @@ def _changed(store: Store, row: Deployment, **requested: Any) -> Deployment:
         return row
     if "record" in changes:
         _record(store, row.id, is_on=changes["record"])
-    store.update_deployment(row.id, expected_states=(row.state,), data={**row.data, **changes})
+    store.update_deployment(row.id, expected_states=(row.state,), **changes)
     return store.deployment(row.id)
 
 

@@ -79,6 +79,8 @@ class Attempt:
     """Damaged files that were reported."""
     is_short_of_space: bool = False
     """The disk was full since the last beat."""
+    waited_s: float = 0.0
+    """When it last waited for a machine."""
     pending_at: float | None = None
     """Since when it waits for a machine."""
     read_beat: Beat | None = None
@@ -121,7 +123,7 @@ class Attempt:
 
     def hold_clocks(self) -> None:
         """It waits for a machine: that is neither silence nor a stall."""
-        self.beat_at = self.progress_at = self.watched_s
+        self.beat_at = self.progress_at = self.waited_s = self.watched_s
 
     def observe(self, beat: Beat | None) -> tuple[bool, bool]:
         """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""

@@ -14,7 +14,7 @@ from flash_mcp.protocol import recordings
 from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import exports_dir, runs_dir
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Run
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import retention
 from flash_mcp.state.disk import keep_reserve, size_of
@@ -22,7 +22,6 @@ from flash_mcp.state.removal import exports_of
 from flash_mcp.state.removed_folders import due_folders, was_deleted
 from flash_mcp.state.retention import delete, drop_files, drop_optimizers, leftovers
 from flash_mcp.state.runs import folder_of
-from flash_mcp.state.serving import job_key
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.base import Target
 
@@ -77,7 +76,6 @@ class Maintenance:
         if not handles:
             return
         live = self.store.live_attempts()
-        live |= {job_key(row) for row in self.store.deployments(LIVE_DEPLOYMENT)}
         over = [handle for handle in handles if handle.key not in live]
         for handle in over[:MAX_JOBS]:
             log.warning("%s: ending job %s, which no run waits for", handle.key, handle.id)

@@ -37,8 +37,7 @@ from flash_mcp.protocol.listening import free_port, trust
 from flash_mcp.protocol.paths import scratch_prefix, write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
 from flash_mcp.protocol.server_log import STARTED, told_error
-from flash_mcp.protocol.spec import LOCAL_TARGET
-from flash_mcp.state.serving import served_model, target_of
+from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
 from flash_mcp.supervisor.serving_health import FAILURES, Health, idle_seconds
@@ -331,7 +330,7 @@ class Deployments:
 
     def _live(self) -> list[Deployment]:
         rows = self.store.deployments(LIVE_DEPLOYMENT)
-        return [row for row in rows if target_of(row) == LOCAL_TARGET]
+        return [row for row in rows if row.server_run is None]
 
     def _servers(self) -> list[Server]:
         result = (Server.read(path.parent) for path in self.home.glob("servers/*/server.json"))
@@ -369,7 +368,7 @@ class Deployments:
             return
         if server is None or not server.is_alive():
             self._replace(server, requested)
-        elif any(row.data["rank"] > server.lora_rank for row in requested):
+        elif any(row.lora_rank > server.lora_rank for row in requested):
             self._stop(server)
             self._start(model, requested)
         else:
@@ -526,7 +525,7 @@ class Deployments:
         folder, logs = _server_folder(self.home, model), self.home / "logs"
         for path in (folder, logs):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ports = [row.data["port"] for row in deployments if row.data["port"]]
+        ports = [row.port for row in deployments if row.port]
         if like:
             ports = [like.port]
         server = Server(
@@ -534,7 +533,7 @@ class Deployments:
             model=model,
             port=ports[0] if ports else free_port(),
             lora_rank=max(
-                row.data["rank"] for row in deployments
+                row.lora_rank for row in deployments
             ),  # no more: the CPU is slower for every rank
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
             api_key=like.api_key if like else secrets.token_urlsafe(24),
@@ -571,15 +570,16 @@ def idle_error(row: Deployment, minutes: float) -> FlashError:
 
 def server_of(base: Path, row: Deployment) -> Server | None:
     """The server of a deployment, running or not."""
-    if "job" in row.data:
-        return Server.read(base / "servers" / row.data["job"])
+    if row.server_run:
+        return Server.read(base / "servers" / row.server_run)
     return Server.find(base, row.model)
 
 
 def idle_minutes(row: Deployment, home: Path) -> float:
     """Minutes without a request after which the deployment ends; 0: never."""
-    minutes = row.data.get("idle_minutes")
-    return _serving_settings(home).idle_minutes if minutes is None else float(minutes)
+    if row.idle_minutes is None:
+        return _serving_settings(home).idle_minutes
+    return row.idle_minutes
 
 
 def _serving_settings(home: Path) -> ServingSettings:

@@ -20,6 +20,7 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import MAX_GPUS
 from flash_mcp.state import costs, queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
+from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import Attempt, TimeBudget, Timeouts, Trouble
@@ -45,6 +46,8 @@ OF_THE_MACHINE = (
 """Errors that another attempt would meet as well: a run waits until they pass."""
 COUNTS_AS: dict[str, queue.Loss] = {"disk_full": "nothing", "preempted": "preemption"}
 """What a lost attempt counts as, by the code of its error. All others count as attempts."""
+SERVED_WELL_S = 600.0
+"""A model server that was lost after so long is started anew, as often as that happens."""
 MAX_DAMAGED = 10
 """Damaged files of a run that are reported."""
 
@@ -84,6 +87,11 @@ class RunReconciler:
         reading = TimeBudget(self.target.read_s)
         for run in sorted(taken, key=self._read_began):
             self._guarded("advance", run, lambda run: self._advance(run, hints, reading))
+        claiming = TimeBudget(CLAIM_S)
+        while not claiming.is_over() and (
+            server := queue.claim_server(self.store, self.target.name)
+        ):
+            self._guarded("attach", server, self._attach)
         room = self.launcher.capacity - sum(self._slots(run) for run in taken)
         claiming = TimeBudget(CLAIM_S)
         while room > 0:
@@ -112,6 +120,8 @@ class RunReconciler:
             attempt.beat_due_at = now + len(existing) / self.target.beats_per_s
 
     def _slots(self, run: Run) -> int:
+        if run.serves:
+            return 0
         return self.launcher.slots_of(run.spec.gpus)
 
     def _claim(self, room: int) -> Run | None:
@@ -247,7 +257,7 @@ class RunReconciler:
         if beat and is_new:
             queue.mark_running(self.store, run.id, attempt.number)
             queue.record_beat(self.store, run.id, attempt.number, beat, progressed=moved)
-        if run.spec.secrets and is_new:
+        if is_new and (run.spec.secrets or run.serves):
             self._hand_over_secrets(run, attempt)
 
     def _request_cancel(self, run: Run, attempt: Attempt) -> None:
@@ -268,13 +278,21 @@ class RunReconciler:
     def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
         """Seal the secrets for an attempt on another machine, once it asks for them."""
         is_known = not self.vault.lacking(run.id, run.spec.secrets)
-        if attempt.has_secrets or not is_known:
+        if attempt.has_secrets or run.cancel_requested or not is_known:
             return
         if offer := attempt.folder.offer(attempt.number):
-            values = self.vault.values(run.id, run.spec.secrets)
+            values = self._secrets(run)
             if sealed := self.target.seal(run, offer, values):
                 attempt.folder.put_sealed(attempt.number, sealed)
             attempt.has_secrets = True
+
+    def _secrets(self, run: Run) -> Mapping[str, str]:
+        if run.serves is None:
+            return self.vault.values(run.id, run.spec.secrets)
+        # Imported only if there is something to serve.
+        from flash_mcp.supervisor.remote_servers import keys_of  # noqa: PLC0415
+
+        return keys_of(self.base, run)
 
     def _store_log(self, attempt: Attempt) -> None:
         """Keep the end of its output, if nobody else reads the folder."""
@@ -317,6 +335,8 @@ class RunReconciler:
 
     def _diagnose(self, run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
         """Why the attempt has to be given up, if it has."""
+        if run.reported_error:
+            return FlashError.from_dict(run.reported_error)
         now, patience = attempt.watched_s, self.patience
         silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
         if hint.state == "gone" and (
@@ -387,12 +407,14 @@ class RunReconciler:
         log.warning("%s: %s", run.id, error.what)
         delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
         counts_as = COUNTS_AS.get(error.code, "attempt")
+        if run.serves and attempt.watched_s - attempt.waited_s > SERVED_WELL_S:
+            counts_as = "nothing"
         if queue.requeue(
             self.store, run.id, attempt.number, error, delay_s=delay_s, counts_as=counts_as
         ):
             return
         # Asked anew: a cancel may have come since the row was read.
-        cancelled = self.store.run(run.id).cancel_requested is not None
+        cancelled = self.store.server_run(run.id).cancel_requested is not None
         self._end(
             run,
             attempt.folder,
@@ -460,10 +482,12 @@ class RunReconciler:
         self, run: Run, state: queue.EndState, step: int, error: Mapping[str, Any] | None
     ) -> None:
         queue.finish(self.store, run.id, run.attempt, state, step=step, error=error)
+        if run.serves:  # nobody reads its folder
+            add_removed(self.store, run.folder, run.target)
         self._attempts.pop(run.id, None)
         for what in ("attach", "advance"):
             self._troubles.pop((run.id, what), None)
-        log.info("%s: %s", run.id, self.store.run(run.id).state)
+        log.info("%s: %s", run.id, self.store.server_run(run.id).state)
 
     def _note(self, run: Run, what: str, message: str, **values: object) -> None:
         row: Json = {"time": time.time(), "epoch": run.attempt, "kind": "attempt"}

@@ -87,10 +87,7 @@ class RemoteTarget(Target):
         self._code_digest = ""
 
     def job(self, run: Run) -> Json:
-        return self.prepare(queue.job(run))
-
-    def prepare(self, job: Json) -> Json:
-        """The job, once all that it names is in the storage."""
+        job = queue.job(run)
         cache_bytes = int(self.settings.cache_gib * 2**30)
         storage = {"url": self.settings.storage, "cache_bytes": cache_bytes}
         if self.code:
@@ -101,42 +98,21 @@ class RemoteTarget(Target):
         return {**job, "storage": storage}
 
     def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
-        return self.start(
-            run.id,
-            run.attempt,
-            run.folder,
-            has_secrets=bool(run.spec.secrets),
-            gpus=run.spec.gpus,
-            card_gib=card_gib(self.name, self.settings, run.spec),
-        )
-
-    def start(
-        self,
-        run_id: str,
-        attempt: int,
-        folder: str,
-        *,
-        has_secrets: bool,
-        gpus: int = 1,
-        card_gib: float = 0.0,
-    ) -> Launch:
-        """How an attempt is started whose job was prepared."""
         variables = node_environment(self.settings)
-        if has_secrets:
-            variables[sealing.TOKEN] = self._token(f"{run_id}-{attempt}")
+        folder, attempt = run.folder, run.attempt
+        if run.spec.secrets or run.serves:
+            variables[sealing.TOKEN] = self._token(f"{run.id}-{attempt}")
         named = ["worker.node", folder, "--attempt", str(attempt)]
         code = None
         if self.code:
             archive = self.artifacts.url_of(self._code_digest)
             code = Code(archive, self._code_digest, f"{folder}/log.{attempt}")
         command = on_node(self.settings, [*named, "--version", __version__], code)
-        return Launch(run_id, attempt, command, variables, None, gpus=gpus, card_gib=card_gib)
+        gib = card_gib(self.name, self.settings, run.spec)
+        return Launch(run.id, attempt, command, variables, None, gpus=run.spec.gpus, card_gib=gib)
 
     def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes:
-        return self.sealed(f"{run.id}-{run.attempt}", offer, secrets)
-
-    def sealed(self, key: str, offer: Json, secrets: Mapping[str, str]) -> bytes:
-        """The secrets for the attempt of that key."""
+        key = f"{run.id}-{run.attempt}"
         return sealing.seal(secrets, offer, key, self._token(key))
 
     def _token(self, key: str) -> str:

@@ -249,11 +249,7 @@ def _disk(store: Store) -> str:
 
 
 def _spent(store: Store) -> str | None:
-    used_s = store.used_s_by_target()
-    for row in store.deployments():
-        for target, seconds in costs.served_by_target(row).items():
-            used_s[target] = used_s.get(target, 0.0) + seconds
-    return costs.spent(used_s, store.base)
+    return costs.spent(store.used_s_by_target(), store.base)
 
 
 def _another(owner: str) -> str | None:
@@ -311,7 +307,7 @@ def _deployments(store: Store) -> list[Deployment]:
             model=row.model,
             run_id=row.run_id,
             step=row.step,
-            target=row.data.get("target"),
+            target=row.target if row.server_run else None,
             base_url=row.base_url if row.state == "ready" and caller().is_local else None,
             idle_minutes=idle_minutes(row, store.base),
         )

@@ -25,7 +25,9 @@ from flash_mcp.state.serving import (
     request_stop,
 )
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor.keeper import look_after
+from flash_mcp.supervisor.launch.memory_need import cards_for
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message, server_of
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.loading import check_machine
@@ -164,6 +166,7 @@ async def deploy(
         check_machine(ELSEWHERE.format(run_id=run_id))
     if is_here and port is not None:
         await run_sync(check_port, store, run_id, port)
+    gpus = 1 if target is None or is_here else await run_sync(_cards, store, run_id, target)
     row = await run_sync(
         lambda: request(
             store,
@@ -174,6 +177,7 @@ async def deploy(
             idle_minutes=idle_minutes,
             record=record,
             target=target,
+            gpus=gpus,
         )
     )
     await run_sync(look_after, store)
@@ -181,6 +185,13 @@ async def deploy(
     if row.state == "failed":
         raise failure(row)
     return await run_sync(_with_snippets, store, row)
+
+
+def _cards(store: Store, run_id: str, target: str) -> int:
+    """How many cards of the target's nodes the server takes. FlashError(unknown_run |
+    unknown_target | targets_invalid).
+    """
+    return cards_for(store.run(run_id).model, find_target(store.base, target).cards)
 
 
 def _with_snippets(store: Store, row: Deployment) -> Deployed:
@@ -262,7 +273,7 @@ async def chat(
         "top_p": top_p,
         "stop": stop,
         "seed": seed,
-        "chat_template_kwargs": {"enable_thinking": row.data.get("thinking", False)},
+        "chat_template_kwargs": {"enable_thinking": row.thinking},
     }
     if tools := await run_sync(tools_of, store, row):
         body["tools"] = tools
@@ -330,7 +341,7 @@ def _ready_server(store: Store, row: Deployment) -> Server:
         what = "the deployment is still starting"
         if row.error:
             what = f"the deployment is starting again: {row.error['what']}"
-        elif pending_reason := row.data.get("pending_reason"):
+        elif pending_reason := _pending_reason(store, row):
             what = f"the deployment waits: {pending_reason}"
         raise FlashError("not_ready", what, deployment=row.id, seconds=_age_s(row), fix=fix)
     server = server_of(store.base, row)
@@ -470,16 +481,23 @@ def describe(store: Store, row: Deployment) -> Deployed:
         run_id=row.run_id,
         step=row.step,
         model=row.model,
-        target=row.data.get("target"),
-        pending_reason=row.data.get("pending_reason") if row.state == "starting" else None,
-        spent=costs.spent(costs.served_by_target(row), store.base),
+        target=row.target if row.server_run else None,
+        pending_reason=_pending_reason(store, row),
+        spent=costs.spent(store.served_s_by_target(row.id), store.base),
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
         idle_minutes=idle_limit(row, store.base),
-        record=row.data.get("record") or None,
+        record=row.record or None,
         seconds=_age_s(row),
         next=_next_step(store, row),
     )
+
+
+def _pending_reason(store: Store, row: Deployment) -> str | None:
+    """Why its server on a target has not started, if it has not."""
+    if row.state != "starting" or row.server_run is None:
+        return None
+    return store.server_run(row.server_run).pending_reason
 
 
 def _next_step(store: Store, row: Deployment) -> str:
@@ -490,7 +508,7 @@ def _next_step(store: Store, row: Deployment) -> str:
             return f"chat({arguments}) compares it with the base model"
         case "starting":
             slow = "the server is starting, which takes a minute or more on a CPU"
-            if pending_reason := row.data.get("pending_reason"):
+            if pending_reason := _pending_reason(store, row):
                 slow = f"it waits: {pending_reason}"
             return f"{slow}; call deploy again to wait for it"
         case "stopping":

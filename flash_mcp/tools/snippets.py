@@ -36,7 +36,7 @@ class Snippets:
 def snippets(store: Store, row: Deployment, server: Server) -> Snippets:
     prompt = _prompt(store, row)
     messages = prompt or [{"role": "user", "content": QUESTION}]
-    extra = {"chat_template_kwargs": {"enable_thinking": bool(row.data.get("thinking"))}}
+    extra = {"chat_template_kwargs": {"enable_thinking": bool(row.thinking)}}
     tools = tools_of(store, row)
     options = {"tools": tools} if tools else {}
     sampling: Json = {"temperature": 0}

@@ -81,9 +81,10 @@ def test_a_checkpoint_is_served_on_a_node_and_its_job_ends_with_the_deployment(
     serving.request_stop(lab.store, asked.id)
     lab.until(lambda: state() == "stopped")
     headers = {"Authorization": f"Bearer {cluster.token_file.read_text()}"}
-    job = f"{cluster.address}/api/jobs/{serving.job_key(row)}"
-    lab.until(lambda: httpx.get(job, headers=headers).json()["status"] == "STOPPED")
-    assert not (storage / "run-folders" / row.data["job"]).exists()
+    job = f"{cluster.address}/api/jobs/{row.server_run}-1"
+    ended = ("STOPPED", "SUCCEEDED")
+    lab.until(lambda: httpx.get(job, headers=headers).json()["status"] in ended)
+    lab.until(lambda: not (storage / "run-folders" / str(row.server_run)).exists())
 
 
 def test_the_commands_of_the_page_work_as_written(

@@ -19,20 +19,24 @@ from anyio.to_thread import run_sync
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening, trust
-from flash_mcp.protocol.records import Deployment
+from flash_mcp.protocol.records import Deployment, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.sealing import Receiver
-from flash_mcp.state import costs
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import costs, queue
 from flash_mcp.state.serving import request, request_stop
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import Cards, key_of, new_target, write_target
 from flash_mcp.supervisor import remote_servers
+from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.maintenance import Maintenance
+from flash_mcp.supervisor.launch.memory_need import cards_for
 from flash_mcp.supervisor.model_servers import Deployments, Server, server_of
-from flash_mcp.supervisor.remote_servers import RemoteServers, cards_for
+from flash_mcp.supervisor.reconciler import RunReconciler
+from flash_mcp.supervisor.remote_servers import RemoteServers
+from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.deploy import chat, describe
@@ -72,12 +76,14 @@ class Node:
 
     def __init__(self, bench: Bench, row: Deployment, scratch: Path) -> None:
         self.bench, self.scratch = bench, scratch
-        job, number = row.data["job"], row.data["attempt"]
-        self.key = f"{job}-{number}"
+        run = bench.run(row)
+        number = run.attempt
+        self.key = f"{run.id}-{number}"
         self.writer: RunWriter = RunWriter(bench.folder(row), number)
         token = bench.engine.launches[self.key].environment["FLASH_LAUNCH_TOKEN"]
         self.receiver = Receiver(self.key, token)
         self.writer.offer(self.receiver.offer)
+        self.writer.beat(0, "secrets")
         bench.engine.hints[self.key] = JobStatus("alive")
         bench.nodes.append(self)
         self.process: subprocess.Popen[bytes] | None = None
@@ -99,6 +105,7 @@ class Node:
         wait_for(self.accepts)
         adapter = str(self.scratch / "adapter-of-the-node")
         where = Listening(["127.0.0.1"], self.port, told or certificate, adapter)
+        self.writer.beat(0, "serve")
         self.writer.listens(where.signed(keys["FLASH_ADMIN_KEY"]))
 
     def accepts(self) -> bool:
@@ -126,7 +133,15 @@ class Bench:
         write_target(home, "lab", self.settings)
         self.engine = Engine()
         self.nodes: list[Node] = []
-        self.servers = self.new_servers()
+        self.servers, self.reconciler = self.new_servers(), self.new_reconciler(self.engine)
+
+    def new_reconciler(self, launcher: Launcher, **patience: float) -> RunReconciler:
+        timeouts = Timeouts(**{"cancel_grace_s": 0.05, "retry_delay_s": 0.0, **patience})
+        return RunReconciler(self.store, self.target(launcher), Vault(self.home), timeouts)
+
+    def run(self, row: Deployment) -> Run:
+        """Of its server."""
+        return self.store.server_run(self.row(row).server_run or "")
 
     def target(self, launcher: Launcher) -> RemoteTarget:
         return RemoteTarget("lab", self.settings, launcher, key_of(self.home))
@@ -136,11 +151,13 @@ class Bench:
         return RemoteServers(self.store, self.home, lambda *_: self.target(self.engine))
 
     def folder(self, row: Deployment) -> RunFolder:
-        return RunFolder(self.settings.folder_of(row.data["job"]))
+        return RunFolder(self.run(row).folder)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         def met() -> Any:
             self.servers.tick()
+            self.reconciler.attend(self.store.taken_runs("lab"))
+            self.reconciler.maintenance.clear()
             return condition()
 
         return wait_for(met)
@@ -154,8 +171,7 @@ class Bench:
 
     def submitted(self, row: Deployment, attempt: int = 1) -> Deployment:
         """Once the engine has its job."""
-        self.until(lambda: f"{row.data['job']}-{attempt}" in self.engine.launches)
-        self.until(lambda: self.row(row).data.get("handle"))
+        self.until(lambda: self.run(row).handle and self.run(row).attempt == attempt)
         return self.row(row)
 
 
@@ -180,7 +196,7 @@ def asked(bench: Bench, tmp_path: Path) -> Deployment:
 async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing_when_it_ends(
     bench: Bench, asked: Deployment, tmp_path: Path
 ) -> None:
-    bench.until(lambda: bench.row(asked).data.get("pending_reason"))
+    bench.until(lambda: bench.run(asked).pending_reason)
     waiting = describe(bench.store, bench.row(asked))
     assert (waiting.target, waiting.pending_reason) == ("lab", "Slurm: Resources")
     assert "it waits: Slurm: Resources" in str(waiting.next)
@@ -189,7 +205,8 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
 
     node = Node(bench, bench.row(asked), tmp_path / "node")
     keys = await run_sync(node.get_keys)
-    assert bench.row(asked).data["pending_reason"] is None
+    assert bench.run(asked).pending_reason is None
+    assert bench.store.runs() == [bench.store.run(str(asked.run_id))], "a server is no training"
     job = bench.folder(asked).job()
     assert job["serve"] == {"rank": 16, "name": "toy"} and job["init_adapter"]["path"].startswith(
         "artifact:"
@@ -209,15 +226,14 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
         assert "hello" in said
     assert not any(value.encode() in stored(bench, tmp_path) for value in keys.values())
 
-    # Neither the servers here nor the maintenance take it for one of theirs, or for nobody's.
+    # The servers here do not take it for one of theirs.
     here = Deployments(bench.store, bench.home)
     here.tick()
     assert not here.busy()
-    Maintenance(bench.store, bench.target(bench.engine))._end_jobs()
     assert bench.engine.hints[node.key].state == "alive"
 
     # The next supervisor finds it.
-    bench.servers = bench.new_servers()
+    bench.servers, bench.reconciler = bench.new_servers(), bench.new_reconciler(bench.engine)
     assert request(bench.store, str(asked.run_id)).id == asked.id
     with pytest.raises(FlashError, match="is served on lab already"):
         request(bench.store, str(asked.run_id), target="local")
@@ -226,10 +242,14 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
         request(bench.store, str(asked.run_id), target="lab")
     await run_sync(bench.settle, asked, "stopped")
     assert bench.engine.hints[node.key].state == "gone"
-    assert [path for path in (tmp_path / "storage").rglob("*") if path.is_file()] == []
-    assert not (bench.home / "servers" / ready.data["job"]).exists()
+    await run_sync(bench.until, lambda: stored_files(tmp_path) == [])
+    assert not (bench.home / "servers" / str(ready.server_run)).exists()
     again = request(bench.store, str(asked.run_id), target="lab")
-    assert again.id == asked.id and again.data["job"] != asked.data["job"]
+    assert again.id == asked.id and again.server_run != asked.server_run
+
+
+def stored_files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "storage").rglob("*") if path.is_file()]
 
 
 def stored(bench: Bench, folder: Path) -> bytes:
@@ -248,7 +268,7 @@ def test_a_node_that_fails_is_replaced_once_in_a_while(
     first = bench.settle(asked, "ready")
     node.die()
     row = bench.submitted(bench.settle(asked, "starting"), 2)
-    assert row.error and "NODE_FAIL" in row.error["what"] and row.data["attempt"] == 2
+    assert row.error and "NODE_FAIL" in row.error["what"]
     second = Node(bench, row, tmp_path / "second")
     keys = second.get_keys()
     assert keys == first_keys  # callers keep theirs
@@ -259,6 +279,55 @@ def test_a_node_that_fails_is_replaced_once_in_a_while(
     failed = bench.settle(asked, "failed")
     assert failed.error and "NODE_FAIL" in failed.error["what"]
     assert all(hint.state == "gone" for hint in bench.engine.hints.values())
+
+
+def test_a_server_that_was_lost_after_it_had_served_well_is_replaced_each_time(
+    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.supervisor.reconciler.SERVED_WELL_S", 0.0)
+    for number in (1, 2, 3):
+        node = Node(bench, bench.submitted(asked, number), tmp_path / f"node{number}")
+        bench.until(lambda: bench.run(asked).state == "running")
+        node.die()
+    bench.submitted(asked, 4)
+    assert bench.row(asked).state == "starting"
+
+
+def test_a_server_that_answers_no_more_on_a_node_that_lives_is_replaced(
+    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
+    monkeypatch.setattr(remote_servers, "SILENT_S", 0.2)
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    node.listen(node.get_keys())
+    bench.settle(asked, "ready")
+    assert node.process
+    node.process.kill()
+    bench.submitted(asked, 2)
+    row = bench.settle(asked, "starting")
+    assert row.error and row.error["code"] == "unresponsive"
+    assert bench.engine.hints[node.key].state == "gone"
+
+
+def test_a_server_takes_no_slot_and_is_in_no_list_of_runs(bench: Bench, asked: Deployment) -> None:
+    assert bench.reconciler.launcher.capacity == 1
+    bench.submitted(asked)
+    train = started_run_on(bench, "lab")
+    bench.until(lambda: bench.store.run(train.id).handle)
+    assert bench.store.counts_by_target() == {("lab", "starting"): 1}
+    assert [run.id for run in bench.store.active_runs()] == [train.id]
+    assert bench.store.run_counts() == {"starting": 1, "cancelled": 1}
+    with pytest.raises(FlashError, match="there is no run"):
+        bench.store.run(str(asked.server_run))
+
+
+def started_run_on(bench: Bench, target: str) -> Run:
+    (bench.home / "logs").mkdir()
+    environment = bench.store.add_environment(
+        name="calc", digest="abcdef123456", path=str(bench.home / "logs"), size_bytes=1
+    )
+    spec = RunSpec.model_validate({"environment": "calc", "target": target})
+    return queue.enqueue(bench.store, resolve(spec), environment)[0]
 
 
 def test_what_the_node_says_of_its_end_is_the_error(
@@ -285,7 +354,7 @@ def test_a_node_that_cannot_be_reached_is_given_back(
     assert failed.error and failed.error["code"] == "target_refused"
     assert "cannot be reached from here: 127.0.0.1, port 9" in failed.error["what"]
     assert "ssh of lab in targets.toml" in failed.error["fix"]
-    assert bench.engine.hints[node.key].state == "gone"
+    bench.until(lambda: bench.engine.hints[node.key].state == "gone")
 
 
 def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
@@ -304,10 +373,10 @@ def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
         server = server_of(bench.home, ready)
         assert server and server.port != node.port
         assert server.call("/models").is_success
-        tunnel = bench.servers._servers[asked.id]._tunnel
+        tunnel = bench.servers._servers[asked.id].tunnel
         assert tunnel
         tunnel.kill()
-        bench.until(lambda: bench.servers._servers[asked.id]._tunnel is not tunnel)
+        bench.until(lambda: bench.servers._servers[asked.id].tunnel is not tunnel)
         bench.until(lambda: answers(server))
         assert bench.row(asked).base_url == ready.base_url
         request_stop(bench.store, asked.id)
@@ -369,35 +438,37 @@ def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(
     assert describe(bench.store, bench.row(asked)).spent is None, "it waited until now"
     node.listen(node.get_keys())
     bench.settle(asked, "ready")
-    began = bench.row(asked).data["holds_since"]
-    assert started < began
     bench.store.execute(
-        "UPDATE deployments SET data = json_set(data, '$.gpus', 4) WHERE id = ?", [asked.id]
+        "UPDATE runs SET spec = json_set(spec, '$.gpus', 4) WHERE serves = ?", [asked.id]
     )
-    wait_for(lambda: time.time() > began + 1.5)
-    bench.store.execute("UPDATE deployments SET updated = 1 WHERE id = ?", [asked.id])
-    assert costs.over_limit(bench.store) == {"local"}, "it still runs, though nothing changed"
+
+    def beat() -> float:
+        node.writer.beat(0, "serve")
+        return bench.run(asked).used_s
+
+    bench.until(lambda: beat() > 1.5)
+    assert costs.over_limit(bench.store) == {"local"}
     request_stop(bench.store, asked.id)
     stopped = bench.settle(asked, "stopped")
-    held_s = stopped.data["held_s"]
-    assert 1.5 < held_s < time.time() - started
+    used_s = bench.run(asked).used_s
+    assert 1.5 < used_s < time.time() - started
     (shown,) = {describe(bench.store, stopped).spent, catalog("devices").spent}
-    assert shown == f"{4 * held_s / 3600:.2f} h, {4 * held_s:.2f} EUR"
+    assert shown == f"{4 * used_s / 3600:.2f} h, {4 * used_s:.2f} EUR"
 
     with pytest.raises(FlashError) as refused:
         request(bench.store, str(asked.run_id), target="lab")
     assert refused.value.code == "quota_exceeded"
     (bench.home / "settings.toml").write_text(limit.replace("5.0", "500"))
     again = request(bench.store, str(asked.run_id), target="lab")
-    assert costs.served_by_target(again) == {"lab": 4 * held_s}, "it began anew"
-    assert costs.served_s(again) == 0
+    assert again.state == "starting"
+    assert bench.store.served_s_by_target(again.id) == {"lab": 4 * used_s}, "it began anew"
 
 
 def test_an_engine_that_does_not_answer_is_what_it_waits_for(
     bench: Bench, asked: Deployment
 ) -> None:
     bench.engine.is_down = True
-    bench.until(lambda: bench.row(asked).data.get("pending_reason") == "the engine does not answer")
+    bench.until(lambda: "the engine does not answer" in str(bench.run(asked).pending_reason))
     bench.engine.is_down = False
     bench.submitted(asked)
     request_stop(bench.store, asked.id)

@@ -372,8 +372,10 @@ def test_the_commands_of_the_page_work_as_written(
     assert served["base_url"].startswith("https://")
     assert flash("chat", "hello", "--max-tokens=4")["adapter"]["completion_tokens"] > 0
     (row,) = lab.store.deployments()
-    assert is_queued(row.data["job"])
+    assert is_queued(str(row.server_run))
     while flash("undeploy")["state"] != "stopped":
         assert time.monotonic() < deadline
-    assert not is_queued(row.data["job"])
-    assert not (tmp_path / "shared" / "run-folders" / row.data["job"]).exists()
+    assert not is_queued(str(row.server_run))
+    while (tmp_path / "shared" / "run-folders" / str(row.server_run)).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flash_mcp.protocol.base_models import ModelCard, find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
+from flash_mcp.state.targets import Cards
 from flash_mcp.supervisor.launch.devices import Device
 
 GIB = 2**30
@@ -118,6 +119,22 @@ def need_of(spec: RunSpec | EvalSpec, device: Device) -> MemoryNeed | None:
         trains=trains,
         gpus=spec.gpus,
     )
+
+
+def cards_for(model: str, cards: Cards | None) -> int:
+    """How many of a node's cards the server takes, as `deploy` does here: 1, 2, 4 or more, until
+    they hold the weights. 1 if the cards or the model's size are not known.
+    """
+    count = 1
+    if cards is None or cards.kind != "gpu":
+        return count
+    device = Device("gpu", cards.name, cards.memory_gib, cards.memory_gib)
+    while count * 2 <= cards.count:
+        need = memory_need(find(model), device, has_engine=True, trains=False, gpus=count)
+        if need is None or need.all_gib <= WEIGHTS_SHARE * cards.memory_gib:
+            break
+        count *= 2
+    return count
 
 
 def _named_size(name: str) -> float | None:
