@@ -93,6 +93,7 @@ CODES: dict[str, str] = {
     "state_newer": "a newer version of flash-mcp has changed the database",
     "locks_unsupported": "the file system of the state directory refuses file locks",
     "state_corrupt": "the database of the state directory is damaged",
+    "store_refused": "the object store of the run folder refuses the keys, or has no such bucket",
     "store_unreachable": "the object store that holds the run folder does not answer",
     "internal": "a defect of flash-mcp; its id finds the traceback in the log",
 }

@@ -89,8 +89,9 @@ class Storage:
     """The files under `url`, a local path or any fsspec URL. Names of files and folders are paths
     below it.
 
-    While an object store is unreachable, each call is retried for `patience_s`; then it raises
-    FlashError(store_unreachable). FlashError(engine_missing) if packages for the URL are missing.
+    While an object store is unreachable or refuses us, each call is retried for `patience_s`; then
+    it raises FlashError(store_unreachable | store_refused). FlashError(engine_missing) if packages
+    for the URL are missing.
     """
 
     def __init__(self, url: str | Path, *, patience_s: float = PATIENCE_S) -> None:
@@ -357,7 +358,7 @@ class Storage:
 def read_of_all(storages: Sequence[Storage], name: str) -> list[bytes | None]:
     """The file of that name in several folders of one store, all asked for at once.
 
-    FlashError(store_unreachable)."""
+    FlashError(store_unreachable | store_refused)."""
     if not storages:
         return []
     paths = [storage.path(name) for storage in storages]
@@ -365,8 +366,8 @@ def read_of_all(storages: Sequence[Storage], name: str) -> list[bytes | None]:
     bodies = storages[0].filesystem.cat_ranges(paths, [0] * len(paths), ends, on_error="return")
     contents: list[bytes | None] = []
     for path, body in zip(paths, bodies, strict=True):
-        if isinstance(body, Exception) and _may_pass(body):
-            raise _unreachable(path, body)
+        if isinstance(body, Exception) and (trouble := _trouble(path, body)):
+            raise trouble
         if not isinstance(body, bytes) or len(body) > MAX_SMALL_BYTES:
             body = None
         contents.append(body)
@@ -374,7 +375,9 @@ def read_of_all(storages: Sequence[Storage], name: str) -> list[bytes | None]:
 
 
 class _Patient:
-    """A remote file system. While it is unreachable, each call is retried with a growing delay."""
+    """A remote file system. While it is unreachable, or refuses us, each call is retried with a
+    growing delay: keys that have expired are replaced.
+    """
 
     def __init__(self, filesystem: Any, patience_s: float) -> None:
         self._filesystem = filesystem
@@ -391,10 +394,11 @@ class _Patient:
                 try:
                     return call(*arguments, **options)
                 except Exception as error:
-                    if not _may_pass(error):
+                    trouble = _trouble(arguments[0], error)
+                    if trouble is None:
                         raise
                     if time.monotonic() - began + delay_s > self._patience_s:
-                        raise _unreachable(arguments[0], error) from error
+                        raise trouble from error
                     log.warning("%s %s is tried again: %s", name, arguments[0], error)
                 time.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(2 * delay_s, most_s)
@@ -402,6 +406,13 @@ class _Patient:
         return patient
 
 
+NO_KEYS = (
+    "CredentialRetrievalError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+)
 REFUSALS = (
     FileNotFoundError,
     FileExistsError,
@@ -425,6 +436,26 @@ def _may_pass(error: Exception) -> bool:
 def _is_empty(error: OSError) -> bool:
     """Whether an object store refused a part of a file because the file is empty."""
     return "InvalidRange" in str(error) or "not satisfiable" in str(error)
+
+
+def _trouble(path: str, error: Exception) -> FlashError | None:
+    """What is wrong with the store, if the error is not about the file alone."""
+    if _is_refusal(error):
+        fix = (
+            "give this machine keys that may read and write there, and that have not expired, or "
+            "name a bucket that exists; the run waits"
+        )
+        what = f"the run folder's store refuses: {error}"
+        return FlashError("store_refused", what, path=path, fix=fix)
+    return _unreachable(path, error) if _may_pass(error) else None
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the store refuses our keys, or has no such bucket."""
+    if isinstance(error, PermissionError) or "bucket does not exist" in str(error):
+        return True
+    # Errors of botocore, which may not be installed.
+    return type(error).__name__ in NO_KEYS
 
 
 def _unreachable(path: str, error: Exception) -> FlashError:

@@ -338,8 +338,11 @@ def record_handle(store: Store, run_id: str, attempt: int, handle: str) -> bool:
 
 
 def record_wait(store: Store, run_id: str, attempt: int, reason: str | None) -> bool:
-    """Store why the attempt waits for a machine; None once it has one."""
-    return _update(store, "pending_reason = ?", [reason], run_id, attempt, ("starting",))
+    """Store why the attempt waits for a machine, or cannot be looked after; None once it has one
+    and can.
+    """
+    states = ("starting", "running")
+    return _update(store, "pending_reason = ?", [reason], run_id, attempt, states)
 
 
 def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progressed: bool) -> bool:

@@ -36,6 +36,8 @@ class Timeouts:
     """Trouble with an attempt that lasts so long ends it."""
     pending_s: float = 7 * 86_400.0
     """An attempt that waited so long for a machine is submitted anew."""
+    refused_s: float = 10.0
+    """Before an attempt that the engine refused is submitted again."""
     remote_poll_s: float = 2.0
     """Between two looks at a target that is not this machine."""
 
@@ -73,6 +75,10 @@ class Attempt:
     watched_s: float = 0.0
     looked_at: float = field(default_factory=time.monotonic)
     """When `watched_s` was counted, by this process's clock."""
+    is_beat_read: bool = False
+    """Whether `read_beat` was read since `observe`."""
+    asked_at: float = 0.0
+    """When its heartbeat was last read."""
     beat_at: float = 0.0
     progress_at: float = 0.0
     damaged: set[str] = field(default_factory=set[str])
@@ -123,10 +129,12 @@ class Attempt:
 
     def hold_clocks(self) -> None:
         """It waits for a machine: that is neither silence nor a stall."""
-        self.beat_at = self.progress_at = self.waited_s = self.watched_s
+        self.beat_at = self.progress_at = self.asked_at = self.waited_s = self.watched_s
 
     def observe(self, beat: Beat | None) -> tuple[bool, bool]:
         """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
+        if self.is_beat_read:
+            self.asked_at, self.is_beat_read = self.watched_s, False
         if beat is None or beat["epoch"] != self.number or beat == self.beat:
             return False, False
         before = self.beat or {}
@@ -145,3 +153,5 @@ class Trouble:
     attempt: int
     since: float
     last: str = ""
+    again_at: float = 0.0
+    """When an attempt that the engine refused is submitted again."""

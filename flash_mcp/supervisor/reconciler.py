@@ -40,7 +40,9 @@ OF_THE_MACHINE = (
     "not_ready",
     "state_busy",
     "state_corrupt",
+    "store_refused",
     "store_unreachable",
+    "target_refused",
     "target_unreachable",
 )
 """Errors that another attempt would meet as well: a run waits until they pass."""
@@ -76,10 +78,22 @@ class RunReconciler:
         self._troubles: dict[tuple[str, str], Trouble] = {}
 
     def attend(self, taken: Sequence[Run]) -> None:
-        """Do whatever is due for the target's runs that are under way, and start others."""
+        """Do whatever is due for the target's runs that are under way, and start others. If the
+        target does not answer or refuses us, they say so, and nothing is concluded from it.
+        """
+        try:
+            self._attend(taken)
+        except FlashError as error:
+            if is_of_the_machine(error):
+                for run in taken:
+                    if run.pending_reason != error.what:
+                        queue.record_wait(self.store, run.id, run.attempt, error.what)
+            raise
+
+    def _attend(self, taken: Sequence[Run]) -> None:
         attaching = TimeBudget(self.target.read_s)
         for run in taken:
-            if not self._is_attached(run) and not attaching.is_over():
+            if not self._is_attached(run) and self._is_due(run) and not attaching.is_over():
                 self._guarded("attach", run, self._attach)
         handles = [attempt.handle for attempt in self._attempts.values()]
         hints = self.launcher.poll(handles) if handles else {}
@@ -101,6 +115,11 @@ class RunReconciler:
             room -= self._slots(claimed)
             self._guarded("attach", claimed, self._attach)
 
+    def _is_due(self, run: Run) -> bool:
+        """Whether an attempt that the engine refused is to be submitted again."""
+        trouble = self._troubles.get((run.id, "attach"))
+        return trouble is None or time.monotonic() >= trouble.again_at
+
     def _is_attached(self, run: Run) -> bool:
         existing = self._attempts.get(run.id)
         return existing is not None and existing.number == run.attempt
@@ -116,7 +135,7 @@ class RunReconciler:
         due = [attempt for attempt in existing if now >= attempt.beat_due_at]
         beats = read_beats([attempt.folder for attempt in due])
         for attempt, beat in zip(due, beats, strict=True):
-            attempt.read_beat = beat
+            attempt.read_beat, attempt.is_beat_read = beat, True
             attempt.beat_due_at = now + len(existing) / self.target.beats_per_s
 
     def _slots(self, run: Run) -> int:
@@ -169,9 +188,11 @@ class RunReconciler:
                 message = f"{where}, and tried again: {error!r}"
                 with suppress(FlashError):  # a full disk, which others may not mind
                     self._note(run, "trouble", message, kind="warning")
+            if isinstance(error, FlashError) and error.code == "target_refused":
+                trouble.again_at = now + self.patience.refused_s
             if is_new and isinstance(error, FlashError):
                 with suppress(FlashError):
-                    queue.record_wait(self.store, run.id, run.attempt, str(error))
+                    queue.record_wait(self.store, run.id, run.attempt, error.what)
             if now - trouble.since > self.patience.trouble_s:
                 self._give_up(run, error)
         else:
@@ -338,7 +359,9 @@ class RunReconciler:
         if run.reported_error:
             return FlashError.from_dict(run.reported_error)
         now, patience = attempt.watched_s, self.patience
-        silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
+        # Counted to when it was last asked: with many runs, each is asked less often.
+        silent_s = attempt.asked_at - attempt.beat_at
+        still_s = attempt.asked_at - attempt.progress_at
         if hint.state == "gone" and (
             not attempt.beat or run.cancel_requested or silent_s > patience.beat_stale_s
         ):

@@ -55,7 +55,7 @@ REACH_S = 60.0
 SILENT_S = 120.0
 """A server that was ready and has not answered for so long is replaced."""
 PING_S = 5.0
-OF_THE_PLACE = ("store_unreachable", "target_unreachable")
+OF_THE_PLACE = ("store_refused", "store_unreachable", "target_unreachable")
 """Errors that pass when the engine or the storage answers again."""
 
 

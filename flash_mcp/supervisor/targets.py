@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flash_mcp import __version__
 from flash_mcp.protocol import node_code, sealing
@@ -111,7 +112,7 @@ class RemoteTarget(Target):
         gib = card_gib(self.name, self.settings, run.spec)
         return Launch(run.id, attempt, command, variables, None, gpus=run.spec.gpus, card_gib=gib)
 
-    def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes:
+    def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes:
         key = f"{run.id}-{run.attempt}"
         return sealing.seal(secrets, offer, key, self._token(key))
 

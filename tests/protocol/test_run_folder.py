@@ -639,6 +639,29 @@ def test_a_store_that_stays_away_is_named(
     assert list(folder.metric_steps()) == [1]
 
 
+def test_a_store_that_refuses_our_keys_or_has_no_such_bucket_is_named(
+    far_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(far_url, patience_s=0.2)
+    writer = RunWriter(folder, 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("The provided token has expired.")
+
+    with monkeypatch.context() as patch:
+        for name in ("pipe_file", "cat_file", "ls"):
+            patch.setattr(folder.filesystem._filesystem, name, refuse)
+        for ask in (folder.beat, lambda: writer.metrics(1, {"loss": 1.0}), folder.metric_steps):
+            with pytest.raises(FlashError, match=r"store_refused.*token has expired"):
+                ask()
+    writer.metrics(1, {"loss": 1.0})
+    nowhere = RunFolder("s3://no-such-bucket/run", patience_s=0.2)
+    with pytest.raises(FlashError, match="store_refused"):
+        nowhere.beat()
+    with pytest.raises(FlashError, match="store_refused"):
+        read_beats([nowhere])
+
+
 def test_a_store_that_says_nothing_is_given_up_in_the_time_that_the_control_plane_has(
     far_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

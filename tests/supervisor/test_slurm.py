@@ -29,6 +29,8 @@ from flash_mcp.state.targets import find_target, new_target, remove_target, writ
 from flash_mcp.state.versions import digest_of
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.maintenance import Maintenance
+from flash_mcp.supervisor.targets import open_target
 from tests import engines, slurm
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
@@ -214,6 +216,34 @@ def test_a_job_that_is_cancelled_behind_our_back_goes_on(lab: Lab) -> None:
     ended = lab.finish(run)
     assert (ended.state, ended.step) == ("succeeded", 30), lab.trouble()
     assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
+
+
+def test_two_targets_on_one_cluster_end_none_of_each_others_jobs(lab: Lab) -> None:
+    settings = find_target(lab.home, "lab")
+    write_target(lab.home, "near", settings.model_copy(update={"options": ["--partition=debug"]}))
+    runs = [lab.train(target=name, steps=400, save_every=200) for name in ("lab", "near")]
+    lab.until(lambda: all(lab.now(run).state == "running" for run in runs))
+    for name in ("lab", "near"):
+        Maintenance(lab.store, open_target(lab.home, name)).clear()
+    steps = [lab.now(run).step for run in runs]
+    lab.until(lambda: all(lab.now(run).step > step for run, step in zip(runs, steps, strict=True)))
+    assert [lab.now(run).attempt for run in runs] == [1, 1]
+    for run in runs:
+        queue.request_cancel(lab.store, run.id)
+        assert lab.finish(run).state == "cancelled", lab.trouble()
+
+
+def test_a_run_waits_while_its_partition_takes_no_jobs(lab: Lab) -> None:
+    partition = ["scontrol", "update", "PartitionName=debug"]
+    subprocess.run([*partition, "State=INACTIVE"], check=True)
+    try:
+        run = lab.train(steps=1)
+        lab.until(lambda: lab.now(run).pending_reason)
+        assert lab.now(run).attempt == 1, lab.trouble()
+    finally:
+        subprocess.run([*partition, "State=UP"], check=True)
+    ended = lab.finish(run)
+    assert (ended.state, ended.attempt) == ("succeeded", 1), lab.trouble()
 
 
 @pytest.fixture

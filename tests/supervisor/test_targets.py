@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -317,6 +318,72 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
     RunWriter(RunFolder(runs["lab"].folder), 1).commit_result("succeeded", 1)
     bench.lab.engine.hints[f"{runs['lab'].id}-1"] = JobStatus("gone")
     until(lambda: bench.now(runs["lab"]).ended)
+
+
+def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, refusals = bench.lab.engine.submit, list[float]()
+
+    def refuse(_: Launch) -> Handle:
+        refusals.append(time.monotonic())
+        raise FlashError("target_refused", "sbatch refused: Requested partition is inactive")
+
+    monkeypatch.setattr(bench.lab.engine, "submit", refuse)
+    bench.attendant.patience = replace(HASTE, trouble_s=0.1, refused_s=0.1)
+    run = bench.train()
+    bench.until(lambda: len(refusals) == 5)
+    assert refusals[4] - refusals[0] >= 0.4
+    waits = bench.now(run)
+    assert (waits.state, waits.attempt) == ("starting", 1)
+    assert waits.pending_reason == "sbatch refused: Requested partition is inactive"
+    monkeypatch.setattr(bench.lab.engine, "submit", submit)
+    bench.until(lambda: bench.now(run).handle)
+    bench.start(run)
+    assert (bench.now(run).attempt, bench.now(run).pending_reason) == (1, None)
+
+
+def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.attendant.patience = replace(HASTE, beat_silent_s=0.1, trouble_s=0.1)
+    run = bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+
+    def refuse(_: object) -> None:
+        raise FlashError("store_refused", "the run folder's store refuses: Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flash_mcp.supervisor.reconciler.read_beats", refuse)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            with pytest.raises(FlashError):
+                bench.tick()
+        assert "Access Denied" in str(bench.now(run).pending_reason)
+        patch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
+        assert "Access Denied" in str(waiting.obstacles(bench.store, bench.now(run)))
+    writer.beat(2, "train")
+    bench.until(lambda: bench.now(run).step == 2)
+    assert (bench.now(run).attempt, bench.now(run).pending_reason) == (1, None)
+    assert bench.lab.engine.cancelled == []
+
+
+def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of them, each heartbeat is asked for every few minutes."""
+    monkeypatch.setattr(bench.lab, "beats_per_s", 1.0, raising=False)
+    bench.attendant.patience = replace(HASTE, beat_silent_s=0.2)
+    run = bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    writer.beat(2, "train")
+    bench.until(lambda: bench.now(run).step == 2)
+    writer.beat(3, "train")
+    bench.until(lambda: bench.now(run).step == 3)
+    assert bench.now(run).attempt == 1
+    bench.until(lambda: bench.now(run).attempt == 2)  # it is silent now
 
 
 def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(

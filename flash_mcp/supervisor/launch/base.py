@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
@@ -126,7 +126,7 @@ class Target(ABC):
         machine the run's secrets.
         """
 
-    def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes | None:
+    def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes | None:
         """The secrets for the run's attempt alone, which made the offer; None where it has them
         from its environment.
         """

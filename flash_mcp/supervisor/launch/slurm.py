@@ -121,18 +121,20 @@ class SlurmLauncher(Launcher):
         if done.returncode == 0:
             return done.stdout
         said = " ".join(done.stderr.split())[-500:]
-        if any(words in said for words in ABSENT):
+        if name == "squeue" or any(words in said for words in ABSENT):
             what = f"{name}: {said}"
             raise FlashError("target_unreachable", what, fix=UNREACHABLE)
         if name == "scancel":  # of a job that Slurm has forgotten
             return ""
-        fix = "correct the target's options in targets.toml"
+        fix = "the run waits; if it stays so, correct the target's options in targets.toml"
         raise FlashError("target_refused", f"{name} refused: {said}", fix=fix)
 
 
 UNREACHABLE = "check that Slurm's controller runs and can be reached from here; the run waits"
 ABSENT = (
     "Unable to contact",
+    "Zero Bytes were transmitted",
+    "in standby mode",
     "Connection refused",
     "Connection timed out",
     "Communication connection failure",

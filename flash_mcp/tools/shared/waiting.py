@@ -244,7 +244,7 @@ def obstacles(store: Store, run: Run) -> list[str]:
     if result := obstacle(store):
         return [str(result)]
     if run.state == "running" and run.phase != "secrets":
-        return []
+        return [run.pending_reason] if run.pending_reason else []
     if run.error and run.error["code"] == "disk_full":
         return [str(FlashError.from_dict(run.error))]
     if run.target != LOCAL_TARGET and (result := _target_trouble(store, run)):
