@@ -273,7 +273,7 @@ def test_the_last_events_come_oldest_first_and_never_change(store: Store, run_id
 
 
 def test_a_checkpoint_is_found_by_step_or_is_the_newest(store: Store, run_id: str) -> None:
-    with pytest.raises(FlashError, match="wait for the first one"):
+    with pytest.raises(FlashError, match="waits for the first"):
         store.checkpoint(run_id)
     for step in (10, 20):
         manifest = {
