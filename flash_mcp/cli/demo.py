@@ -34,6 +34,7 @@ from flash_mcp.cli.output import say, visible
 from flash_mcp.judgement import curve
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
+from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import TEMPLATES
 
@@ -176,9 +177,9 @@ async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json
         return {
             "run_id": run_id,
             "warm_up": begun,
-            "heldout_base": {key: verdict["base"][key] for key in SIDE},
-            "heldout_warm": {key: warmed["held_out"][-1][key] for key in HELD_OUT},
-            "heldout_trained": {key: verdict["other"][key] for key in SIDE},
+            "heldout_base": pick(verdict["base"], *SIDE),
+            "heldout_warm": pick(warmed["held_out"][-1], *HELD_OUT),
+            "heldout_trained": pick(verdict["other"], *SIDE),
             "verdict": verdict["verdict"],
             "tools_called": session.tools_called,
             "seconds": session.seconds,
@@ -198,8 +199,8 @@ def _figures(session: Session, view: Json, talk: Json) -> Json:
         "steps": view["step"],
         "reward_first": view["reward"]["first"],
         "reward_last": view["reward"]["last"],
-        "heldout_base": {key: held_out[0][key] for key in HELD_OUT},
-        "heldout_trained": {key: held_out[-1][key] for key in HELD_OUT},
+        "heldout_base": pick(held_out[0], *HELD_OUT),
+        "heldout_trained": pick(held_out[-1], *HELD_OUT),
         "verdict": view["verdict"]["outcome"],
         "tools_called": session.tools_called,
         "seconds": session.seconds,
@@ -325,7 +326,9 @@ def _escaped(text: str) -> str:
 
 def _brief(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 70 else f"{text[:69]}…"
+    if len(text) <= 70:
+        return text
+    return f"{text[:69]}…"
 
 
 def play(

@@ -33,6 +33,7 @@ from flash_mcp.cli.service import quoted, service_units
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.paths import home, models_dir, runs_dir
+from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
 from flash_mcp.state.disk import has_space, in_words, usage
@@ -107,7 +108,7 @@ def _state_directory() -> Outcome:
         base = home()
         store = open_store()
         counts = store.run_counts()
-        existing = {row["id"] for row in store.query("SELECT id FROM runs")}
+        existing = set(store.column("SELECT id FROM runs"))
     except FlashError as error:
         return "problem", f"[{error.code}] {error.what}", error.fix
     except OSError as error:
@@ -190,7 +191,9 @@ def file_system_of(path: Path) -> str:
     holding = [mount for mount in mounts if real.is_relative_to(mount.mountpoint)]
     # Of two mounts on one folder, the later one is in use.
     holding.sort(key=lambda mount: len(mount.mountpoint))
-    return holding[-1].fstype if holding else "unknown"
+    if holding:
+        return holding[-1].fstype
+    return "unknown"
 
 
 def _privacy() -> Outcome:
@@ -335,20 +338,20 @@ def _deployments() -> Outcome:
     """Those whose server is started again, and those that failed lately."""
     rows = open_store().deployments()
     lately = time.time() - LATELY_S
-    troubled = [
-        row
-        for row in rows
-        if row.error
-        and (row.state == "starting" or (row.state == "failed" and row.updated > lately))
-    ]
+    troubled: list[Deployment] = []
+    for row in rows:
+        is_current = row.state == "starting" or (row.state == "failed" and row.updated > lately)
+        if row.error and is_current:
+            troubled.append(row)
     if not troubled:
         return ok(f"{sum(row.state == 'ready' for row in rows)} ready")
-    errors = [FlashError.from_dict(row.error or {}) for row in troubled[:SHOWN]]
-    lines = [
-        f"{row.id} is {row.state}: [{error.code}] {error.what}"
-        for row, error in zip(troubled, errors, strict=False)
-    ]
-    return "warning", "; ".join(lines), "; ".join(dict.fromkeys(error.fix for error in errors))
+    lines: list[str] = []
+    fixes: list[str] = []
+    for row in troubled[:SHOWN]:
+        error = FlashError.from_dict(row.error or {})
+        lines.append(f"{row.id} is {row.state}: [{error.code}] {error.what}")
+        fixes.append(error.fix)
+    return "warning", "; ".join(lines), "; ".join(dict.fromkeys(fixes))
 
 
 def _reboot() -> Outcome:

@@ -65,7 +65,9 @@ def pushed(written: Written, name: str) -> Written:
 
 def found(folder: Path) -> Written | None:
     """What an earlier export wrote to the folder."""
-    return Written(folder, None, []) if (folder / "README.md").is_file() else None
+    if (folder / "README.md").is_file():
+        return Written(folder, None, [])
+    return None
 
 
 def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) -> Written:

@@ -54,7 +54,9 @@ def install(
     server = entry() if ssh is None else entry_over_ssh(ssh)
     agent = CLIENTS[client]
     path = Path(os.path.realpath(agent.locate()))  # keeps a link, as dotfile managers make one
-    old = path.read_text() if path.exists() else ""
+    old = ""
+    if path.exists():
+        old = path.read_text()
     try:
         new = agent.merged(old, name, server)
     except ValueError as error:
@@ -122,7 +124,9 @@ def entry_over_ssh(destination: str) -> Json:
 
 def _claude() -> Path:
     folder = os.environ.get("CLAUDE_CONFIG_DIR")
-    return Path(folder) / ".claude.json" if folder else Path.home() / ".claude.json"
+    if folder:
+        return Path(folder) / ".claude.json"
+    return Path.home() / ".claude.json"
 
 
 def _codex() -> Path:
@@ -132,7 +136,9 @@ def _codex() -> Path:
 def _opencode() -> Path:
     folder = _settings_home() / "opencode"
     commented = folder / "opencode.jsonc"
-    return commented if commented.exists() else folder / "opencode.json"
+    if commented.exists():
+        return commented
+    return folder / "opencode.json"
 
 
 def _vscode() -> Path:
@@ -165,7 +171,9 @@ def read_json(text: str) -> Any:
     """JSON in which editors also allow comments and a comma after the last item."""
     for ignored in (STRING_OR_COMMENT, STRING_OR_LAST_COMMA):
         text = ignored.sub(lambda item: item[1] or "", text)
-    return json.loads(text) if text.strip() else {}
+    if text.strip():
+        return json.loads(text)
+    return {}
 
 
 def merge_json(old: str, key: str, name: str, server: Json) -> str:

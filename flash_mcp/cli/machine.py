@@ -12,6 +12,7 @@ from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
 from flash_mcp.cli.service import LINGER, install_service, remove_service
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
+from flash_mcp.protocol.records import without_none
 from flash_mcp.state import backup as archives
 
 CURVE = Path("reward-curve.png")
@@ -33,8 +34,7 @@ def demo(arguments: Arguments) -> int:
     --target it trains and serves on nodes of Slurm or Ray."""
     from flash_mcp.cli.demo import play  # noqa: PLC0415
 
-    choices = {"model": arguments.model, "target": arguments.target}
-    overrides = {name: value for name, value in choices.items() if value}
+    overrides = without_none({"model": arguments.model, "target": arguments.target})
     chosen = (arguments.json, arguments.curve, overrides, arguments.environment)
     return play(*chosen, agent=arguments.agent)
 
@@ -53,7 +53,7 @@ def doctor(arguments: Arguments) -> int:
         lines.append(f"{signs[finding.level]}  {finding.name}: {finding.detail}")
         if finding.fix:
             lines.append(f"         Fix: {finding.fix}")
-    answer(arguments, [vars(finding) for finding in findings], "\n".join(lines), indent=2)
+    answer(arguments, list(map(vars, findings)), "\n".join(lines), indent=2)
     return int(any(finding.level == "problem" for finding in findings))
 
 

@@ -87,4 +87,6 @@ def _report(error: FlashError, arguments: Sequence[str]) -> int:
         what, mark, fix = str(error).rpartition("Fix: ")
         text = f"{what}{mark}{in_shell(fix)}"
     sys.stderr.write(f"{visible(text)}\n")
-    return 2 if error.code in WRONG_USAGE else 1
+    if error.code in WRONG_USAGE:
+        return 2
+    return 1

@@ -60,7 +60,9 @@ def remove_service(name: str = "flash", *, write: bool = True) -> Service:
     """Stop and remove it. What the supervisor started goes on."""
     path = _unit(name)
     exists = path.exists()
-    text = path.read_text() if exists else ""
+    text = ""
+    if exists:
+        text = path.read_text()
     if write and exists:
         _check_systemd()
         _systemctl("disable", "--now", path.name)

@@ -54,7 +54,9 @@ def _parsed(call: str) -> ast.Call | None:
         tree = ast.parse(call, mode="eval").body
     except SyntaxError:
         return None
-    return tree if isinstance(tree, ast.Call) else None
+    if isinstance(tree, ast.Call):
+        return tree
+    return None
 
 
 def _command(required: list[str], tool: str, call: str) -> str | None:
@@ -63,9 +65,10 @@ def _command(required: list[str], tool: str, call: str) -> str | None:
     if tree is None or tree.args:
         return None
     try:
-        arguments = {
-            str(keyword.arg): _value(str(keyword.arg), keyword.value) for keyword in tree.keywords
-        }
+        arguments: dict[str, str] = {}
+        for keyword in tree.keywords:
+            name = str(keyword.arg)
+            arguments[name] = _value(name, keyword.value)
     except ValueError:
         return None
     words = ["flash-mcp", tool.replace("_", "-")]

@@ -89,10 +89,11 @@ def _shows_cards(settings: TargetSettings) -> bool:
 
 def list_targets(arguments: Arguments) -> None:
     """List the targets of targets.toml."""
-    results = {
-        name: item.model_dump(exclude_defaults=True) for name, item in targets(home()).items()
-    }
-    lines = [f"{name}  {item['engine']}  {item['storage']}" for name, item in results.items()]
+    results: dict[str, Any] = {}
+    lines: list[str] = []
+    for name, item in targets(home()).items():
+        results[name] = item.model_dump(exclude_defaults=True)
+        lines.append(f"{name}  {item.engine}  {item.storage}")
     nothing = "no targets: `flash-mcp target add` makes one; runs train on this machine"
     answer(arguments, results, "\n".join(lines) or nothing)
 
@@ -120,7 +121,9 @@ def _value(text: str) -> Any:
 
 
 def _probed(probed: Probed | None) -> dict[str, Any]:
-    return {} if probed is None else vars(probed)
+    if probed is None:
+        return {}
+    return vars(probed)
 
 
 ENGINES = ("slurm", "ray", "sky")

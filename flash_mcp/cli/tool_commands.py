@@ -148,7 +148,9 @@ def _bare(annotation: Any) -> Any:
     if get_origin(annotation) not in (types.UnionType, typing.Union):
         return annotation
     options = [option for option in get_args(annotation) if option is not type(None)]
-    return _bare(options[0]) if len(options) == 1 else annotation
+    if len(options) == 1:
+        return _bare(options[0])
+    return annotation
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from statistics import fmean
 from typing import Any, Literal
 
@@ -31,32 +32,32 @@ def by_task(attempts: Sequence[Try]) -> dict[str, list[Try]]:
 
 def means(tasks: Tasks, metric: Metric) -> dict[str, float]:
     """{task id: mean of success (as 0 and 1) or reward over its attempts}"""
-    return {
-        task: fmean(float(getattr(attempt, metric)) for attempt in attempts)
-        for task, attempts in tasks.items()
-    }
+    values = attrgetter(metric)
+    return {task: fmean(map(values, attempts)) for task, attempts in tasks.items()}
 
 
 def pass_at(tasks: Tasks) -> dict[str, float]:
     """{"1": pass@1, "2": ..., up to the most attempts of a task}, each over the tasks with as many
     attempts.
     """
-    counts = [
-        (len(attempts), sum(attempt.success for attempt in attempts)) for attempts in tasks.values()
-    ]
-    most = max((count for count, _ in counts), default=0)
+    most = max(map(len, tasks.values()), default=0)
     if most < 2:
         return {}
     powers = [2**power for power in range(most.bit_length())]
-    return {
-        str(k): fmean(statistics.pass_at_k(count, won, k) for count, won in counts if count >= k)
-        for k in sorted({*powers, most})
-    }
+    shares: dict[str, float] = {}
+    for k in sorted({*powers, most}):
+        estimates: list[float] = []
+        for attempts in tasks.values():
+            won = sum(attempt.success for attempt in attempts)
+            if len(attempts) >= k:
+                estimates.append(statistics.pass_at_k(len(attempts), won, k))
+        shares[str(k)] = fmean(estimates)
+    return shares
 
 
 def distinct(tasks: Tasks, metric: Metric) -> list[set[float]]:
     """The different values of `metric` among the attempts at each task."""
-    return [{getattr(attempt, metric) for attempt in attempts} for attempts in tasks.values()]
+    return [set(map(attrgetter(metric), attempts)) for attempts in tasks.values()]
 
 
 def uniform_share(tasks: Tasks) -> float | None:
@@ -65,7 +66,9 @@ def uniform_share(tasks: Tasks) -> float | None:
     """
     groups = {task: attempts for task, attempts in tasks.items() if len(attempts) > 1}
     rewards = distinct(groups, "reward")
-    return fmean(len(values) == 1 for values in rewards) if rewards else None
+    if rewards:
+        return fmean(len(values) == 1 for values in rewards)
+    return None
 
 
 def first_checkpoint(run: Run) -> str:

@@ -170,7 +170,9 @@ def shared(base: Mapping[str, object], other: Mapping[str, object]) -> list[str]
     the smaller side.
     """
     both = [task for task in base if task in other]
-    return both if 2 * len(both) >= min(len(base), len(other)) else []
+    if 2 * len(both) >= min(len(base), len(other)):
+        return both
+    return []
 
 
 def _mcnemar(differences: Sequence[float]) -> _Measured:

@@ -247,7 +247,9 @@ def _passes(attempts: list[Attempt], plan: Plan, counts: Counts) -> bool:
         counts.sometimes_solved += 1
     else:
         counts.never_solved += 1
-    verdict = plan.keep(scores) if plan.keep else True
+    verdict = True
+    if plan.keep:
+        verdict = plan.keep(scores)
     if verdict is None:
         counts.insufficient += 1
     elif not verdict:
@@ -271,7 +273,7 @@ def _select(attempts: list[Attempt], plan: Plan) -> list[Attempt]:
     """In the order of preference; ties are broken by a hash, which favours neither early steps nor
     short answers.
     """
-    correct = [attempt for attempt in attempts if plan.is_correct(attempt)]
+    correct = list(filter(plan.is_correct, attempts))
     match plan.select:
         case "correct":
             return sorted(correct, key=_best_first)[: plan.max_per_task]

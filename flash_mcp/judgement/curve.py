@@ -45,6 +45,15 @@ class Curve:
         """Whether success needs an axis of its own."""
         return "loss" in self.lines
 
+    def measured(self) -> tuple[list[int], list[float]]:
+        """Steps and successes of the held-out evaluations."""
+        steps: list[int] = []
+        successes: list[float] = []
+        for point in self.held_out:
+            steps.append(point.step)
+            successes.append(point.success)
+        return steps, successes
+
 
 def drawn(run: Run, lines: Mapping[str, Line], evaluations: Sequence[Evaluation]) -> Curve:
     """The curve of a run, from its metrics by name and its evaluations."""
@@ -79,8 +88,7 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
             plot.ylabel("loss")
             plot.ylabel("success", yside="right")
         plot.scatter(
-            [point.step for point in curve.held_out],
-            [point.success for point in curve.held_out],
+            *curve.measured(),
             label="held-out success",
             marker="x",
             yside=side,
@@ -90,8 +98,9 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
 
 def _whole_ticks(curve: Curve) -> list[int]:
     """At most five steps from the first to the last."""
-    steps = [step for line in curve.lines.values() for step, _ in line]
-    steps += [point.step for point in curve.held_out]
+    steps, _ = curve.measured()
+    for line in curve.lines.values():
+        steps.extend(step for step, _ in line)
     first = min(steps)
     return sorted({first + (max(steps) - first) * part // 4 for part in range(5)})
 
@@ -113,13 +122,14 @@ def png(curve: Curve) -> bytes:
         if curve.has_losses:
             right = axes.twinx()
             right.set(ylabel="success", ylim=(0, 1))
+        below: list[float] = []
+        above: list[float] = []
+        for point in curve.held_out:
+            below.append(point.success - point.interval.low)
+            above.append(point.interval.high - point.success)
         right.errorbar(
-            [point.step for point in curve.held_out],
-            [point.success for point in curve.held_out],
-            yerr=[
-                [point.success - point.interval.low for point in curve.held_out],
-                [point.interval.high - point.success for point in curve.held_out],
-            ],
+            *curve.measured(),
+            yerr=[below, above],
             label="success, held out (95 %)",
             color="tab:red",
             marker="o",

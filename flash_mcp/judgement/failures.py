@@ -65,7 +65,7 @@ def failure_modes(
 
 def failure_counts(rows: Sequence[Rollout]) -> dict[str, int]:
     """{mode: rollouts}, the most frequent first; empty where all succeeded."""
-    return dict(Counter(mode for mode in failure_modes(rows) if mode).most_common())
+    return dict(Counter(filter(None, failure_modes(rows))).most_common())
 
 
 def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
@@ -85,7 +85,9 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     parsed = _is_parsed(row)
     if not parsed and _wrappers(turns[-1]) - accepted:
         return "wrapped"
-    return "unparsed" if parsed is False else "wrong"
+    if parsed is False:
+        return "unparsed"
+    return "wrong"
 
 
 def _loops(turns: Sequence[str]) -> bool:
@@ -114,7 +116,9 @@ def _is_parsed(row: Rollout) -> bool | None:
             parts.append(value > 0)
     if parts:
         return all(parts)
-    return False if NO_ANSWER.search(row.reason or "") else None
+    if NO_ANSWER.search(row.reason or ""):
+        return False
+    return None
 
 
 def _wrappers(text: str) -> set[str]:

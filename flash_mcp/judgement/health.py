@@ -89,7 +89,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
     low = min(means)
     high = max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    scale = 0.0
+    if high > low:
+        scale = (len(BARS) - 1) / (high - low)
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
@@ -198,7 +200,9 @@ def _held_out_progress(steps: Steps, raised: Sequence[Flag]) -> str:
 
 
 def _minded(raised: Sequence[Flag]) -> str:
-    return f"; mind {', '.join(flag.name for flag in raised)}" if raised else ""
+    if raised:
+        return f"; mind {', '.join(flag.name for flag in raised)}"
+    return ""
 
 
 def _is_monotone(values: Sequence[float]) -> bool:
@@ -240,7 +244,9 @@ class Steps:
 
     def mean(self, name: str) -> float | None:
         values = self.column(name)
-        return fmean(values) if values else None
+        if values:
+            return fmean(values)
+        return None
 
     def share(self, name: str) -> float:
         """The mean; 0 if the metric is absent."""

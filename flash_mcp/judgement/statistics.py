@@ -55,7 +55,7 @@ def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
     `outcomes[t]` are the attempts of task t. Attempts of one task are alike, so they count as
     fewer: as the size that a sample of independent attempts with the same standard error would
     have, never less than the number of tasks."""
-    tasks = [task for task in outcomes if task]
+    tasks = list(filter(None, outcomes))
     count = sum(map(len, tasks))
     if not tasks:
         return wilson(0, 0)
@@ -65,7 +65,9 @@ def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
         # errors.
         squares = sum((sum(task) - share * len(task)) ** 2 for task in tasks)
         error2 = squares * len(tasks) / max(len(tasks) - 1, 1) / count**2
-        independent = share * (1 - share) / error2 if error2 > 0 else 0.0
+        independent = 0.0
+        if error2 > 0:
+            independent = share * (1 - share) / error2
         count = min(max(independent, float(len(tasks))), float(count))
     return wilson(share * count, count)
 
@@ -114,7 +116,9 @@ def needed(spread: float, change: float) -> int:
 
 def spread(values: Sequence[float]) -> float:
     """Sample variance; 0 for fewer than two values."""
-    return variance(values) if len(values) > 1 else 0.0
+    if len(values) > 1:
+        return variance(values)
+    return 0.0
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

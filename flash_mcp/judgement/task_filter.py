@@ -90,7 +90,9 @@ class TaskScores:
 
     def pass_at(self, k: int) -> float | None:
         """None if fewer than k attempts were made."""
-        return pass_at_k(self.n, self.n_correct, k) if self.n >= k else None
+        if self.n >= k:
+            return pass_at_k(self.n, self.n_correct, k)
+        return None
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,9 @@ class _Checker:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 self._check_truths([operand], depth)
                 return True
-            case ast.Compare(left=left, ops=ops, comparators=others) if _COMPARISONS.keys() >= {
-                type(op) for op in ops
-            }:
+            case ast.Compare(left=left, ops=ops, comparators=others) if _COMPARISONS.keys() >= set(
+                map(type, ops)
+            ):
                 self._check_numbers([left, *others], depth)
                 return True
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
@@ -260,14 +262,18 @@ def _evaluate(node: ast.expr, scores: TaskScores) -> Any:
 
 
 def _applied(operation: Callable[..., Any], *values: Any) -> Any:
-    return None if None in values else operation(*values)
+    if None in values:
+        return None
+    return operation(*values)
 
 
 def _joined(is_or: bool, truths: Sequence[bool | None]) -> bool | None:
     """Three-valued and/or: what is unknown matters only if the other parts do not decide."""
     if is_or in truths:
         return is_or
-    return None if None in truths else not is_or
+    if None in truths:
+        return None
+    return not is_or
 
 
 def _shown(node: ast.expr) -> str:

@@ -44,8 +44,10 @@ class Series:
     @property
     def reach(self) -> list[float]:
         """Every value that the chart has to show, whisker ends included."""
-        ends = [end for interval in self.intervals for end in (interval.low, interval.high)]
-        return [value for _, value in self.points] + ends
+        values = [value for _, value in self.points]
+        for interval in self.intervals:
+            values += (interval.low, interval.high)
+        return values
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ class Axis:
 
     def __call__(self, value: float) -> float:
         span = self.high - self.low
-        share = (value - self.low) / span if span else 0.5
+        share = 0.5
+        if span:
+            share = (value - self.low) / span
         return round(self.start + (self.end - self.start) * share, 1)
 
 
@@ -98,8 +102,11 @@ def series_of(store: Store, view: RunView) -> dict[str, list[Series]]:
         return Series(label, store.series(view.run_id, name, POINTS))
 
     held_out = view.held_out or []
-    points = [(point.step, point.success) for point in held_out]
-    intervals = [Interval(point.low, point.high) for point in held_out]
+    points: list[tuple[int, float]] = []
+    intervals: list[Interval] = []
+    for point in held_out:
+        points.append((point.step, point.success))
+        intervals.append(Interval(point.low, point.high))
     evaluated: dict[str, list[Series]] = {}
     if view.algorithm == "grpo":
         evaluated["Reward and success"] = [
@@ -113,11 +120,11 @@ def series_of(store: Store, view: RunView) -> dict[str, list[Series]]:
         loss = evaluated.pop("Loss")
         success = [Series("held out (95 %)", points, intervals)]
         evaluated = {"Loss": loss, "Success": success, **evaluated}
-    others = [name for name in view.metrics or {} if name.startswith("reward/")]
-    parts = [name for name in others if name not in ("reward/mean", "reward/std")]
-    evaluated["Parts of the reward"] = [
-        series(name, name.removeprefix("reward/")) for name in parts[:PARTS]
-    ]
+    parts: list[Series] = []
+    for name in view.metrics or {}:
+        if name.startswith("reward/") and name not in ("reward/mean", "reward/std"):
+            parts.append(series(name, name.removeprefix("reward/")))
+    evaluated["Parts of the reward"] = parts[:PARTS]
     drawn = {title: [line for line in lines if line.points] for title, lines in evaluated.items()}
     return {title: lines for title, lines in drawn.items() if lines}
 
@@ -141,8 +148,11 @@ def chart(title: str, lines: Sequence[Series]) -> Chart:
     drawn = [(colour, series) for colour, series in enumerate(lines, 1) if series.points]
     if not drawn:
         return Chart(title, [], [], [])
-    steps = [step for _, series in drawn for step, _ in series.points]
-    values = [value for _, series in drawn for value in series.reach]
+    steps: list[int] = []
+    values: list[float] = []
+    for _, series in drawn:
+        steps += (step for step, _ in series.points)
+        values += series.reach
     low = min(values)
     if low < 0.5 * max(values):
         low = min(0.0, low)

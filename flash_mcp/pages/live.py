@@ -172,11 +172,11 @@ def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
     steps = [row.step for row in store.evals(run_id) if row.summary["n"]]
     changed = _changed(store, run_id, steps[0], steps[-1]) if len(steps) > 1 else []
     start = page * ROLLOUTS
-    shown = [after.index for _, after in changed[start : start + ROLLOUTS]]
-    pairs = [
-        _with_modes([store.transcript(run_id, step, index) for step in (steps[0], steps[-1])])
-        for index in shown
-    ]
+    pairs: list[list[tuple[Rollout, str | None]]] = []
+    for _, after in changed[start : start + ROLLOUTS]:
+        first = store.transcript(run_id, steps[0], after.index)
+        last = store.transcript(run_id, steps[-1], after.index)
+        pairs.append(_with_modes([first, last]))
     return render(
         "changes.html.j2",
         live=live,
@@ -193,8 +193,12 @@ def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
 def _changed(store: Store, run_id: str, first: int, last: int) -> list[tuple[Try, Try]]:
     """The attempts before and after whose success differs; none that environment code failed."""
     tries = zip(store.tries(run_id, first), store.tries(run_id, last), strict=False)
-    valid = [pair for pair in tries if pair[0].error is None and pair[1].error is None]
-    return [(before, after) for before, after in valid if before.success != after.success]
+    changed: list[tuple[Try, Try]] = []
+    for before, after in tries:
+        is_valid = before.error is None and after.error is None
+        if is_valid and before.success != after.success:
+            changed.append((before, after))
+    return changed
 
 
 def talk(

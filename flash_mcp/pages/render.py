@@ -106,4 +106,6 @@ def _shown(value: object) -> object:
     """A value on its way to the page: Markup is the template's own, all else becomes text."""
     if isinstance(value, Markup):
         return value
-    return "" if value is None else visible(str(value))
+    if value is None:
+        return ""
+    return visible(str(value))

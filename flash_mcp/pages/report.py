@@ -79,10 +79,9 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Step:
         failed = ", ".join(f"{mode} {count}" for mode, count in counts.items())
         of = f" of {len(sample)} drawn at random" if len(sample) < total else ""
         summary += f"; failures{of}: {failed}"
-    shown = [
-        store.rollouts(run_id, split, step, "best", limit=1, offset=place)[0]
-        for place in _spread(range(total), SHOWN_ROLLOUTS)
-    ]
+    shown: list[Rollout] = []
+    for place in _spread(range(total), SHOWN_ROLLOUTS):
+        shown += store.rollouts(run_id, split, step, "best", limit=1, offset=place)
     return Step(name, summary, list(zip(shown, failure_modes(shown, sample), strict=True)))
 
 

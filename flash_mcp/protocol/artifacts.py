@@ -172,10 +172,11 @@ def pack(folder: Path, archive: Path) -> None:
 
 def trim(cache: Path, limit_bytes: float) -> None:
     """Remove the folders that were used least lately until the others fit, but none in use."""
-    folders = [path for path in cache.glob("*") if path.is_dir() and path.name[0] != "."]
-    sizes = {path: sum(file.stat().st_size for file in _files(path)) for path in folders}
+    sizes: dict[Path, int] = {}
+    for path in cache.glob("[!.]*/"):
+        sizes[path] = sum(file.stat().st_size for file in _files(path))
     total = sum(sizes.values())
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
+    for folder in sorted(sizes, key=lambda path: path.stat().st_mtime):
         if total <= limit_bytes:
             return
         with folder.with_suffix(".lock").open("a") as lock:

@@ -43,7 +43,9 @@ class ModelCard:
     @property
     def hub_id(self) -> str | None:
         """Where the hub has this model; the weights of a `twin` may differ."""
-        return self.address if self.scheme == "hub" else self.twin
+        if self.scheme == "hub":
+            return self.address
+        return self.twin
 
     @property
     def scheme(self) -> str:
@@ -142,7 +144,9 @@ def find(name: str) -> ModelCard:
         return replace(card, name=pinned(card.name, commit), commit=commit)
     if _HUB_ID.fullmatch(name):
         matches = [card for card in _CARDS if card.address == name]
-        return matches[0] if matches else ModelCard(name, f"hub:{name}")
+        if matches:
+            return matches[0]
+        return ModelCard(name, f"hub:{name}")
     guess = did_you_mean(name.lower(), MODELS, likeness=0.4)
     what = f"there is no model {name!r} in the catalog{guess}"
     hub = "a hub id (owner/name, or owner/name@COMMIT with all 40 digits)"
@@ -153,13 +157,17 @@ def find(name: str) -> ModelCard:
 
 def pinned(name: str, commit: str | None) -> str:
     """NAME@COMMIT, or the name alone where it has a commit or none is known."""
-    return f"{name}@{commit}" if commit and not _PINNED.fullmatch(name) else name
+    if commit and not _PINNED.fullmatch(name):
+        return f"{name}@{commit}"
+    return name
 
 
 def unpinned(name: str) -> tuple[str, str | None]:
     """The name and the commit of NAME@COMMIT; any other name and None."""
     named = _PINNED.fullmatch(name)
-    return (named["name"], named["commit"]) if named else (name, None)
+    if named:
+        return (named["name"], named["commit"])
+    return (name, None)
 
 
 def parameters_in_name(name: str) -> float | None:
@@ -211,7 +219,9 @@ def chat_template_of(folder: Path) -> str:
 def _tool_template(template: str) -> ToolTemplate | None:
     if tool_form(template):
         return "own"
-    return "ours" if tool_form(with_tools(template)) else None
+    if tool_form(with_tools(template)):
+        return "ours"
+    return None
 
 
 def _looks_like_path(name: str) -> bool:

@@ -51,7 +51,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        return [step for step in self._all_steps() if self.manifest(step)]
+        return list(filter(self.manifest, self._all_steps()))
 
     def _all_steps(self) -> list[int]:
         steps = map(number, self._storage.names("checkpoints"))
@@ -64,7 +64,7 @@ class Checkpoints:
     def manifest(self, step: int, digest: str | None = None) -> Manifest | None:
         """The newest complete checkpoint of that step; with `digest`, the newest that has it."""
         names = self._storage.names("checkpoints", str(step))
-        saves = [name for name in names if SAVED.fullmatch(name)]
+        saves = list(filter(SAVED.fullmatch, names))
         for save in sorted(saves, key=saved_by, reverse=True):
             place = f"checkpoints/{step}/{save}"
             name = f"{place}/MANIFEST.json"
@@ -174,9 +174,12 @@ class Checkpoints:
         without it does not exist. The newest checkpoint of a step counts. The files of one that
         failed are removed."""
         place = f"checkpoints/{step}/{save}"
-        paths = {str(path.relative_to(source)): path for path in sorted(source.rglob("*"))}
-        files = {name: path for name, path in paths.items() if path.is_file()}
-        digests = {name: sha256_of(path) for name, path in files.items()}
+        files: dict[str, Path] = {}
+        digests: dict[str, str] = {}
+        for path in filter(Path.is_file, sorted(source.rglob("*"))):
+            name = str(path.relative_to(source))
+            files[name] = path
+            digests[name] = sha256_of(path)
         manifest: ManifestFile = {
             "step": step,
             "epoch": saved_by(save)[0],
@@ -234,9 +237,9 @@ class Checkpoints:
     def drop_optimizers(self) -> int:
         """Delete the optimizer's state of every checkpoint; the bytes that it took."""
         sizes = self._storage.sizes("checkpoints")
-        states = {name: size for name, size in sizes.items() if name.endswith(f"/{OPTIMIZER}")}
-        self._storage.remove_files(list(states))
-        return sum(states.values())
+        states = [name for name in sizes if name.endswith(f"/{OPTIMIZER}")]
+        self._storage.remove_files(states)
+        return sum(map(sizes.__getitem__, states))
 
 
 def saved_by(name: str) -> tuple[int, int]:

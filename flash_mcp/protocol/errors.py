@@ -138,7 +138,9 @@ class FlashError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """The error as JSON, for result.N.json and the store."""
         body = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
-        return body | {"wrote": self.wrote} if self.wrote else body
+        if self.wrote:
+            return body | {"wrote": self.wrote}
+        return body
 
     @property
     def account(self) -> str:
@@ -148,7 +150,9 @@ class FlashError(Exception):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FlashError:
         """The inverse of `to_dict`. A code of another version becomes `internal`."""
-        code = data["code"] if data["code"] in CODES else "internal"
+        code = "internal"
+        if data["code"] in CODES:
+            code = data["code"]
         texts = {"fix": data.get("fix", ""), "wrote": data.get("wrote", "")}
         return cls(code, data["what"], **texts, **data.get("values", {}))
 
@@ -166,14 +170,18 @@ def encodable(value: Any) -> Any:
         items = cast("dict[Any, Any]", value).items()
         return {encodable(key): encodable(item) for key, item in items}
     if isinstance(value, (list, tuple)):
-        return [encodable(item) for item in cast("Sequence[Any]", value)]
-    return encodable(str(value)) if isinstance(value, PurePath) else value
+        return list(map(encodable, cast("Sequence[Any]", value)))
+    if isinstance(value, PurePath):
+        return encodable(str(value))
+    return value
 
 
 def _short(value: Any, limit: int = 120) -> str:
     is_quoted = isinstance(value, str) and (value.split() != [value] or "]" in value)
     text = encodable(repr(value) if is_quoted else str(value))
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 1]}…"
 
 
 def nearest(
@@ -196,7 +204,9 @@ def did_you_mean(
     near = nearest(requested, existing, **options)
     if also and requested in also:
         near = [also[requested]]
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    return ""
 
 
 MAX_LOG_BYTES = 4 << 20

@@ -65,7 +65,9 @@ def exports_dir(base: Path | None = None) -> Path:
 def models_dir(base: Path | None = None) -> Path:
     """Base models ready for use. Several state directories can share it through FLASH_MODELS."""
     shared = os.environ.get("FLASH_MODELS")
-    return Path(shared).expanduser().absolute() if shared else (base or home()) / "models"
+    if shared:
+        return Path(shared).expanduser().absolute()
+    return (base or home()) / "models"
 
 
 POLICY_PREFIX = "flash-policy-"

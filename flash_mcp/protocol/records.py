@@ -24,6 +24,11 @@ ENDED: tuple[RunState, ...] = ("succeeded", "failed", "cancelled")
 LIVE_DEPLOYMENT: tuple[DeploymentState, ...] = ("starting", "ready", "stopping")
 
 
+def without_none(fields: Mapping[str, Any]) -> Json:
+    """The fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What every record can do."""
@@ -137,7 +142,9 @@ class Run(Record):
     @property
     def eval_split(self) -> str:
         """The split that the run's evaluations take their tasks from."""
-        return self.spec.split if isinstance(self.spec, EvalSpec) else "eval"
+        if isinstance(self.spec, EvalSpec):
+            return self.spec.split
+        return "eval"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +200,9 @@ class Rollout(Record):
                 said.append(number)
         beside = sum(branch["turns"] for branch in self.branches)
         turns = min(self.turns - beside, len(said))
-        return said[-turns] if turns else len(self.messages) - 1
+        if turns:
+            return said[-turns]
+        return len(self.messages) - 1
 
     @property
     def shown_messages(self) -> list[Json]:
@@ -331,7 +340,9 @@ class GateVerdict(Record):
             return f"failed: {', '.join(self.failed)}"
         if self.unfinished:
             return f"unfinished: {', '.join(self.unfinished)}"
-        return f"passed, accepted: {', '.join(self.accepted)}" if self.accepted else "passed"
+        if self.accepted:
+            return f"passed, accepted: {', '.join(self.accepted)}"
+        return "passed"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,9 @@ from flash_mcp.protocol.errors import encodable
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+    if value is None:
+        return None
+    return round(value, digits)
 
 
 def _four_places(value: float) -> float:

@@ -229,7 +229,7 @@ def decoded(text: str, shape: type[Shape]) -> Shape:
         _adapter(shape).validate_python(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
+        name = ".".join(map(str, first["loc"]))
         raise Damaged(f"{name}: {first['msg']}") from error
     return cast(Shape, body)  # not what pydantic returns: that has other keys first
 

@@ -146,7 +146,9 @@ class RunFolder(Storage):
         newest = self.newest_epoch()
         name = f"result.{newest}.json"
         result = self.read_object(Result, name) if name in self.names() else None
-        return result if result and result["epoch"] == newest else None
+        if result and result["epoch"] == newest:
+            return result
+        return None
 
     def offer(self, epoch: int) -> KeyFile | None:
         """The public key of attempt `epoch`, while it waits for secrets."""

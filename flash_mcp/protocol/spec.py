@@ -192,7 +192,9 @@ class RunSpec(BaseModel):
     @property
     def rollouts_per_prompt(self) -> int:
         """`group_size`; 1 with sft."""
-        return 1 if self.group_size is None else self.group_size
+        if self.group_size is None:
+            return 1
+        return self.group_size
 
     @property
     def conversations_per_step(self) -> int:
@@ -282,7 +284,9 @@ class ResolvedEval(BaseModel):
 def default_of(name: str) -> Any:
     """The default of a field of RunSpec that does not depend on the algorithm; None without one."""
     field = RunSpec.model_fields[name]
-    return None if field.is_required() or field.default_factory else field.get_default()
+    if field.is_required() or field.default_factory:
+        return None
+    return field.get_default()
 
 
 def resolve(
@@ -368,7 +372,7 @@ def check_adapter(
     if its_alpha != alpha:
         wrong.append(f"alpha {its_alpha} (the run: lora_alpha={alpha})")
     plain = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": BASE_KEEPING}
-    extras = [name for name in ADAPTER_EXTRAS if config.get(name)]
+    extras = list(filter(config.get, ADAPTER_EXTRAS))
     extras += [name for name, values in plain.items() if config.get(name, values[0]) not in values]
     if not wrong and not extras:
         return
@@ -461,9 +465,11 @@ def explain(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":  # a consequence of another error
             continue
-        field = ".".join(str(part) for part in item["loc"]) or "arguments"
+        field = ".".join(map(str, item["loc"])) or "arguments"
         message = item["msg"].removeprefix("Value error, ")
         has_value = item["loc"] and item["type"] != "missing"
         got = f" (got {item['input']!r:.100})" if has_value else ""
         lines.append(f"{field}: {message}{got}")
-    return lines[0] if len(lines) == 1 else "\n" + "\n".join(lines)
+    if len(lines) == 1:
+        return lines[0]
+    return "\n" + "\n".join(lines)

@@ -107,7 +107,9 @@ class Storage:
 
     def address(self, name: str) -> str:
         """A file's or folder's path or URL."""
-        return self.path(name) if self.is_local else f"{self.url.rstrip('/')}/{name}"
+        if self.is_local:
+            return self.path(name)
+        return f"{self.url.rstrip('/')}/{name}"
 
     # -- listing -----------------------------------------------------------------------------------
 
@@ -215,7 +217,9 @@ class Storage:
         than `step` is.
         """
         text = self.read(name, max_bytes)
-        return None if text is None else self.decode(shape, name, text, step)
+        if text is None:
+            return None
+        return self.decode(shape, name, text, step)
 
     def decode(
         self, shape: type[Shape], name: str, text: str, step: int | None = None
@@ -352,7 +356,7 @@ class Storage:
             self._check_below(name)
         with suppress(FileNotFoundError):
             if names:
-                self.filesystem.rm([self.path(name) for name in names])
+                self.filesystem.rm(list(map(self.path, names)))
 
 
 def read_of_all(storages: Sequence[Storage], name: str) -> list[bytes | None]:

@@ -92,7 +92,9 @@ class LimitedProtocol(H11Protocol):
     @property
     def address(self) -> str | None:
         """The peer's, without its port."""
-        return self.client[0] if self.client else None
+        if self.client:
+            return self.client[0]
+        return None
 
     def serves(self, owner: str, *, is_stream: bool) -> None:
         """The request under way has a token of this owner."""

@@ -242,8 +242,12 @@ def _check_origin(request: Request) -> None:
 
 def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
     """The Host and Origin headers to admit: these names, with and without a port."""
-    allowed = [f"{name}{port}" for name in hosts for port in ("", ":*")]
-    origins = [f"{scheme}://{name}" for scheme in ("http", "https") for name in allowed]
+    allowed: list[str] = []
+    origins: list[str] = []
+    for name in hosts:
+        allowed += (name, f"{name}:*")
+    for name in allowed:
+        origins += (f"http://{name}", f"https://{name}")
     return TransportSecuritySettings(allowed_hosts=allowed, allowed_origins=origins)
 
 

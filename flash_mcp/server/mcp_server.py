@@ -118,9 +118,9 @@ class FlashServer(MCPServer[Any]):
         )
         self.known = tools
         self.patience = Patience()
-        self.contributed = {
-            binding.fn.__name__ for extension in extensions for binding in extension.tools()
-        }
+        self.contributed: set[str] = set()
+        for extension in extensions:
+            self.contributed.update(binding.fn.__name__ for binding in extension.tools())
         for tool in tools.values():
             self.add_tool(
                 _never_blocking(tool.function),
@@ -218,10 +218,10 @@ async def _illustrated(
     """The result with its curves as pictures after the text."""
     if isinstance(result, CallToolResult) and curves:
         pictures = [await run_sync(png, curve, abandon_on_cancel=True) for curve in curves]
-        shown = [
-            ImageContent(type="image", data=b64encode(data).decode(), mime_type="image/png")
-            for data in pictures
-        ]
+        shown: list[ImageContent] = []
+        for picture in pictures:
+            data = b64encode(picture).decode()
+            shown.append(ImageContent(type="image", data=data, mime_type="image/png"))
         return result.model_copy(update={"content": [*result.content, *shown]})
     return result
 
@@ -457,7 +457,7 @@ def _values(name: str, run_id: str) -> list[str]:
         return [run.id for run in store.runs(limit=1000)]
     if name == "step":
         with contextlib.suppress(FlashError):  # a run that does not exist has no steps
-            return [str(step) for step in store.rollout_steps(store.run(run_id).id)]
+            return list(map(str, store.rollout_steps(store.run(run_id).id)))
     return []
 
 

@@ -39,4 +39,6 @@ class Patience:
 def client_name(context: Context[Any, Any]) -> str:
     """What the client calls itself; "" if it did not say."""
     params = context.session.client_params
-    return params.client_info.name if params else ""
+    if params:
+        return params.client_info.name
+    return ""

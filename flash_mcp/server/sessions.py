@@ -38,9 +38,10 @@ class Sessions:
         self._sessions = {
             name: session for name, session in self._sessions.items() if session.ends > now
         }
-        own = [
-            name for name, session in self._sessions.items() if session.token_digest == token_digest
-        ]
+        own: list[str] = []
+        for name, session in self._sessions.items():
+            if session.token_digest == token_digest:
+                own.append(name)
         for oldest in own[: max(0, len(own) - SESSIONS_PER_TOKEN + 1)]:
             del self._sessions[oldest]
         name = secrets.token_urlsafe(32)
@@ -50,7 +51,9 @@ class Sessions:
     def token_of(self, request: Request) -> str:
         """The digest of the token of the request's session; empty without one."""
         session = self._sessions.get(request.cookies.get(_cookie(request), ""))
-        return session.token_digest if session and session.ends > time.monotonic() else ""
+        if session and session.ends > time.monotonic():
+            return session.token_digest
+        return ""
 
     def takes_code(self, code: str) -> bool:
         """Whether this is the code of the address that `flash-mcp ui` printed. Nobody else knows

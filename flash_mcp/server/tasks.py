@@ -30,7 +30,7 @@ from mcp_types import (
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, Deployment, Run
+from flash_mcp.protocol.records import ACTIVE, Deployment, Run, without_none
 from flash_mcp.state import queue
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.serving import request_stop
@@ -170,7 +170,7 @@ def _wire(task_id: str, job: Job) -> Json:
         "lastUpdatedAt": _iso(job.updated),
         "pollIntervalMs": POLL_INTERVAL_MS,
     }
-    return {name: value for name, value in task.items() if value is not None} | {"ttlMs": None}
+    return without_none(task) | {"ttlMs": None}
 
 
 def _iso(seconds: float) -> str:
@@ -263,7 +263,9 @@ class Deployments:
     tools = frozenset({"deploy"})
 
     async def begin(self, tool: str, result: Json) -> str | None:
-        return result["deployment"] if result["state"] == "starting" else None
+        if result["state"] == "starting":
+            return result["deployment"]
+        return None
 
     async def look(self, task_id: str) -> Job:
         row, result = await run_sync(self._read, task_id)

@@ -104,7 +104,9 @@ def _unknown(request: Request) -> str:
 
 
 def _events_of(run_id: str | None = None) -> str:
-    return f"{EVENTS}?{urlencode({'run': run_id})}" if run_id else EVENTS
+    if run_id:
+        return f"{EVENTS}?{urlencode({'run': run_id})}"
+    return EVENTS
 
 
 def _overview(request: Request) -> str:
@@ -144,7 +146,9 @@ def _changes(request: Request) -> str:
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    return None
 
 
 # -- events ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from gzip import BadGzipFile
+from itertools import filterfalse
 from pathlib import Path
 from typing import IO
 
@@ -118,8 +119,8 @@ def restore(base: Path, file: Path) -> Summary:
             store.check()
             store.close()
             left = [name for name in SETTINGS if (base / name).exists()]
-            present = [name for name in SETTINGS if name not in left]
-            for name in (*present, *FOLDERS, "flash.db"):  # with the database the state is whole
+            new = set(SETTINGS).difference(left)
+            for name in (*new, *FOLDERS, "flash.db"):  # with the database the state is whole
                 if (staged / name).exists():
                     (staged / name).rename(base / name)
     except OSError as error:
@@ -136,13 +137,17 @@ def _files(base: Path) -> Iterator[Path]:
             # versions' names stand.
             above = Path(parent).relative_to(base / folder).parts
             if folder == "runs" or all(name.startswith("@") for name in above):
-                below[:], names = (
-                    [name for name in part if not name.startswith(".")] for part in (below, names)
-                )
+                below[:] = filterfalse(_is_hidden, below)
+                names = filterfalse(_is_hidden, names)
             below.sort()
-            for path in (Path(parent, name) for name in sorted(names)):
+            for name in sorted(names):
+                path = Path(parent, name)
                 if path.is_file() and not path.is_symlink():
                     yield path
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
 def _add(

@@ -51,7 +51,9 @@ def spent(used_s: Mapping[str, float], home: Path) -> str | None:
     if not (total_s := sum(used_s.values())):
         return None
     hours, price = f"{total_s / 3600:.2f} h", cost_of(used_s, home)
-    return f"{hours}, {price}" if price else hours
+    if price:
+        return f"{hours}, {price}"
+    return hours
 
 
 def over_limit(store: Store) -> set[str]:
@@ -75,7 +77,9 @@ def over_limit(store: Store) -> set[str]:
 
 def waits_for_limit(store: Store, run: Run) -> FlashError | None:
     """Why a queued run waits, if its owner has used up a day's limit."""
-    return limit_error(store, run.owner) if run.state == "queued" else None
+    if run.state == "queued":
+        return limit_error(store, run.owner)
+    return None
 
 
 def limit_error(store: Store, owner: str) -> FlashError | None:

@@ -15,14 +15,14 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.records import Json, Record
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.home_paths import NAMES, from_stored, to_stored
 from flash_mcp.state.locks import lock
@@ -30,6 +30,7 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations, newer_migrations
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
 
+RecordKind = TypeVar("RecordKind", bound=Record)
 BUSY_TIMEOUT_S = 10
 PAGES_AT_ONCE = 1000
 ENCODED = JSON_COLUMNS | NAMES
@@ -171,18 +172,37 @@ class Connection:
         with _named_errors(self.path):
             result = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
             rows = list(result)
-        encoded = [name for name in rows[0] if name in ENCODED] if rows else []
         for row in rows:
-            for name in encoded:
+            for name in ENCODED.intersection(row):
                 row[name] = self._decoded(name, row[name])
         return rows
+
+    def first(self, sql: str, values: Sequence[Any] = ()) -> dict[str, Any] | None:
+        """The first row, if there is any."""
+        return next(iter(self.query(sql, values)), None)
+
+    def column(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """The first column of all rows."""
+        return [next(iter(row.values())) for row in self.query(sql, values)]
+
+    def pairs(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, Any]]:
+        """The two columns of all rows, as dict() takes them."""
+        return [cast("tuple[Any, Any]", tuple(row.values())) for row in self.query(sql, values)]
+
+    def records(
+        self, kind: type[RecordKind], sql: str, values: Sequence[Any] = ()
+    ) -> list[RecordKind]:
+        """All rows as records."""
+        return list(map(kind.from_row, self.query(sql, values)))
 
     def _decoded(self, name: str, value: Any) -> Any:
         if value is None:
             return None
         if name in JSON_COLUMNS:
             value = json.loads(value)
-        return from_stored(self.base, value) if name in NAMES else value
+        if name in NAMES:
+            return from_stored(self.base, value)
+        return value
 
     def encode(self, name: str, value: Any) -> Any:
         """A column's value as SQLite takes it; paths in the state directory relative."""
@@ -281,5 +301,5 @@ def pick(row: Mapping[str, Any], *names: str) -> Json:
     return {name: row[name] for name in names}
 
 
-def marks(values: Iterable[Any]) -> str:
-    return ", ".join("?" for _ in values)
+def marks(values: Collection[Any]) -> str:
+    return ", ".join(["?"] * len(values))

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from flash_mcp.protocol.errors import FlashError
@@ -46,7 +47,9 @@ class Dataset:
 
     def rows(self, file: str = TRAIN) -> list[Json]:
         path = self.path / file
-        return list(load_rows(path.read_bytes())) if path.is_file() else []
+        if path.is_file():
+            return list(load_rows(path.read_bytes()))
+        return []
 
     def pinned(self) -> Json:
         """What job.json says of it: where it is, and the checksums of its rows."""
@@ -75,7 +78,7 @@ def register(
     body = json.dumps({**manifest, "name": name, "files": checksums}, indent=1, sort_keys=True)
     with staged(name, {**files, MANIFEST: body.encode()}, root=datasets_dir(base)) as stage:
         if not (stage.parent / stage.digest).exists():
-            stored = sum(size_of(path) for versions in _known(base).values() for path in versions)
+            stored = sum(map(size_of, chain.from_iterable(_known(base).values())))
             limit = int(disk_settings(base or home()).datasets_gib * 2**30)
             check_quota("datasets", stored, stage.size_bytes, limit, "datasets_gib")
         return stage.commit()
@@ -103,11 +106,9 @@ def locate(reference: str, base: Path | None = None) -> Path:
     name, _, digest = reference.partition("@")
     existing = _known(base)
     versions = existing.get(name, [])
-    results = [
-        path
-        for path in versions
-        if path.name.startswith(digest) and (not digest or len(digest) >= 6)
-    ]
+    results = versions
+    if digest:
+        results = [path for path in versions if path.name.startswith(digest) and len(digest) >= 6]
     if len(results) != 1:
         raise _unknown(reference, versions, sorted(existing))
     return results[0]
@@ -115,22 +116,18 @@ def locate(reference: str, base: Path | None = None) -> Path:
 
 def newest_first(base: Path | None = None) -> list[Dataset]:
     """Every version of every dataset of the caller's."""
-    results = [_read(path) for versions in _known(base).values() for path in versions]
+    results = map(_read, chain.from_iterable(_known(base).values()))
     return sorted(results, key=lambda dataset: dataset.made, reverse=True)
 
 
 def everyones(base: Path | None = None) -> list[tuple[str, Path]]:
     """(owner, version) of every dataset of all owners, for any caller."""
     root, there = datasets_dir(base), f"[!.@]*/*/{MANIFEST}"
-    owners = [
-        (LOCAL_OWNER, root),
-        *((folder.name[1:], folder) for folder in sorted(root.glob("@*"))),
-    ]
-    return [
-        (owner, manifest.parent)
-        for owner, folder in owners
-        for manifest in sorted(folder.glob(there))
-    ]
+    results: list[tuple[str, Path]] = []
+    for folder in (root, *sorted(root.glob("@*"))):
+        owner = LOCAL_OWNER if folder == root else folder.name[1:]
+        results += ((owner, manifest.parent) for manifest in sorted(folder.glob(there)))
+    return results
 
 
 def _read(path: Path) -> Dataset:

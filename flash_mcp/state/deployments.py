@@ -30,7 +30,7 @@ class DeploymentTable(Connection):
         """Deployments in these states, by default all; oldest first."""
         only = f"WHERE state IN ({marks(states)})" if states else ""
         sql = f"SELECT * FROM deployments {only} ORDER BY created, id"
-        return [Deployment.from_row(row) for row in self.query(sql, states)]
+        return self.records(Deployment, sql, states)
 
     def deployment(self, deployment_id: str) -> Deployment:
         """The deployment of that id, or FlashError(unknown_deployment)."""

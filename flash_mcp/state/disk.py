@@ -29,7 +29,9 @@ RESERVE_BYTES = 8 << 20
 def has_space(paths: Iterable[Path], size_bytes: int) -> bool:
     """Whether so much is free on the disk of each path, which need not exist."""
     for path in paths:
-        place = next(item for item in (path.absolute(), *path.absolute().parents) if item.exists())
+        place = path.absolute()
+        while not place.exists():
+            place = place.parent
         if disk_usage(place).free < size_bytes:
             return False
     return True
@@ -57,7 +59,9 @@ def size_of(folder: Path) -> int:
     """Bytes of the files below `folder`, or of a file; 0 if there is none. Files may vanish
     meanwhile.
     """
-    return folder.stat().st_size if folder.is_file() else sum(_sizes(folder))
+    if folder.is_file():
+        return folder.stat().st_size
+    return sum(_sizes(folder))
 
 
 def _sizes(folder: Path) -> Iterator[int]:
@@ -101,7 +105,9 @@ def usage(base: Path) -> dict[str, int]:
 
 def in_words(size: float) -> str:
     """A number of bytes for people: 12.3 MB, 4.5 GB."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    if size >= 1e9:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB"
 
 
 def disk_settings(base: Path) -> DiskSettings:

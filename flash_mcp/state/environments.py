@@ -90,7 +90,7 @@ class EnvironmentTable(Connection):
     def environments(self) -> list[EnvironmentVersion]:
         """All versions, the caller's own first, by name, the newest of a name first."""
         sql = "SELECT * FROM environments ORDER BY owner != ?, owner, name, pushed DESC"
-        return [EnvironmentVersion.from_row(row) for row in self.query(sql, [caller().owner])]
+        return self.records(EnvironmentVersion, sql, [caller().owner])
 
     def environment(self, reference: str) -> EnvironmentVersion:
         """NAME is its newest version; in NAME@DIGEST six characters of the digest do. The caller's
@@ -100,9 +100,7 @@ class EnvironmentTable(Connection):
         """
         name, _, digest = reference.partition("@")
         sql = "SELECT * FROM environments WHERE name = ? ORDER BY owner != ?, pushed DESC"
-        versions = [
-            EnvironmentVersion.from_row(row) for row in self.query(sql, [name, caller().owner])
-        ]
+        versions = self.records(EnvironmentVersion, sql, [name, caller().owner])
         if versions and not digest:
             return versions[0]
         results = [row for row in versions if len(digest) >= 6 and row.digest.startswith(digest)]
@@ -112,13 +110,11 @@ class EnvironmentTable(Connection):
             what = f"{name!r} has no version {digest!r}"
             fix = f"use {name!r} or one of: {', '.join(row.digest for row in versions[:5])}"
         else:
-            names = [row["name"] for row in self.query("SELECT DISTINCT name FROM environments")]
+            names = self.column("SELECT DISTINCT name FROM environments")
             what = f"no environment {name!r} was pushed{did_you_mean(name, names)}"
-            fix = (
-                "publish it with env_push"
-                if names
-                else "publish one with env_push; env_setup writes a starter"
-            )
+            fix = "publish one with env_push; env_setup writes a starter"
+            if names:
+                fix = "publish it with env_push"
         raise FlashError("unknown_environment", what, environment=reference, fix=fix)
 
 

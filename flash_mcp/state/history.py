@@ -67,8 +67,9 @@ class HistoryTables(RunTable):
         """Steps after `since`, in order; with `limit` only the last so many of them."""
         sql = """SELECT step, epoch, time, metrics FROM metrics
                  WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"""
-        rows = self.query(sql, [run_id, since, -1 if limit is None else limit])
-        return [StepMetrics.from_row(row) for row in rows[::-1]]
+        if limit is None:
+            limit = -1  # SQLite's word for all
+        return self.records(StepMetrics, sql, [run_id, since, limit])[::-1]
 
     def outline(self, run_id: str, every: int, after: int) -> list[StepMetrics]:
         """Every `every`-th step from the first on, those with a held-out loss, and all after
@@ -77,11 +78,10 @@ class HistoryTables(RunTable):
         sql = """SELECT step, epoch, time, metrics FROM metrics
                  WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
                  OR json_extract(metrics, '$.eval_loss') IS NOT NULL) ORDER BY step"""
-        return [StepMetrics.from_row(row) for row in self.query(sql, [run_id, every, after])]
+        return self.records(StepMetrics, sql, [run_id, every, after])
 
     def last_metrics(self, run_id: str) -> StepMetrics | None:
-        rows = self.metrics(run_id, limit=1)
-        return rows[0] if rows else None
+        return next(iter(self.metrics(run_id, limit=1)), None)
 
     def slowest_step_s(self, run_id: str) -> float:
         """The longest of the newest steps; 0 if none was made."""
@@ -92,8 +92,8 @@ class HistoryTables(RunTable):
         """Steps that a cancelled run made after its newest checkpoint."""
         if run.state != "cancelled" or run.algorithm == "eval":
             return 0
-        saved = self.checkpoints(run.id)
-        return max(0, run.step - (saved[-1].step if saved else 0))
+        sql = "SELECT coalesce(max(step), 0) FROM checkpoints WHERE run_id = ?"
+        return max(0, run.step - self.column(sql, [run.id])[0])
 
     def values(self, run_id: str, name: str) -> list[float]:
         """One metric at each step that has it, in order. `name` is one of ours: a quotation mark
@@ -101,7 +101,7 @@ class HistoryTables(RunTable):
         """
         sql = """SELECT json_extract(metrics, ?) AS value FROM metrics
                  WHERE run_id = ? AND value IS NOT NULL ORDER BY step"""
-        return [row["value"] for row in self.query(sql, [f'$."{name}"', run_id])]
+        return self.column(sql, [f'$."{name}"', run_id])
 
     def usual_start_s(self, run: Run) -> float | None:
         """Seconds that the newest other run of the same model and algorithm needed until its first
@@ -111,8 +111,11 @@ class HistoryTables(RunTable):
                  AS seconds FROM metrics m JOIN runs r ON r.id = m.run_id
                  WHERE m.step = 1 AND m.epoch = 1 AND r.id != ? AND r.model = ? AND r.algorithm = ?
                  ORDER BY r.created DESC LIMIT 1"""
-        rows = self.query(sql, [run.id, run.model, run.algorithm])
-        return max(0.0, rows[0]["seconds"]) if rows else None
+        seconds = self.column(sql, [run.id, run.model, run.algorithm])
+        # The clock may have been set back meanwhile.
+        if seconds:
+            return max(0.0, *seconds)
+        return None
 
     def series(self, run_id: str, name: str, points: int = 64) -> list[tuple[int, float]]:
         """One metric over the run as at most `points` (first step, mean) of equal stretches; nulls
@@ -126,8 +129,7 @@ class HistoryTables(RunTable):
                     WHERE run_id = ?)
                 WHERE value IS NOT NULL)
             GROUP BY stretch ORDER BY stretch"""
-        rows = self.query(sql, [points, name, run_id])
-        return [(row["step"], row["mean"]) for row in rows]
+        return self.pairs(sql, [points, name, run_id])
 
     def rollouts(
         self,
@@ -155,11 +157,11 @@ class HistoryTables(RunTable):
         }
         sql = f"""SELECT step, position, body FROM rollouts
                   WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?"""
-        rows = self.query(sql, [*values, limit, offset])
-        return [
-            Rollout.from_row({**row["body"], "step": row["step"], "index": row["position"]})
-            for row in rows
-        ]
+        results: list[Rollout] = []
+        for row in self.query(sql, [*values, limit, offset]):
+            fields = {**row["body"], "step": row["step"], "index": row["position"]}
+            results.append(Rollout.from_row(fields))
+        return results
 
     def rollout_count(
         self,
@@ -175,7 +177,7 @@ class HistoryTables(RunTable):
     def rollout_steps(self, run_id: str, split: str = "train") -> list[int]:
         """Steps that have rollouts, in order."""
         sql = "SELECT DISTINCT step FROM rollouts WHERE run_id = ? AND split = ? ORDER BY step"
-        return [row["step"] for row in self.query(sql, [run_id, split])]
+        return self.column(sql, [run_id, split])
 
     def evals(self, run_id: str) -> list[Evaluation]:
         """In order of steps; step 0 is the untrained model."""
@@ -184,27 +186,28 @@ class HistoryTables(RunTable):
                   WHERE events.run_id = evals.run_id AND kind = 'constant'
                   ORDER BY time DESC LIMIT 1) AS constant
                  FROM evals WHERE run_id = ? ORDER BY step"""
-        return [Evaluation.from_row(row) for row in self.query(sql, [run_id])]
+        return self.records(Evaluation, sql, [run_id])
 
     def events(self, run_id: str, limit: int = 20, kinds: Sequence[str] = ()) -> list[Event]:
         """The last `limit` events, oldest first."""
         only = f"AND kind IN ({marks(kinds)})" if kinds else ""
         sql = f"""SELECT name, time, epoch, kind, message, data FROM events
                   WHERE run_id = ? {only} ORDER BY time DESC, name DESC LIMIT ?"""
-        return [Event.from_row(row) for row in self.query(sql, [run_id, *kinds, limit])[::-1]]
+        return self.records(Event, sql, [run_id, *kinds, limit])[::-1]
 
     def model_commit(self, run_id: str) -> str | None:
         """The hub's commit of the run's base model; None before it was fetched, and for a model of
         another kind.
         """
-        commits = [event.data.get("commit") for event in self.events(run_id, 1, ["model"])]
-        return commits[0] if commits else None
+        for event in self.events(run_id, 1, ["model"]):
+            return event.data.get("commit")
+        return None
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
         """In order of steps."""
         sql = """SELECT step, epoch, time, digest, size_bytes, path, metrics FROM checkpoints
                  WHERE run_id = ? ORDER BY step"""
-        return [Checkpoint.from_row(row) for row in self.query(sql, [run_id])]
+        return self.records(Checkpoint, sql, [run_id])
 
     def checkpoint(self, run_id: str, step: int | None = None) -> Checkpoint:
         """The one at `step`, or the newest. FlashError(unknown_run | unknown_checkpoint)."""
@@ -233,24 +236,21 @@ class HistoryTables(RunTable):
 
     def put_rollouts(self, run_id: str, split: str, step: int, rollouts: Iterable[Json]) -> None:
         """All rollouts of a step: those of an attempt that wrote it before are gone."""
-        rows = [
-            {
-                "run_id": run_id,
-                "split": split,
-                "step": step,
-                "position": rollout.get("index", position),
-                "reward": float(rollout["reward"]),
-                "success": int(rollout["success"]),
-                "body": rollout,
-            }
-            for position, rollout in enumerate(rollouts)
-        ]
         with self.transaction():
             self.execute(
                 "DELETE FROM main.rollouts WHERE run_id = ? AND split = ? AND step = ?",
                 [run_id, split, step],
             )
-            for row in rows:
+            for position, rollout in enumerate(rollouts):
+                row = {
+                    "run_id": run_id,
+                    "split": split,
+                    "step": step,
+                    "position": rollout.get("index", position),
+                    "reward": float(rollout["reward"]),
+                    "success": int(rollout["success"]),
+                    "body": rollout,
+                }
                 self._put("rollouts", row)
 
     def put_evaluation(self, run_id: str, evaluation: Mapping[str, Any]) -> None:
@@ -276,8 +276,7 @@ class HistoryTables(RunTable):
 
     def log(self, run_id: str) -> str:
         """What `put_log` kept; empty if there is nothing."""
-        rows = self.query("SELECT tail FROM logs WHERE run_id = ?", [run_id])
-        return rows[0]["tail"] if rows else ""
+        return "".join(self.column("SELECT tail FROM logs WHERE run_id = ?", [run_id]))
 
     def put_checkpoint(self, run_id: str, manifest: Mapping[str, Any], path: str) -> None:
         if self._is_stale("checkpoints", run_id, manifest):
@@ -291,8 +290,10 @@ class HistoryTables(RunTable):
         """A value that differs once something about a run changed, or about any of the newest
         runs and the deployments.
         """
-        newest = "SELECT * FROM runs ORDER BY created DESC, id DESC LIMIT 50"
-        runs = "SELECT * FROM runs WHERE id = ?" if run_id else newest
+        runs = "SELECT * FROM runs ORDER BY created DESC, id DESC LIMIT 50"
+        values: list[str] = []
+        if run_id:
+            runs, values = "SELECT * FROM runs WHERE id = ?", [run_id]
         sql = f"""
             WITH chosen AS ({runs})
             SELECT group_concat(id || state || step || attempt || coalesce(phase, '')) AS runs,
@@ -302,7 +303,7 @@ class HistoryTables(RunTable):
                    (SELECT max(updated) FROM deployments) AS deployments,
                    (SELECT count(*) FROM environments) AS environments
             FROM chosen"""
-        return self.query(sql, [run_id] if run_id else [])[0]
+        return self.query(sql, values)[0]
 
     def load(self, run_id: str, *, near: bool = True) -> RunHistory:
         """FlashError(unknown_run). Without `near` it tells nothing of other runs."""
@@ -310,7 +311,9 @@ class HistoryTables(RunTable):
         is_eval = run.algorithm == "eval"
         evaluations = self.evals(run_id)
         recent = self.metrics(run_id, limit=NEWEST_STEPS)
-        last = recent[-1].step if recent else 0
+        last = 0
+        if recent:
+            last = recent[-1].step
         sampling = self.events(run_id, 1, ["sampling"]) if is_eval else []
         return RunHistory(
             run=run,
@@ -334,13 +337,12 @@ class HistoryTables(RunTable):
         steps = [row.step for row in evaluations if row.summary["n"]]
         if len(steps) < 2:
             return []
-        sql = """SELECT a.success AS base, b.success AS trained FROM rollouts a JOIN rollouts b
+        sql = """SELECT a.success * 1.0, b.success * 1.0 FROM rollouts a JOIN rollouts b
                  ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
                  WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
                  AND json_extract(a.body, '$.error') IS NULL
                  AND json_extract(b.body, '$.error') IS NULL"""
-        rows = self.query(sql, [run_id, steps[0], steps[-1]])
-        return [(float(row["base"]), float(row["trained"])) for row in rows]
+        return self.pairs(sql, [run_id, steps[0], steps[-1]])
 
     def tries(self, run_id: str, step: int) -> list[Try]:
         """Every attempt of a run's evaluation at `step`, in order."""
@@ -353,7 +355,9 @@ class HistoryTables(RunTable):
         found: list[Try] = []
         for row in self.query(sql, [run_id, step]):
             position = row["position"]
-            task_id = position if row["task_id"] is None else row["task_id"]
+            task_id = row["task_id"]
+            if task_id is None:
+                task_id = position
             row |= {
                 "index": position,
                 "task_id": str(task_id),

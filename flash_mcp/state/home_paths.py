@@ -17,7 +17,7 @@ PATH_COLUMNS = {
     "environments": ("path",),
     "deployments": ("adapter_path",),
 }
-NAMES = frozenset(name for names in PATH_COLUMNS.values() for name in names)
+NAMES = frozenset[str]().union(*PATH_COLUMNS.values())
 
 
 def to_stored(base: Path, value: Any) -> Any:
@@ -33,7 +33,9 @@ def from_stored(base: Path, value: Any) -> Any:
 def moved(value: Any, old: str, new: str) -> Any:
     """`value` with `new` for `old` at the beginning of every text in it."""
     if isinstance(value, str):
-        return new + value.removeprefix(old) if value.startswith(old) else value
+        if value.startswith(old):
+            return new + value.removeprefix(old)
+        return value
     if isinstance(value, dict):
         return {name: moved(item, old, new) for name, item in cast("Json", value).items()}
     if isinstance(value, list | tuple):

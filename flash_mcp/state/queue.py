@@ -36,7 +36,7 @@ from flash_mcp.protocol.spec import (
     ResolvedSpec,
     default_of,
 )
-from flash_mcp.state import database
+from flash_mcp.state.database import marks
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
@@ -184,7 +184,9 @@ def _commit_before(store: Store, spec: Json, init_adapter: Json | None) -> str |
     other weights it would be another model.
     """
     run_id = (spec.get("checkpoint") or "").partition("@")[0] or (init_adapter or {}).get("run_id")
-    return store.model_commit(run_id) if run_id else None
+    if run_id:
+        return store.model_commit(run_id)
+    return None
 
 
 def job(run: Run) -> Json:
@@ -295,7 +297,9 @@ def claim(
                 gpus,
             ],
         )
-    return Run.from_row(rows[0]) if rows else None
+    if rows:
+        return Run.from_row(rows[0])
+    return None
 
 
 def claim_server(store: Store, target: str) -> Run | None:
@@ -319,8 +323,10 @@ def queued_ahead(store: Store, run: Run) -> int | None:
     """
     values = [time.time(), LATELY_S, run.target]
     order = store.query(FAIR_ORDER.format(waiting=ALL_QUEUED), values)
-    ids = [row["id"] for row in order]
-    return ids.index(run.id) if run.id in ids else None
+    for position, row in enumerate(order):
+        if row["id"] == run.id:
+            return position
+    return None
 
 
 def mark_running(store: Store, run_id: str, attempt: int) -> bool:
@@ -481,10 +487,9 @@ def _update(
     states: tuple[str, ...],
     guard: str = "",
 ) -> bool:
-    marks = ", ".join("?" for _ in states)
     sql = f"""UPDATE main.runs SET {assignments}, updated = ?
               WHERE id = (SELECT id FROM runs WHERE id = ?)
-              AND attempt = coalesce(?, attempt) AND state IN ({marks}) {guard}"""
+              AND attempt = coalesce(?, attempt) AND state IN ({marks(states)}) {guard}"""
     return store.execute(sql, [*values, time.time(), run_id, attempt, *states]) == 1
 
 
@@ -505,16 +510,17 @@ def asked_before(
             idempotency_key=idempotency_key,
             fix="use a new key for a new run, or repeat the first call's arguments to get that run",
         )
-    return Run.from_row(rows[0]) if rows else None
+    if rows:
+        return Run.from_row(rows[0])
+    return None
 
 
 def alive_like(store: Store, resolved: ResolvedSpec, environment: EnvironmentVersion) -> Run | None:
     """A run of the caller with the same values on the same files that has not ended."""
     sql = f"""SELECT * FROM runs WHERE request_digest = ? AND environment_digest = ? AND owner = ?
-              AND state IN ({database.marks(ACTIVE)}) ORDER BY created LIMIT 1"""
+              AND state IN ({marks(ACTIVE)}) ORDER BY created LIMIT 1"""
     values = [request_digest(resolved), environment.digest, caller().owner, *ACTIVE]
-    rows = store.query(sql, values)
-    return Run.from_row(rows[0]) if rows else None
+    return next(iter(store.records(Run, sql, values)), None)
 
 
 def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
@@ -564,7 +570,7 @@ def _check_quota(store: Store) -> None:
     if queued["number"] < limit:
         return
     oldest = "SELECT id FROM runs WHERE state = 'queued' ORDER BY created LIMIT 1"
-    first = next((row["id"] for row in store.query(oldest)), None)
+    first = next(iter(store.column(oldest)), None)
     fix = (
         f"try again once {first} has started, which status(run_id={first!r}, wait_s=40) waits"
         " for, or cancel one"

@@ -84,11 +84,9 @@ def environment(store: Store, reference: str) -> EnvironmentVersion:
     if files is None:
         return store.environment(reference)
     with staged(published_name(reference), files, base=store.base) as stage:
-        existing = [
-            row for row in store.environments() if row.path == str(stage.parent / stage.digest)
-        ]
-        if existing:
-            return existing[0]
+        for row in store.environments():
+            if row.path == str(stage.parent / stage.digest):
+                return row
         return store.publish(stage)[0]
 
 
@@ -110,7 +108,9 @@ class Subject:
 
     @property
     def checkpoint(self) -> str | None:
-        return f"{self.run.id}@{self.step}" if self.run else None
+        if self.run:
+            return f"{self.run.id}@{self.step}"
+        return None
 
     @property
     def name(self) -> str:

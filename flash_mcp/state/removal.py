@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -91,10 +91,10 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     | store_unreachable)."""
     with store.transaction():
         result = _find(store, reference)
-        stored = folder_of(result.on_target) if result.on_target else None
+        stored = result.on_target and folder_of(result.on_target)
         if stored and not dry_run:
             stored.newest_epoch()  # a store that does not answer keeps the row
-        freed = sum(size_of(folder) for folder in result.folders)
+        freed = sum(map(size_of, result.folders))
         if not dry_run:
             for sql, values in result.deletions:
                 store.execute(sql, values)
@@ -118,7 +118,7 @@ def ended_runs(
     before = time.time() - (older_than_s or 0.0)
     sql = f"""SELECT id FROM runs WHERE state IN ({marks(states)}) AND ended <= ? AND serves IS NULL
               ORDER BY ended, id"""
-    return [row["id"] for row in store.query(sql, [*states, before])]
+    return store.column(sql, [*states, before])
 
 
 def move_away(store: Store, folders: Iterable[Path]) -> None:
@@ -153,21 +153,20 @@ def _find(store: Store, reference: str) -> _Found:
         raise FlashError(
             code, f"{reference!r} is not one version", fix=f"name the version: {existing}"
         )
-    return (
-        _environment(store, results[0])
-        if results[0].kind == "environment"
-        else _dataset(store, results[0])
-    )
+    if results[0].kind == "environment":
+        return _environment(store, results[0])
+    return _dataset(store, results[0])
 
 
 def _versions(store: Store, name: str) -> list[_Version]:
     """Those of every owner, the local one's first."""
-    rows = [row for row in store.environments() if row.name == name]
-    results = [_Version("environment", row.owner, name, row.digest, Path(row.path)) for row in rows]
-    kept = [
-        (owner, path) for owner, path in datasets.everyones(store.base) if path.parent.name == name
-    ]
-    results += [_Version("dataset", owner, name, path.name, path) for owner, path in kept]
+    results: list[_Version] = []
+    for row in store.environments():
+        if row.name == name:
+            results.append(_Version("environment", row.owner, name, row.digest, Path(row.path)))
+    for owner, path in datasets.everyones(store.base):
+        if path.parent.name == name:
+            results.append(_Version("dataset", owner, name, path.name, path))
     return sorted(results, key=lambda version: version.owner != LOCAL_OWNER)
 
 
@@ -175,23 +174,22 @@ def _run(store: Store, run_id: str) -> _Found:
     run = store.run(run_id)
     if run.state in ACTIVE:
         raise _in_use(run_id, f"it is {run.state}", f"flash-mcp cancel {run_id} ends it")
-    if served := [row.id for row in store.deployments(LIVE_DEPLOYMENT) if row.run_id == run_id]:
-        raise _in_use(run_id, f"{served[0]} serves it", f"flash-mcp undeploy {served[0]} ends that")
-    starts = [
-        row.id for row in store.active_runs() if (row.init_adapter or {}).get("run_id") == run_id
-    ]
-    if starts:
-        raise _in_use(
-            run_id, f"{starts[0]} starts from its adapter", "wait for its end, or cancel it"
-        )
+    for row in store.deployments(LIVE_DEPLOYMENT):
+        if row.run_id == run_id:
+            raise _in_use(run_id, f"{row.id} serves it", f"flash-mcp undeploy {row.id} ends that")
+    for row in store.active_runs():
+        if (row.init_adapter or {}).get("run_id") == run_id:
+            what = f"{row.id} starts from its adapter"
+            raise _in_use(run_id, what, "wait for its end, or cancel it")
     sql = "SELECT id FROM runs WHERE json_extract(init_adapter, '$.run_id') = ? ORDER BY created"
-    used_by = [row["id"] for row in store.query(sql, [run_id])]
+    used_by = store.column(sql, [run_id])
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
     folders = [*run_folders(store, run), *(store.base / "adapters").glob(f"{run_id}-*")]
-    served = [row.id for row in store.deployments() if row.run_id == run_id]
-    recorded = [store.base / recordings.FOLDER / id for id in served]
-    folders += [folder for folder in recorded if folder.exists()]
+    for row in store.deployments():
+        recorded = store.base / recordings.FOLDER / row.id
+        if row.run_id == run_id and recorded.exists():
+            folders.append(recorded)
     if run.target != LOCAL_TARGET:
         return _Found("run", run_id, run.owner, folders, deletions, used_by, on_target=run)
     return _Found(
@@ -214,15 +212,15 @@ def _export(store: Store, name: str) -> _Found | None:
     """The export whose folder has this name. That of an export under way is not there yet."""
     for folder in exports_dir(store.base).glob("*/"):
         if folder.name == name:
-            beside = [folder.with_name(f"{name}{ending}") for ending in (".json", ".lock")]
-            return _Found("export", name, LOCAL_OWNER, own(store, [folder, *beside]), [])
+            result, lock = folder.with_name(f"{name}.json"), folder.with_name(f"{name}.lock")
+            return _Found("export", name, LOCAL_OWNER, own(store, [folder, result, lock]), [])
     return None
 
 
 def _environment(store: Store, result: _Version) -> _Found:
     whole, path = result.reference, result.path
     stored = store.encode("path", path)
-    _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [stored]))
+    _check_unused(whole, store.column("SELECT id FROM runs WHERE environment_path = ?", [stored]))
     values = [result.owner, result.name, result.digest]
     sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
     folders, deletions = own(store, [path]), [(sql, values)]
@@ -233,7 +231,7 @@ def _environment(store: Store, result: _Version) -> _Found:
 def _dataset(store: Store, result: _Version) -> _Found:
     whole, path = result.reference, result.path
     sql = "SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?"
-    _check_unused(whole, store.query(sql, [store.encode("path", path)]))
+    _check_unused(whole, store.column(sql, [store.encode("path", path)]))
     return _Found("dataset", whole, result.owner, [path], [])
 
 
@@ -248,12 +246,13 @@ def elsewhere(store: Store, path: str | Path) -> str | None:
     """The path or URL, if it is not in the state directory: another machine may use what is there,
     and nothing there is deleted.
     """
-    return None if Path(path).is_relative_to(store.base) else str(path)
+    if Path(path).is_relative_to(store.base):
+        return None
+    return str(path)
 
 
-def _check_unused(reference: str, runs: Iterable[dict[str, Any]]) -> None:
+def _check_unused(reference: str, ids: Sequence[str]) -> None:
     """A run says what it was made from as long as it is there."""
-    ids = [str(row["id"]) for row in runs]
     if ids:
         more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
         raise _in_use(

@@ -49,4 +49,4 @@ def was_deleted(store: Store, folder: RemovedFolder) -> None:
 def targets_to_clear(store: Store) -> set[str]:
     """Targets with a folder that is to be deleted now."""
     sql = "SELECT DISTINCT target FROM removed_folders WHERE due <= ?"
-    return {row["target"] for row in store.query(sql, [time.time()])}
+    return set(store.column(sql, [time.time()]))

@@ -105,8 +105,9 @@ def prune_checkpoints(store: Store, run: Run) -> None:
         kept.add(best_checkpoint(saved, store.evals(run.id)).step)
         kept |= {step for run_id, step in referred(store, ()) if run_id == run.id}
         surplus = [row for row in saved if row.step not in kept and not _is_named(store, row)]
-        folders = [Path(run.folder, "checkpoints", str(row.step)) for row in surplus]
+        folders: list[Path] = []
         for row in surplus:
+            folders.append(Path(run.folder, "checkpoints", str(row.step)))
             sql = "DELETE FROM main.checkpoints WHERE run_id = ? AND step = ?"
             store.execute(sql, [run.id, row.step])
         move_away(store, own(store, folders))
@@ -132,17 +133,20 @@ def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluatio
     if evaluated:
         return max(evaluated, key=lambda row: (success[row.step], row.step))
     for name, sign in (("eval_loss", -1), ("reward/mean", 1), ("loss", -1)):
-        measured = [(row.metrics.get(name), row) for row in saved]
-        existing = [(sign * value, row.step, row) for value, row in measured if value is not None]
-        if existing:
-            return max(existing, key=lambda item: item[:2])[2]
+        scores: dict[tuple[float, int], Checkpoint] = {}
+        for row in saved:
+            value = row.metrics.get(name)
+            if value is not None:
+                scores[sign * value, row.step] = row
+        if scores:
+            return scores[max(scores)]
     return saved[-1]
 
 
 def _is_named(store: Store, checkpoint: Checkpoint) -> bool:
     """Whether a run started from its folder by path."""
-    rows = store.query("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")
-    return checkpoint.path in {row["init_adapter"].get("path") for row in rows}
+    rows = store.column("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")
+    return any(adapter.get("path") == checkpoint.path for adapter in rows)
 
 
 def drop_optimizers(run: Run) -> int:
@@ -160,18 +164,18 @@ def ended(store: Store, *, before: float | None = None, after: float = 0.0) -> l
     sql = f"""SELECT * FROM runs WHERE state NOT IN ({marks(ACTIVE)}) AND files_removed IS NULL
               AND ended > ? AND ended <= ? AND serves IS NULL ORDER BY ended, id"""
     until = time.time() if before is None else before
-    return [Run.from_row(row) for row in store.query(sql, [*ACTIVE, after, until])]
+    return store.records(Run, sql, [*ACTIVE, after, until])
 
 
 def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple[str, int | None]]:
     """(run, step) of every checkpoint that a deployment of these states serves, or that another run
     or evaluation with its files started from.
     """
-    results = {(row.run_id, row.step) for row in store.deployments(states) if row.run_id}
+    served = {(row.run_id, row.step) for row in store.deployments(states) if row.run_id}
     sql = """SELECT json_extract(init_adapter, '$.run_id') AS run_id,
              json_extract(init_adapter, '$.step') AS step
              FROM runs WHERE run_id IS NOT NULL AND files_removed IS NULL"""
-    return results | {(row["run_id"], row["step"]) for row in store.query(sql)}
+    return served.union(store.pairs(sql))
 
 
 def drop_files(store: Store, run_id: str, why: str) -> bool:

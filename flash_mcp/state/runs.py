@@ -39,12 +39,8 @@ class RunTable(Connection):
         rows = self.query("SELECT * FROM runs WHERE id = ? AND serves IS NULL", [run_id])
         if rows:
             return Run.from_row(rows[0])
-        recent = [
-            row["id"]
-            for row in self.query(
-                "SELECT id FROM runs WHERE serves IS NULL ORDER BY created DESC LIMIT 1000"
-            )
-        ]
+        sql = "SELECT id FROM runs WHERE serves IS NULL ORDER BY created DESC LIMIT 1000"
+        recent = self.column(sql)
         raise FlashError(
             "unknown_run",
             f"there is no run {run_id!r}{did_you_mean(run_id, recent)}",
@@ -71,20 +67,20 @@ class RunTable(Connection):
         sql = (
             f"SELECT * FROM runs WHERE {' AND '.join(where)} ORDER BY created DESC, id DESC LIMIT ?"
         )
-        return [Run.from_row(row) for row in self.query(sql, [*values, limit])]
+        return self.records(Run, sql, [*values, limit])
 
     def evaluations_of(self, environment_digest: str) -> list[Run]:
         """Evaluations on that version that succeeded or have not ended, the newest first."""
         sql = """SELECT * FROM runs WHERE algorithm = 'eval' AND environment_digest = ?
                  AND state NOT IN ('failed', 'cancelled') AND cancel_requested IS NULL
                  AND files_removed IS NULL ORDER BY created DESC, id DESC"""
-        return [Run.from_row(row) for row in self.query(sql, [environment_digest])]
+        return self.records(Run, sql, [environment_digest])
 
     def active_runs(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
         sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) AND serves IS NULL
                   ORDER BY created, id"""
-        return [Run.from_row(row) for row in self.query(sql, ACTIVE)]
+        return self.records(Run, sql, ACTIVE)
 
     def taken_runs(self, target: str) -> list[Run]:
         """Runs of the target with an attempt under way, oldest first. Only rows that have changed
@@ -92,28 +88,29 @@ class RunTable(Connection):
         """
         sql = """SELECT id, updated FROM runs WHERE state IN ('starting', 'running') AND target = ?
                  ORDER BY created, id"""
-        updated = {row["id"]: row["updated"] for row in self.query(sql, [target])}
+        updated = dict(self.pairs(sql, [target]))
         before = self._taken.get((caller().owner, target), {})
-        taken = {
-            run_id: run for run_id, run in before.items() if updated.get(run_id) == run.updated
-        }
+        taken: dict[str, Run] = {}
+        for run_id, run in before.items():
+            if updated.get(run_id) == run.updated:
+                taken[run_id] = run
         rows = """SELECT * FROM runs WHERE id IN (SELECT value FROM json_each(?))
                   AND state IN ('starting', 'running')"""
-        changed = json.dumps([run_id for run_id in updated if run_id not in taken])
-        taken |= {row["id"]: Run.from_row(row) for row in self.query(rows, [changed])}
+        for run in self.records(Run, rows, [json.dumps(list(updated.keys() - taken.keys()))]):
+            taken[run.id] = run
         self._taken[caller().owner, target] = taken
         return [taken[run_id] for run_id in updated if run_id in taken]
 
     def live_attempts(self) -> set[str]:
         """RUN-ATTEMPT of every attempt under way, of all owners and on all targets."""
-        sql = "SELECT id, attempt FROM main.runs WHERE state IN ('starting', 'running')"
-        return {f"{row['id']}-{row['attempt']}" for row in self.query(sql)}
+        sql = "SELECT id || '-' || attempt FROM main.runs WHERE state IN ('starting', 'running')"
+        return set(self.column(sql))
 
     def active_with_secrets(self) -> list[Run]:
         """Runs that have not ended and need secrets."""
         sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)})
                   AND json_array_length(spec, '$.secrets') > 0"""
-        return [Run.from_row(row) for row in self.query(sql, ACTIVE)]
+        return self.records(Run, sql, ACTIVE)
 
     def may_have_to_wait(self, target: str) -> list[Run]:
         """The target's queued runs that need secrets, or found a disk full."""
@@ -122,7 +119,7 @@ class RunTable(Connection):
                  UNION
                  SELECT * FROM runs WHERE state = 'queued' AND target = ?1
                  AND json_extract(error, '$.code') = 'disk_full'"""
-        return [Run.from_row(row) for row in self.query(sql, [target])]
+        return self.records(Run, sql, [target])
 
     def active_targets(self) -> set[str]:
         """Targets with runs of any owner that have not ended. Only indexes are read: many may be
@@ -133,7 +130,7 @@ class RunTable(Connection):
                  UNION
                  SELECT DISTINCT target FROM main.runs INDEXED BY runs_taken
                  WHERE state IN ('starting', 'running')"""
-        return {row["target"] for row in self.query(sql)}
+        return set(self.column(sql))
 
     def overlap(self, run: Run) -> Json | None:
         """What the splits of a run's environment version share, as a run that trained on it
@@ -141,8 +138,8 @@ class RunTable(Connection):
         """
         sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
                  AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
-        rows = self.query(sql, [run.environment, run.environment_digest])
-        return rows[0]["lineage"]["overlap"] if rows else None
+        row = self.first(sql, [run.environment, run.environment_digest])
+        return row and row["lineage"]["overlap"]
 
     def counts_by_target(self) -> dict[tuple[str, str], int]:
         """{(target, state): number of runs}, of active runs of all owners."""
@@ -154,13 +151,13 @@ class RunTable(Connection):
         """Targets that have given some attempt, of any owner, no machine yet."""
         sql = """SELECT DISTINCT target FROM main.runs
             WHERE state = 'starting' AND pending_reason <> ''"""
-        return {row["target"] for row in self.query(sql)}
+        return set(self.column(sql))
 
     def used_s_by_target(self) -> dict[str, float]:
         """{target: seconds that all runs and servers worked, times their GPUs}"""
         sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
                  FROM runs GROUP BY target"""
-        return {row["target"]: row["gpu_s"] for row in self.query(sql)}
+        return dict(self.pairs(sql))
 
     def served_s_by_target(self, deployment_id: str) -> dict[str, float]:
         """{target: seconds that servers of the deployment worked, times their GPUs}"""
@@ -171,10 +168,9 @@ class RunTable(Connection):
     def recent_targets(self) -> set[str]:
         """Targets that ran something in the last RECENT_S."""
         sql = "SELECT DISTINCT target FROM runs WHERE started > ?"
-        return {row["target"] for row in self.query(sql, [time.time() - RECENT_S])}
+        return set(self.column(sql, [time.time() - RECENT_S]))
 
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""
-        sql = "SELECT state, count(*) AS n FROM runs WHERE serves IS NULL GROUP BY state"
-        rows = self.query(sql)
-        return {row["state"]: row["n"] for row in rows}
+        sql = "SELECT state, count(*) FROM runs WHERE serves IS NULL GROUP BY state"
+        return dict(self.pairs(sql))

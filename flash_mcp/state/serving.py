@@ -13,7 +13,7 @@ from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Limits, Recording
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run, without_none
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
@@ -143,7 +143,7 @@ def _stays(row: Deployment, target: str | None) -> bool:
 
 def _changed(store: Store, row: Deployment, **requested: Any) -> Deployment:
     """The deployment with the values that are not None."""
-    changes = {name: value for name, value in requested.items() if value is not None}
+    changes = without_none(requested)
     if not changes:
         return row
     if "record" in changes:
@@ -245,11 +245,12 @@ def fetch_adapter(store: Store, run: Run, step: int) -> Path:
 def _good_step(folder: RunFolder, run: Run, step: int | None) -> int:
     if step is not None and folder.checkpoints.manifest(step) is not None:
         return step
-    newest = folder.checkpoints.newest_good() if step is None else None
-    if newest is not None:
+    what = f"run {run.id} has no checkpoint"
+    if step is not None:
+        what += f" at step {step}"
+    elif (newest := folder.checkpoints.newest_good()) is not None:
         return newest
     steps = folder.checkpoints.steps()
-    what = f"run {run.id} has no checkpoint" + ("" if step is None else f" at step {step}")
     fix = f"use one of the steps {steps}" if steps else first_checkpoint(run)
     raise FlashError("unknown_checkpoint", what, run_id=run.id, step=step, fix=fix)
 

@@ -235,7 +235,9 @@ def _settings(name: str, body: Any, fix: str) -> TargetSettings:
 def _begun(line: str) -> str | None:
     """The target whose table begins in this line of targets.toml."""
     header = HEADER.match(line)
-    return header[1].strip("\"'") if header else None
+    if header:
+        return header[1].strip("\"'")
+    return None
 
 
 def _table(name: str, settings: TargetSettings) -> str:

@@ -119,7 +119,7 @@ def find(store: Store, digest: str) -> Token | None:
         # A full disk or a locked database lets reads through, at once.
         with suppress(FlashError), store.transaction(wait_s=0):
             store.execute("UPDATE main.tokens SET used = ? WHERE id = ?", [now, rows[0]["id"]])
-    return rows[0] if rows else None
+    return next(iter(rows), None)
 
 
 def local_token(base: Path) -> str:

@@ -101,9 +101,11 @@ def inline_files(texts: Mapping[str, str]) -> Files:
     """The files of a push that gives them as text; raises as `folder_files` does."""
     files = {path: text.encode(errors="surrogatepass") for path, text in texts.items()}
     _check(files)
-    folders = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents}
-    if clash := next((path for path in files if path in folders), None):
-        raise refusal(clash, "is given both as a file and as a folder", "rename one of them")
+    for path in files:
+        for parent in PurePosixPath(path).parents:
+            if parent.as_posix() in files:
+                what = "is given both as a file and as a folder"
+                raise refusal(parent.as_posix(), what, "rename one of them")
     return files
 
 
@@ -157,7 +159,9 @@ def owner_dir(root: Path) -> Path:
     """The folder below `root` with the caller's versions. Each owner has one, so that pushing the
     same files does not reveal another owner's push.
     """
-    return root if caller().is_local else root / f"@{caller().owner}"
+    if caller().is_local:
+        return root
+    return root / f"@{caller().owner}"
 
 
 def digest_of(folder: Path) -> str:
@@ -251,10 +255,9 @@ def _check(files: Files) -> None:
             " file"
         )
         raise FlashError("upload_invalid", f"there are more than {MAX_FILES} files", fix=fix)
-    sizes = {
-        path: len(source) if isinstance(source, bytes) else source.stat().st_size
-        for path, source in files.items()
-    }
+    sizes: dict[str, int] = {}
+    for path, source in files.items():
+        sizes[path] = len(source) if isinstance(source, bytes) else source.stat().st_size
     largest = max(sizes, key=lambda path: sizes[path])
     if sizes[largest] > MAX_FILE_BYTES or sum(sizes.values()) > MAX_TOTAL_BYTES:
         fix = (

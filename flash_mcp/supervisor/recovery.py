@@ -104,7 +104,7 @@ def _set_aside(base: Path) -> str | None:
 
 
 def _take_runs(store: Store) -> Recovered:
-    existing = {row["id"] for row in store.query("SELECT id FROM main.runs")}
+    existing = set(store.column("SELECT id FROM main.runs"))
     taken: list[str] = []
     problems: list[str] = []
     kept = 0

@@ -175,7 +175,9 @@ def catalog(
         "deployments": _deployments,
     }
     requested = (contains or "").lower()
-    start = int(cursor) if kind and cursor and cursor.isdigit() else 0
+    start = 0
+    if kind and cursor and cursor.isdigit():
+        start = int(cursor)
     end = start + limit
     shown: dict[str, Any] = {}
     has_more = False
@@ -223,8 +225,9 @@ def _devices(_: Store) -> list[Device]:
 
 def _targets(store: Store) -> list[Target]:
     counts = store.counts_by_target()
-    return [
-        Target(
+    results: list[Target] = []
+    for name, settings in targets(store.base).items():
+        target = Target(
             name=name,
             engine=settings.engine,
             cards=settings.cards and str(settings.cards),
@@ -233,8 +236,8 @@ def _targets(store: Store) -> list[Target]:
             waiting=counts.get((name, "queued"), 0) + counts.get((name, "starting"), 0),
             price_per_hour=settings.price_per_hour,
         )
-        for name, settings in targets(store.base).items()
-    ]
+        results.append(target)
+    return results
 
 
 def _disk(store: Store) -> str:
@@ -254,7 +257,9 @@ def _spent(store: Store) -> str | None:
 
 def _another(owner: str) -> str | None:
     """The owner, if it is not the caller."""
-    return owner if owner != caller().owner else None
+    if owner != caller().owner:
+        return owner
+    return None
 
 
 def _environments(store: Store) -> list[Environment]:

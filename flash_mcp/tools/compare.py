@@ -204,7 +204,9 @@ def _lines(store: Store, pairs: Sequence[Pair], metric: Metric, effect: float) -
 def _judged(pair: Pair, change: Change, memory: Flag | None) -> Judged:
     if memory:
         return "contaminated"
-    return "confounded" if pair.is_confounded else change.outcome
+    if pair.is_confounded:
+        return "confounded"
+    return change.outcome
 
 
 def _line(side: Evaluated, verdict: Judged | None = None, change: Change | None = None) -> Line:
@@ -278,7 +280,9 @@ class Pair:
     @property
     def left_out(self) -> int:
         """Tasks on one side only, if the others are paired."""
-        return len(self.base.tasks.keys() ^ self.other.tasks.keys()) if self.shared else 0
+        if self.shared:
+            return len(self.base.tasks.keys() ^ self.other.tasks.keys())
+        return 0
 
     @cached_property
     def differing(self) -> list[str]:
@@ -386,7 +390,9 @@ def _memory(store: Store, pair: Pair) -> Flag | None:
     splits = {side.run.eval_split for side in (pair.base, pair.other)}
     is_trained = pair.base.is_trained or pair.other.is_trained
     overlap = store.overlap(pair.other.run) if splits == {"eval"} and is_trained else None
-    return health.contaminated(**overlap) if overlap else None
+    if overlap:
+        return health.contaminated(**overlap)
+    return None
 
 
 # -- what is shown ---------------------------------------------------------------------------------
@@ -418,7 +424,9 @@ def _model(run: Run, step: int) -> str:
     """The model in words."""
     if run.algorithm == "eval":
         checkpoint = run.evaluation.checkpoint
-        return f"{run.model} with {checkpoint}" if checkpoint else run.model
+        if checkpoint:
+            return f"{run.model} with {checkpoint}"
+        return run.model
     if step:
         return f"{run.model} with {run.id}@{step}"
     return f"{run.model} before the training of {run.id}"
@@ -458,7 +466,9 @@ def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
     row = store.transcript(side.run.id, side.row.step, index)
     start = row.prompt_messages
     prompt = row.messages[:start]
-    last = text_of(prompt[-1]) if prompt else ""
+    last = ""
+    if prompt:
+        last = text_of(prompt[-1])
     return Shown(index, last, _conversation(row.messages[start:]))
 
 
@@ -479,11 +489,11 @@ def _limits(pair: Pair) -> list[str]:
         notes.append(f"{two}: tasks and scorer may differ")
     ours = attempts.settings(pair.base.run)
     theirs = attempts.settings(pair.other.run)
-    differing = [
-        f"{name} {shorten(str(ours[name]), 100)} and {shorten(str(theirs[name]), 100)}"
-        for name in ours
-        if ours[name] != theirs[name]
-    ]
+    differing: list[str] = []
+    for name, value in ours.items():
+        if value != theirs[name]:
+            both = f"{shorten(str(value), 100)} and {shorten(str(theirs[name]), 100)}"
+            differing.append(f"{name} {both}")
     if differing:
         notes.append(f"the two were not made alike: {'; '.join(differing)}")
     if doubt := comparison.against_constant(pair.other.row):

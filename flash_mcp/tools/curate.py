@@ -214,7 +214,9 @@ def _arguments_of(row: Run) -> str:
 def _secrets_of(rows: Sequence[Run]) -> list[str]:
     """Names of the secrets of the runs that have any; none where these differ."""
     named = {tuple(sorted(row.spec.secrets)) for row in rows} - {()}
-    return list(named.pop()) if len(named) == 1 else []
+    if len(named) == 1:
+        return list(named.pop())
+    return []
 
 
 async def _held_out(store: Store, row: Run) -> HeldOut:

@@ -511,7 +511,7 @@ def _test_result(what: str, checked: GateReport, sample: Sample | None, followin
         train_tasks=checked.splits.get("train", 0),
         eval_tasks=checked.splits.get("eval", 0),
         seconds=round(checked.seconds, 2),
-        probes=[_shown(probe) for probe in _without_repeats(checked.probes)],
+        probes=list(map(_shown, _without_repeats(checked.probes))),
         sandbox=describe(checked.sandbox) if checked.sandbox else None,
         sample=sample,
         next=following,

@@ -103,7 +103,7 @@ class Exporter:
         if caller().is_local:
             return
         folder, stored = self.folder.parent, 0
-        own = {row["id"] for row in store.query("SELECT id FROM runs")}
+        own = set(store.column("SELECT id FROM runs"))
         for path in folder.glob("run-*"):
             if "-".join(path.name.split("-")[:2]) not in own:
                 continue

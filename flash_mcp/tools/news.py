@@ -165,7 +165,9 @@ class NewsCursor:
 
 def _letter(flag: Flag) -> str:
     letter = FLAG_LETTERS[flag.name]
-    return letter.upper() if flag.severity == "problem" else letter
+    if flag.severity == "problem":
+        return letter.upper()
+    return letter
 
 
 def _lost(run: Run) -> int:

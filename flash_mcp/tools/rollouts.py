@@ -148,7 +148,9 @@ def rollouts(
     """
     store = open_store()
     if run_id.startswith("dep-"):
-        offset = page_offset(cursor, "rollouts") if index is None else 0
+        offset = 0
+        if index is None:
+            offset = page_offset(cursor, "rollouts")
         result = _recorded(store, run_id, contains or "", index, limit, offset)
         return _result(result, offset, max_characters, contains or "", from_message)
     run = store.run(run_id)
@@ -222,7 +224,7 @@ def _result(
         modes = [None for _ in rows]
     rest = [_Shown(row, mode, len(opening)) for row, mode in zip(rows, modes, strict=True)]
     taken = sum(json_characters(message.content) + MESSAGE_FRAME for message in opening)
-    taken += sum(_frame_size(row) for row in rows)
+    taken += sum(map(_frame_size, rows))
     room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
     start = None if result.index is None else from_message
     shown, cut = _within(rest, room, around, start)
@@ -250,18 +252,20 @@ def _opening(rows: list[Rollout]) -> list[Message]:
     )
     shared: list[Json] = [column[0] for column in columns]
     texts = list(map(text_of, shared))
-    allowed = share_out(OPENING_CHARACTERS, [json_characters(text) for text in texts])
-    return [
-        Message(role=message["role"], content=_excerpt(text, limit, ""))
-        for message, text, limit in zip(shared, texts, allowed, strict=True)
-    ]
+    allowed = share_out(OPENING_CHARACTERS, list(map(json_characters, texts)))
+    messages: list[Message] = []
+    for message, text, limit in zip(shared, texts, allowed, strict=True):
+        messages.append(Message(role=message["role"], content=_excerpt(text, limit, "")))
+    return messages
 
 
 def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:
     """The step to look at; None for all."""
     if step == -1 or (step is None and search):
         return None
-    return steps[-1] if step is None and steps else step
+    if step is None and steps:
+        return steps[-1]
+    return step
 
 
 def _nothing(
@@ -288,7 +292,9 @@ def _nothing(
 
 
 def _ranges(steps: list[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if len(steps) > 6 else ", ".join(map(str, steps))
+    if len(steps) > 6:
+        return f"{steps[0]} to {steps[-1]}"
+    return ", ".join(map(str, steps))
 
 
 def _within(
@@ -331,9 +337,10 @@ def _around(texts: list[str], most: int, around: str) -> list[int]:
     """
     if len(texts) <= most:
         return list(range(len(texts)))
-    results = [
-        number for number, text in enumerate(texts) if around and around.lower() in text.lower()
-    ]
+    results: list[int] = []
+    for number, text in enumerate(texts):
+        if around and around.lower() in text.lower():
+            results.append(number)
     middle = results[0] if results else len(texts)
     start = max(1, min(middle - (most - 1) // 2, len(texts) - (most - 1)))
     return [0, *range(start, start + most - 1)]
@@ -418,7 +425,9 @@ def _after_recorded(result: _Found, shown: list[RolloutView]) -> str:
     if not shown:
         return f"nothing was recorded: deploy(run_id={run_id!r}, record=true) begins"
     learn = f"curate(runs=[{id!r}], select='all', name='...') makes a dataset of them"
-    return f"cursor brings more; {learn}" if result.has_more else learn
+    if result.has_more:
+        return f"cursor brings more; {learn}"
+    return learn
 
 
 def _next_step(result: _Found, shown: list[RolloutView], was_cut: bool) -> str:

@@ -98,7 +98,7 @@ def opening_of(store: Store, row: Deployment) -> list[Json]:
     prompts = _prompts(store, row, OPENING_TASKS, "random")
     if not prompts:
         return []
-    shortest = min(len(prompt) for prompt in prompts)
+    shortest = min(map(len, prompts))
     opening: list[Json] = []
     for message in prompts[0][: shortest - 1]:
         place = len(opening)
@@ -113,7 +113,9 @@ def question_of(store: Store, row: Deployment) -> str | None:
     prompts = _prompts(store, row, 1)
     content = prompts[0][-1].get("content") if prompts else None
     is_short = isinstance(content, str) and len(content) <= QUESTION_CHARACTERS
-    return content if is_short else None
+    if is_short:
+        return content
+    return None
 
 
 def max_tokens_of(store: Store, row: Deployment) -> int | None:
@@ -140,7 +142,9 @@ def _prompts(
 def tools_of(store: Store, row: Deployment) -> list[Json]:
     """OpenAI function schemas of what the model could call in training."""
     rows = _rollouts(store, row, 1, "index")
-    return rows[0].tools if rows else []
+    if rows:
+        return rows[0].tools
+    return []
 
 
 def _rollouts(store: Store, row: Deployment, count: int, order: RolloutOrder) -> list[Rollout]:

@@ -75,19 +75,17 @@ def _with_fields_of_run_spec(
     An argument's own default is None, so that `resolve` can tell which ones were given; the schema
     shows the field's default."""
     signature = inspect.signature(function, eval_str=True)
-    own = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    fields = [
-        inspect.Parameter(name, keyword, default=None, annotation=_argument(name, info))
-        for name, info in RunSpec.model_fields.items()
-    ]
-    signature = inspect.Signature([*fields, *own], return_annotation=Train)
+    parameters: list[inspect.Parameter] = []
+    for name, info in RunSpec.model_fields.items():
+        annotation = _argument(name, info)
+        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+    signature = inspect.Signature(parameters, return_annotation=Train)
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    function.__annotations__ = {p.name: p.annotation for p in (*fields, *own)} | {"return": Train}
+    function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Train}
     return function
 
 

@@ -40,7 +40,9 @@ class ApiLauncher(Launcher):
     def ask(self, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
         """FlashError(target_unreachable | target_refused)."""
         try:
-            token = Path(self.token_file).read_text().strip() if self.token_file else ""
+            token = ""
+            if self.token_file:
+                token = Path(self.token_file).read_text().strip()
         except OSError as error:
             what = f"no token of {self.engine}: {error}"
             fix = "correct token_file in targets.toml"

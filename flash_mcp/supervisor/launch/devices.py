@@ -72,7 +72,9 @@ def free_memory() -> dict[str, float]:
 def numbers(version: str) -> tuple[int, ...]:
     """580.65.06 as (580, 65, 6); empty where it is not known."""
     parts = version.split(".")
-    return tuple(map(int, parts)) if all(map(str.isdigit, parts)) else ()
+    if all(map(str.isdigit, parts)):
+        return tuple(map(int, parts))
+    return ()
 
 
 def _ask(query: str, timeout_s: float) -> list[str]:
@@ -109,7 +111,9 @@ def _gpu(line: str) -> Device:
 
 
 def _from_mib(text: str) -> float:
-    return round(float(text) / 1024, 1) if text.replace(".", "").isdigit() else 0.0
+    if text.replace(".", "").isdigit():
+        return round(float(text) / 1024, 1)
+    return 0.0
 
 
 def _gib(size_bytes: int) -> float:

@@ -111,7 +111,9 @@ class Record:
             state, started = _state_and_start(Path(f"/proc/{self.pid}/stat").read_text())
         except (FileNotFoundError, ProcessLookupError):
             return None
-        return state if (started, boot_id()) == (self.started_ticks, self.boot) else None
+        if (started, boot_id()) == (self.started_ticks, self.boot):
+            return state
+        return None
 
 
 def started_ticks(pid: int) -> int | None:
@@ -193,7 +195,9 @@ class LocalLauncher(Launcher):
     ) -> None:
         path_of_log = launch.log or Path(os.devnull)
         path_of_log.parent.mkdir(parents=True, exist_ok=True)
-        cards = ",".join(self.gpus[slot] for slot in slots) if self.gpus else ""
+        cards = ""
+        if self.gpus:
+            cards = ",".join(self.gpus[slot] for slot in slots)
         device = {"CUDA_VISIBLE_DEVICES": cards} if cards else {}
         named = ",".join(map(str, slots))
         # Without CUDA_VISIBLE_DEVICES, ids are in the order of nvidia-smi, which is not CUDA's.
@@ -302,7 +306,9 @@ def devices_in_use(home: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     results = [device_locks.users(device, home) for device in devices]
-    return sorted({user for users in results for user in users}) if all(results) else []
+    if all(results):
+        return sorted({user for users in results for user in users})
+    return []
 
 
 def find_gpus() -> list[str]:
@@ -320,4 +326,6 @@ def find_gpus() -> list[str]:
         process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return []
-    return process.stdout.split() if process.returncode == 0 else []
+    if process.returncode == 0:
+        return process.stdout.split()
+    return []

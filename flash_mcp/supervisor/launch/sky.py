@@ -56,7 +56,9 @@ class SkyLauncher(ApiLauncher):
     @property
     def _prefix(self) -> str:
         """How the names of its jobs begin."""
-        return f"{self.tag}-" if self.tag else ""
+        if self.tag:
+            return f"{self.tag}-"
+        return ""
 
     def submit(self, launch: Launch) -> Handle:
         name = self._prefix + launch.key

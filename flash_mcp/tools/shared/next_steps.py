@@ -103,7 +103,9 @@ def next_of(context: RunContext) -> str:
 def command() -> str:
     """How a shell on this machine starts flash-mcp."""
     name = "flash-mcp"
-    return name if shutil.which(name) else str(Path(sys.executable).with_name(name))
+    if shutil.which(name):
+        return name
+    return str(Path(sys.executable).with_name(name))
 
 
 def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> str:
@@ -273,7 +275,9 @@ def _awaited(context: RunContext) -> str:
 def _repeated_evaluation(context: RunContext) -> str:
     run = context.run
     again = f"{measuring(_model_of(run, 0), run)} measures it again"
-    return f"act on error, then {again}" if run.state == "failed" else again
+    if run.state == "failed":
+        return f"act on error, then {again}"
+    return again
 
 
 def _after_scores(context: RunContext) -> str:
@@ -471,7 +475,9 @@ def _usual(model: str, like: Run, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _task_count(run: Run) -> int:
-    return len(run.evaluation.tasks) if run.algorithm == "eval" else 0
+    if run.algorithm == "eval":
+        return len(run.evaluation.tasks)
+    return 0
 
 
 def _more(models: Sequence[str], like: Run, change: Change, measured: int, size: int | None) -> str:

@@ -323,7 +323,7 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         attempt=f"{run.attempt} of {run.max_attempts}" if run.attempt > 1 else None,
         step_s=rounded(step_s, 2),
         tokens_per_s=rounded(mean_of(history.recent, "engine/tokens_per_s"), 0),
-        held_out=[_point(row) for row in shown] or None,
+        held_out=list(map(_point, shown)) or None,
         verdict=judged.verdict,
         newest=_newest_values(newest) if newest else None,
         checkpoint=history.checkpoints[-1].step if history.checkpoints else None,
@@ -422,7 +422,9 @@ def _failure(store: Store, run: Run) -> Failure | None:
 
 def _log_tail(store: Store, run: Run, characters: int) -> str:
     text = read_log(store, run).strip()
-    return text if len(text) <= characters else f"…{text[-characters:]}"
+    if len(text) <= characters:
+        return text
+    return f"…{text[-characters:]}"
 
 
 # -- the detailed form -----------------------------------------------------------------------------

@@ -60,7 +60,9 @@ class Scores(ResultModel):
 def scores(store: Store, run: Run) -> Scores | None:
     """What the newest evaluation of a run found; None before there is one."""
     rows = store.evals(run.id)
-    return scores_of(rows[-1], store.tries(run.id, rows[-1].step)) if rows else None
+    if rows:
+        return scores_of(rows[-1], store.tries(run.id, rows[-1].step))
+    return None
 
 
 def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:

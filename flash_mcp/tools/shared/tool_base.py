@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.records import without_none
 from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.protocol.spec import OTHER_NAMES
 from flash_mcp.tools.shared.truncation import unwrapped
@@ -56,11 +57,7 @@ class Result(ResultModel):
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = {
-            name: value
-            for name, value in cast("dict[str, Any]", handler(self)).items()
-            if value is not None
-        }
+        fields = without_none(handler(self))
         last = {name: fields.pop(name) for name in ("cut", "next") if name in fields}
         return fields | last
 
@@ -87,7 +84,7 @@ class Tool:
     def is_reading(self, arguments: dict[str, Any]) -> bool:
         """Whether a call with these arguments changes nothing."""
         if self.changes_with:
-            return not any(arguments.get(name) for name in self.changes_with)
+            return not any(map(arguments.get, self.changes_with))
         return self.read_only
 
     @property
@@ -115,13 +112,12 @@ class Tool:
     @cached_property
     def arguments(self) -> type[BaseModel]:
         """The arguments as a pydantic model, in the function's order."""
-        fields: dict[str, Any] = {
-            name: (
-                parameter.annotation,
-                ... if parameter.default is parameter.empty else parameter.default,
-            )
-            for name, parameter in self.signature.parameters.items()
-        }
+        fields: dict[str, Any] = {}
+        for name, parameter in self.signature.parameters.items():
+            default = parameter.default
+            if default is parameter.empty:
+                default = ...
+            fields[name] = (parameter.annotation, default)
         return create_model(
             f"{self.name}_arguments", __config__=ConfigDict(extra="forbid"), **fields
         )

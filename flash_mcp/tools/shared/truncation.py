@@ -46,7 +46,9 @@ def json_characters(text: str) -> int:
 def shorten_as_json(text: str, limit: int) -> str:
     """`text` within `limit` characters of JSON."""
     cost = json_characters(text)
-    return text if cost <= limit else shorten(text, limit * len(text) // cost)
+    if cost <= limit:
+        return text
+    return shorten(text, limit * len(text) // cost)
 
 
 def without_empty(values: dict[str, Any]) -> dict[str, Any]:

@@ -159,7 +159,9 @@ async def ended(store: Store, run_id: str, deadline: float) -> Run:
     """The run as soon as it has ended, or as it is at `deadline` (of time.monotonic)."""
 
     def progress(run: Run) -> tuple[str, float]:
-        share = run.step / run.steps if run.steps else 0.0
+        share = 0.0
+        if run.steps:
+            share = run.step / run.steps
         at = f"{run.step} of {run.steps} attempts"
         return f"{run_id}: {run.phase or run.state}, {at}", share
 
@@ -209,7 +211,9 @@ def fingerprint(store: Store, run: Run) -> tuple[str, int, int, int, int, str | 
     An evaluation counts attempts instead of steps, many a second: a tenth of them is a change.
     """
     newest = store.last_metrics(run.id)
-    step = newest.step if newest else 0
+    step = 0
+    if newest:
+        step = newest.step
     if run.algorithm == "eval" and run.steps:
         step = run.step - run.step % max(1, run.steps // 10)
     phase = run.phase and run.phase.partition(" ")[0]
@@ -256,7 +260,9 @@ def obstacles(store: Store, run: Run) -> list[str]:
         what = f"every GPU is used by {', '.join(users)}"
         return [str(FlashError("not_ready", what, fix="wait until one is free"))]
     absent = secrets.lacking(store.base, run.id, run.spec.secrets)
-    return [str(secrets.missing(run.id, absent))] if absent else []
+    if absent:
+        return [str(secrets.missing(run.id, absent))]
+    return []
 
 
 def _target_trouble(store: Store, run: Run) -> list[str]:

@@ -77,7 +77,9 @@ def estimate_of(spec: RunSpec, probe: Probe, dataset: Dataset | None) -> Estimat
         estimate.tokens_at_most = estimate.rollouts * max(1, min(spec.max_tokens, room))
     else:
         estimate.examples = steps * batch
-        rows = estimate.eval_tasks if spec.evaluates else 0
+        rows = 0
+        if spec.evaluates:
+            rows = estimate.eval_tasks
         if dataset:
             rows = dataset.manifest["counts"]["holdout_rows"]
         every = spec.eval_every or spec.save_every

@@ -135,7 +135,9 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
 def _conversation_s(store: Store, run: Run) -> float | None:
     """Seconds of a step for each of its conversations; None if the run took no step."""
     points = store.series(run.id, "time/step_s", points=1)
-    return points[0][1] / run.training.conversations_per_step if points else None
+    if points:
+        return points[0][1] / run.training.conversations_per_step
+    return None
 
 
 def _attempt_s(store: Store, run: Run) -> float | None:
@@ -164,7 +166,9 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
     speed = float(round(rows[-1].summary["tokens_per_s"]))
     tasks = attempts.by_task(store.tries(run.id, run.evaluation.step))
     groups = [fmean(item.tokens for item in group) for group in tasks.values()]
-    tokens = fmean(groups) if groups else 0.0
+    tokens = 0.0
+    if groups:
+        tokens = fmean(groups)
     if not tokens or not speed:
         return None
     scatter = statistics.Z95 * math.sqrt(statistics.spread(groups) / len(groups)) / tokens
@@ -211,7 +215,9 @@ def _evaluations(spec: RunSpec, steps: int) -> int:
     """How often a run of so many steps evaluates."""
     every = spec.eval_every
     is_due_at_end = bool(every) and steps % every == 0
-    count = steps // every if every else 0
+    count = 0
+    if every:
+        count = steps // every
     if spec.eval_before:
         count += 1
     if spec.eval_after and not is_due_at_end:
