@@ -195,20 +195,35 @@ def test_a_function_that_is_too_long_or_too_complex_is_named(tmp_path: Path) -> 
     assert sizes(tmp_path, "        x += 1\n" * 59) == ""
 
 
-def test_a_package_that_uses_too_many_vague_names_is_named(tmp_path: Path) -> None:
+def test_a_package_that_is_denser_than_the_limits_is_named(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "density.py", tmp_path / "scripts")
-    lines = {"environments": 0, "flash_mcp": 4, "worker": 5}
-    for package, count in lines.items():
+    why, vague = "rows = 1  # why", "found = 1  # noqa: F1"
+    sources = {
+        "environments": [],
+        "flash_mcp": [
+            *[vague] * 4, *[why] * 12, *["x = [y for y in z]"] * 22, *["x = 1 if y else 2"] * 15
+        ],
+        "worker": [vague] * 5,
+    }  # fmt: skip
+    for package, lines in sources.items():
         (tmp_path / package).mkdir()
-        vague = ["found = 1  # found"] * count
-        text = "\n".join([*vague, *["rows = 1"] * (1000 - count)])
+        text = "\n".join([*lines, *["rows = 1"] * (1000 - len(lines))])
         (tmp_path / package / "a.py").write_text(text)
-    command = [sys.executable, "scripts/density.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert line.startswith("worker uses ") and "found" in line and "5.0 times" in line
+
+    def faults() -> list[str]:
+        command = [sys.executable, "scripts/density.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1
+        return done.stderr.splitlines()
+
+    dense, vague_names = faults()
+    assert dense.startswith("flash_mcp: 15.0 conditional expressions in 1,000 lines, at most 14;")
+    assert vague_names.startswith("worker: 5.0 vague names") and "found" in vague_names
+    path = tmp_path / "flash_mcp" / "a.py"
+    path.write_text(path.read_text().replace("# why", "# type: ignore").replace(" if y else 2", ""))
+    uncommented, _ = faults()
+    assert uncommented.startswith("flash_mcp: 0.0 comments in 1,000 lines, at least 12;")
 
 
 def test_the_faults_of_a_rehearsal_are_of_all_kinds_and_those_of_its_seed() -> None:

@@ -23,6 +23,7 @@ from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.exports import Exported, ExportJob, ExportKind
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import references
+from flash_mcp.state.database import pick
 from flash_mcp.state.references import Subject
 from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
@@ -127,12 +128,7 @@ def _prompts(store: Store, run: Run) -> list[list[dict[str, str]]]:
         for row in rows:
             messages = row.messages[: row.prompt_messages]
             if messages and all(isinstance(message.get("content"), str) for message in messages):
-                results.append(
-                    [
-                        {"role": message["role"], "content": message["content"]}
-                        for message in messages
-                    ]
-                )
+                results.append([pick(message, "role", "content") for message in messages])
     return results[:PROMPTS] or [[{"role": "user", "content": "Say something about yourself."}]]
 
 

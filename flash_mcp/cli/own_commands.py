@@ -25,6 +25,8 @@ def completion(arguments: Arguments) -> None:
         add_own(commands, name, command)
     for tool in TOOLS.values():
         add_tool(commands, tool)
+    # Values of tools are read as JSON, so argparse has no choices of them: their names in the
+    # help are completed instead.
     for command in commands_of(parser):
         for action in command._actions:
             if action.choices is None and str(action.metavar).startswith("{"):

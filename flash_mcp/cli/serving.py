@@ -47,6 +47,7 @@ def _serve_http(arguments: Arguments) -> None:
     host = str(arguments.host)
     port = int(arguments.port)
     store = open_store()
+    # With a reverse proxy in front, others reach the loopback address too.
     on_loopback = host in LOOPBACK and not arguments.allow_host
     authenticate = not arguments.unauthenticated
     if authenticate and not on_loopback and not tokens.made(store):
@@ -56,6 +57,7 @@ def _serve_http(arguments: Arguments) -> None:
         )
         what = "anyone who can reach this address could run code as you"
         raise FlashError("invalid_argument", what, host=host, fix=fix)
+    # Before the tools are loaded: the answer comes in a moment.
     _check_port(host, port)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415

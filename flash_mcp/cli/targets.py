@@ -57,6 +57,7 @@ def add(arguments: Arguments) -> None:
     result = None if arguments.unproved else _prove(arguments.name, settings, arguments.wait_s)
     if result and _shows_cards(settings):
         settings = settings.model_copy(update={"cards": Cards(**result.cards)})
+    # Last: a target that could not run the job is not written.
     write_target(home(), arguments.name, settings)
     body = {"target": arguments.name, "file": str(home() / FILE), **_probed(result)}
     answer(arguments, body, "\n".join(render(body)))

@@ -29,6 +29,7 @@ def create_token(arguments: Arguments) -> None:
         secret_names=arguments.secret,
     )
     answer(arguments, {**token, "token": text}, text)
+    # Beside the result: what is piped on is the token alone.
     sys.stderr.write(
         f"{token['id']} of {token['owner']} ({token['access']}). It is not shown again: keep it "
         "now. Restart a server that was started before the first token was made.\n"

@@ -55,6 +55,11 @@ def pass_at(tasks: Tasks) -> dict[str, float]:
     return shares
 
 
+def successes(tasks: Tasks) -> list[list[bool]]:
+    """The outcomes of the attempts at each task."""
+    return [[attempt.success for attempt in attempts] for attempts in tasks.values()]
+
+
 def distinct(tasks: Tasks, metric: Metric) -> list[set[float]]:
     """The different values of `metric` among the attempts at each task."""
     return [set(map(attrgetter(metric), attempts)) for attempts in tasks.values()]

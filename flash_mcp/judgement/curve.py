@@ -101,6 +101,7 @@ def _whole_ticks(curve: Curve) -> list[int]:
     steps, _ = curve.measured()
     for line in curve.lines.values():
         steps.extend(step for step, _ in line)
+    # Whole numbers: nobody trains half a step.
     first = min(steps)
     return sorted({first + (max(steps) - first) * part // 4 for part in range(5)})
 

@@ -83,6 +83,7 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     if row.bad_tool_call:
         return "bad_tool_call"
     parsed = _is_parsed(row)
+    # A wrapper that no successful answer has is what the parser stumbled over.
     if not parsed and _wrappers(turns[-1]) - accepted:
         return "wrapped"
     if parsed is False:

@@ -154,6 +154,7 @@ def chart(title: str, lines: Sequence[Series]) -> Chart:
         steps += (step for step, _ in series.points)
         values += series.reach
     low = min(values)
+    # An axis from zero is honest; where it would flatten the line, it is not used.
     if low < 0.5 * max(values):
         low = min(0.0, low)
     ticks = _ticks(low, max(values))

@@ -192,6 +192,7 @@ def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
 
 def _changed(store: Store, run_id: str, first: int, last: int) -> list[tuple[Try, Try]]:
     """The attempts before and after whose success differs; none that environment code failed."""
+    # The rollouts of one evaluation may have been lost in part.
     tries = zip(store.tries(run_id, first), store.tries(run_id, last), strict=False)
     changed: list[tuple[Try, Try]] = []
     for before, after in tries:

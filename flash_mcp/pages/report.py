@@ -80,6 +80,7 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Step:
         of = f" of {len(sample)} drawn at random" if len(sample) < total else ""
         summary += f"; failures{of}: {failed}"
     shown: list[Rollout] = []
+    # Evenly from the best to the worst: the best alone would flatter.
     for place in _spread(range(total), SHOWN_ROLLOUTS):
         shown += store.rollouts(run_id, split, step, "best", limit=1, offset=place)
     return Step(name, summary, list(zip(shown, failure_modes(shown, sample), strict=True)))

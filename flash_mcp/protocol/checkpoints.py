@@ -6,6 +6,7 @@ successor's."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import shutil
@@ -44,9 +45,9 @@ class Checkpoints:
         versions: dict[int, str] = {}
         for step in self._all_steps():
             names = self._storage.names("checkpoints", str(step))
-            complete = [name for name in names if self._is_complete(step, name)]
-            if complete:
-                versions[step] = ",".join(sorted(complete))
+            complete = filter(functools.partial(self._is_complete, step), names)
+            if version := ",".join(sorted(complete)):
+                versions[step] = version
         return versions
 
     def steps(self) -> list[int]:
@@ -133,12 +134,14 @@ class Checkpoints:
             manifest = cast("Manifest", {**manifest, "files": adapter})
             target = target.with_name(f"{target.name}-adapter")
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Deployments that start at once copy the same adapter once.
         with target.with_name(f".{target.name}.lock").open("a") as file:
             lock(file)
             if not target.is_dir():
                 part = tempfile.mkdtemp(prefix=".part-", dir=target.parent)
                 try:
                     self._copy(manifest, Path(part))
+                    # A copy that was cut off never has the final name.
                     Path(part).rename(target)
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
@@ -203,6 +206,7 @@ class Checkpoints:
             raise error
         with self._storage.listed():
             self._remove_unfinished(step, manifest["epoch"])
+            # An older state may still be needed until the new one has been read back.
             if self.newest_good() == step:
                 self._drop_older_optimizers(place, manifest["epoch"])
         return {**manifest, "path": self._storage.address(place)}

@@ -92,6 +92,8 @@ class RunFolder(Storage):
         """
         newest = self.newest_epoch()
         claim: Json = {"time": time.time(), "claim": uuid4().hex, **this_process()}
+        # The exclusive create refuses this number alone; an older attempt must not claim
+        # either.
         if newest >= epoch or not self.write_new(f"epoch/{epoch}", claim):
             what = "the run belongs to another attempt"
             raise FlashError("fenced", what, epoch=epoch, newest=max(newest, epoch))
@@ -217,9 +219,11 @@ class RunFolder(Storage):
                 continue
             step = int(match["step"])
             epoch = int(match["epoch"])
+            # An attempt that was replaced may have written last.
             if epoch < newest.get(step, 0):
                 continue
             newest[step] = epoch
+            # What there is of these: stores have an ETag, disks a time and an inode.
             written = entry.get("ETag") or entry.get("mtime") or entry.get("created")
             versions[step] = f"{name}-{written}-{entry['size']}-{entry.get('ino', '')}"
             self._files[folder, step] = f"{folder}/{name}"

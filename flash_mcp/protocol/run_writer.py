@@ -91,6 +91,7 @@ class RunWriter:
             sealed = cast(bytes, self.folder.filesystem.cat_file(place))
         except FileNotFoundError:
             return None
+        # Once they are read nothing may lie there for whoever reads the store later.
         self.folder.remove("sealed", str(self.epoch))
         self.folder.remove("keys", f"{self.epoch}.json")
         return sealed
@@ -124,4 +125,5 @@ class RunWriter:
 
     def _write(self, name: str, body: bytes) -> None:
         self.folder.write(name, body, self.check_owner)
+        # The heartbeat says how many: it must not change the number itself.
         self._writes += name != "beat.json"

@@ -62,6 +62,7 @@ def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
         raise FlashError("engine_missing", f"{error}", folder=url, fix=fix) from error
     protocols: str | tuple[str, ...] = filesystem.protocol
     is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
+    # A disk that fails does so for good; a store comes back.
     patient = filesystem if is_local else _Patient(filesystem, patience_s)
     return patient, root.rstrip("/"), is_local
 
@@ -277,6 +278,7 @@ class Storage:
         sha = hashlib.sha256()
         try:
             self._check_below(name)
+            # In pieces: an adapter may be larger than the memory that is free.
             for start in range(0, size := self.filesystem.size(path), READ_BYTES):
                 end = min(start + READ_BYTES, size)
                 sha.update(self.filesystem.cat_file(path, start=start, end=end))
@@ -300,6 +302,7 @@ class Storage:
             with temporary.open("wb") as stream:
                 stream.write(body)
                 stream.flush()
+                # After a power cut the new name must not have an empty file.
                 os.fsync(stream.fileno())
             guard()
             _replace(temporary, target)
@@ -404,6 +407,8 @@ class _Patient:
                     if time.monotonic() - began + delay_s > self._patience_s:
                         raise trouble from error
                     log.warning("%s %s is tried again: %s", name, arguments[0], error)
+                # Not all workers at once: a store that comes back would be
+                # overrun.
                 time.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(2 * delay_s, most_s)
 
@@ -431,6 +436,7 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(error, REFUSALS):
         return False
     if isinstance(error, OSError):
+        # The request is wrong, or the disk is full: neither passes by itself.
         return error.errno not in (errno.EINVAL, errno.ENOSPC)
     # Errors of botocore, which may not be installed, have no base in the standard library.
     names = {base.__name__ for base in type(error).__mro__}

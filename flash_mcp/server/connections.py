@@ -114,9 +114,10 @@ class LimitedProtocol(H11Protocol):
         proxy have the same.
         """
         protocols = cast("set[LimitedProtocol]", self.connections)
-        others = [
-            item for item in protocols if item is not self and not item.transport.is_closing()
-        ]
+        others: list[LimitedProtocol] = []
+        for item in protocols:
+            if item is not self and not item.transport.is_closing():
+                others.append(item)
         strangers = [item for item in others if item.owner is None]
         neighbours = [item for item in strangers if item.address == self.address]
         if len(neighbours) >= self.config.most_per_address:

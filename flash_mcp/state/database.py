@@ -96,8 +96,12 @@ class Connection:
         with ExitStack() as on_error:
             db = Database(self.path)
             on_error.callback(db.close)
+            # Transactions begin where `transaction` says so, not where the module
+            # guesses.
             db.conn.isolation_level = None
             _wait_for_locks(db, BUSY_TIMEOUT_S)
+            # A caller was told that its run is queued: that has to survive a power
+            # cut.
             execute(db, "PRAGMA synchronous=FULL")
             if kind == "own":
                 _hide_what_is_not_the_callers(db)
@@ -185,7 +189,7 @@ class Connection:
         """The first column of all rows."""
         return [next(iter(row.values())) for row in self.query(sql, values)]
 
-    def pairs(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, Any]]:
+    def two_columns(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, Any]]:
         """The two columns of all rows, as dict() takes them."""
         return [cast("tuple[Any, Any]", tuple(row.values())) for row in self.query(sql, values)]
 

@@ -129,7 +129,7 @@ class HistoryTables(RunTable):
                     WHERE run_id = ?)
                 WHERE value IS NOT NULL)
             GROUP BY stretch ORDER BY stretch"""
-        return self.pairs(sql, [points, name, run_id])
+        return self.two_columns(sql, [points, name, run_id])
 
     def rollouts(
         self,
@@ -342,7 +342,7 @@ class HistoryTables(RunTable):
                  WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
                  AND json_extract(a.body, '$.error') IS NULL
                  AND json_extract(b.body, '$.error') IS NULL"""
-        return self.pairs(sql, [run_id, steps[0], steps[-1]])
+        return self.two_columns(sql, [run_id, steps[0], steps[-1]])
 
     def tries(self, run_id: str, step: int) -> list[Try]:
         """Every attempt of a run's evaluation at `step`, in order."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, EnvironmentVersion, Json, Run
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.serving import fetch_adapter, find_deployment
 from flash_mcp.state.store import Store
@@ -142,9 +142,10 @@ def find_subject(store: Store, reference: str) -> Subject:
     if named := RUN.fullmatch(reference):
         return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
     if not base_models.is_named(reference):  # a deployment cannot replace a model
-        live = [
-            row for row in store.deployments(LIVE_DEPLOYMENT) if reference in (row.id, row.name)
-        ]
+        live: list[Deployment] = []
+        for row in store.deployments(LIVE_DEPLOYMENT):
+            if reference in (row.id, row.name):
+                live.append(row)
         if live or reference.startswith("dep-"):
             row = find_deployment(store, reference)
             served = row.id if live else None

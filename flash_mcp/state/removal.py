@@ -98,6 +98,7 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
         if not dry_run:
             for sql, values in result.deletions:
                 store.execute(sql, values)
+            # The rows first: one that stays would name files that are gone.
             move_away(store, result.folders)
             if result.on_target:
                 add_removed(store, result.on_target.folder, result.on_target.target)
@@ -177,6 +178,7 @@ def _run(store: Store, run_id: str) -> _Found:
     for row in store.deployments(LIVE_DEPLOYMENT):
         if row.run_id == run_id:
             raise _in_use(run_id, f"{row.id} serves it", f"flash-mcp undeploy {row.id} ends that")
+    # A run that has not begun still reads the adapter.
     for row in store.active_runs():
         if (row.init_adapter or {}).get("run_id") == run_id:
             what = f"{row.id} starts from its adapter"

@@ -102,6 +102,7 @@ def prune_checkpoints(store: Store, run: Run) -> None:
     with store.transaction():
         saved = store.checkpoints(run.id)
         kept = {row.step for row in saved[-1 - spec.keep_checkpoints :]}
+        # `status` and `deploy` recommend the best one.
         kept.add(best_checkpoint(saved, store.evals(run.id)).step)
         kept |= {step for run_id, step in referred(store, ()) if run_id == run.id}
         surplus = [row for row in saved if row.step not in kept and not _is_named(store, row)]
@@ -175,7 +176,7 @@ def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple
     sql = """SELECT json_extract(init_adapter, '$.run_id') AS run_id,
              json_extract(init_adapter, '$.step') AS step
              FROM runs WHERE run_id IS NOT NULL AND files_removed IS NULL"""
-    return served.union(store.pairs(sql))
+    return served.union(store.two_columns(sql))
 
 
 def drop_files(store: Store, run_id: str, why: str) -> bool:

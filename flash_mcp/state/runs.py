@@ -88,7 +88,7 @@ class RunTable(Connection):
         """
         sql = """SELECT id, updated FROM runs WHERE state IN ('starting', 'running') AND target = ?
                  ORDER BY created, id"""
-        updated = dict(self.pairs(sql, [target]))
+        updated = dict(self.two_columns(sql, [target]))
         before = self._taken.get((caller().owner, target), {})
         taken: dict[str, Run] = {}
         for run_id, run in before.items():
@@ -157,7 +157,7 @@ class RunTable(Connection):
         """{target: seconds that all runs and servers worked, times their GPUs}"""
         sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
                  FROM runs GROUP BY target"""
-        return dict(self.pairs(sql))
+        return dict(self.two_columns(sql))
 
     def served_s_by_target(self, deployment_id: str) -> dict[str, float]:
         """{target: seconds that servers of the deployment worked, times their GPUs}"""
@@ -173,4 +173,4 @@ class RunTable(Connection):
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""
         sql = "SELECT state, count(*) FROM runs WHERE serves IS NULL GROUP BY state"
-        return dict(self.pairs(sql))
+        return dict(self.two_columns(sql))

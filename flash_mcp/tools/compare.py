@@ -401,7 +401,7 @@ def _memory(store: Store, pair: Pair) -> Flag | None:
 def _side(side: Evaluated) -> Side:
     run = side.run
     success = fmean(side.means("success").values())
-    outcomes = [[item.success for item in tries] for tries in side.tasks.values()]
+    outcomes = attempts.successes(side.tasks)
     interval = statistics.success_interval(outcomes)
     return Side(
         run_id=run.id,

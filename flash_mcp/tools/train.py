@@ -13,7 +13,7 @@ from pydantic import Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
-from flash_mcp.protocol.records import Json, Run
+from flash_mcp.protocol.records import Json, Run, without_none
 from flash_mcp.protocol.spec import OTHER_NAMES, RECIPES, RunSpec, default_of
 from flash_mcp.state import queue
 from flash_mcp.state.queue import Label
@@ -208,7 +208,7 @@ def _arguments(fields: Json, settings: Json) -> Json:
     """What was given, in one. FlashError(unknown_argument | invalid_argument) names a setting that
     is no field, or that was given twice.
     """
-    arguments = {name: value for name, value in fields.items() if value is not None}
+    arguments = without_none(fields)
     for name, value in settings.items():
         if name not in RunSpec.model_fields:
             guess = did_you_mean(name, RunSpec.model_fields, count=1, also=OTHER_NAMES)

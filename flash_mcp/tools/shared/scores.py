@@ -77,7 +77,7 @@ def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
     )
     if not valid:
         return result
-    outcomes = [[item.success for item in group] for group in tasks.values()]
+    outcomes = attempts.successes(tasks)
     interval = statistics.success_interval(outcomes)
     result.success = fmean(item.success for item in valid)
     result.low = interval.low

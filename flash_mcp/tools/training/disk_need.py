@@ -66,6 +66,7 @@ def disk_need(store: Store, spec: RunSpec, card: ModelCard, steps: int) -> DiskN
     if not adapter:
         return None
     saves = math.ceil(steps / spec.save_every)
+    # The newest and the best one are kept besides.
     kept = min(saves, spec.keep_checkpoints + 2)
     return DiskNeed(adapter, kept, shutil.disk_usage(store.base).free)
 
@@ -102,6 +103,7 @@ def _computed(spec: RunSpec, card: ModelCard) -> int:
     except (KeyError, TypeError, ValueError):
         return 0
     # Each linear layer gets one matrix at its input and one at its output.
+    # Queries and output, then keys and values.
     attention = 2 * (hidden + queries) + 2 * (hidden + keys)
     feed_forward = 3 * (hidden + inner)
     width = BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)

@@ -73,6 +73,7 @@ def estimate_of(spec: RunSpec, probe: Probe, dataset: Dataset | None) -> Estimat
     )
     if spec.algorithm == "grpo":
         estimate.rollouts = steps * batch * (spec.group_size or 1)
+        # A bound, not a guess: answers are usually shorter.
         room = (spec.max_length or DEFAULT_MAX_LENGTH) - probe.prompt_tokens
         estimate.tokens_at_most = estimate.rollouts * max(1, min(spec.max_tokens, room))
     else:

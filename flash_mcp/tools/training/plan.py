@@ -141,6 +141,7 @@ def _inputs(
     spec = resolved.spec
     check_logins(TRACKERS[name] for name in spec.report_to if name in TRACKERS)
     costs.check(spec, store.base)
+    # A repeat means the run that is there, also if the name has a newer version by now.
     if first:
         reference, adapter = first.environment_reference, first.init_adapter
     else:
@@ -168,8 +169,10 @@ def _memory_need(inputs: Inputs) -> MemoryNeed | None:
     if spec.target != LOCAL_TARGET:
         return None
     _check_gpus(spec, inputs.environment.owner)
+    # Which card it gets is decided later: refuse only what fits none.
     largest = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
     need = need_of(spec, largest)
+    # A repeat starts nothing, so nothing has to fit.
     if need and not inputs.is_repeated:
         need.check()
     return need

@@ -71,6 +71,7 @@ async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool)
     a run continues without tasks that fail.
     """
     longest = 0
+    # A few: to open a task may take seconds.
     tasks = min(4, host.splits["train"])
     faults: list[EnvironmentFault] = []
     with anyio.move_on_after(OPENINGS_S):
@@ -83,6 +84,8 @@ async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool)
                     length += len(json.dumps(opening.tools))
                 longest = max(longest, length)
                 await host.close(opening.episode)
+                # SFT trains on gold answers: better to learn now that there are
+                # none.
                 if gold:
                     await host.gold("train", index)
             except EnvironmentFault as fault:

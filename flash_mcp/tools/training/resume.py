@@ -81,6 +81,7 @@ def _check_files(run: Run) -> None:
         if path and not Path(path).exists():
             what = f"{run.id} cannot go on: {path} was removed"
             raise FlashError("unknown_checkpoint", what, fix="start another run with train")
+    # Retention keeps the row of an old run, so that its numbers can still be read.
     if run.files_removed is not None:
         what = f"the files of {run.id} were removed to make room"
         raise FlashError("unknown_checkpoint", what, fix="start another run with train")

@@ -87,6 +87,7 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
     one; else, with grpo, from the newest evaluation of the model. None if neither was run.
     """
     ended = [run for run in store.runs(limit=LOOKED_AT) if _is_alike(run, work.spec)]
+    # Those of this environment first: their conversations are as long.
     ended.sort(key=lambda run: run.environment != work.environment)
     if result := _as_before(store, work, ended):
         return result
