@@ -55,7 +55,9 @@ class Model:
         preferred: Sync = self.sync or default_sync(self.dtype)
         ways: list[Sync] = [preferred]
         if not self.four_bit and (self.dtype != torch.float32 or not torch.cuda.is_available()):
-            ways += [way for way in WAYS if way not in ways]
+            for way in WAYS:
+                if way != preferred:
+                    ways.append(way)
         return ways
 
     @property
