@@ -1,4 +1,5 @@
-"""Plays the quickstarts of agent frameworks, unchanged, in the sandbox, against a scripted model.
+"""Plays short programs after the quickstarts of agent frameworks in the sandbox, against a scripted
+model.
 
     scripts/frameworks              installs the packages, plays all, and prints a table
     scripts/frameworks --only dspy  those whose names begin so

@@ -1,5 +1,5 @@
-"""Quickstarts of agent frameworks, unchanged, in the sandbox. They need what `scripts/frameworks`
-installs."""
+"""Short programs after the quickstarts of agent frameworks, in the sandbox. They need what
+`scripts/frameworks` installs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", scripted.PACKAGES)
-async def test_quickstarts_work_unchanged(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quickstarts_work(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not scripted.is_installed():
         pytest.skip("scripts/frameworks installs what this test needs")
     monkeypatch.setattr(requirements, "interpreters_dir", lambda: hubs.HOME / "interpreters")
