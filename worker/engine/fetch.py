@@ -195,14 +195,14 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
 
     is_public = hub_id in {card.address for card in MODELS.values()}
     is_anonymous = NO_HUB_LOGIN in os.environ and not is_public
-    if revision and not is_anonymous:
-        with suppress(hub.LocalEntryNotFoundError):
-            return snapshot(revision, local_files_only=True)
     missing = (hub.GatedRepoError, hub.RepositoryNotFoundError, hub.RevisionNotFoundError)
     try:
         if is_anonymous:
             # Another caller's login may have brought here what the hub does not serve to this one.
             huggingface_hub.HfApi().auth_check(hub_id, token=False)
+        if revision:
+            with suppress(hub.LocalEntryNotFoundError):
+                return snapshot(revision, local_files_only=True)
         # One quick request first: a download retries for minutes. What it names is fetched, even if
         # a newer commit comes meanwhile.
         info = huggingface_hub.HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT_S)
