@@ -23,6 +23,7 @@ from typing import Any
 from flash_mcp.protocol.errors import FlashError
 from tests.forked import Forked
 from tests.model_rows import ARCHITECTURES, make_model
+from worker.process import PROCESS_SETTINGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 LENGTH = 256
@@ -200,7 +201,8 @@ def run_row(name: str, scratch: Path) -> Row:
     outcome = scratch / f"{name}.json"
     log = scratch / f"{name}.log"
     log.touch()
-    process = Forked(["-m", "tests.models", name, "--out", str(outcome)], log, {**os.environ})
+    environment = {**PROCESS_SETTINGS, **os.environ}
+    process = Forked(["-m", "tests.models", name, "--out", str(outcome)], log, environment)
     try:
         code = process.wait(ROW_S)
     except Exception:

@@ -15,6 +15,7 @@ from flash_mcp.protocol.errors import FlashError
 from worker.adapter import save_adapter
 from worker.engine.vllm import Sync, VllmEngine
 from worker.handshake import agreeing_engine, check_effect
+from worker.process import PROCESS_SETTINGS
 from worker.training.policy import load_policy
 
 LENGTH = 256
@@ -22,12 +23,15 @@ LENGTH = 256
 
 @pytest.fixture(scope="module")
 def engines(fp32_model: Path) -> Iterator[dict[Sync, VllmEngine]]:
-    yield {
-        way: VllmEngine(
-            fp32_model, max_length=LENGTH, max_num_seqs=4, lora_rank=8, sync=way, dtype="float32"
-        )
-        for way in ("merged", "adapter")
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PROCESS_SETTINGS.items():
+            patch.setenv(name, value)
+        yield {
+            way: VllmEngine(
+                fp32_model, max_length=LENGTH, max_num_seqs=4, lora_rank=8, sync=way, dtype="float32"
+            )
+            for way in ("merged", "adapter")
+        }
 
 
 @pytest.fixture
