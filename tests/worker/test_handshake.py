@@ -28,7 +28,12 @@ def engines(fp32_model: Path) -> Iterator[dict[Sync, VllmEngine]]:
             patch.setenv(name, value)
         yield {
             way: VllmEngine(
-                fp32_model, max_length=LENGTH, max_num_seqs=4, lora_rank=8, sync=way, dtype="float32"
+                fp32_model,
+                max_length=LENGTH,
+                max_num_seqs=4,
+                lora_rank=8,
+                sync=way,
+                dtype="float32",
             )
             for way in ("merged", "adapter")
         }
