@@ -98,7 +98,9 @@ def test_every_script_starts(checkout: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0 and "usage: " in done.stdout, (name, done.stderr)
     shell = {*SCRIPTS} - WITH_HELP - {*TESTED_ELSEWHERE}
-    assert shell == {"install", "peers", "test", "test-clients", "test-engines"}
+    assert shell == {
+        "frameworks", "install", "models", "peers", "test", "test-clients", "test-engines",
+    }  # fmt: skip
     for name in shell:  # they fetch packages
         subprocess.run(["sh", "-n", ROOT / "scripts" / name], check=True)
     for name, test in TESTED_ELSEWHERE.items():
