@@ -524,6 +524,7 @@ async def test_vllm_serves_the_adapter_from_a_node_that_shares_nothing_but_a_fol
     bench.settings = bench.settings.model_copy(update=more)
     launcher = LocalLauncher(tmp_path / "engine" / "attempts", [])
     bench.servers = RemoteServers(bench.store, flash_home, lambda *_: bench.target(launcher))
+    bench.reconciler = bench.new_reconciler(launcher)
     run_id = make_run(bench.store, str(tiny_model), {5: tiny_adapter})
     asked = request(bench.store, run_id, target="lab")
     try:
