@@ -183,10 +183,15 @@ def contents(body: dict[str, Any]) -> dict[str, bytes]:
 
 
 async def refused(run_id: str, **arguments: Any) -> str:
-    async with Client(server) as client:
-        result = await client.call_tool("checkpoints", {"run_id": run_id, **arguments})
-        assert result.is_error
-        return result.content[0].text
+    """The error of the tool, at once or of an export that has failed."""
+    given = {"run_id": run_id, **arguments}
+    with anyio.fail_after(PATIENCE_S):
+        async with Client(server) as client:
+            while True:
+                result = await client.call_tool("checkpoints", given)
+                if result.is_error:
+                    return result.content[0].text
+                assert result.structured_content["export"]["state"] == "running"
 
 
 @pytest.mark.anyio
