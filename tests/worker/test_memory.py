@@ -203,7 +203,7 @@ def test_a_group_that_fits_only_without_its_activations_is_computed_twice(
     assert keep_tokens
     # Shorter conversations, the prompt as long: as many tokens as are kept may be computed at once,
     # and hardly more.
-    shorter = [replace(work, max_tokens=length) for length in range(50, 1000, 50)]
+    shorter = [replace(work, max_tokens=length) for length in (25, *range(50, 1000, 50))]
     kept = max(
         (group for group in shorter if group.tokens <= keep_tokens), key=lambda group: group.tokens
     )
