@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.supervisor.launch.devices import installed
+from flash_mcp.tools.shared import waiting
 from tests import reaper
 from tests.places import NO_TORCH, WHEELS
 
@@ -166,6 +167,7 @@ def flash_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     starts.
     """
     folder = tmp_path / "flash-home"
+    waiting.closing.clear()  # an HTTP server of an earlier test has ended
     monkeypatch.setenv("FLASH_HOME", str(folder))
     monkeypatch.setenv("FLASH_MODELS", str(SHARED_MODELS))
     monkeypatch.setenv("FLASH_DEVICE_LOCKS", str(tmp_path))

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from worker.model_files import config_of, head_size
+from worker.model_files import config_of, has_state, head_size
 
 MIB = 2**20
 GIB = 2**30
@@ -21,6 +21,9 @@ KV_BLOCK_TOKENS = 32
 """Block size of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks;
 with vLLM's default of 128, shorter chat prompts would never be found.
 """
+STATE_BLOCKS = 4
+"""Blocks that a sequence takes for its states, where some layers have one. It is enough for tiny
+models, larger ones were not tried."""
 KV_CACHE_SHARE = 4
 """On the CPU the cache takes at most 1/KV_CACHE_SHARE of the memory: sequences that do not fit
 wait.
@@ -38,11 +41,33 @@ def kv_cache_bytes(
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = math.ceil(heads / shards)
-    block = 2 * itemsize * config.num_hidden_layers * heads * head_size(config) * KV_BLOCK_TOKENS
-    blocks = math.ceil(max_length / KV_BLOCK_TOKENS)
+    layer = 2 * itemsize * heads * head_size(config) * KV_BLOCK_TOKENS
+    states = 0
+    if has_state(config):
+        # vLLM makes every block as large as a layer's state, and gives each sequence some more.
+        larger = math.ceil(state_bytes(config) / layer)
+        layer *= max(1, larger)
+        states = STATE_BLOCKS
+    block = layer * config.num_hidden_layers
+    blocks = math.ceil(max_length / KV_BLOCK_TOKENS) + states
     one = blocks + 1  # vLLM keeps one block empty
     every = sequences * blocks + 1
     return block * max(one, min(every, room // block))
+
+
+def state_bytes(config: Any) -> int:
+    """Bytes of what one layer with a state keeps of a sequence, in fp32: the product of a head's
+    two sizes for each head, or what a wide one would be where the config names none.
+    """
+    heads = getattr(config, "linear_num_value_heads", 0) or getattr(config, "mamba_n_heads", 0)
+    heads = heads or getattr(config, "mamba_num_heads", 0)
+    key = getattr(config, "linear_key_head_dim", 0) or getattr(config, "mamba_d_state", 0)
+    key = key or getattr(config, "ssm_state_size", 0)
+    value = getattr(config, "linear_value_head_dim", 0) or getattr(config, "mamba_d_head", 0)
+    value = value or getattr(config, "mamba_head_dim", 0)
+    if isinstance(heads, int) and isinstance(key, int) and isinstance(value, int):
+        return 4 * (heads * key * value or 16 * config.hidden_size)
+    return 64 * config.hidden_size
 
 
 def engine_cache_bytes(

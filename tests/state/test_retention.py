@@ -240,8 +240,10 @@ def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
     run, _ = saved(tmp_path, keep_checkpoints=2)
     fetch = Checkpoints.fetch
 
-    def and_prune(self: Checkpoints, step: int, into: Path, *, whole: bool) -> Path:
-        path = fetch(self, step, into, whole=whole)
+    def and_prune(
+        self: Checkpoints, step: int, into: Path, *, whole: bool, digest: str | None = None
+    ) -> Path:
+        path = fetch(self, step, into, whole=whole, digest=digest)
         prune_checkpoints(store, store.run(run.id))
         return path
 

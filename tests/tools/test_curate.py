@@ -415,10 +415,10 @@ def hold_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     released = threading.Event()
     read_local = storage.read_local
 
-    def wait(file: Path, max_bytes: int) -> bytes:
+    def wait(file: Path, max_bytes: int, *, root: str = "") -> bytes:
         if file == path:
             released.wait()
-        return read_local(file, max_bytes)
+        return read_local(file, max_bytes, root=root)
 
     monkeypatch.setattr(storage, "read_local", wait)
     return released.set

@@ -215,7 +215,7 @@ async def test_an_evaluation_asks_for_the_gpus_that_share_its_model(
 ) -> None:
     one = await evaluated(client, limit=5)
     error = await refusal(client, "evaluate", environment="echo", gpus=2)
-    assert "[device_unsupported]" in error and "this machine has 0 GPUs" in error
+    assert "[device_unsupported]" in error and "this machine has no GPU" in error
     monkeypatch.setattr("flash_mcp.tools.shared.placing.find_gpus", lambda: ["0", "1"])
     error = await refusal(client, "evaluate", environment="echo", gpus=3)
     assert "this machine has 2 GPUs" in error and "use gpus=2" in error
@@ -390,19 +390,10 @@ async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(cli
     assert body["verdict"] == "underpowered"
     assert body["success"]["decide_n"] > 60
     needed = body["success"]["decide_n"]
-    assert f"about {needed} tasks would decide: evaluate(" in body["next"]
-    assert f"limit={needed}" in body["next"]
-    pushed = open_store().environment("echo")
-    sizes = {"tasks": {"train": 40, "eval": 60}}
-    open_store().add_environment(
-        name="echo",
-        digest=pushed.digest,
-        path=pushed.path,
-        size_bytes=pushed.size_bytes,
-        data=sizes,
+    assert (
+        f"about {needed} tasks would decide and the eval split has no more than 60" in body["next"]
     )
-    capped = await call(client, "compare", base=base["run_id"], other=other["run_id"])
-    assert "the eval split has no more than 60" in capped["next"] and "add tasks" in capped["next"]
+    assert "add tasks" in body["next"]
     lenient = await call(
         client, "compare", base=base["run_id"], other=other["run_id"], min_change=0.2
     )
@@ -777,7 +768,6 @@ async def test_another_adapter_and_another_version_are_measured_anew(
     # The checkpoint of a step is another one once an attempt has made that step again.
     sql = "UPDATE checkpoints SET digest = 'other' WHERE run_id = ? AND step = 20"
     open_store().execute(sql, [run.id])
-    renewed = await call(client, "evaluate", model=f"{run.id}@20", **asked)
-    assert renewed["created"] is True
-    again = await call(client, "evaluate", model=f"{run.id}@20", **asked)
-    assert (again["run_id"], again["created"]) == (renewed["run_id"], False)
+    # Until its files are there, what lies in the folder is not measured in its place.
+    error = await refusal(client, "evaluate", model=f"{run.id}@20", **asked)
+    assert "checkpoint_corrupt" in error

@@ -104,7 +104,9 @@ def check_gpus(count: int, *, shares_model: bool = False) -> None:
         available = f"{has} {what}"
         fix = f"use gpus={max(1, has)}, or another target"
         if not cards:
-            available = f"no GPU and {has} processors"
+            available = "no GPU"
+            if has:
+                available += f" and {has} processors"
             fix = "leave gpus out, or name a target with GPUs"
             if has > 1:
                 fix += f"; gpus={has} trains on each processor as if it were a GPU"
