@@ -247,11 +247,7 @@ def final_result(folder: RunFolder) -> FinalResult | None:
 
 
 def read_beats(folders: Sequence[RunFolder]) -> list[Beat | None]:
-    """The heartbeats of runs in one store, all asked for at once; local ones are read one by one,
-    as all local files are: what lies there may be a pipe. FlashError(store_unreachable).
-    """
-    if folders and folders[0].is_local:
-        return [folder.beat() for folder in folders]
+    """The heartbeats of runs in one store, all asked for at once. FlashError(store_unreachable)."""
     beats: list[Beat | None] = []
     for folder, body in zip(folders, read_of_all(folders, "beat.json"), strict=True):
         beat = None

@@ -129,14 +129,29 @@ class RunReconciler:
         return existing.read_began if existing else 0.0
 
     def _read_beats(self, taken: Sequence[Run]) -> None:
-        """Read all heartbeats that are due, at once."""
+        """Read all heartbeats that are due: those of a store at once, local ones one by one, as all
+        local files are read. What lies there may be a pipe.
+        """
         now = time.monotonic()
-        existing = [self._attempts[run.id] for run in taken if run.id in self._attempts]
-        due = [attempt for attempt in existing if now >= attempt.beat_due_at]
-        beats = read_beats([attempt.folder for attempt in due])
-        for attempt, beat in zip(due, beats, strict=True):
+        attached = [run for run in taken if run.id in self._attempts]
+        next_at = now + len(attached) / self.target.beats_per_s
+        remote: list[Attempt] = []
+        for run in attached:
+            attempt = self._attempts[run.id]
+            if now < attempt.beat_due_at:
+                continue
+            if attempt.folder.is_local:
+                self._guarded("heartbeat", run, self._read_local_beat)
+            else:
+                remote.append(attempt)
+            attempt.beat_due_at = next_at
+        beats = read_beats([attempt.folder for attempt in remote])
+        for attempt, beat in zip(remote, beats, strict=True):
             attempt.read_beat, attempt.is_beat_read = beat, True
-            attempt.beat_due_at = now + len(existing) / self.target.beats_per_s
+
+    def _read_local_beat(self, run: Run) -> None:
+        attempt = self._attempts[run.id]
+        attempt.read_beat, attempt.is_beat_read = attempt.folder.beat(), True
 
     def _slots(self, run: Run) -> int:
         if run.serves:
