@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from environments.checks.answers import parts, tags
-from environments.checks.playing import Task, known_gold, play, together
+from environments.checks.playing import Task, known_gold, play, read_prompt, together
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
@@ -104,7 +104,8 @@ async def best_constant(
         async with asyncio.timeout(TIMEOUT_S):
             result = await together(known_gold(host, Task(split, index)) for index in few)
             golds = [turns for turns in result if turns]
-            prompts = await together(_prompt(host, split, index) for index in few[:FIRST_TASKS])
+            opened = (Task(split, index) for index in few[:FIRST_TASKS])
+            prompts = await together(read_prompt(host, task) for task in opened)
             texts = candidates(golds, prompts)
             tried = await _play_all(host, split, few[:FIRST_TASKS], texts, at_once)
             finalists = [constant.turns for constant in tried[:FINALISTS]]
@@ -121,12 +122,6 @@ async def best_constant(
                     best.turns, best.successes + more.successes, best.rewards + more.rewards
                 )
     return best
-
-
-async def _prompt(host: EnvironmentHost, split: str, index: int) -> str:
-    opening = await host.open(split, index)
-    await host.close(opening.episode)
-    return "\n".join(message["content"] for message in opening.messages)
 
 
 async def _play_all(

@@ -21,7 +21,7 @@ from statistics import fmean
 
 from environments.checks.answers import JUNK, final_answer, tags
 from environments.checks.constants import INJECTED, USUAL, candidates
-from environments.checks.playing import Played, Task, known_gold, play, together
+from environments.checks.playing import Played, Task, known_gold, play, read_prompt, together
 from environments.checks.report import Probe, shown
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
@@ -264,9 +264,7 @@ class _Hunter:
         self._golds = {task: gold for task, gold in zip(self._tasks, golds, strict=True) if gold}
         last = [gold[-1] for gold in golds if gold]
         for place, task in enumerate(self._tasks):
-            opening = await self._host.open(task.split, task.index)
-            prompt = "\n".join(message["content"] for message in opening.messages)
-            await self._host.close(opening.episode)
+            prompt = await read_prompt(self._host, task)
             own = self._golds.get(task, ("",))[-1]
             others = [text for text in last[place + 1 :] + last[:place] if text != own]
             self._views[task] = View(prompt, others[0] if others else "")

@@ -169,6 +169,17 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def prompt_text(messages: Sequence[ChatMessage]) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+async def read_prompt(host: EnvironmentHost, task: Task) -> str:
+    """The text of the prompt with which the task opens."""
+    opening = await host.open(task.split, task.index)
+    await host.close(opening.episode)
+    return prompt_text(opening.messages)
+
+
 async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     """The model's turns of the gold answer; () if it has none."""
     turns: list[str] = []

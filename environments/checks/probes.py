@@ -40,11 +40,15 @@ LOW_SHARE = 0.4
 HIT_SHARE = 0.25
 """Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
 JUNK_SHARE = 0.5
-"""The same for one junk text: some tasks ask for so little that a few words are right."""
+"""One junk text may succeed on at most this share: some tasks ask for so little that a few words
+are right.
+"""
 LOOSE_SHARE = 0.1
 """Where junk is right on more of the tasks, two answers at once may be right too."""
 ECHO_SHARE = 0.6
-"""The same for parts of the prompt: of two numbers in a question, the last is often the answer."""
+"""Parts of the prompt may succeed on at most this share of the tasks: of two numbers in a question,
+the last is often the answer.
+"""
 CONSTANT_SHARE = 0.85
 """One constant may succeed on less than this share of the tasks, and earn less than this share of
 the gold answers' reward. What succeeds on 93 % of all tasks may do so on 87 % of the sample."""
@@ -235,13 +239,12 @@ async def truncated(trial: Trial) -> str:
         elif score.success:
             # Half of a long answer may hold all that counts.
             says_all = says_all or _success_text(task, answers, score)
-        elif earned := _overpaid(trial, task, answers, score, partial=True):
+        elif earned := _overpaid(trial, task, answers, score, is_part=True):
             paid.setdefault(task, earned)
     count = len(trial.tasks)
-    most = 1.0 if _is_loose(trial) else HIT_SHARE
     skip_if(
         [
-            fail_if_many(hits, count, CUT_FIX, most),
+            fail_if_many(hits, count, CUT_FIX, _most_hits(trial)),
             fail_if_many(paid, count, PAY_FIX, HIT_SHARE),
         ]
     )
@@ -266,7 +269,7 @@ async def prompt_echo(trial: Trial) -> str:
         is_asked = answers == [trial.asked(task)]
         if score.success:
             hits.setdefault(task, _success_text(task, answers, score))
-        elif earned := _overpaid(trial, task, answers, score, partial=is_asked):
+        elif earned := _overpaid(trial, task, answers, score, is_part=is_asked):
             paid.setdefault(task, earned)
     count = len(trial.tasks)
     # "Answer yes or no" names the gold answer of half the tasks.
@@ -297,18 +300,18 @@ def _success_text(task: Task, answers: Answers, score: Score) -> str:
 
 
 def _overpaid(
-    trial: Trial, task: Task, answers: Answers, score: Score, *, partial: bool = False
+    trial: Trial, task: Task, answers: Answers, score: Score, *, is_part: bool = False
 ) -> str:
-    """What such an answer earned, if that is near what the gold answer earned; else "". A partial
-    answer only has to earn less.
+    """What such an answer earned, if that is near what the gold answer earned; else "". A part of
+    a gold answer or of the prompt only has to earn less.
     """
     if task not in trial.played:
         return ""
     gold_reward = trial.played[task].score.reward
-    limit = LOW_SHARE * gold_reward
-    if score.reward <= limit and not (partial or gold_reward <= 0):
-        return ""
-    if score.reward < gold_reward and (partial or gold_reward <= 0):
+    is_low = score.reward <= LOW_SHARE * gold_reward
+    if is_part or gold_reward <= 0:
+        is_low = score.reward < gold_reward
+    if is_low:
         return ""
     return f"{task}: {shown(answers)} earned {score_text(score)}, the gold answer {gold_reward:g}"
 
@@ -349,7 +352,7 @@ async def near_gold(trial: Trial) -> str:
     skip_if(
         [
             fail_if_many(changed, len(tried), whole, HIT_SHARE),
-            fail_if_many(hedged, len(tried), single, 1.0 if _is_loose(trial) else HIT_SHARE),
+            fail_if_many(hedged, len(tried), single, _most_hits(trial)),
         ]
     )
     return f"{len(tried)} tasks: a changed character and two answers at once are no successes"
@@ -396,6 +399,11 @@ async def order(trial: Trial) -> str:
 def _is_loose(trial: Trial) -> bool:
     """Whether the tasks ask for so little that junk is right on some, though not on most."""
     return LOOSE_SHARE < trial.junk_successes <= JUNK_SHARE
+
+
+def _most_hits(trial: Trial) -> float:
+    """On what share of the tasks part of the gold answer, or two answers at once, may be right."""
+    return 1.0 if _is_loose(trial) else HIT_SHARE
 
 
 async def constants(trial: Trial) -> str:

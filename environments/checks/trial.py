@@ -11,7 +11,7 @@ from typing import Any
 
 from environments.base import ChatMessage
 from environments.checks.answers import JUNK, cut
-from environments.checks.playing import Answers, Played, Task, play, together
+from environments.checks.playing import Answers, Played, Task, play, prompt_text, together
 from environments.checks.report import Report, shown
 from environments.process.host import EnvironmentFault, EnvironmentHost
 
@@ -80,7 +80,7 @@ class Trial:
         self.see(task, turns, played)
 
     def see(self, task: Task, turns: tuple[str, ...], played: Played) -> None:
-        self.seen[task] = "\n".join(message["content"] for message in played.prompt), turns[-1]
+        self.seen[task] = prompt_text(played.prompt), turns[-1]
 
     def last_gold(self, task: Task) -> str:
         """The last turn of the gold answer; "" if there is none."""
@@ -95,7 +95,7 @@ class Trial:
         return next((text for text in others if text.strip() != last), "")
 
     def prompt(self, task: Task) -> str:
-        return "\n".join(message["content"] for message in self.prompts[task])
+        return prompt_text(self.prompts[task])
 
     def asked(self, task: Task) -> str:
         """What the prompt asks about, such as the words to sort; "" if that is the gold answer."""
