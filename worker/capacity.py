@@ -24,6 +24,12 @@ with vLLM's default of 128, shorter chat prompts would never be found.
 STATE_BLOCKS = 4
 """Blocks that a sequence takes for its states, where some layers have one. It is enough for tiny
 models, larger ones were not tried."""
+STATE_SIZES = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ("mamba_n_heads", "mamba_d_state", "mamba_d_head"),
+    ("mamba_num_heads", "ssm_state_size", "mamba_head_dim"),
+)
+"""Where configs have the number of heads of a layer with a state, and a head's two sizes."""
 KV_CACHE_SHARE = 4
 """On the CPU the cache takes at most 1/KV_CACHE_SHARE of the memory: sequences that do not fit
 wait.
@@ -45,8 +51,7 @@ def kv_cache_bytes(
     states = 0
     if has_state(config):
         # vLLM makes every block as large as a layer's state, and gives each sequence some more.
-        larger = math.ceil(state_bytes(config) / layer)
-        layer *= max(1, larger)
+        layer *= math.ceil(state_bytes(config) / layer)
         states = STATE_BLOCKS
     block = layer * config.num_hidden_layers
     blocks = math.ceil(max_length / KV_BLOCK_TOKENS) + states
@@ -59,14 +64,12 @@ def state_bytes(config: Any) -> int:
     """Bytes of what one layer with a state keeps of a sequence, in fp32: the product of a head's
     two sizes for each head, or what a wide one would be where the config names none.
     """
-    heads = getattr(config, "linear_num_value_heads", 0) or getattr(config, "mamba_n_heads", 0)
-    heads = heads or getattr(config, "mamba_num_heads", 0)
-    key = getattr(config, "linear_key_head_dim", 0) or getattr(config, "mamba_d_state", 0)
-    key = key or getattr(config, "ssm_state_size", 0)
-    value = getattr(config, "linear_value_head_dim", 0) or getattr(config, "mamba_d_head", 0)
-    value = value or getattr(config, "mamba_head_dim", 0)
-    if isinstance(heads, int) and isinstance(key, int) and isinstance(value, int):
-        return 4 * (heads * key * value or 16 * config.hidden_size)
+    for names in STATE_SIZES:
+        sizes = [getattr(config, name, 0) for name in names]
+        # A size that follows from others is named "auto".
+        numbers: list[int] = [size for size in sizes if isinstance(size, int) and size]
+        if len(numbers) == len(names):
+            return 4 * math.prod(numbers)
     return 64 * config.hidden_size
 
 

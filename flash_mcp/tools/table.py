@@ -83,7 +83,7 @@ def _rows(path: Path) -> list[Row]:
     except OSError as error:
         raise _refusal(path, f"cannot read it: {error.strerror}", "name a file") from error
     if path.suffix == ".parquet":
-        return _parquet(path)
+        return _parquet(path, content)
     try:
         return _parsed(path.suffix, content.decode("utf-8-sig"))
     except (ValueError, csv.Error) as error:  # JSONDecodeError and UnicodeDecodeError are both
@@ -110,14 +110,14 @@ def _parsed(suffix: str, text: str) -> list[Row]:
     return cast("list[Row]", rows)
 
 
-def _parquet(path: Path) -> list[Row]:
+def _parquet(path: Path, content: bytes) -> list[Row]:
     try:
         parquet: Any = import_module("pyarrow.parquet")  # only there with the extra cpu or gpu
     except ImportError as error:
         fix = "install flash-mcp with the extra cpu or gpu, or give CSV or JSONL"
         raise _refusal(path, "parquet needs pyarrow, which is not installed", fix) from error
     try:
-        return parquet.read_table(path).to_pylist()
+        return parquet.read_table(io.BytesIO(content)).to_pylist()
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
         what = f"{path.name} is no parquet file: {error}"
         raise _refusal(path, what, "give the file that its writer has closed") from error
@@ -155,11 +155,11 @@ def _split(golds: Mapping[str, str]) -> tuple[list[dict[str, str]], list[dict[st
         groups.setdefault(words, []).append(asked)
     shuffled = list(groups.values())
     random.Random(0).shuffle(shuffled)
-    wanted = min(MOST_EVAL, round(EVAL_SHARE * len(golds)))
+    eval_size = min(MOST_EVAL, round(EVAL_SHARE * len(golds)))
     train: list[dict[str, str]] = []
     held_out: list[dict[str, str]] = []
     for group in shuffled:
-        split, rows = ("eval", held_out) if len(held_out) < wanted else ("train", train)
+        split, rows = ("eval", held_out) if len(held_out) < eval_size else ("train", train)
         for asked in group:
             row = {"id": f"{split}-{len(rows):05}", "input": asked, "output": golds[asked]}
             rows.append(row)
