@@ -354,7 +354,9 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     def refuse(_: object) -> None:
         raise FlashError("store_refused", "the run folder's store refuses: Access Denied")
 
+    folder = bench.attendant._attempts[run.id].folder
     with monkeypatch.context() as patch:
+        patch.setattr(folder, "is_local", False)  # else its heartbeat is read despite the refusal
         patch.setattr("flash_mcp.supervisor.reconciler.read_beats", refuse)
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
