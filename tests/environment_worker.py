@@ -20,16 +20,12 @@ from flash_mcp.protocol.run_writer import RunWriter
 
 async def play(job: dict[str, Any], writer: RunWriter) -> None:
     secrets = {name: os.environ.pop(name) for name in job["spec"]["secrets"]}
-    async with await EnvironmentHost.start(
-        Path(job["environment"]["path"]), secrets=secrets
-    ) as host:
+    async with await EnvironmentHost.start(Path(job["environment"]["path"]), secrets=secrets) as host:
         writer.event("sandbox", describe(host.sandbox))
         rows = [await roll(host, index) for index in range(host.splits["train"])]
     writer.rollouts(1, rows)
     names = {name: value for row in rows for name, value in row["metrics"].items()}
-    writer.metrics(
-        1, {"reward/mean": 0.5, **{f"reward/{name}": value for name, value in names.items()}}
-    )
+    writer.metrics(1, {"reward/mean": 0.5, **{f"reward/{name}": value for name, value in names.items()}})
     for row in rows:
         if row["error"]:
             writer.event("warning", str(FlashError(row["error"]["code"], row["error"]["what"])))

@@ -73,18 +73,14 @@ def used(folder: Path) -> dict[str, str]:
     """What the tools and the commands say of a store in use."""
     names = Names(folder)
     with supervised():
-        files = {
-            f"results/{name}.json": text for name, text in anyio.run(results, folder, names).items()
-        }
+        files = {f"results/{name}.json": text for name, text in anyio.run(results, folder, names).items()}
         for name, words in COMMANDS.items():
             code, text = command(*names.as_called(words))
             files[f"cli/{name}.txt"] = names.as_frozen(f"{code}\n{text}")
         page = (folder / "page.html").read_text(encoding="utf-8")
         # The policy has a digest of the style, which changes with it.
         page = re.sub(r"(?s)(?<=<style>).*?(?=</style>)", "", page)
-        files["cli/report.html"] = names.as_frozen(
-            re.sub(r"(?=<(h\d|p|tr|svg|table|details|li|div)\b)", "\n", page)
-        )
+        files["cli/report.html"] = names.as_frozen(re.sub(r"(?=<(h\d|p|tr|svg|table|details|li|div)\b)", "\n", page))
     return files
 
 
@@ -93,11 +89,7 @@ def settings(folder: Path) -> Generator[None, None, None]:
     """A state directory and a model cache below `folder`, help 100 characters wide, and the same
     ids of runs.
     """
-    values = {
-        "FLASH_HOME": str(folder / "home"),
-        "FLASH_MODELS": str(folder / "models"),
-        "COLUMNS": "100",
-    }
+    values = {"FLASH_HOME": str(folder / "home"), "FLASH_MODELS": str(folder / "models"), "COLUMNS": "100"}
     # Ids of runs decide between equals, and which names are near an unknown one: they are the same
     # each time.
     ids = patch("secrets.choice", random.Random(0).choice)
@@ -123,19 +115,13 @@ async def surface() -> dict[str, str]:
             "instructions": (client.instructions or "").splitlines(),
             "tools": [tool.name for tool in tools],
             "resources": [wire(resource) for resource in (await client.list_resources()).resources],
-            "templates": [
-                wire(template)
-                for template in (await client.list_resource_templates()).resource_templates
-            ],
+            "templates": [wire(template) for template in (await client.list_resource_templates()).resource_templates],
             "prompts": [wire(prompt) for prompt in prompts],
         }
         asked = {each.name: "SOME TEXT" for each in prompts[0].arguments or []}
         for message in (await client.get_prompt(prompts[0].name, asked)).messages:
             described["prompt"] = wire(message)["content"]["text"].splitlines()
-    return {
-        "server.json": pretty(described),
-        **{f"tools/{tool.name}.txt": tool_outline(wire(tool)) for tool in tools},
-    }
+    return {"server.json": pretty(described), **{f"tools/{tool.name}.txt": tool_outline(wire(tool)) for tool in tools}}
 
 
 def helps() -> dict[str, str]:

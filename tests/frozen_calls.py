@@ -36,28 +36,16 @@ from tests.samples import (
 
 MADE_ID = re.compile(r"\b(run|dep)-[0-9a-z]{8}\b")
 REPLACEMENTS: dict[str, tuple[str, str]] = {
-    "the package's version, and the commit of a checkout": (
-        rf"{re.escape(__version__)}(\+g[\w.]+)?",
-        "<version>",
-    ),
-    "how a cursor of status begins, which is how the run's id ends": (
-        r"(since(?:=\\?'|\": \")).{2}",
-        r"\1<id>",
-    ),
+    "the package's version, and the commit of a checkout": (rf"{re.escape(__version__)}(\+g[\w.]+)?", "<version>"),
+    "how a cursor of status begins, which is how the run's id ends": (r"(since(?:=\\?'|\": \")).{2}", r"\1<id>"),
     "a time to the second": (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<second>"),
     "a time to the minute": (r"\d{4}-\d\d-\d\d \d\d:\d\d", "<minute>"),
     "how long something took, as JSON": (r'"(elapsed_s|seconds)": [\d.]+', r'"\1": "<seconds>"'),
-    "how long something took, as text": (
-        r"\b(elapsed_s: |seconds: |seconds=)[\d.]+",
-        r"\1<seconds>",
-    ),
+    "how long something took, as text": (r"\b(elapsed_s: |seconds: |seconds=)[\d.]+", r"\1<seconds>"),
     "how long a run took, on its page": (r"(\d+ steps), \d+ s\b", r"\1, <seconds> s"),
     "how long an environment took to load": (r"\bin [\d.]+ s: ", "in <seconds> s: "),
     "how long a call into an environment took": (r"\b[\d.]+ ms\b", "<milliseconds> ms"),
-    "what this machine's kernel can protect": (
-        r"sandbox of environment code protects: [^\"]*",
-        "<sandbox>",
-    ),
+    "what this machine's kernel can protect": (r"sandbox of environment code protects: [^\"]*", "<sandbox>"),
     "where the command is": (r"`/[^`]*/flash-mcp ", "`flash-mcp "),
     "what is free on the disk": (r"[\d.]+ [MG]B free", "<size> free"),
     "where an environment lies before it is published": (r"\.staged-\w+", "<staged>"),
@@ -162,9 +150,7 @@ TROUBLES: dict[str, dict[str, Metric]] = {
 def write_files(folder: Path) -> None:
     """A sound and a broken environment, a config file, and a model that lies ready."""
     files = {
-        "echo/environment.py": ENVIRONMENT.replace(
-            "response_text.strip()", "str(response_text).strip()"
-        ),
+        "echo/environment.py": ENVIRONMENT.replace("response_text.strip()", "str(response_text).strip()"),
         "broken/environment.py": ENVIRONMENT.replace('"role": "user"', '"role": "nobody"'),
         "rl.toml": 'environment = "echo"\n[train]\nsteps = 5\nseed = 3\n',
         "models/smollm2-135m-instruct/config.json": "{}",
@@ -196,9 +182,7 @@ def failed_run(folder: Path) -> Any:
     run, writer = started_run(folder / "environment")
     Path(run.folder, "log.1").write_text("loading the model\nKeyError: 'answer'\n")
     learn(writer, range(1, 4))
-    failure = FlashError(
-        "environment_error", "70 % of the rollouts failed", fix="correct the scorer"
-    )
+    failure = FlashError("environment_error", "70 % of the rollouts failed", fix="correct the scorer")
     return end(writer, run.id, 3, "failed", failure)
 
 
@@ -212,12 +196,7 @@ def cancelled_run(folder: Path) -> Any:
 def sft_run(folder: Path) -> Any:
     run, writer = started_run(folder / "environment", algorithm="sft")
     for step in range(1, 21):
-        losses = {
-            "loss": 2 / (step + 1),
-            "grad_norm": 0.5,
-            "learning_rate": 1e-4,
-            "time/step_s": 1.5,
-        }
+        losses = {"loss": 2 / (step + 1), "grad_norm": 0.5, "learning_rate": 1e-4, "time/step_s": 1.5}
         held_out = {"eval_loss": 0.1 + 2 / (step + 1)} if step % 5 == 0 else {}
         writer.metrics(step, losses | held_out)
     save_adapter(writer, 20, folder / "sft")
@@ -236,9 +215,7 @@ def troubled_run(folder: Path, troubles: Mapping[str, Metric]) -> Any:
             "tokens/completion_mean": 20.0,
             **troubles,
         }
-        writer.metrics(
-            step, {name: each(step) if callable(each) else each for name, each in metrics.items()}
-        )
+        writer.metrics(step, {name: each(step) if callable(each) else each for name, each in metrics.items()})
     return end(writer, run.id, 20)
 
 
@@ -248,17 +225,11 @@ def play_evaluation(run_id: str, solved: int, tasks: int = 60) -> None:
     """
     writer, step = start(run_id), open_store().run(run_id).spec.step
     rows = [
-        {**sample_rollout(step, index, float(index < solved)), "task_id": f"eval-{index}"}
-        for index in range(tasks)
+        {**sample_rollout(step, index, float(index < solved)), "task_id": f"eval-{index}"} for index in range(tasks)
     ]
     rows[-1]["error"] = {"code": "environment_error", "what": "KeyError: 'answer'"}
     rows[-2]["truncated"] = True
-    summary = {
-        "n": tasks - 1,
-        "success": solved / (tasks - 1),
-        "reward_mean": 0.5,
-        "error_share": 1 / tasks,
-    }
+    summary = {"n": tasks - 1, "success": solved / (tasks - 1), "reward_mean": 0.5, "error_share": 1 / tasks}
     writer.evaluation(step, {**summary, "tokens_per_s": 400.0}, rows)
     end(writer, run_id, tasks)
 
@@ -298,13 +269,7 @@ async def environments(call: Calls) -> None:
     await call("env_test-broken", "env_test", folder="FOLDER/broken")
     await call("env_push", "env_push", name="pushed", folder="FOLDER/echo")
     await call("env_push-again", "env_push", name="pushed", folder="FOLDER/echo")
-    await call(
-        "env_push-fails",
-        "env_push",
-        name="pushed",
-        folder="FOLDER/echo",
-        environment_args={"fail": True},
-    )
+    await call("env_push-fails", "env_push", name="pushed", folder="FOLDER/echo", environment_args={"fail": True})
 
 
 async def evaluations(call: Calls) -> None:
@@ -320,9 +285,7 @@ async def evaluations(call: Calls) -> None:
     play_evaluation(call.names.actual["run-eval-short"], 30)
     await call("status-evaluation", "status", run_id="run-eval-trained")
     await call("compare", "compare", base="run-eval-base", other="run-eval-trained")
-    await call(
-        "compare-confounded", "compare", base="run-eval-base", other="run-eval-short", flips=0
-    )
+    await call("compare-confounded", "compare", base="run-eval-base", other="run-eval-short", flips=0)
     await call("compare-before-and-after", "compare", base="run-improved", flips=1)
     await call("compare-underpowered", "compare", base="run-no-better", metric="reward", flips=0)
 
@@ -353,22 +316,12 @@ async def look_at_runs(call: Calls) -> None:
 async def transcripts(call: Calls) -> None:
     await call("rollouts-worst", "rollouts", run_id="run-improved")
     await call("rollouts-best", "rollouts", run_id="run-improved", which="best", limit=2, step=10)
-    await call(
-        "rollouts-random", "rollouts", run_id="run-improved", which="random", step=-1, limit=2
-    )
-    await call(
-        "rollouts-in-order", "rollouts", run_id="run-improved", which="index", limit=2, cursor="4"
-    )
+    await call("rollouts-random", "rollouts", run_id="run-improved", which="random", step=-1, limit=2)
+    await call("rollouts-in-order", "rollouts", run_id="run-improved", which="index", limit=2, cursor="4")
     await call("rollouts-one", "rollouts", run_id="run-improved", step=7, index=5)
-    await call(
-        "rollouts-one-message", "rollouts", run_id="run-improved", step=7, index=5, from_message=2
-    )
-    await call(
-        "rollouts-containing", "rollouts", run_id="run-improved", contains="is 3 * 2", limit=1
-    )
-    await call(
-        "rollouts-failures", "rollouts", run_id="run-improved", split="eval", success=False, limit=1
-    )
+    await call("rollouts-one-message", "rollouts", run_id="run-improved", step=7, index=5, from_message=2)
+    await call("rollouts-containing", "rollouts", run_id="run-improved", contains="is 3 * 2", limit=1)
+    await call("rollouts-failures", "rollouts", run_id="run-improved", split="eval", success=False, limit=1)
     await call("rollouts-evaluation", "rollouts", run_id="run-eval-trained", max_characters=500)
     await call("rollouts-no-such-step", "rollouts", run_id="run-improved", step=99)
     await call("rollouts-none", "rollouts", run_id="run-sft")
@@ -384,30 +337,10 @@ async def curated(call: Calls) -> None:
 
 async def training(call: Calls, folder: Path) -> None:
     await call("train-validated", "train", environment="echo", steps=10, validate_only=True)
-    await call(
-        "train-config",
-        "train",
-        config="FOLDER/rl.toml",
-        steps=9,
-        eval_before=True,
-        validate_only=True,
-    )
-    await call(
-        "train-sft", "train", environment="echo", algorithm="sft", epochs=3, validate_only=True
-    )
-    await call(
-        "train-on-dataset",
-        "train",
-        environment="echo",
-        algorithm="sft",
-        dataset="answers",
-        validate_only=True,
-    )
-    asked = {
-        "environment": "echo",
-        "init_from_adapter": "run-improved@10",
-        "idempotency_key": "warm",
-    }
+    await call("train-config", "train", config="FOLDER/rl.toml", steps=9, eval_before=True, validate_only=True)
+    await call("train-sft", "train", environment="echo", algorithm="sft", epochs=3, validate_only=True)
+    await call("train-on-dataset", "train", environment="echo", algorithm="sft", dataset="answers", validate_only=True)
+    asked = {"environment": "echo", "init_from_adapter": "run-improved@10", "idempotency_key": "warm"}
     await call("train", "train", gives={"run_id": "run-queued"}, steps=3, **asked)
     await call("train-again", "train", steps=3, **asked)
     await call("train-idempotency-conflict", "train", steps=4, **asked)
@@ -423,14 +356,7 @@ async def training(call: Calls, folder: Path) -> None:
 async def serving(call: Calls) -> None:
     asked = {"run_id": "run-improved", "wait_s": 0}
     await call("deploy", "deploy", gives={"deployment": "dep-newest"}, **asked)
-    await call(
-        "deploy-named",
-        "deploy",
-        gives={"deployment": "dep-named"},
-        step=10,
-        name="halfway",
-        **asked,
-    )
+    await call("deploy-named", "deploy", gives={"deployment": "dep-named"}, step=10, name="halfway", **asked)
     await call("chat-not-ready", "chat", deployment="halfway", message="hello")
     await call("chat-which", "chat", message="hello")
     await call("undeploy", "undeploy", deployment="halfway", wait_s=0)
@@ -457,30 +383,18 @@ async def lists(call: Calls, folder: Path) -> None:
 async def mistakes(call: Calls) -> None:
     await call("mistake-unknown-tool", "staus")
     await call("mistake-unknown-argument", "train", environment="echo", step=3)
-    await call(
-        "mistake-bad-values", "train", environment="echo", steps=0, group_size=1, loss_type="x"
-    )
+    await call("mistake-bad-values", "train", environment="echo", steps=0, group_size=1, loss_type="x")
     await call("mistake-missing-argument", "cancel")
     await call("mistake-unknown-environment", "train", environment="ecko")
     await call("mistake-unknown-version", "train", environment="echo@ffffff")
     await call("mistake-unknown-model", "train", environment="echo", model="smollm")
     await call("mistake-unknown-run", "status", run_id="run-none")
     await call("mistake-unknown-checkpoint", "deploy", run_id="run-improved", step=11)
-    await call(
-        "mistake-unknown-dataset", "train", environment="echo", algorithm="sft", dataset="answer"
-    )
+    await call("mistake-unknown-dataset", "train", environment="echo", algorithm="sft", dataset="answer")
     await call("mistake-unknown-deployment", "undeploy", deployment="dep-none")
-    await call(
-        "mistake-adapter-mismatch",
-        "train",
-        environment="echo",
-        init_from_adapter="run-improved",
-        lora_rank=8,
-    )
+    await call("mistake-adapter-mismatch", "train", environment="echo", init_from_adapter="run-improved", lora_rank=8)
     await call("mistake-no-context", "train", environment="echo", max_length=9000)
     await call("mistake-secrets", "train", environment="echo", secrets=["NOT_SET_ANYWHERE"])
     await call("mistake-nothing-to-compare", "compare", base="run-failed")
-    await call(
-        "mistake-no-evaluation", "compare", base="smollm2-135m-instruct", other="run-improved"
-    )
+    await call("mistake-no-evaluation", "compare", base="smollm2-135m-instruct", other="run-improved")
     await call("mistake-bad-cursor", "rollouts", run_id="run-improved", cursor="x")

@@ -39,17 +39,10 @@ WAITS_S = 0.02
 USER_CODE = {"environment_invalid", "environment_error", "environment_timeout"}
 """Errors that quote the traceback of the user's own code."""
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(
-    lambda text: text.lstrip("/~")
-)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(lambda text: text.lstrip("/~"))
 NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    NUMBERS,
-    TEXT,
-    st.lists(TEXT, max_size=2),
-    st.dictionaries(TEXT, TEXT, max_size=2),
+    st.none(), st.booleans(), NUMBERS, TEXT, st.lists(TEXT, max_size=2), st.dictionaries(TEXT, TEXT, max_size=2)
 )
 
 
@@ -71,13 +64,9 @@ def values(schema: Json, known: list[str]) -> st.SearchStrategy[Any]:
         case "array":
             return st.lists(values(schema.get("items", {}), known), max_size=3)
         case "object" if "properties" in schema:
-            return st.fixed_dictionaries(
-                {name: values(part, known) for name, part in schema["properties"].items()}
-            )
+            return st.fixed_dictionaries({name: values(part, known) for name, part in schema["properties"].items()})
         case "object":
-            return st.one_of(
-                st.just({"environment.py": ENVIRONMENT}), st.dictionaries(TEXT, TEXT, max_size=3)
-            )
+            return st.one_of(st.just({"environment.py": ENVIRONMENT}), st.dictionaries(TEXT, TEXT, max_size=3))
         case _:
             return JUNK
 
@@ -111,11 +100,7 @@ def state(home: Path, work: Path) -> set[str]:
     store = open_store()
     tables = ("runs", "environments", "deployments", "events", "checkpoints", "evals")
     rows = {f"{table}: {row}" for table in tables for row in store.query(f"SELECT * FROM {table}")}
-    files = {
-        str(path)
-        for path in home.rglob("*")
-        if not path.relative_to(home).parts[0].startswith(NOT_STATE)
-    }
+    files = {str(path) for path in home.rglob("*") if not path.relative_to(home).parts[0].startswith(NOT_STATE)}
     return rows | files | {str(path) for path in work.rglob("*")}
 
 
@@ -144,12 +129,7 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
     outcomes: Outcomes = Counter()
     home, work = Path(os.environ["FLASH_HOME"]), folder / "work"
     work.mkdir()
-    known = [
-        finished_run(folder).id,
-        queued_run(folder / "environment").id,
-        "echo",
-        str(folder / "environment"),
-    ]
+    known = [finished_run(folder).id, queued_run(folder / "environment").id, "echo", str(folder / "environment")]
     before_here = Path.cwd()
     os.chdir(work)
     try:
@@ -186,9 +166,7 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=None)
     given_ = parser.parse_args()
@@ -196,9 +174,7 @@ def main() -> None:
         os.environ["FLASH_HOME"] = f"{scratch}/home"
         outcomes = fuzz(given_.cases, Path(scratch), seed=given_.seed)
     for name in sorted({name for name, _ in outcomes}):
-        found = ", ".join(
-            f"{code} {count}" for (tool, code), count in sorted(outcomes.items()) if tool == name
-        )
+        found = ", ".join(f"{code} {count}" for (tool, code), count in sorted(outcomes.items()) if tool == name)
         sys.stdout.write(f"{name}: {found}\n")
     sys.stdout.write(f"{outcomes.total()} calls\n")
 

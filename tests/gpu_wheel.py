@@ -47,12 +47,7 @@ def compared(wheel: Path) -> dict[str, Any]:
     different = sorted(path for path in ours if theirs.get(path) != ours[path])
     equal = {path: checksum for path, checksum in ours.items() if path not in different}
     version = name.partition("/")[0].removesuffix(".dist-info").partition("-")[2]
-    return {
-        "version": version,
-        "different": different,
-        "equal_files": len(equal),
-        "digest": digest(equal),
-    }
+    return {"version": version, "different": different, "equal_files": len(equal), "digest": digest(equal)}
 
 
 if __name__ == "__main__":

@@ -59,19 +59,9 @@ LESSONS = [
     Lesson("verifiers", "MultiTurnEnv GuessTheNumber", steps=2, fields={"max_tokens": 16}),
     Lesson("verifiers_tasksets", "one agent", steps=2, fields={"max_tokens": 8}),
     Lesson("verifiers", "group rewards", SUMS, steps=2, fields={"max_tokens": 8}),
+    Lesson("inspect", "agent_threat_bench.agent_threat_bench_memory_poison", fields={"max_tokens": 64}, split="train"),
     Lesson(
-        "inspect",
-        "agent_threat_bench.agent_threat_bench_memory_poison",
-        fields={"max_tokens": 64},
-        split="train",
-    ),
-    Lesson(
-        "verifiers",
-        "SingleTurnEnv chain_sum",
-        SUMS,
-        warm_up=12,
-        steps=8,
-        fields={"max_tokens": 8, "eval_examples": 40},
+        "verifiers", "SingleTurnEnv chain_sum", SUMS, warm_up=12, steps=8, fields={"max_tokens": 8, "eval_examples": 40}
     ),
 ]
 
@@ -109,9 +99,7 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
     started = time.monotonic()
     args = {"name": lesson.name, **lesson.args}
     folder = str(FOLDERS / lesson.hub)
-    pushed = await session.call(
-        "env_push", name=lesson.hub, folder=folder, environment_args=args, load=False
-    )
+    pushed = await session.call("env_push", name=lesson.hub, folder=folder, environment_args=args, load=False)
     wanted = {"environment": pushed["environment"], "environment_args": args, **lesson.fields}
     if lesson.steps:
         scores = await _trained(session, lesson, {**COMMON, **wanted})
@@ -135,9 +123,7 @@ async def _begun(session: Session, tool: str, **wanted: Any) -> str:
                 raise
 
 
-async def _trained(
-    session: Session, lesson: Lesson, wanted: dict[str, Any]
-) -> list[Mapping[str, Any]]:
+async def _trained(session: Session, lesson: Lesson, wanted: dict[str, Any]) -> list[Mapping[str, Any]]:
     """The scores before and after each training."""
     scores: list[Mapping[str, Any]] = []
     if lesson.warm_up:

@@ -202,11 +202,7 @@ class _Hosted:
 
     def __init__(self, folder: Path, args: dict[str, str]) -> None:
         self._start = EnvironmentHost.start(
-            folder,
-            known_as=folder.name,
-            args=args,
-            timeout_s=CALL_TIMEOUT_S,
-            start_timeout_s=LOAD_TIMEOUT_S,
+            folder, known_as=folder.name, args=args, timeout_s=CALL_TIMEOUT_S, start_timeout_s=LOAD_TIMEOUT_S
         )
 
     async def __aenter__(self) -> EnvironmentHost:
@@ -265,14 +261,7 @@ def table(found: list[Hub]) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
         equal = f"{sum(not tried.unequal for tried in ran)} of {len(ran)}"
         rows.append((hub.title, hub.version, len(hub.tried), len(ran), reasons or "-", equal))
-    head = (
-        "package",
-        "version",
-        "tried",
-        "run",
-        "not run, and why",
-        "equal at once and one by one",
-    )
+    head = ("package", "version", "tried", "run", "not run, and why", "equal at once and one by one")
     return docs.table(head, rows)
 
 
@@ -315,9 +304,7 @@ def learn(only: list[str], *, write_to_document: bool) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/hubs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="scripts/hubs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", default=[], metavar="PACKAGE")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -261,10 +261,7 @@ PLANTED = {
     ),
 }
 """Four of each kind."""
-BASES = (
-    *("Sums", "Capitals", "Dates", "Lists", "Sorting", "Choices", "YesNo", "Objects", "Essays"),
-    "Functions",
-)
+BASES = (*("Sums", "Capitals", "Dates", "Lists", "Sorting", "Choices", "YesNo", "Objects", "Essays"), "Functions")
 SOUND = {
     "exact": """
         class X({base}):
@@ -298,9 +295,7 @@ SOUND = {
 """Clean ways to score, each on all bases."""
 SOURCES = [source for several in PLANTED.values() for source in several]
 CLEAN = [
-    source.replace("{base}", base).replace("{{", "{").replace("}}", "}")
-    for source in SOUND.values()
-    for base in BASES
+    source.replace("{base}", base).replace("{{", "{").replace("}}", "}") for source in SOUND.values() for base in BASES
 ]
 
 MANY = (

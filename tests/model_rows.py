@@ -192,9 +192,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name of the row -> (model_type, fields of its config)."""
 
 
-def make_model(
-    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Path:
+def make_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """Write the tiny model of this row, with tokenizer and chat template."""
     model_type, fields = ARCHITECTURES[name]
     tokenizer = make_tokenizer(CONTEXT)

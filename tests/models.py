@@ -128,9 +128,7 @@ def _sync(way: Any, policy: Any, tokenizer: Any, base: Path, dtype: Any) -> str:
     )  # fmt: skip
     agreement = shake(engine, policy, tokenizer, LENGTH)
     if not agreement.is_same_model:
-        raise FlashError(
-            "model_unsupported", f"without an adapter off by {agreement.base:.2g} nats"
-        )
+        raise FlashError("model_unsupported", f"without an adapter off by {agreement.base:.2g} nats")
     if not agreement.holds:
         layers = differing_layers(engine, policy, tokenizer, LENGTH)
         what = f"off by {agreement.noisy:.2g} nats: {', '.join(layers)}"
@@ -171,9 +169,7 @@ def _export(kind: Any, policy: Any, base: Path, folder: Path) -> str:
     target = folder / kind
     target.mkdir(exist_ok=True)
     prompts = [[{"role": "user", "content": "What is 3 + 4?"}]]
-    job = ExportJob(
-        kind=kind, name="tiny", model=str(base), adapter=adapter, folder=target, prompts=prompts
-    )
+    job = ExportJob(kind=kind, name="tiny", model=str(base), adapter=adapter, folder=target, prompts=prompts)
     agreement = export(job).agreement
     assert agreement
     if agreement.equal != agreement.tokens:

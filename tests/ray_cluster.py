@@ -35,9 +35,7 @@ class Cluster:
     On both, the folders `hidden` are empty.
     """
 
-    def __init__(
-        self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None
-    ) -> None:
+    def __init__(self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None) -> None:
         self.folder = folder
         self.hidden = hidden
         self.network = network

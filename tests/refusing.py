@@ -15,10 +15,7 @@ import sys
 from environments.sandbox import seccomp
 from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, checked, libc
 
-CALLS = {
-    "landlock": {"x86_64": 444, "aarch64": 444},
-    "namespaces": {"x86_64": 272, "aarch64": 97},
-}
+CALLS = {"landlock": {"x86_64": 444, "aarch64": 444}, "namespaces": {"x86_64": 272, "aarch64": 97}}
 """landlock_create_ruleset and unshare."""
 
 

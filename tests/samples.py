@@ -62,9 +62,7 @@ def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> Envi
     """A published environment with 40 train and 60 eval rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "environment.py").write_text(code)
-    return open_store().add_environment(
-        name=name, digest="0123456789abcdef", path=str(folder), size_bytes=len(code)
-    )
+    return open_store().add_environment(name=name, digest="0123456789abcdef", path=str(folder), size_bytes=len(code))
 
 
 def queued_run(folder: Path, **fields: Any) -> Run:
@@ -109,13 +107,7 @@ def reported(store: Store, run: Run, scratch: Path) -> RunWriter:
     return writer
 
 
-def end(
-    writer: RunWriter,
-    run_id: str,
-    step: int,
-    state: Any = "succeeded",
-    error: FlashError | None = None,
-) -> Run:
+def end(writer: RunWriter, run_id: str, step: int, state: Any = "succeeded", error: FlashError | None = None) -> Run:
     """The run as it is once its worker and the supervisor have ended it."""
     store = open_store()
     writer.commit_result(state, step, error)
@@ -160,16 +152,10 @@ def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES)
     """An evaluation in which the first `solved` of `of` examples succeed."""
     rollouts = [sample_rollout(step, index, float(index < solved)) for index in range(of)]
     share = solved / of
-    writer.evaluation(
-        step,
-        {"n": of, "success": share, "reward_mean": share, "error_share": 0.0},
-        rollouts,
-    )
+    writer.evaluation(step, {"n": of, "success": share, "reward_mean": share, "error_share": 0.0}, rollouts)
 
 
-def sample_rollout(
-    step: int, index: int, reward: float, text: str = "The answer is 84."
-) -> dict[str, Any]:
+def sample_rollout(step: int, index: int, reward: float, text: str = "The answer is 84.") -> dict[str, Any]:
     return {
         "step": step,
         "index": index,
@@ -197,13 +183,7 @@ def sample_rollout(
 
 
 def save_adapter(
-    writer: RunWriter,
-    step: int,
-    scratch: Path,
-    *,
-    rank: int = 32,
-    alpha: int = 64,
-    optimizer: bool = False,
+    writer: RunWriter, step: int, scratch: Path, *, rank: int = 32, alpha: int = 64, optimizer: bool = False
 ) -> None:
     """A checkpoint with what the control plane looks at: the adapter's configuration, and weights
     and an optimizer's state of no worth.

@@ -47,9 +47,7 @@ def main() -> None:
         raise
 
 
-def make_steps(
-    folder: RunFolder, writer: RunWriter, plan: dict[str, Any], cue: dict[str, Any], resumed: int
-) -> None:
+def make_steps(folder: RunFolder, writer: RunWriter, plan: dict[str, Any], cue: dict[str, Any], resumed: int) -> None:
     step = resumed
     size_bytes = plan.get("size_bytes", 64)
     for step in range(resumed + 1, plan.get("steps", 4) + 1):
@@ -94,9 +92,7 @@ def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None
     writer.commit_result("succeeded", len(rows))
 
 
-def attempt_at(
-    task: int, index: int, attempt: int, spec: dict[str, Any], plan: dict[str, Any]
-) -> dict[str, Any]:
+def attempt_at(task: int, index: int, attempt: int, spec: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
     success = task in plan.get("solved", ()) or (task in plan.get("often", ()) and attempt % 2 == 0)
     failed = task in plan.get("failing", ())
     said = plan.get("say", "It is") + f" {task if success else 'unknown'}"
@@ -105,10 +101,7 @@ def attempt_at(
         "task_id": f"{spec['split']}-{task}",
         "split": spec["split"],
         "attempt": attempt,
-        "messages": [
-            {"role": "user", "content": f"say {task}"},
-            {"role": "assistant", "content": said},
-        ],
+        "messages": [{"role": "user", "content": f"say {task}"}, {"role": "assistant", "content": said}],
         "reward": float(success and not failed),
         "success": success and not failed,
         "error": {"code": "environment_error", "what": "the scorer raised"} if failed else None,
@@ -124,21 +117,15 @@ def misbehave(deed: str, folder: RunFolder, writer: RunWriter, step: int) -> Non
     if deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif deed == "fail":
-        writer.commit_result(
-            "failed", step, FlashError("environment_error", "the scorer raised"), retryable=False
-        )
+        writer.commit_result("failed", step, FlashError("environment_error", "the scorer raised"), retryable=False)
         sys.exit(1)
     elif deed == "give_up":
-        writer.commit_result(
-            "failed", step, FlashError("out_of_memory", "no memory"), retryable=True
-        )
+        writer.commit_result("failed", step, FlashError("out_of_memory", "no memory"), retryable=True)
         sys.exit(1)
     elif deed == "linger":
         writer.commit_result("succeeded", step)
         signal.pause()
-    while deed == "stall" or (
-        deed == "hold" and not Path(folder.path("go")).exists() and not folder.is_cancelled()
-    ):
+    while deed == "stall" or (deed == "hold" and not Path(folder.path("go")).exists() and not folder.is_cancelled()):
         writer.beat(step, "train")
         time.sleep(0.02)
 
@@ -149,17 +136,8 @@ def report(writer: RunWriter, step: int) -> None:
 
 
 def rollout(step: int, index: int) -> dict[str, object]:
-    messages = [
-        {"role": "user", "content": f"step {step}"},
-        {"role": "assistant", "content": f"answer {index}"},
-    ]
-    return {
-        "step": step,
-        "index": index,
-        "reward": index / 2,
-        "success": index > 0,
-        "messages": messages,
-    }
+    messages = [{"role": "user", "content": f"step {step}"}, {"role": "assistant", "content": f"answer {index}"}]
+    return {"step": step, "index": index, "reward": index / 2, "success": index > 0, "messages": messages}
 
 
 def save(writer: RunWriter, step: int, size_bytes: int) -> None:

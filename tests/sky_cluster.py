@@ -125,9 +125,7 @@ class Cluster:
 
     def take_nodes_away(self) -> None:
         """Cancel all jobs of Slurm, in which SkyPilot's machines live."""
-        listed = subprocess.run(
-            ["squeue", "--noheader", "--format=%i"], capture_output=True, text=True, check=True
-        )
+        listed = subprocess.run(["squeue", "--noheader", "--format=%i"], capture_output=True, text=True, check=True)
         subprocess.run(["scancel", *listed.stdout.split()], check=True)
 
     def stop(self) -> None:

@@ -73,9 +73,7 @@ class Cluster:
     empty, as on a machine that is not this one.
     """
 
-    def __init__(
-        self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None
-    ) -> None:
+    def __init__(self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None) -> None:
         self.folder = folder
         self.hidden = hidden
         self.network = network
@@ -93,9 +91,7 @@ class Cluster:
         addresses = ["127.0.0.1"] * 3
         if network:
             addresses = [network.address, *(network.addresses[name] for name in NODES)]
-        text = CONFIG.format(
-            host=host, addresses=addresses, ports=free_ports(3), user="root", folder=folder
-        )
+        text = CONFIG.format(host=host, addresses=addresses, ports=free_ports(3), user="root", folder=folder)
         self.conf.write_text(text)
 
     def start(self) -> None:
@@ -146,9 +142,7 @@ class Cluster:
     def idle_nodes(self) -> int:
         environment = {**os.environ, "SLURM_CONF": str(self.conf)}
         command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-        listed = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=30
-        )
+        listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
         return listed.stdout.split().count("idle")
 
     def stop(self) -> None:

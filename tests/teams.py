@@ -47,9 +47,7 @@ class Team:
         headers = {"authorization": f"Bearer {token}"}
         async with (
             httpx2.AsyncClient(headers=headers, trust_env=False, timeout=60) as http,
-            Client(
-                streamable_http_client(f"{self.url}/mcp", http_client=http), mode=mode
-            ) as client,
+            Client(streamable_http_client(f"{self.url}/mcp", http_client=http), mode=mode) as client,
         ):
             yield client
 

@@ -35,9 +35,7 @@ def bench(part: str, model: Path, folder: Path) -> tuple[dict[str, Any], str]:
     return report[part], done.stdout
 
 
-@pytest.mark.skipif(
-    not (PEERS / "flash").exists(), reason="scripts/peers installs the peer, and did not run yet"
-)
+@pytest.mark.skipif(not (PEERS / "flash").exists(), reason="scripts/peers installs the peer, and did not run yet")
 def test_every_rollout_system_generates_the_same_tokens(tiny_model: Path, tmp_path: Path) -> None:
     result, table = bench("rollouts", tiny_model, tmp_path)
     mixed, even = sum(random.Random(0).choices((1, 2, 4), k=8)), 3 * 8
@@ -62,10 +60,7 @@ def test_both_training_steps_give_the_same_gradient(tiny_model: Path, tmp_path: 
     assert len(result["cases"]) == 2
     for case in result["cases"]:
         gradient = case["gradient"]
-        assert (
-            gradient["ours to trl"]["cosine"] > 0.999
-            and gradient["ours to trl"]["norm_difference"] < 0.05
-        )
+        assert gradient["ours to trl"]["cosine"] > 0.999 and gradient["ours to trl"]["norm_difference"] < 0.05
         assert gradient["ours to trl in fp32"]["norm_difference"] < 1e-5
         assert case["tokens"]["trained"] < case["tokens"]["packed"] < case["tokens"]["padded"]
         assert all(len(times) == 1 for times in case["seconds"].values())
@@ -100,9 +95,7 @@ def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_agent_generates_what_the_native_environment_does(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_agent_generates_what_the_native_environment_does(tiny_model: Path, tmp_path: Path) -> None:
     result, table = bench("endpoint", tiny_model, tmp_path)
     throughput, learning = result["throughput"], result["learning"]
     assert throughput["tokens"] == {"native": [8 * 3 * 24], "endpoint": [8 * 3 * 24]}
@@ -114,9 +107,7 @@ def test_an_agent_generates_what_the_native_environment_does(
 
 
 @pytest.mark.slow
-def test_owners_get_equal_shares_of_three_targets_and_one_who_brings_little_waits_little(
-    tmp_path: Path,
-) -> None:
+def test_owners_get_equal_shares_of_three_targets_and_one_who_brings_little_waits_little(tmp_path: Path) -> None:
     """`python -m bench.fairness`; without FLASH_SLOW its small form."""
     runs = 10_000 if os.environ.get("FLASH_SLOW") else 400
     found = fairness.simulate(tmp_path, runs, runs // 10)

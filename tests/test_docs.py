@@ -76,17 +76,7 @@ def known_names() -> set[str]:
     for path, dialect in dialects.DIALECTS.items():
         names |= dialect.honoured | dialect.of_the_run | {*dialect.neutral}
         names |= {f"/v1{path}", "count_tokens"}
-    return names | {
-        "load_environment",
-        "self",
-        "id",
-        "score",
-        "format",
-        "parsed",
-        "valid",
-        "tool",
-        "tool_calls",
-    }
+    return names | {"load_environment", "self", "id", "score", "format", "parsed", "valid", "tool", "tool_calls"}
 
 
 @pytest.mark.parametrize(
@@ -99,16 +89,12 @@ def test_every_name_in_the_text_exists(text: str):
 def test_the_instructions_name_only_tools_that_exist():
     order = re.search(r"Order of work: (.*?)\n(?:train returns)", INSTRUCTIONS, re.DOTALL)
     assert order is not None
-    mentioned = set(
-        re.findall(r"\b(?:env_\w+|catalog|train|status|rollouts|deploy|chat)\b", order[1])
-    )
+    mentioned = set(re.findall(r"\b(?:env_\w+|catalog|train|status|rollouts|deploy|chat)\b", order[1]))
     assert mentioned <= set(TOOLS)
     assert len(mentioned) >= 8
 
 
-@pytest.mark.parametrize(
-    "page", [PLAYBOOK, NEXT, pytest.param(RELIABILITY, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("page", [PLAYBOOK, NEXT, pytest.param(RELIABILITY, marks=pytest.mark.slow)])
 def test_the_generated_tables_are_up_to_date(page: Path):
     assert filled(page) == page.read_text(), "run: python -m tests.docs"
 
@@ -130,9 +116,7 @@ def test_the_schema_of_train_shows_every_default_and_its_text_repeats_none():
     """The defaults that depend on the algorithm are in the text, from the recipes."""
     properties = TOOLS["train"].arguments.model_json_schema()["properties"]
     for name in RunSpec.model_fields:
-        stated = [
-            f"{shown(recipe[name])} ({by})" for by, recipe in RECIPES.items() if name in recipe
-        ]
+        stated = [f"{shown(recipe[name])} ({by})" for by, recipe in RECIPES.items() if name in recipe]
         if stated:
             assert properties[name]["description"].endswith(f"Default: {', '.join(stated)}.")
         else:
@@ -143,9 +127,7 @@ def test_the_schema_of_train_shows_every_default_and_its_text_repeats_none():
 
 def example_files(folder: Path) -> Path:
     """The playbook's example, written to a folder."""
-    blocks = re.findall(
-        r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", PLAYBOOK.read_text(), re.DOTALL
-    )
+    blocks = re.findall(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", PLAYBOOK.read_text(), re.DOTALL)
     for name, body in blocks:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(body)
@@ -157,9 +139,7 @@ async def test_the_playbooks_example_environment_works(tmp_path: Path, flash_hom
     allow(flash_home, 'network = ["*"]', "memory_gib = 16")
     async with await EnvironmentHost.start(example_files(tmp_path)) as host:
         assert host.splits == {"train": 2, "eval": 1}
-        assert await host.gold("train", 0) == [
-            {"role": "assistant", "content": "<answer>7</answer>"}
-        ]
+        assert await host.gold("train", 0) == [{"role": "assistant", "content": "<answer>7</answer>"}]
         rewards = []
         for answer in ("<answer>7</answer>", "<answer>8</answer>", ""):
             episode = (await host.open("train", 0)).episode

@@ -13,6 +13,4 @@ def test_whatever_the_arguments_are_the_answer_is_a_result_or_a_coded_error(tmp_
     outcomes = fuzz(200, tmp_path, seed=0)
     assert outcomes.total() >= 200
     assert {name for name, _ in outcomes} == set(TOOLS)
-    assert {"ok", "invalid_argument", "unknown_argument", "unknown_run"} <= {
-        outcome for _, outcome in outcomes
-    }
+    assert {"ok", "invalid_argument", "unknown_argument", "unknown_run"} <= {outcome for _, outcome in outcomes}

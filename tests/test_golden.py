@@ -25,12 +25,7 @@ def test_the_golden_files_are_those_that_are_made(found: dict[str, str]):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_that_users_see_has_changed(found: dict[str, str], name: str):
     golden = (GOLDEN / name).read_text(encoding="utf-8")
-    lines = difflib.unified_diff(
-        golden.splitlines(), found.get(name, "").splitlines(), f"golden/{name}", "now", n=1
-    )
+    lines = difflib.unified_diff(golden.splitlines(), found.get(name, "").splitlines(), f"golden/{name}", "now", n=1)
     changes = "\n".join(lines)
     if changes:
-        pytest.fail(
-            f"{name} has changed; if that is meant: python -m tests.freeze\n{changes}",
-            pytrace=False,
-        )
+        pytest.fail(f"{name} has changed; if that is meant: python -m tests.freeze\n{changes}", pytrace=False)

@@ -26,9 +26,7 @@ class Sample(Echo):
 """
 
 
-async def test_what_runs_is_told_from_what_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_runs_is_told_from_what_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "FOLDERS", tmp_path)
     environment_folder(tmp_path / "sound", "", returns="Echo()")
     environment_folder(tmp_path / "shared", SHARED)

@@ -50,21 +50,13 @@ def loaded_by(module: str) -> set[str]:
     """What a fresh process has imported after `import module`."""
     code = f"import json, sys; old = {{*sys.modules}}; import {module}; print(json.dumps([*({{*sys.modules}} - old)]))"
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def modules_of(package: str) -> list[str]:
-    paths = sorted(
-        path.relative_to(ROOT).with_suffix("")
-        for path in (ROOT / package.replace(".", "/")).rglob("*.py")
-    )
+    paths = sorted(path.relative_to(ROOT).with_suffix("") for path in (ROOT / package.replace(".", "/")).rglob("*.py"))
     return [".".join(path.parts).removesuffix(".__init__") for path in paths]
 
 
@@ -130,18 +122,14 @@ def test_no_imports_form_a_circle():
 
 @pytest.mark.slow
 def test_the_control_plane_loads_neither_the_training_side_nor_its_packages():
-    code_of_all = ", ".join(
-        name for name in modules_of("flash_mcp") if not name.endswith("__main__")
-    )
+    code_of_all = ", ".join(name for name in modules_of("flash_mcp") if not name.endswith("__main__"))
     assert "flash_mcp.server.mcp_server" in code_of_all
     assert not roots(loaded_by(code_of_all)) & HEAVY
 
 
 def test_environments_load_nothing_but_the_standard_library_and_themselves():
     adapters = ("environments.adapters.", "environments.examples.")
-    contract = ", ".join(
-        name for name in modules_of("environments") if not name.startswith(adapters)
-    )
+    contract = ", ".join(name for name in modules_of("environments") if not name.startswith(adapters))
     assert "environments.process.host" in contract
     assert roots(loaded_by(contract)) <= {"environments", *sys.stdlib_module_names}
 
@@ -149,9 +137,7 @@ def test_environments_load_nothing_but_the_standard_library_and_themselves():
 def test_the_worker_imports_only_the_protocol_and_environments():
     imported = {target for _, target in imports_of("worker") if not target.startswith("worker")}
     assert "flash_mcp.protocol.run_folder" in imported
-    assert [
-        name for name in imported if not name.startswith(("flash_mcp.protocol", "environments"))
-    ] == []
+    assert [name for name in imported if not name.startswith(("flash_mcp.protocol", "environments"))] == []
 
 
 def test_the_engine_and_the_trainer_do_not_know_each_other():
@@ -173,9 +159,7 @@ def test_the_protocol_loads_nothing_else_of_the_control_plane():
 @pytest.mark.slow
 def test_importing_the_package_leaves_the_path_alone():
     code = "import sys; before = [*sys.path]; import flash_mcp.server.mcp_server; print(sys.path == before)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
 
 
@@ -185,24 +169,16 @@ def test_the_server_is_importable_fast():
     # Processor time: other processes of the machine do not count.
     code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
     seconds = min(
-        float(
-            subprocess.run(
-                [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-            ).stdout
-        )
+        float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
         for _ in range(3)
     )
     print(f"import {module}: {seconds:.2f} s")  # noqa: T201
-    assert (
-        seconds < 5
-    )  # under 1.5 s on a quiet machine, most of it the MCP SDK; clients give a server 10 s to start
+    assert seconds < 5  # under 1.5 s on a quiet machine, most of it the MCP SDK; clients give a server 10 s to start
 
 
 @pytest.mark.slow
 def test_plotting_is_loaded_only_when_something_is_drawn():
-    assert not roots(
-        loaded_by("flash_mcp.server.mcp_server, flash_mcp.cli, flash_mcp.judgement.curve")
-    ) & {
+    assert not roots(loaded_by("flash_mcp.server.mcp_server, flash_mcp.cli, flash_mcp.judgement.curve")) & {
         "matplotlib",
         "plotext",
         "numpy",

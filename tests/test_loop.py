@@ -25,12 +25,9 @@ SHORT: Json = {"batch_size": 4, "lora_rank": 4, "learning_rate": 1e-3}
 
 
 @pytest.mark.skipif(
-    not os.environ.get("FLASH_SLOW"),
-    reason="a minute, for calls that the loop of dates makes too; set FLASH_SLOW=1",
+    not os.environ.get("FLASH_SLOW"), reason="a minute, for calls that the loop of dates makes too; set FLASH_SLOW=1"
 )
-def test_the_loop_ends_with_what_each_round_was_worth(
-    tiny_model: Path, tmp_path: Path, flash_home: Path
-) -> None:
+def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path: Path, flash_home: Path) -> None:
     said, folder = io.StringIO(), tmp_path / "environment"
     folder.mkdir()
     easy = (VOWELS / "environment.py").read_text().replace("share > 0.3", "share > 0.1")
@@ -66,9 +63,7 @@ def test_the_loop_ends_with_what_each_round_was_worth(
 
 
 @pytest.mark.long
-def test_an_agent_plays_the_loop_of_dates_within_its_calls_and_tokens(
-    tiny_model: Path, flash_home: Path
-) -> None:
+def test_an_agent_plays_the_loop_of_dates_within_its_calls_and_tokens(tiny_model: Path, flash_home: Path) -> None:
     plan = Plan(
         {"max_tokens": 8, "eval_after": True, "eval_examples": 20},
         {"steps": 3, "eval_before": True, **SHORT},

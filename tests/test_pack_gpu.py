@@ -20,9 +20,7 @@ def pins() -> dict[str, str]:
     return {line.partition("==")[0]: line for line in lines if "==" in line}
 
 
-def test_what_the_host_has_is_left_out_and_the_rest_has_the_pinned_versions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_host_has_is_left_out_and_the_rest_has_the_pinned_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = "\n".join(pins().values())
     done = subprocess.CompletedProcess([], 0, stdout=resolved)
     monkeypatch.setattr(pack_gpu.subprocess, "run", lambda *_, **__: done)

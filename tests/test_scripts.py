@@ -23,16 +23,7 @@ from tests.waiting import wait_for
 def test_the_fast_tests_are_collected_without_torch_and_vllm() -> None:
     """While they run, the fixture no_torch keeps both from being imported."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS / "no_torch"), "PYTEST_ADDOPTS": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--fast",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "--fast", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests/protocol/test_spec.py::" in done.stdout
@@ -43,9 +34,7 @@ def test_the_fast_tests_are_collected_without_torch_and_vllm() -> None:
 def test_a_fast_test_and_its_processes_can_import_neither(module: str) -> None:
     with pytest.raises(ImportError):
         __import__(module)
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
     assert "not marked slow" in done.stderr
 
 
@@ -148,9 +137,7 @@ def test_ci_names_what_passed_only_at_the_second_try(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("failures", "expected"), [(0, 0), (2, 1)])
-def test_ci_passes_or_fails_without_that_block(
-    tmp_path: Path, failures: int, expected: int
-) -> None:
+def test_ci_passes_or_fails_without_that_block(tmp_path: Path, failures: int, expected: int) -> None:
     status, lines = ci(tmp_path, failures)
     assert status == expected
     assert "PASSED ONLY AT THE SECOND TRY" not in lines

@@ -37,9 +37,7 @@ def blocks(page: Path, program: str) -> list[list[str]]:
 def mentions(program: str) -> list[tuple[str, list[str]]]:
     """(page, words) of the commands within the text of all pages."""
     spans = re.compile(rf"`(?:npx \S+ )?(?:\S*/)?{program}((?: [^`]+)?)`")
-    return [
-        (page.name, shlex.split(span)) for page in PAGES for span in spans.findall(page.read_text())
-    ]
+    return [(page.name, shlex.split(span)) for page in PAGES for span in spans.findall(page.read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

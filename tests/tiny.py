@@ -50,9 +50,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0, context: int = CONTEXT) -> P
 
 def make_tokenizer(context: int = CONTEXT) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[])
-    )
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
@@ -62,22 +60,16 @@ def make_tokenizer(context: int = CONTEXT) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def make_tiny_adapter(
-    folder: Path, base: Path, *, rank: int = 4, alpha: int = 8, favourite: str = "Z"
-) -> Path:
+def make_tiny_adapter(folder: Path, base: Path, *, rank: int = 4, alpha: int = 8, favourite: str = "Z") -> Path:
     """A PEFT adapter of the tiny model that makes it write `favourite` far more often than anything
     else.
     """
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    adapted: Any = get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear")
-    )
+    adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
     favoured = model.lm_head.weight[tokenizer.convert_tokens_to_ids(favourite)].detach().clone()
     favoured[0] = 0.0
-    weights = {
-        name.split("layers.1.self_attn.")[-1]: weight for name, weight in adapted.named_parameters()
-    }
+    weights = {name.split("layers.1.self_attn.")[-1]: weight for name, weight in adapted.named_parameters()}
     with torch.no_grad():
         # Layer 1 reads the constant dimension 0 into its values, and writes the favourite's
         # direction for them.

@@ -113,21 +113,14 @@ class FakeHost:
         await self._serve("open", index)
         episode = len(self.opened)
         self.opened[episode] = [f"{index}"]
-        return Opening(
-            episode, f"task-{index}", [{"role": "user", "content": f"q{index}"}], self.max_turns
-        )
+        return Opening(episode, f"task-{index}", [{"role": "user", "content": f"q{index}"}], self.max_turns)
 
-    async def step(
-        self, episode: int, assistant_text: str, tool_calls: Sequence[Any] = (), usage: Any = None
-    ) -> Step:
+    async def step(self, episode: int, assistant_text: str, tool_calls: Sequence[Any] = (), usage: Any = None) -> Step:
         said = self.opened[episode]
         await self._serve("step", int(said[0]))
         said.append(assistant_text)
         turns = 1 + int(said[0]) % self.max_turns
-        return Step(
-            len(said) > turns,
-            [] if len(said) > turns else [{"role": "user", "content": f"r{len(said)}"}],
-        )
+        return Step(len(said) > turns, [] if len(said) > turns else [{"role": "user", "content": f"r{len(said)}"}])
 
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
         await self._serve("score", int(self.opened[episode][0]))

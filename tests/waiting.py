@@ -12,9 +12,7 @@ PATIENCE_S = 500.0
 has cores must not reach it."""
 
 
-def wait_for(
-    condition: Callable[[], Any], timeout_s: float = PATIENCE_S, *, pause_s: float = 0.01
-) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = PATIENCE_S, *, pause_s: float = 0.01) -> Any:
     """The condition's value, once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -83,14 +83,10 @@ def slope(held: list[Held]) -> float:
     """MiB a step by which resident memory grows: least squares."""
     steps, sizes = [h.step for h in held], [h.rss_mib for h in held]
     mean_step, mean_size = sum(steps) / len(steps), sum(sizes) / len(sizes)
-    along = sum(
-        (step - mean_step) * (size - mean_size) for step, size in zip(steps, sizes, strict=True)
-    )
+    along = sum((step - mean_step) * (size - mean_size) for step, size in zip(steps, sizes, strict=True))
     return along / sum((step - mean_step) ** 2 for step in steps)
 
 
 def _peak_mib(pid: int) -> float:
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) / 1024 if "VmHWM" in status else 0.0

@@ -25,16 +25,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.registry import TOOLS
 from tests.places import ROOT
-from tests.samples import (
-    finished_run,
-    learn,
-    push_echo,
-    queued_run,
-    read_in,
-    sample_rollout,
-    started_run,
-    supervised,
-)
+from tests.samples import finished_run, learn, push_echo, queued_run, read_in, sample_rollout, started_run, supervised
 from tests.waiting import PATIENCE_S
 
 Run = Callable[..., tuple[int, str, str]]
@@ -68,15 +59,7 @@ def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
     config = tmp_path / "rl.toml"
     config.write_text('environment = "echo"\n[train]\nsteps = 5\n')
     code, out, err = run(
-        "train",
-        str(config),
-        "--set",
-        "steps=3",
-        "--set",
-        "train.temperature=0.8",
-        "--group-size",
-        "4",
-        "--json",
+        "train", str(config), "--set", "steps=3", "--set", "train.temperature=0.8", "--group-size", "4", "--json"
     )
     assert (code, err) == (0, "")
     spec = open_store().run(json.loads(out)["run_id"]).spec
@@ -101,11 +84,7 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
         (["train", "--environment", "echo", "--set", "stepz=3"], 2, "did you mean 'steps'?"),
         (["train", "--environment", "echo", "--set", "steps"], 2, "no '='"),
         (["train", "none.toml"], 2, "none.toml"),
-        (
-            ["env-push", "a", "b"],
-            2,
-            "'b' is a word too many: env-push takes one FOLDER; the name is --name",
-        ),
+        (["env-push", "a", "b"], 2, "'b' is a word too many: env-push takes one FOLDER; the name is --name"),
         (["curate", "a", "b"], 2, "'b' is a word too many: curate takes one RUNS"),
         (["catalog", "b"], 2, "catalog takes options only"),
         (["train", "--environment", "none"], 1, "unknown_environment"),
@@ -133,9 +112,7 @@ def test_errors_go_to_stderr_with_an_exit_code(run: Run, words: list[str], code:
         (["install", "emacs"], "invalid choice: 'emacs'"),
     ],
 )
-def test_wrong_usage_is_one_line_with_a_code(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
-):
+def test_wrong_usage_is_one_line_with_a_code(words: list[str], named: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main.main(words)
     out, err = capsys.readouterr()
@@ -147,9 +124,7 @@ EXAMPLE = re.compile(r"^  flash-mcp (.*)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(name.replace("_", "-") for name in TOOLS)])
-def test_every_help_has_an_example_that_the_command_takes(
-    name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_every_help_has_an_example_that_the_command_takes(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main.main([name, "--help"])
     text = capsys.readouterr().out
@@ -198,17 +173,13 @@ def test_people_get_lines_and_tables(run: Run, tmp_path: Path):
 
 def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
-    found = [
-        run("rollouts", finished.id, f"--{which}", "2", "--json")[1] for which in ("best", "worst")
-    ]
+    found = [run("rollouts", finished.id, f"--{which}", "2", "--json")[1] for which in ("best", "worst")]
     best, worst = (json.loads(text)["rollouts"] for text in found)
     assert [rollout["index"] for rollout in best] == [7, 6]
     assert [rollout["index"] for rollout in worst] == [0, 1]
 
 
-def test_no_control_character_of_others_reaches_the_terminal(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_control_character_of_others_reaches_the_terminal(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r"
     started, writer = started_run(tmp_path)
     writer.rollouts(1, [sample_rollout(1, 0, 0.0, f"{hostile}said\n\tand more")])
@@ -232,9 +203,7 @@ def test_no_control_character_of_others_reaches_the_terminal(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("cancelled", 4)])
-def test_following_ends_with_the_runs_own_exit_code(
-    run: Run, tmp_path: Path, state: str, code: int
-):
+def test_following_ends_with_the_runs_own_exit_code(run: Run, tmp_path: Path, state: str, code: int):
     if state == "succeeded":
         run_id = finished_run(tmp_path).id
     else:
@@ -266,10 +235,7 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
 def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     assert "held-out success" in run("status", finished.id, "--curve")[1]
-    assert (
-        json.loads(run("status", finished.id, "--curve", "--json")[1])["run"]["run_id"]
-        == finished.id
-    )
+    assert json.loads(run("status", finished.id, "--curve", "--json")[1])["run"]["run_id"] == finished.id
 
 
 @pytest.mark.slow
@@ -305,12 +271,8 @@ def test_a_text_may_begin_with_an_at_sign(run: Run, tmp_path: Path):
     assert open_store().run(queued.id).cancel_reason == "@bob: wrong @@data"
 
 
-@pytest.mark.parametrize(
-    "words", [["chat", "@bob"], ["status", "@/"], ["status", "@\0"], ["status", "--help"]]
-)
-def test_how_a_text_with_an_at_sign_is_written_is_told(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-):
+@pytest.mark.parametrize("words", [["chat", "@bob"], ["status", "@/"], ["status", "@\0"], ["status", "--help"]])
+def test_how_a_text_with_an_at_sign_is_written_is_told(words: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main.main(words)
     out, err = capsys.readouterr()
@@ -339,15 +301,7 @@ def test_a_port_that_is_taken_is_refused(run: Run):
 
 def test_the_doctor_examines_this_machine(run: Run):
     names = {finding.name for finding in examine()}
-    assert {
-        "python",
-        "state directory",
-        "disk",
-        "memory",
-        "gpu",
-        "training packages",
-        "sqlite",
-    } <= names
+    assert {"python", "state directory", "disk", "memory", "gpu", "training packages", "sqlite"} <= names
     code, out, _ = run("doctor", "--json")
     findings = json.loads(out)
     assert all(finding["fix"] for finding in findings if finding["level"] != "ok")
@@ -449,9 +403,7 @@ def test_the_doctor_names_deployments_that_failed_or_start_again(run: Run):
     assert found_by_doctor("deployments") == ("warning", told, "call deploy")
 
 
-def test_the_doctor_names_files_of_another_user(
-    run: Run, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_doctor_names_files_of_another_user(run: Run, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     assert found_by_doctor("ownership")[0] == "ok"
     monkeypatch.setattr(os, "getuid", lambda: 54_321)
     level, detail, fix = found_by_doctor("ownership")
@@ -460,9 +412,7 @@ def test_the_doctor_names_files_of_another_user(
 
 
 @pytest.mark.parametrize("variable", ["FLASH_MODELS", "TMPDIR"])
-def test_the_doctor_names_another_disk_that_is_full(
-    run: Run, monkeypatch: pytest.MonkeyPatch, variable: str
-):
+def test_the_doctor_names_another_disk_that_is_full(run: Run, monkeypatch: pytest.MonkeyPatch, variable: str):
     full = doctor.models_dir() if variable == "FLASH_MODELS" else Path(tempfile.gettempdir())
     monkeypatch.setattr(doctor, "has_space", lambda paths, _: full not in paths)
     level, detail, fix = found_by_doctor("disk")
@@ -485,9 +435,7 @@ def supervise_while_another_does() -> int:
 @pytest.mark.slow
 def test_a_reader_that_stops_early_is_no_failure(tmp_path: Path):
     command = [sys.executable, "-m", "flash_mcp.cli", "rollouts", finished_run(tmp_path).id]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

@@ -18,10 +18,7 @@ SHORT = {"steps": 1, "batch_size": 1, "group_size": 2, "max_tokens": 4, "eval_ex
 
 @pytest.mark.long
 def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
-    tiny_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "templates" / "agent_calculator"
     shutil.copytree(AGENT_CALCULATOR.parent, folder)
@@ -33,9 +30,7 @@ def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
     monkeypatch.setattr(demo, "TEMPLATES", folder.parent)
     written = tmp_path / "figures.json"
     curve = tmp_path / "curve.png"
-    assert demo.play(written, curve, {"model": str(tiny_model)}, None, agent=True) == 0, (
-        capsys.readouterr()
-    )
+    assert demo.play(written, curve, {"model": str(tiny_model)}, None, agent=True) == 0, capsys.readouterr()
     figures = json.loads(written.read_text())
     assert figures["tools_called"] == [
         "env_push", "env_test", "train", "status", "compare", "rollouts",

@@ -69,9 +69,7 @@ def gpu_packages(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     return versions
 
 
-def test_pytorch_for_the_cpu_beside_vllm_for_cuda_is_a_problem(
-    gpu_packages: dict[str, str | None],
-) -> None:
+def test_pytorch_for_the_cpu_beside_vllm_for_cuda_is_a_problem(gpu_packages: dict[str, str | None]) -> None:
     gpu_packages["torch"] = "2.13.0+cpu"
     level, detail, fix = doctor_gpu.training_packages()
     assert level == "problem" and "torch 2.13.0+cpu has no CUDA" in detail
@@ -109,9 +107,7 @@ def test_triton_needs_a_compiler_and_pythons_headers(
     assert doctor_gpu.c_compiler()[0] == "ok"
 
 
-def test_scripts_install_refuses_an_old_driver_before_it_installs(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_scripts_install_refuses_an_old_driver_before_it_installs(machine: Machine, tmp_path: Path) -> None:
     machine(driver="570.124.04")
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/install", "pyproject.toml", "constraints-cpu.txt", "constraints-gpu.txt"):

@@ -20,15 +20,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
-from tests.samples import (
-    evaluate,
-    finished_run,
-    learn,
-    queued_run,
-    read_in,
-    started_run,
-    supervised,
-)
+from tests.samples import evaluate, finished_run, learn, queued_run, read_in, started_run, supervised
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -72,9 +64,7 @@ def test_wait_gives_up_after_its_time(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_wait_returns_when_the_run_ends(tmp_path: Path):
     with supervised():
         run, _ = started_run(tmp_path)
-        with subprocess.Popen(
-            [*FLASH, "wait", run.id], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        ) as waiting:
+        with subprocess.Popen([*FLASH, "wait", run.id], cwd=ROOT, stdout=subprocess.PIPE, text=True) as waiting:
             with pytest.raises(subprocess.TimeoutExpired):
                 waiting.wait(2)
             queue.finish(open_store(), run.id, run.attempt, "succeeded")
@@ -91,12 +81,7 @@ def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tm
         queue.record_beat(open_store(), run.id, 1, beat, progressed=True)
         view = report_on(open_store(), run.id).view.model_dump(mode="json")
         line = follow.progress_line(view)
-        for part in (
-            "loss 0.500",
-            "held-out loss 0.750",
-            "held-out success 0.400",
-            "eval 40/200, 90 s left",
-        ):
+        for part in ("loss 0.500", "held-out loss 0.750", "held-out success 0.400", "eval 40/200, 90 s left"):
             assert part in line
         assert "\u2581" not in follow.progress_line(view, has_bars=False)
         assert "\u2581" in line
@@ -124,9 +109,7 @@ def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
         read_in(open_store(), run.id)
         ours, theirs = pty.openpty()
         command = [*FLASH, "status", run.id, "--follow"]
-        with subprocess.Popen(
-            command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL
-        ) as process:
+        with subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL) as process:
             os.close(theirs)
             first = _read_until(ours, b"step 5/20")
             assert b"reward" in first

@@ -80,11 +80,7 @@ def test_the_agents_own_command_adds_the_server_and_the_file_is_edited_where_it_
 @pytest.mark.parametrize(
     ("client", "program", "command"),
     [
-        (
-            "gemini",
-            "gemini",
-            "mcp add --scope=user --env=FLASH_HOME={home} flash {script} -- serve",
-        ),
+        ("gemini", "gemini", "mcp add --scope=user --env=FLASH_HOME={home} flash {script} -- serve"),
         ("vscode", "code", "--add-mcp {entry}"),
     ],
 )
@@ -124,9 +120,7 @@ def servers_of(client: str, text: str) -> dict:
 
 
 @pytest.mark.parametrize("client", list(CLIENTS))
-def test_a_first_configuration_starts_this_server_with_this_state_directory(
-    client: str, flash_home: Path
-):
+def test_a_first_configuration_starts_this_server_with_this_state_directory(client: str, flash_home: Path):
     done = install(client)
     entry = servers_of(client, done.path.read_text())["flash"]
     if client == "opencode":
@@ -176,9 +170,7 @@ def test_comments_and_tables_of_a_toml_file_stay_and_an_older_entry_is_replaced(
     assert new == old
 
 
-@pytest.mark.parametrize(
-    "old", [ZED.replace('/* { "context_servers": { */', ""), "// mine\n{}", '{"theme": "One",}']
-)
+@pytest.mark.parametrize("old", [ZED.replace('/* { "context_servers": { */', ""), "// mine\n{}", '{"theme": "One",}'])
 def test_comments_of_a_json_file_stay(old: str):
     path = CLIENTS["zed"].locate()
     path.parent.mkdir(parents=True)
@@ -248,11 +240,7 @@ def test_print_writes_nothing(own_home: Path, capsys: pytest.CaptureFixture[str]
 def test_the_command_says_what_it_did(own_home: Path, capsys: pytest.CaptureFixture[str]):
     assert main.main(["install", "cursor", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
-    assert (done["client"], done["changed"], done["path"]) == (
-        "cursor",
-        True,
-        str(own_home / ".cursor" / "mcp.json"),
-    )
+    assert (done["client"], done["changed"], done["path"]) == ("cursor", True, str(own_home / ".cursor" / "mcp.json"))
     assert main.main(["install", "cursor"]) == 0
     assert "has it already" in capsys.readouterr().out
 
@@ -315,8 +303,7 @@ def test_a_dry_run_prints_the_unit_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
-    [("", "there is no systemctl"), ("#!/bin/sh\necho no bus >&2; exit 1", "no bus")],
+    ("script", "why"), [("", "there is no systemctl"), ("#!/bin/sh\necho no bus >&2; exit 1", "no bus")]
 )
 def test_a_service_needs_systemd(
     own_home: Path,
@@ -346,9 +333,7 @@ def test_only_a_service_can_be_removed(own_home: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "100%h", 'quote"$HOME\\n', "new\nline"])
-def test_systemd_reads_the_state_directory_as_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_systemd_reads_the_state_directory_as_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     """Its own reader of units says so, where it is installed."""
     home = tmp_path / name
     monkeypatch.setenv("FLASH_HOME", str(home))
@@ -371,9 +356,7 @@ exec sh -c "$last"
 
 
 @pytest.mark.slow
-def test_an_agent_starts_the_server_of_another_machine_over_ssh(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_agent_starts_the_server_of_another_machine_over_ssh(own_home: Path, monkeypatch: pytest.MonkeyPatch):
     there = Path(sys.executable).with_name("flash-mcp")
     install("cursor", ssh=f"user@box:{there}")
     server = json.loads((own_home / ".cursor/mcp.json").read_text())["mcpServers"]["flash"]
@@ -384,11 +367,7 @@ def test_an_agent_starts_the_server_of_another_machine_over_ssh(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.defpath}")
     monkeypatch.setenv("FLASH_HOME", str(own_home / "state"))
-    hello = {
-        "protocolVersion": "2025-11-25",
-        "capabilities": {},
-        "clientInfo": {"name": "test", "version": "1"},
-    }
+    hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
     request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
     done = subprocess.run(
         [server["command"], *server["args"]],

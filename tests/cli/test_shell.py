@@ -59,15 +59,9 @@ def test_every_call_of_a_result_becomes_a_command_that_gives_the_same_arguments(
             "`flash-mcp train --environment 'a b' --validate-only --no-eval-after`",
         ),
         ("env_push(name=..., folder='/x (1)')", "`flash-mcp env-push '/x (1)' --name NAME`"),
-        (
-            "then compare(base=its run_id, other='run-2')",
-            "then `flash-mcp compare ITS_RUN_ID run-2`",
-        ),
+        ("then compare(base=its run_id, other='run-2')", "then `flash-mcp compare ITS_RUN_ID run-2`"),
         ("chat(message='@home')", "`flash-mcp chat @@home`"),
-        (
-            "env_test(environment_args={'a': [1]})",
-            "`flash-mcp env-test --environment-args '{\"a\": [1]}'`",
-        ),
+        ("env_test(environment_args={'a': [1]})", "`flash-mcp env-test --environment-args '{\"a\": [1]}'`"),
         ("status says; train (or not)", "status says; train (or not)"),
         ("status(unclosed", "status(unclosed"),
     ],

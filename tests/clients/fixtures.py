@@ -58,9 +58,7 @@ PNG = base64.b64encode(
         "0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
     )
 ).decode()
-WAV = base64.b64encode(
-    b"RIFF&\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0@\x1f\0\0\x80>\0\0\2\0\x10\0data\2\0\0\0\0\0"
-).decode()
+WAV = base64.b64encode(b"RIFF&\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0@\x1f\0\0\x80>\0\0\2\0\x10\0data\2\0\0\0\0\0").decode()
 
 
 # -- plain tools -----------------------------------------------------------------------------------
@@ -71,9 +69,7 @@ def text(words: str) -> TextContent:
 
 
 def embedded(uri: str, words: str, kind: str = "text/plain") -> EmbeddedResource:
-    return EmbeddedResource(
-        type="resource", resource=TextResourceContents(uri=uri, mime_type=kind, text=words)
-    )
+    return EmbeddedResource(type="resource", resource=TextResourceContents(uri=uri, mime_type=kind, text=words))
 
 
 def test_simple_text() -> str:
@@ -98,9 +94,7 @@ def test_embedded_resource() -> EmbeddedResource:
 
 def test_multiple_content_types() -> list[Any]:
     """Return a text, an image and a resource."""
-    resource = embedded(
-        "test://mixed-content-resource", '{"test":"data","value":123}', "application/json"
-    )
+    resource = embedded("test://mixed-content-resource", '{"test":"data","value":123}', "application/json")
     return [text("Multiple content types test:"), test_image_content(), resource]
 
 
@@ -192,9 +186,7 @@ async def test_elicitation(message: str, ctx: Context[Any, Any]) -> str:
 
 async def test_elicitation_sep1034_defaults(ctx: Context[Any, Any]) -> str:
     """Ask with a default for every kind of value."""
-    answer = await ctx.session.elicit_form(
-        "Please fill in", Defaults.model_json_schema(), ctx.request_id
-    )
+    answer = await ctx.session.elicit_form("Please fill in", Defaults.model_json_schema(), ctx.request_id)
     return f"Elicitation completed: action={answer.action}, content={answer.content}"
 
 
@@ -208,24 +200,16 @@ async def test_elicitation_sep1330_enums(ctx: Context[Any, Any]) -> str:
 
 
 def ask(message: str, field: str, kind: str = "string") -> ElicitRequest:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {field: {"type": kind}},
-        "required": [field],
-    }
+    schema: dict[str, Any] = {"type": "object", "properties": {field: {"type": kind}}, "required": [field]}
     return ElicitRequest(params=ElicitRequestFormParams(message=message, requested_schema=schema))
 
 
 def sample(question: str, max_tokens: int) -> CreateMessageRequest:
     messages = [SamplingMessage(role="user", content=text(question))]
-    return CreateMessageRequest(
-        params=CreateMessageRequestParams(messages=messages, max_tokens=max_tokens)
-    )
+    return CreateMessageRequest(params=CreateMessageRequestParams(messages=messages, max_tokens=max_tokens))
 
 
-def needs(
-    ctx: Context[Any, Any], state: str | None = None, **requests: InputRequest
-) -> InputRequiredResult | None:
+def needs(ctx: Context[Any, Any], state: str | None = None, **requests: InputRequest) -> InputRequiredResult | None:
     """What is still to be asked; None once every answer is there, of the right kind."""
     given = ctx.input_responses or {}
     if all(name in given for name in requests):
@@ -256,9 +240,7 @@ def test_input_required_result_sampling(ctx: Context[Any, Any]) -> str | InputRe
 
 def test_input_required_result_list_roots(ctx: Context[Any, Any]) -> str | InputRequiredResult:
     """Ask for the client's roots."""
-    return needs(ctx, client_roots=ListRootsRequest(params=None)) or json.dumps(
-        answer_of(ctx, "client_roots")
-    )
+    return needs(ctx, client_roots=ListRootsRequest(params=None)) or json.dumps(answer_of(ctx, "client_roots"))
 
 
 def test_input_required_result_request_state(ctx: Context[Any, Any]) -> str | InputRequiredResult:
@@ -310,9 +292,7 @@ def test_missing_capability(ctx: Context[Any, Any]) -> str:
     """Refuse a client that cannot sample."""
     if ctx.client_capabilities is None or ctx.client_capabilities.sampling is None:
         data = {"requiredCapabilities": {"sampling": {}}}
-        raise MCPError(
-            code=MISSING_REQUIRED_CLIENT_CAPABILITY, message="sampling is needed", data=data
-        )
+        raise MCPError(code=MISSING_REQUIRED_CLIENT_CAPABILITY, message="sampling is needed", data=data)
     return "able"
 
 
@@ -363,9 +343,7 @@ class Sleepers:
         if time.time() < sleeping.until:
             return job("working")
         words = (
-            failed(FlashError("worker_failed", "it was to fail"))
-            if sleeping.failing
-            else completed({"slept": True})
+            failed(FlashError("worker_failed", "it was to fail")) if sleeping.failing else completed({"slept": True})
         )
         return job("completed", result=words)
 
@@ -382,10 +360,7 @@ class Fixtures(Extension):
     identifier = "org.example/conformance-fixtures"
 
     def tools(self) -> Sequence[ToolBinding]:
-        plain = [
-            ToolBinding(function, kwargs={"structured_output": False})
-            for function in [*TOOLS, greet]
-        ]
+        plain = [ToolBinding(function, kwargs={"structured_output": False}) for function in [*TOOLS, greet]]
         return [*plain, ToolBinding(slow_compute), ToolBinding(failing_job)]
 
 
@@ -468,13 +443,9 @@ class Events(EventStore):
         self.sent.append((stream_id, message))
         return str(len(self.sent))
 
-    async def replay_events_after(
-        self, last_event_id: str, send_callback: EventCallback
-    ) -> str | None:
+    async def replay_events_after(self, last_event_id: str, send_callback: EventCallback) -> str | None:
         stream_id, _ = self.sent[int(last_event_id) - 1]
-        for number, (stream, message) in enumerate(
-            self.sent[int(last_event_id) :], int(last_event_id) + 1
-        ):
+        for number, (stream, message) in enumerate(self.sent[int(last_event_id) :], int(last_event_id) + 1):
             if stream == stream_id and message is not None:
                 await send_callback(EventMessage(message, str(number)))
         return stream_id
@@ -489,6 +460,4 @@ def fixture_server() -> FlashServer:
 
 
 if __name__ == "__main__":
-    fixture_server().run(
-        "streamable-http", port=int(sys.argv[1]), event_store=Events(), retry_interval=100
-    )
+    fixture_server().run("streamable-http", port=int(sys.argv[1]), event_store=Events(), retry_interval=100)

@@ -26,9 +26,7 @@ SERVE = (str(Path(sys.executable).with_name("flash-mcp")), "serve")
 
 def needs(program: Path) -> pytest.MarkDecorator:
     """Skip where scripts/test-clients has not installed a program."""
-    return pytest.mark.skipif(
-        not program.exists(), reason=f"scripts/test-clients installs {program.name}"
-    )
+    return pytest.mark.skipif(not program.exists(), reason=f"scripts/test-clients installs {program.name}")
 
 
 def node_path() -> dict[str, str]:
@@ -88,9 +86,7 @@ def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]
     log, environment = folder / "log", {**os.environ, "FLASH_HOME": str(folder / "home")}
     with (
         log.open("wb") as stream,
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=stream, stderr=stream
-        ) as process,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream) as process,
     ):
         try:
             deadline = time.monotonic() + START_TIMEOUT_S

@@ -57,23 +57,15 @@ class Model:
         if settled == len(self.script):
             return None
         step = self.script[settled]
-        name = next(
-            (name for name in offered if name.endswith(step.tool)), f"{self.prefix}{step.tool}"
-        )
+        name = next((name for name in offered if name.endswith(step.tool)), f"{self.prefix}{step.tool}")
         namespace, _ = offered.get(name, (None, None))
-        return (
-            step,
-            step.arguments(results),
-            {"name": name} | ({"namespace": namespace} if namespace else {}),
-        )
+        return (step, step.arguments(results), {"name": name} | ({"namespace": namespace} if namespace else {}))
 
     def played(self) -> list[str]:
         """What the model was shown at the end of each step that it has played, as plain text."""
         shown, ends = [plain(result) for result in self.results], list[str]()
         for step in self.script:
-            last = next(
-                (at for at, result in enumerate(shown[:MAX_REPEATS]) if step.until in result), None
-            )
+            last = next((at for at, result in enumerate(shown[:MAX_REPEATS]) if step.until in result), None)
             if last is None:
                 break
             ends.append(shown[last])
@@ -132,9 +124,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_json({})
 
     def do_GET(self) -> None:
-        self.send_json(
-            {"object": "list", "data": [{"id": "scripted", "object": "model"}], "models": []}
-        )
+        self.send_json({"object": "list", "data": [{"id": "scripted", "object": "model"}], "models": []})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
@@ -151,30 +141,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer_messages(self, body: Json) -> None:
         """https://docs.anthropic.com/en/api/messages"""
-        blocks = [
-            b
-            for m in body.get("messages", [])
-            if isinstance(m["content"], list)
-            for b in m["content"]
-        ]
-        results = [
-            _words(block.get("content", ""))
-            for block in blocks
-            if block.get("type") == "tool_result"
-        ]
+        blocks = [b for m in body.get("messages", []) if isinstance(m["content"], list) for b in m["content"]]
+        results = [_words(block.get("content", "")) for block in blocks if block.get("type") == "tool_result"]
         played = self.model.step(body.get("tools") or [], results)
         if played:
             _, arguments, names = played
-            block: Json = {
-                "type": "tool_use",
-                "id": f"toolu_{len(results)}",
-                "name": names["name"],
-                "input": {},
-            }
-            delta, reason = (
-                {"type": "input_json_delta", "partial_json": json.dumps(arguments)},
-                "tool_use",
-            )
+            block: Json = {"type": "tool_use", "id": f"toolu_{len(results)}", "name": names["name"], "input": {}}
+            delta, reason = ({"type": "input_json_delta", "partial_json": json.dumps(arguments)}, "tool_use")
         else:
             arguments, block = {}, {"type": "text", "text": ""}
             delta, reason = {"type": "text_delta", "text": "DONE"}, "end_turn"
@@ -201,9 +174,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer_responses(self, body: Json) -> None:
         """https://platform.openai.com/docs/api-reference/responses-streaming"""
         items = body.get("input", [])
-        results = [
-            _words(item["output"]) for item in items if item.get("type") == "function_call_output"
-        ]
+        results = [_words(item["output"]) for item in items if item.get("type") == "function_call_output"]
         if played := self.model.step(body.get("tools") or [], results):
             _, arguments, names = played
             number = len(results)
@@ -219,28 +190,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
             [
                 {"type": "response.created", "response": {"id": response}},
                 {"type": "response.output_item.done", "output_index": 0, "item": item},
-                {
-                    "type": "response.completed",
-                    "response": {"id": response, "output": [item], "usage": usage},
-                },
+                {"type": "response.completed", "response": {"id": response, "output": [item], "usage": usage}},
             ],
             named=True,
         )
 
     def answer_chat(self, body: Json) -> None:
         """https://platform.openai.com/docs/api-reference/chat/streaming"""
-        results = [
-            _words(m["content"]) for m in body.get("messages", []) if m.get("role") == "tool"
-        ]
+        results = [_words(m["content"]) for m in body.get("messages", []) if m.get("role") == "tool"]
         if played := self.model.step(body.get("tools") or [], results):
             _, arguments, names = played
             function = {"name": names["name"], "arguments": json.dumps(arguments)}
-            call = {
-                "index": 0,
-                "id": f"call_{len(results)}",
-                "type": "function",
-                "function": function,
-            }
+            call = {"index": 0, "id": f"call_{len(results)}", "type": "function", "function": function}
             delta, reason = {"role": "assistant", "tool_calls": [call]}, "tool_calls"
         else:
             delta, reason = {"role": "assistant", "content": "DONE"}, "stop"
@@ -253,11 +214,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_events(
             [
                 {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-                {
-                    **base,
-                    "choices": [{"index": 0, "delta": {}, "finish_reason": reason}],
-                    "usage": usage,
-                },
+                {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}], "usage": usage},
                 "[DONE]",
             ],
             named=False,

@@ -21,17 +21,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.model_servers import Server
 from flash_mcp.supervisor.process import LockOwner
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS
-from tests.clients.helpers import (
-    PROGRAMS,
-    ROOT,
-    SERVE,
-    each,
-    inspect,
-    needs,
-    node_path,
-    run,
-    server_environment,
-)
+from tests.clients.helpers import PROGRAMS, ROOT, SERVE, each, inspect, needs, node_path, run, server_environment
 from tests.clients.scripted_model import Json, Model, Step, serving
 from tests.places import VOWELS
 
@@ -118,17 +108,8 @@ def test_claude_code_plays_the_loop(tiny_model: Path, tmp_path: Path):
     config.write_text(json.dumps({"mcpServers": {"flash": server}}))
     model = Model(loop(tiny_model), prefix="mcp__flash__")
     with serving(model) as address:
-        quiet = {
-            "DISABLE_AUTOUPDATER": "1",
-            "DISABLE_TELEMETRY": "1",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        }
-        variables = {
-            **quiet,
-            "ANTHROPIC_BASE_URL": address,
-            "ANTHROPIC_API_KEY": "none",
-            "IS_SANDBOX": "1",
-        }
+        quiet = {"DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        variables = {**quiet, "ANTHROPIC_BASE_URL": address, "ANTHROPIC_API_KEY": "none", "IS_SANDBOX": "1"}
         ended = run(
             [PROGRAMS / "claude", "-p", "go", "--mcp-config", config, "--strict-mcp-config", "--allowedTools",
              "mcp__flash", "--output-format", "json"],
@@ -203,12 +184,8 @@ def test_the_inspector_plays_the_loop(tiny_model: Path):
     model = Model(loop(tiny_model))
     while (played := len(model.played())) < len(model.script) and len(model.results) < MAX_CALLS:
         step = model.script[played]
-        arguments = [
-            f"{name}={_text(value)}" for name, value in step.arguments(model.results).items()
-        ]
-        ended = inspect(
-            "--method", "tools/call", "--tool-name", step.tool, *each("--tool-arg", arguments)
-        )
+        arguments = [f"{name}={_text(value)}" for name, value in step.arguments(model.results).items()]
+        ended = inspect("--method", "tools/call", "--tool-name", step.tool, *each("--tool-arg", arguments))
         model.results.append(ended.stdout)
     check(model, "\n".join(model.results))
 

@@ -13,25 +13,13 @@ from typing import Any
 import pytest
 
 from flash_mcp.tools.registry import TOOLS
-from tests.clients.helpers import (
-    INSPECTOR,
-    INSTALLED,
-    PROGRAMS,
-    SERVE,
-    free_port,
-    inspect,
-    listening,
-    needs,
-    run,
-)
+from tests.clients.helpers import INSPECTOR, INSTALLED, PROGRAMS, SERVE, free_port, inspect, listening, needs, run
 from tests.samples import finished_run, supervised
 
 HERE = Path(__file__).parent
 REVISIONS = ("2025-11-25", "2026-07-28")
 EXTENSION = {
-    "lifecycle": {
-        "sep-2663-tasks-get-status-failed"
-    },  # none of ours ever fails on the level of the protocol
+    "lifecycle": {"sep-2663-tasks-get-status-failed"},  # none of ours ever fails on the level of the protocol
     "capability-negotiation": set[str](),
     "wire-fields": set[str](),
     "request-state-removal": set[str](),
@@ -49,9 +37,7 @@ MANY = ("--requests-per-minute", "100000", "--unauthenticated")
 def product(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     """The address of the product's server, as its command starts it."""
     port = free_port()
-    with listening(
-        [*SERVE, "--http", "--port", str(port), *MANY], port, tmp_path_factory.mktemp("product")
-    ) as address:
+    with listening([*SERVE, "--http", "--port", str(port), *MANY], port, tmp_path_factory.mktemp("product")) as address:
         yield f"{address}/mcp"
 
 
@@ -72,9 +58,7 @@ def conformance(address: str, *options: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("revision", REVISIONS)
 def test_the_product_fails_only_where_the_suite_needs_tools_of_its_own(revision: str, product: str):
     baseline = HERE / f"baseline.{revision}.yml"
-    ended = conformance(
-        product, "--suite", "all", "--spec-version", revision, "--expected-failures", str(baseline)
-    )
+    ended = conformance(product, "--suite", "all", "--spec-version", revision, "--expected-failures", str(baseline))
     assert ended.returncode == 0, ended.stdout
     assert "Baseline check passed" in ended.stdout
 
@@ -90,22 +74,12 @@ def test_every_requirement_is_met_once_the_suites_tools_are_mounted(revision: st
 @needs(CONFORMANCE)
 @pytest.mark.parametrize("scenario", EXTENSION)
 def test_the_tasks_extension_conforms(scenario: str, mounted: str, tmp_path: Path):
-    options = (
-        "--scenario",
-        f"tasks-{scenario}",
-        "--spec-version",
-        "2026-07-28",
-        "--force",
-        "-o",
-        str(tmp_path),
-    )
+    options = ("--scenario", f"tasks-{scenario}", "--spec-version", "2026-07-28", "--force", "-o", str(tmp_path))
     ended = conformance(mounted, *options)
     (file,) = tmp_path.rglob("checks.json")
     found = json.loads(file.read_text())
     assert len(found) >= 3, ended.stdout
-    assert {
-        check["id"] for check in found if check["status"] in ("FAILURE", "WARNING")
-    } == EXTENSION[scenario]
+    assert {check["id"] for check in found if check["status"] in ("FAILURE", "WARNING")} == EXTENSION[scenario]
 
 
 # -- the inspector ---------------------------------------------------------------------------------
@@ -123,12 +97,8 @@ def test_the_strictest_check_of_schemas_finds_nothing(era: str):
 def test_the_inspector_sees_results_and_errors(tmp_path: Path):
     run_id = finished_run(tmp_path).id
     with supervised():
-        status = inspect(
-            "--method", "tools/call", "--tool-name", "status", "--tool-arg", f"run_id={run_id}"
-        )
-        refused = inspect(
-            "--method", "tools/call", "--tool-name", "status", "--tool-arg", f"runid={run_id}"
-        )
+        status = inspect("--method", "tools/call", "--tool-name", "status", "--tool-arg", f"run_id={run_id}")
+        refused = inspect("--method", "tools/call", "--tool-name", "status", "--tool-arg", f"runid={run_id}")
     assert status.returncode == 0, status.stdout
     assert printed(status)["result"]["structuredContent"]["run"]["verdict"]["outcome"] == "improved"
     assert refused.returncode == TOOL_ERROR, refused.stdout
@@ -156,6 +126,4 @@ def test_the_scanner_finds_nothing():
     scanned = {tool["tool_name"]: tool for tool in printed(ended)}
     assert set(scanned) == set(TOOLS)
     assert [tool for tool in scanned.values() if not tool["is_safe"]] == []
-    assert {tuple(tool["findings"]) for tool in scanned.values()} == {
-        ("schema_analyzer", "yara_analyzer")
-    }
+    assert {tuple(tool["findings"]) for tool in scanned.values()} == {("schema_analyzer", "yara_analyzer")}

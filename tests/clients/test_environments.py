@@ -61,8 +61,7 @@ SCRIPTS = {
     "claude": f"exec {PROGRAMS / 'claude'} -p '{QUESTION}' --model $MODEL --output-format json",
     "codex": f"mkdir .codex; cat >.codex/config.toml <<END\n{CODEX}\nEND\n"
     f"exec {PROGRAMS / 'codex'} exec --skip-git-repo-check '{QUESTION}'",
-    "opencode": f"cat >opencode.json <<END\n{json.dumps(OPENCODE)}\nEND\n"
-    f"exec {PROGRAMS / 'opencode'} run '{QUESTION}'",
+    "opencode": f"cat >opencode.json <<END\n{json.dumps(OPENCODE)}\nEND\nexec {PROGRAMS / 'opencode'} run '{QUESTION}'",
 }
 VARIABLES = {
     "DISABLE_AUTOUPDATER": "1",
@@ -73,19 +72,13 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=needs(PROGRAMS / each)) for each in SCRIPTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=needs(PROGRAMS / each)) for each in SCRIPTS])
 async def test_an_agent_that_others_wrote_completes_a_session(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = PROGRAMS.parent.parent
     monkeypatch.setenv(READABLE_VARIABLE, os.pathsep.join({str(programs), str(programs.resolve())}))
-    known = {
-        "QUESTION": QUESTION,
-        "SCRIPT": SCRIPTS[name],
-        "VARIABLES": {**VARIABLES, **node_path()},
-    }
+    known = {"QUESTION": QUESTION, "SCRIPT": SCRIPTS[name], "VARIABLES": {**VARIABLES, **node_path()}}
     source = "\n".join(f"{each} = {value!r}" for each, value in known.items()) + SOURCE
     environment_folder(tmp_path / "agent", source, returns="Sample()")
     (tmp_path / "agent" / "environment.toml").write_text("endpoint = true\n")

@@ -35,9 +35,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
-def shared_interpreters(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def shared_interpreters(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages are installed once for all tests of this session."""
     shared = tmp_path_factory.getbasetemp() / "interpreters"
     monkeypatch.setattr(requirements, "interpreters_dir", lambda: shared)
@@ -45,9 +43,7 @@ def shared_interpreters(
 
 def written(folder: Path, **files: str) -> Path:
     for name, text in files.items():
-        path = folder / name.replace("__", "/").replace("_md", ".md").replace(
-            "_jsonl", ".jsonl"
-        ).replace("_py", ".py")
+        path = folder / name.replace("__", "/").replace("_md", ".md").replace("_jsonl", ".jsonl").replace("_py", ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text).lstrip())
     return folder
@@ -71,9 +67,7 @@ async def test_a_single_turn_folder_of_the_sdk_runs_unchanged() -> None:
         right = await host.score(opening.episode)
         assert (right.reward, right.success, right.metrics) == (1.0, True, {"right": 1.0})
     report = await gate.check(folder)
-    assert [
-        (probe.name, probe.evidence) for probe in report.probes if probe.passed is not True
-    ] == []
+    assert [(probe.name, probe.evidence) for probe in report.probes if probe.passed is not True] == []
 
 
 async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged() -> None:
@@ -81,9 +75,7 @@ async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged() -> None:
     async with await EnvironmentHost.start(folder) as host:
         opening = await host.open("train", 0)
         assert opening.max_turns == 3
-        assert (await host.step(opening.episode, "4")).messages == [
-            {"role": "user", "content": "No."}
-        ]
+        assert (await host.step(opening.episode, "4")).messages == [{"role": "user", "content": "No."}]
         assert (await host.step(opening.episode, "5")).done
         score = await host.score(opening.episode)
         assert (score.success, score.reason) == (True, "[2, 4]")
@@ -123,9 +115,7 @@ SDK_UNUSUAL = """
 """
 
 
-async def test_parts_tool_calls_repeated_rows_and_answers_without_messages_of_the_sdk(
-    tmp_path: Path,
-) -> None:
+async def test_parts_tool_calls_repeated_rows_and_answers_without_messages_of_the_sdk(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(written(tmp_path, environment_py=SDK_UNUSUAL)) as host:
         opening = await host.open("train", 1)
         assert opening.messages == [{"role": "user", "content": "Look here."}]
@@ -206,24 +196,11 @@ async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_hom
     sizes = {"train_size": 40, "eval_size": 20, "max_terms": 3}
     async with Client(server) as client:
         tested = await call(client, "env_test", environment=CHAIN_SUM, environment_args=sizes)
-        assert [
-            (probe["name"], probe["evidence"])
-            for probe in tested["probes"]
-            if not probe.get("passed")
-        ] == []
-        assert (tested["environment"], tested["train_tasks"], tested["eval_tasks"]) == (
-            CHAIN_SUM,
-            40,
-            20,
-        )
+        assert [(probe["name"], probe["evidence"]) for probe in tested["probes"] if not probe.get("passed")] == []
+        assert (tested["environment"], tested["train_tasks"], tested["eval_tasks"]) == (CHAIN_SUM, 40, 20)
         assert CHAIN_SUM in tested["next"]
         assert open_store().environments() == []
-        fields = {
-            "environment": CHAIN_SUM,
-            "environment_args": sizes,
-            "steps": 1,
-            "validate_only": True,
-        }
+        fields = {"environment": CHAIN_SUM, "environment_args": sizes, "steps": 1, "validate_only": True}
         planned = await call(client, "train", **fields)
         again = await call(client, "train", **fields)
         wrong = {"name": "sums", "folder": CHAIN_SUM, "environment_args": {"terms": 3}}
@@ -241,9 +218,7 @@ def test_a_label_that_the_instruction_shows_is_an_answer() -> None:
     instruction = "Write <answer>Yes</answer> or <answer>No</answer>, not <answer>maybe</answer>."
     environment = reasoning_gym.ReasoningGym(scorer, 0.1, instruction, tasks)
     said = ("Yes", "No", "maybe")
-    scores = [
-        environment.score_response(tasks[0], f"<answer>{text}</answer>").score for text in said
-    ]
+    scores = [environment.score_response(tasks[0], f"<answer>{text}</answer>").score for text in said]
     assert scores == [1.0, 0.1, 0.0]
 
 
@@ -253,14 +228,8 @@ def test_slow_datasets_that_have_smaller_sizes_exist() -> None:
 
 async def test_a_dataset_that_does_not_exist_is_refused_before_anything_is_installed() -> None:
     async with Client(server) as client:
-        for tool, arguments in (
-            ("env_test", {}),
-            ("train", {"validate_only": True}),
-            ("evaluate", {"model": MODEL}),
-        ):
-            result = await client.call_tool(
-                tool, {"environment": "reasoning-gym:chain_sums", **arguments}
-            )
+        for tool, arguments in (("env_test", {}), ("train", {"validate_only": True}), ("evaluate", {"model": MODEL})):
+            result = await client.call_tool(tool, {"environment": "reasoning-gym:chain_sums", **arguments})
             assert result.is_error and "use reasoning-gym:chain_sum" in result.content[0].text
     with pytest.raises(FlashError, match="the datasets are: ab, acre, "):
         references.files_of("reasoning-gym:xyzzy")
@@ -299,9 +268,7 @@ TRAPS = """
 """
 
 
-async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_mended(
-    tmp_path: Path,
-) -> None:
+async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_mended(tmp_path: Path) -> None:
     raises, pays_all, pays_a_floor, differs = (
         "prime_factorization",
         "game_of_life_halting",
@@ -320,9 +287,7 @@ async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_
         )
         return json.loads((await process.communicate())[0])
 
-    one, other = await asyncio.gather(
-        run_alone(raises, pays_all, pays_a_floor, differs), run_alone(differs)
-    )
+    one, other = await asyncio.gather(run_alone(raises, pays_all, pays_a_floor, differs), run_alone(differs))
     assert one[differs] == other[differs]
     assert one.pop("datasets") == sorted(references.DATASETS)
     few_train, few_held_out = one.pop("few")
@@ -471,23 +436,17 @@ async def play(environment: GymEnvironment, answers: list[str]) -> tuple[list[st
 
 @pytest.mark.parametrize("kind", [Gymnasium, OlderGym, TextArena, OpenEnv, OpenEnvClient, OverHttp])
 async def test_every_kind_of_object_is_played_alike(kind: type[Any]) -> None:
-    environment = GymEnvironment(
-        lambda seed: kind(), max_turns=4, instruction="Count.", train_size=5, eval_size=2
-    )
+    environment = GymEnvironment(lambda seed: kind(), max_turns=4, instruction="Count.", train_size=5, eval_size=2)
     shown, score, played = await play(environment, ["3", " 4\n", "5"])
     assert shown == ["Count.\n\nAfter 2?", "After 3?", "After 4?"]
     assert (score.score, score.success, played.closed) == (1.5, True, 1)
 
     shown, score, played = await play(environment, ["3", "9"])
     assert (score.score, score.success, played.closed) == (0.4, False, 1)
-    assert not {task.id for task in environment.dataset} & {
-        task.id for task in environment.eval_dataset
-    }
+    assert not {task.id for task in environment.dataset} & {task.id for task in environment.eval_dataset}
 
 
-async def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_no_success() -> (
-    None
-):
+async def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_no_success() -> None:
     class Numbers(Gymnasium):
         def step(self, action: int) -> Any:
             return super().step(str(action))
@@ -495,10 +454,7 @@ async def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_
     environment = GymEnvironment(lambda seed: Numbers(), max_turns=4, success_at=0.4, to_action=int)
     shown, score, _ = await play(environment, ["three", "3"])
     assert shown[1].startswith("That is no valid action: invalid literal for int()")
-    assert (score.score, score.success) == (
-        0.5,
-        False,
-    )  # enough reward, but it did not come to its end
+    assert (score.score, score.success) == (0.5, False)  # enough reward, but it did not come to its end
     assert {metric.name: metric.score for metric in score.metrics} == {"ended": 0.0, "invalid": 0.5}
 
 
@@ -516,9 +472,7 @@ async def test_an_observation_of_several_fields_is_shown_as_json_without_its_rew
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_an_object_that_takes_no_text_is_refused_with_the_way_to_convert_it(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_an_object_that_takes_no_text_is_refused_with_the_way_to_convert_it(tmp_path: Path, kind: str) -> None:
     source = f"""
         from environments.adapters.gym import GymEnvironment
 
@@ -536,9 +490,7 @@ async def test_an_object_that_takes_no_text_is_refused_with_the_way_to_convert_i
     """
     async with await EnvironmentHost.start(written(tmp_path, environment_py=source)) as host:
         opening = await host.open("train", 0)
-        with pytest.raises(
-            EnvironmentFault, match="its action was the model's text, '3'"
-        ) as raised:
+        with pytest.raises(EnvironmentFault, match="its action was the model's text, '3'") as raised:
             await host.step(opening.episode, "3")
     assert raised.value.code == "environment_error"
     assert "give GymEnvironment a to_action" in (remedy(raised.value) or "")
@@ -569,9 +521,7 @@ async def test_a_gym_like_object_passes_the_gate(tmp_path: Path) -> None:
     assert (report.passed, unmade) == (True, of_gold)
 
 
-async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(
-    tmp_path: Path,
-) -> None:
+async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(tmp_path: Path) -> None:
     source = """
         class Game:
             def reset(self): ...

@@ -22,10 +22,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
     [
         (b'{"input": "a"}\n{"input": "b"\n', "rows.jsonl line 2: not JSON"),
         (b'{"input": "a"}\n\n[1]\n', "rows.jsonl line 3: expected an object, got list"),
-        (
-            b'{"input": "a"}\n{"question": "b"}\n',
-            "rows.jsonl line 2: 'input' must be a string, got None",
-        ),
+        (b'{"input": "a"}\n{"question": "b"}\n', "rows.jsonl line 2: 'input' must be a string, got None"),
         (b'{"input": 3}\n', "rows.jsonl line 1: 'input' must be a string, got 3"),
         (
             b'{"input": "a", "id": "x"}\n{"input": "b", "id": "x"}\n',
@@ -37,9 +34,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
         (b"\n \n", "rows.jsonl: no rows"),
     ],
 )
-def test_a_bad_dataset_is_refused_with_file_and_line(
-    tmp_path: Path, content: bytes, expected: str
-) -> None:
+def test_a_bad_dataset_is_refused_with_file_and_line(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(DatasetError, match=expected):
         load_dataset(tmp_path / "rows.jsonl")
@@ -99,9 +94,7 @@ def test_a_single_turn_environment_is_an_episode_of_one_turn() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_scorer_that_would_never_be_called_is_refused_when_the_environment_loads(
-    tmp_path: Path,
-) -> None:
+async def test_a_scorer_that_would_never_be_called_is_refused_when_the_environment_loads(tmp_path: Path) -> None:
     (tmp_path / "environment.py").write_text(
         "from environments import EnvironmentSingleTurn\n"
         "class Batched(EnvironmentSingleTurn):\n"
@@ -138,10 +131,7 @@ def test_a_scorer_of_many_that_its_own_scorer_of_one_calls_is_nobodys_business()
     [
         ("text", [{"role": "assistant", "content": "text"}]),
         ({"a": 1}, [{"role": "assistant", "content": '{"a": 1}'}]),
-        (
-            {"messages": [{"role": "assistant", "content": "x"}]},
-            [{"role": "assistant", "content": "x"}],
-        ),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, [{"role": "assistant", "content": "x"}]),
         ([{"role": "assistant", "content": "x"}], [{"role": "assistant", "content": "x"}]),
     ],
 )

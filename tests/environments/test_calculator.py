@@ -19,9 +19,7 @@ EXAMPLES = Path(environments.__file__).parent / "examples"
 
 
 def load(example: str, module: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        f"{example}_{module}", EXAMPLES / example / f"{module}.py"
-    )
+    spec = importlib.util.spec_from_file_location(f"{example}_{module}", EXAMPLES / example / f"{module}.py")
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
@@ -47,9 +45,7 @@ def play(*answers: str) -> tuple[list[str], RewardResult]:
             break
         messages += result.messages
     turns = [EnvironmentTurn(message["role"], message["content"]) for message in messages[prompt:]]
-    reward = episode.score_episode(
-        TASK, EnvironmentEpisode(messages, response_text=answers[-1], turns=turns)
-    )
+    reward = episode.score_episode(TASK, EnvironmentEpisode(messages, response_text=answers[-1], turns=turns))
     return [turn.content for turn in turns if turn.role == "user"], reward
 
 
@@ -93,9 +89,7 @@ def test_a_failed_calculation_may_be_corrected() -> None:
     assert reward.success
 
 
-@pytest.mark.parametrize(
-    "text", ["<answer>1,0</answer>", "<answer> -0.50 </answer>", "<answer>,</answer>", "<answer>"]
-)
+@pytest.mark.parametrize("text", ["<answer>1,0</answer>", "<answer> -0.50 </answer>", "<answer>,</answer>", "<answer>"])
 def test_answers_of_any_form_are_read_without_raising(text: str) -> None:
     assert not play(ASK, text)[1].success
 
@@ -164,8 +158,7 @@ def test_sorting_pays_for_words_in_their_place() -> None:
     assert len(gold) == 4
     swapped = ", ".join([gold[1], gold[0], *gold[2:]])
     rewards = [
-        SORT.score_response(task, text)
-        for text in ("", gold[0], swapped, f"{task.output}.", f"{task.output}, fig")
+        SORT.score_response(task, text) for text in ("", gold[0], swapped, f"{task.output}.", f"{task.output}, fig")
     ]
     assert [reward.score for reward in rewards] == [0.0, 0.2, 0.6, 1.0, 0.64]
     assert [reward.success for reward in rewards] == [False, False, False, True, False]
@@ -195,18 +188,12 @@ def test_splits_are_large_enough_and_disjoint(example: str, environment) -> None
 
 def test_gold_conversations_of_the_calculator_are_right() -> None:
     for task in [*SUM.dataset, *SUM.eval_dataset]:
-        assert (
-            calculator.number_text(calculator.calculate(task.record["expression"])) == task.output
-        )
+        assert calculator.number_text(calculator.calculate(task.record["expression"])) == task.output
 
 
-@pytest.mark.parametrize(
-    "example", ["calculator", "sort_words", "tool_calculator", "agent_calculator"]
-)
+@pytest.mark.parametrize("example", ["calculator", "sort_words", "tool_calculator", "agent_calculator"])
 @pytest.mark.parametrize(("config", "algorithm"), [("rl", "grpo"), ("sft", "sft")])
-def test_configs_are_valid_runs_of_their_environment(
-    example: str, config: str, algorithm: str
-) -> None:
+def test_configs_are_valid_runs_of_their_environment(example: str, config: str, algorithm: str) -> None:
     spec = validate(read_toml(EXAMPLES / example / "configs" / f"{config}.toml"))
     assert (spec.environment, spec.algorithm, spec.eval_after) == (example, algorithm, True)
     begins_from_sft = (example, config) == ("agent_calculator", "rl")

@@ -45,17 +45,13 @@ def failures(report: Report) -> dict[str, Probe]:
     return {probe.name: probe for probe in report.probes if probe.passed is False}
 
 
-@pytest.mark.parametrize(
-    "name", ["calculator", "sort_words", "tool_calculator", "agent_calculator"]
-)
+@pytest.mark.parametrize("name", ["calculator", "sort_words", "tool_calculator", "agent_calculator"])
 async def test_the_examples_pass_every_check(name: str) -> None:
     report = await check(EXAMPLES / name)
     expected = list(PROBES)
     if name in ("tool_calculator", "agent_calculator"):
         expected.insert(PROBES.index("isolation"), "tool_calls")
-    assert [(probe.name, probe.passed) for probe in report.probes] == [
-        (name, True) for name in expected
-    ]
+    assert [(probe.name, probe.passed) for probe in report.probes] == [(name, True) for name in expected]
     assert report.passed
     assert report.splits == {"train": 500, "eval": 200}
 
@@ -123,9 +119,7 @@ class Faulty(Doubling):
 
 
 @pytest.mark.parametrize("fault", TOOL_FAULTS)
-async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(
-    tmp_path: Path, fault: str
-) -> None:
+async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(tmp_path: Path, fault: str) -> None:
     body, evidence, fix = TOOL_FAULTS[fault]
     source = DOUBLING + textwrap.indent(textwrap.dedent(body), " " * 8)
     report = await check(environment_folder(tmp_path / "faulty", source, returns="Faulty()"))
@@ -134,10 +128,7 @@ async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(
     assert fix in probe.fix
     sound = await check(environment_folder(tmp_path / "sound", DOUBLING, returns="Doubling()"))
     (tools,) = [probe for probe in sound.probes if probe.name == "tool_calls"]
-    assert (tools.passed, tools.evidence) == (
-        True,
-        "14 bad or odd calls: none raised, none was a success",
-    )
+    assert (tools.passed, tools.evidence) == (True, "14 bad or odd calls: none raised, none was a success")
 
 
 async def test_gold_messages_that_call_no_tool_are_named(tmp_path: Path) -> None:
@@ -295,9 +286,7 @@ async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str) -> None:
     # Words of an answer that is quoted with a fault are none of the fault's.
     answer = "{'role': 'assistant', 'content': 'x raised Y: must be'}"
     gold = f"def sft_completion(self, example):\n        return [{answer}]"
-    report = await check(
-        environment_folder(tmp_path, f"class Sample(Addition):\n    {method}\n    {gold}\n")
-    )
+    report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {method}\n    {gold}\n"))
     assert failures(report)[name].fix == fix, failures(report)[name].evidence
 
 
@@ -313,11 +302,7 @@ LOAD_FIXES = {
         {"size": 2},
         "leave the argument that it names out of environment_args, or let the code accept it",
     ),
-    "missing": (
-        "Sized()",
-        {},
-        "pass the argument that it names in environment_args, or give it a default",
-    ),
+    "missing": ("Sized()", {}, "pass the argument that it names in environment_args, or give it a default"),
     "package": (
         "__import__('no_such_package')",
         {},
@@ -339,16 +324,8 @@ async def test_a_fault_of_loading_names_its_remedy(tmp_path: Path, fault: str) -
 @pytest.mark.parametrize(
     ("parameters", "args", "fix"),
     [
-        (
-            "",
-            {"size": 2},
-            "leave the argument that it names out of environment_args, or let the code accept it",
-        ),
-        (
-            "size",
-            {},
-            "pass the argument that it names in environment_args, or give it a default",
-        ),
+        ("", {"size": 2}, "leave the argument that it names out of environment_args, or let the code accept it"),
+        ("size", {}, "pass the argument that it names in environment_args, or give it a default"),
     ],
 )
 async def test_arguments_that_load_environment_does_not_take_are_named(
@@ -359,25 +336,15 @@ async def test_arguments_that_load_environment_does_not_take_are_named(
 
 
 async def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
-    assert (
-        (await check(tmp_path))
-        .probes[0]
-        .fix.startswith("pass the folder that holds environment.py")
-    )
-    (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text(
-        "netwrk = true\n"
-    )
+    assert (await check(tmp_path)).probes[0].fix.startswith("pass the folder that holds environment.py")
+    (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text("netwrk = true\n")
     assert (await check(tmp_path)).probes[0].fix.startswith("correct environment.toml")
 
 
 async def test_a_long_answer_is_cut_with_its_quotes_closed(tmp_path: Path) -> None:
-    source = (
-        "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'gold' * 99}]"
-    )
+    source = "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'gold' * 99}]"
     report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {source}\n"))
-    assert re.search(
-        r"no success: '[gold]+\.\.\.[gold]+' earned", failures(report)["gold"].evidence
-    )
+    assert re.search(r"no success: '[gold]+\.\.\.[gold]+' earned", failures(report)["gold"].evidence)
 
 
 async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:
@@ -426,9 +393,7 @@ async def test_a_group_is_scored_whatever_its_order_and_gold_above_junk(
     assert not evidence or evidence in failed["groups"].evidence
 
 
-async def test_a_scorer_that_hangs_on_an_answer_is_found_and_the_other_checks_are_made(
-    tmp_path: Path,
-) -> None:
+async def test_a_scorer_that_hangs_on_an_answer_is_found_and_the_other_checks_are_made(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text):
@@ -439,9 +404,7 @@ async def test_a_scorer_that_hangs_on_an_answer_is_found_and_the_other_checks_ar
     failed = failures(report)
     assert set(failed) == {"junk", "time"}
     assert [probe.name for probe in report.probes] == PROBES
-    assert (
-        "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
-    )
+    assert "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
     assert "while response_text == " in failed["junk"].evidence
     assert "score_episode must answer within 5 s" in failed["time"].fix
 
@@ -490,9 +453,7 @@ async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Pat
     assert report.passed
 
 
-async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(
-    tmp_path: Path,
-) -> None:
+async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(tmp_path: Path) -> None:
     report = await check(environment_folder(tmp_path, "import no_such_package"))
     assert (list(failures(report)), len(report.probes), report.splits) == (["loads"], 1, {})
     assert "No module named 'no_such_package'" in report.probes[0].evidence
@@ -527,9 +488,7 @@ async def test_without_time_for_a_prompt_every_check_is_unfinished(tmp_path: Pat
     assert set(gate.PROBES) < set(report.unfinished)
 
 
-async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(
-    tmp_path: Path,
-) -> None:
+async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
         def build_prompt_messages(self, example, prompt_text):

@@ -221,9 +221,7 @@ def call(name: str, arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_a_tool_of_openreward_gives_the_reward_and_ends_the_episode(
-    installed: Callable[[str], Path],
-) -> None:
+async def test_a_tool_of_openreward_gives_the_reward_and_ends_the_episode(installed: Callable[[str], Path]) -> None:
     async with await EnvironmentHost.start(installed("openreward")) as host:
         assert host.splits == {"train": 1, "eval": 1}
         for arguments, reward in (('{"answer": "4"}', 1.0), ('{"answer": "5"}', 0.0)):
@@ -239,9 +237,7 @@ async def test_a_tool_of_openreward_gives_the_reward_and_ends_the_episode(
 @pytest.mark.slow
 async def test_a_sample_of_inspect_is_scored_by_inspect(installed: Callable[[str], Path]) -> None:
     args = {"name": "agent_threat_bench.agent_threat_bench_memory_poison"}
-    async with await EnvironmentHost.start(
-        installed("inspect"), args=args, timeout_s=120.0
-    ) as host:
+    async with await EnvironmentHost.start(installed("inspect"), args=args, timeout_s=120.0) as host:
         opening = await host.open("train", 0)
         assert [message["role"] for message in opening.messages] == ["system", "user"]
         assert "memory_read" in [tool["function"]["name"] for tool in opening.tools]
@@ -253,9 +249,7 @@ async def test_a_sample_of_inspect_is_scored_by_inspect(installed: Callable[[str
 
 
 @pytest.mark.slow
-async def test_a_rubric_of_verifiers_scores_what_its_tools_led_to(
-    installed: Callable[[str], Path],
-) -> None:
+async def test_a_rubric_of_verifiers_scores_what_its_tools_led_to(installed: Callable[[str], Path]) -> None:
     args = {"name": "ToolEnv chain_sum"}
     async with await EnvironmentHost.start(installed("verifiers"), args=args) as host:
         assert host.splits == {"train": 359, "eval": 93}  # those that differ
@@ -276,9 +270,7 @@ async def test_a_rubric_of_verifiers_scores_what_its_tools_led_to(
 
 
 @pytest.mark.slow
-async def test_a_rubric_of_verifiers_compares_the_rollouts_of_a_task(
-    installed: Callable[[str], Path],
-) -> None:
+async def test_a_rubric_of_verifiers_compares_the_rollouts_of_a_task(installed: Callable[[str], Path]) -> None:
     args = {"name": "group rewards"}
     async with await EnvironmentHost.start(installed("verifiers"), args=args) as host:
         assert host.scores_groups
@@ -294,9 +286,7 @@ async def test_a_rubric_of_verifiers_compares_the_rollouts_of_a_task(
 
 
 @pytest.mark.slow
-async def test_a_taskset_of_verifiers_is_played_by_an_agent(
-    installed: Callable[[str], Path],
-) -> None:
+async def test_a_taskset_of_verifiers_is_played_by_an_agent(installed: Callable[[str], Path]) -> None:
     args = {"name": "one agent"}
     async with await EnvironmentHost.start(installed("verifiers_tasksets"), args=args) as host:
         opening = await host.open("train", 0)
@@ -314,9 +304,7 @@ async def test_a_taskset_of_verifiers_is_played_by_an_agent(
 
 
 @pytest.mark.slow
-async def test_a_shell_of_verifiers_runs_in_the_environment(
-    installed: Callable[[str], Path],
-) -> None:
+async def test_a_shell_of_verifiers_runs_in_the_environment(installed: Callable[[str], Path]) -> None:
     args = {"name": "one agent with a shell"}
     async with await EnvironmentHost.start(installed("verifiers_tasksets"), args=args) as host:
         opening = await host.open("train", 0)
@@ -328,9 +316,7 @@ async def test_a_shell_of_verifiers_runs_in_the_environment(
 
 
 @pytest.mark.slow
-async def test_an_environment_of_openenv_is_a_taskset_of_verifiers(
-    installed: Callable[[str], Path],
-) -> None:
+async def test_an_environment_of_openenv_is_a_taskset_of_verifiers(installed: Callable[[str], Path]) -> None:
     """All of it is of the two packages: the taskset, the server, and the environment."""
     args = {"name": "openenv echo"}
     async with await EnvironmentHost.start(installed("verifiers_tasksets"), args=args) as host:

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def endpoint(
-    reply: Callable[[list[str]], str], asked: list[Any] | None = None, status: int = 200
-) -> Generator[str]:
+def endpoint(reply: Callable[[list[str]], str], asked: list[Any] | None = None, status: int = 200) -> Generator[str]:
     """An endpoint that replies to the answers that it is shown; its base URL."""
 
     class Judge(BaseHTTPRequestHandler):
@@ -57,9 +55,7 @@ def first_shown(answers: list[str]) -> str:
     return str(list(range(1, len(answers) + 1)))
 
 
-def test_answers_are_scored_by_their_rank_and_each_group_is_judged_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_answers_are_scored_by_their_rank_and_each_group_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "key")
     asked: list[Any] = []
     with endpoint(longest_first, asked) as url:
@@ -99,10 +95,7 @@ def test_an_answer_cannot_close_its_own_frame() -> None:
     ],
 )
 def test_a_judge_that_does_not_rank_is_an_error(reply: str, status: int, said: str) -> None:
-    with (
-        endpoint(lambda answers: reply, status=status) as url,
-        pytest.raises(JudgeError, match=re.escape(said)),
-    ):
+    with endpoint(lambda answers: reply, status=status) as url, pytest.raises(JudgeError, match=re.escape(said)):
         JudgeRubric(url, "m", "").rank("?", ["a", "b"])
 
 
@@ -135,11 +128,7 @@ def numbers_first(answers: list[str]) -> str:
 @pytest.mark.parametrize(
     ("reply", "passed", "evidence"),
     [
-        (
-            numbers_first,
-            True,
-            "100% were ranked alike when asked again, 100% in the opposite order",
-        ),
+        (numbers_first, True, "100% were ranked alike when asked again, 100% in the opposite order"),
         (first_shown, False, "0% in the opposite order"),
         (lambda answers: "none is right", False, "its reply is no ranking of 4 answers"),
     ],

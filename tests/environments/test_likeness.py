@@ -16,10 +16,7 @@ def test_sound_tasks_show_no_sign() -> None:
 
 
 def test_an_answer_at_a_fixed_place_is_named_from_the_nearer_end() -> None:
-    rows = [
-        Row(f"t{n}", f"The code is {n}, they say. " + "so " * n, str(n), "train", n)
-        for n in range(9)
-    ]
+    rows = [Row(f"t{n}", f"The code is {n}, they say. " + "so " * n, str(n), "train", n) for n in range(9)]
     assert fixed_place(rows) == "on 9 of 9 tasks the answer is word 4 of the prompt"
     rows = [Row(f"t{n}", "well " * n + f"it is {n} now", str(n), "train", n) for n in range(9)]
     assert fixed_place(rows) == "on 9 of 9 tasks the answer is word 2 from the end of the prompt"
@@ -27,9 +24,7 @@ def test_an_answer_at_a_fixed_place_is_named_from_the_nearer_end() -> None:
 
 
 def test_ids_that_contain_answers_are_named() -> None:
-    rows = [
-        Row(f"row-{n}-{n + 500}", f"Add 500 to {n}.", str(n + 500), "eval", n) for n in range(9)
-    ]
+    rows = [Row(f"row-{n}-{n + 500}", f"Add 500 to {n}.", str(n + 500), "eval", n) for n in range(9)]
     assert in_ids(rows) == "the ids of 9 of 9 tasks contain the answer, as 'row-0-500' does"
 
 
@@ -40,14 +35,9 @@ def test_answers_that_repeat_in_the_order_of_tasks_are_named() -> None:
 
 
 def test_a_train_task_in_other_words_is_named() -> None:
-    texts = {
-        "train": "Please add the numbers 3 and {0}.",
-        "eval": "Add the numbers 3 and {0}, please!",
-    }
+    texts = {"train": "Please add the numbers 3 and {0}.", "eval": "Add the numbers 3 and {0}, please!"}
     rows = [
-        Row(f"{split}-{n}", text.format(n), str(n + 3), split, n)
-        for split, text in texts.items()
-        for n in range(6)
+        Row(f"{split}-{n}", text.format(n), str(n + 3), split, n) for split, text in texts.items() for n in range(6)
     ]
     example = "for instance train 'train-0' and eval 'eval-0'"
     assert alike(rows) == f"6 eval tasks are train tasks in other words, {example}"

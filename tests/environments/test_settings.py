@@ -34,9 +34,7 @@ def test_a_grant_names_the_owner_except_the_local_one() -> None:
         ("[environments]\nnetwork = true\n", "network must be a list of texts, got True"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_by_name(
-    text: str, named: str, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_used_is_refused_by_name(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ValueError, match=named):
         load_settings(tmp_path)

@@ -72,17 +72,13 @@ async def test_other_arguments_mean_other_tasks_which_the_next_load_keeps() -> N
     ],
     ids=["too large", "no literal", "not equal to itself", "endless", "holds a secret"],
 )
-async def test_rows_that_cannot_be_kept_are_generated(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_that_cannot_be_kept_are_generated(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "hunter2-hunter2")
     folder = await push(generated_files(source=f"import os\n{change}"), secrets=["KEY"])
     assert not (folder / task_cache.FOLDER).exists()
 
 
-def test_no_more_than_the_limit_is_kept_and_no_file_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_the_limit_is_kept_and_no_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_cache, "MAX_BYTES", 10)
     task_cache.keep(tmp_path, {"one": "1\n2\n"})
     task_cache.keep(tmp_path, {"one": "3\n", "two": "4\n", "long": "1\n" * 5})

@@ -49,10 +49,7 @@ def test_a_typed_function_becomes_a_schema() -> None:
                 "order": {"enum": ["new", "old"]},
                 "tags": {"type": "array", "items": {"type": "string"}},
                 "weights": {
-                    "anyOf": [
-                        {"type": "object", "additionalProperties": {"type": "number"}},
-                        {"type": "null"},
-                    ]
+                    "anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]
                 },
             },
             "required": ["query"],
@@ -200,15 +197,12 @@ async def test_a_tool_of_the_loaded_object_changes_only_its_own_episode(tmp_path
         ("def episode_tools(self, example): return 5", "tools must be a list"),
         ("def episode_tools(self, example): return [print]", "tools:"),
         (
-            "def start_episode(self, example, text): "
-            "return [{'role': 'assistant', 'content': '', 'tool_calls': 5}]",
+            "def start_episode(self, example, text): return [{'role': 'assistant', 'content': '', 'tool_calls': 5}]",
             "tool_calls must be a list",
         ),
     ],
 )
-async def test_wrong_tools_are_the_environments_error(
-    tmp_path: Path, method: str, reason: str
-) -> None:
+async def test_wrong_tools_are_the_environments_error(tmp_path: Path, method: str, reason: str) -> None:
     folder = environment_folder(tmp_path, f"class Sample(Echo):\n    {method}")
     async with await EnvironmentHost.start(folder) as host:
         with pytest.raises(EnvironmentFault, match=reason) as caught:

@@ -33,9 +33,7 @@ CODE = "Thoughts: I know it.\n<code>\nfinal_answer(12)\n</code>"
 SCRIPTS = {
     "smolagents_code_agent": [CODE],
     "smolagents_litellm": [CODE],
-    "dspy_predict": [
-        "[[ ## reasoning ## ]]\nBoth show one.\n\n[[ ## answer ## ]]\n12.0\n\n[[ ## completed ## ]]"
-    ],
+    "dspy_predict": ["[[ ## reasoning ## ]]\nBoth show one.\n\n[[ ## answer ## ]]\n12.0\n\n[[ ## completed ## ]]"],
     "dspy_react": [
         "[[ ## next_thought ## ]]\nI add.\n\n[[ ## next_tool_name ## ]]\nevaluate_math\n\n"
         '[[ ## next_tool_args ## ]]\n{"expression": "5+7"}\n\n[[ ## completed ## ]]',
@@ -180,9 +178,7 @@ async def play_all(only: str = "") -> list[Outcome]:
 
 def table(outcomes: list[Outcome]) -> str:
     """The outcomes as a table of docs/hubs.md."""
-    versions = dict(
-        line.strip().split("==") for line in (FOLDER / requirements.FILE).read_text().splitlines()
-    )
+    versions = dict(line.strip().split("==") for line in (FOLDER / requirements.FILE).read_text().splitlines())
     versions = {name.partition("[")[0]: version for name, version in versions.items()}
     lines = ["| package | quickstart | requests | result |", "|---|---|---|---|"]
     for outcome in outcomes:

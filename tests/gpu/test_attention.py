@@ -14,9 +14,7 @@ if not torch.cuda.is_available():
 CARD = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completions"), [(256, [512] * 6), (40, [7, 90, 1]), (0, [64, 30])], ids=str
-)
+@pytest.mark.parametrize(("prompt", "completions"), [(256, [512] * 6), (40, [7, 90, 1]), (0, [64, 30])], ids=str)
 @pytest.mark.parametrize("size", [64, 128])
 def test_flash_attention_in_two_parts_is_no_further_off_fp32_than_the_masked_one(
     prompt: int, completions: list[int], size: int
@@ -32,8 +30,7 @@ def test_flash_attention_in_two_parts_is_no_further_off_fp32_than_the_masked_one
         return [out[0, :total].float(), *(leaf.grad.float() for leaf in leaves)]
 
     inputs = [
-        torch.randn(1, heads, total + attention.BLOCK, size, generator=generator, device=CARD)
-        for heads in (8, 2, 2)
+        torch.randn(1, heads, total + attention.BLOCK, size, generator=generator, device=CARD) for heads in (8, 2, 2)
     ]
     weight = torch.randn(total, 8, size, generator=generator, device=CARD)
     exact = computed(torch.float32, False)

@@ -14,12 +14,7 @@ from flash_mcp.protocol.records import Evaluation
 
 
 def paired(won: int, lost: int, same: int, effect: float = 0.05) -> comparison.Change:
-    pairs = (
-        [(0.0, 1.0)] * won
-        + [(1.0, 0.0)] * lost
-        + [(0.0, 0.0)] * (same // 2)
-        + [(1.0, 1.0)] * (same - same // 2)
-    )
+    pairs = [(0.0, 1.0)] * won + [(1.0, 0.0)] * lost + [(0.0, 0.0)] * (same // 2) + [(1.0, 1.0)] * (same - same // 2)
     return comparison.compare_paired([b for b, _ in pairs], [o for _, o in pairs], effect=effect)
 
 
@@ -57,10 +52,7 @@ def test_an_interval_without_zero_is_not_called_chance_for_want_of_tasks():
     decided_by_p = paired(5, 0, 0)
     assert decided_by_p.low > 0 and "p is not below 0.05" in decided_by_p.explanation
     within_chance = paired(6, 3, 41)
-    assert (
-        "chance alone may explain it" in within_chance.explanation
-        and "fewer" not in within_chance.explanation
-    )
+    assert "chance alone may explain it" in within_chance.explanation and "fewer" not in within_chance.explanation
 
 
 def test_the_number_that_would_decide_decides_when_the_difference_stays():
@@ -79,42 +71,25 @@ def test_shares_of_several_attempts_are_compared_by_bootstrap_over_tasks():
 
 
 def test_few_tasks_that_agree_are_not_taken_for_certainty():
-    assert (
-        comparison.compare_paired([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], effect=0.05).outcome
-        == "underpowered"
-    )
+    assert comparison.compare_paired([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], effect=0.05).outcome == "underpowered"
 
 
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=40))
 def test_swapping_the_sides_turns_the_comparison_around(pairs: list[tuple[float, float]]):
     base, other = [a for a, _ in pairs], [b for _, b in pairs]
-    there, back = (
-        comparison.compare_paired(*sides, effect=0.05) for sides in ((base, other), (other, base))
-    )
+    there, back = (comparison.compare_paired(*sides, effect=0.05) for sides in ((base, other), (other, base)))
     assert there.change == pytest.approx(-back.change)
     turned = {"improved": "regressed", "regressed": "improved"}
-    if (
-        min(abs(there.low), abs(there.high)) > 0.02
-    ):  # the draws differ, so a border may be on either side
-        assert turned.get(there.outcome, there.outcome) in (
-            back.outcome,
-            "no_change",
-            "underpowered",
-        )
+    if min(abs(there.low), abs(there.high)) > 0.02:  # the draws differ, so a border may be on either side
+        assert turned.get(there.outcome, there.outcome) in (back.outcome, "no_change", "underpowered")
 
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=200))
 def test_nothing_is_better_or_worse_than_itself(values: list[float]):
-    assert comparison.compare_paired(values, values, effect=0.05).outcome in (
-        "no_change",
-        "underpowered",
-    )
-    assert comparison.compare_unpaired(values, values, effect=0.05).outcome in (
-        "no_change",
-        "underpowered",
-    )
+    assert comparison.compare_paired(values, values, effect=0.05).outcome in ("no_change", "underpowered")
+    assert comparison.compare_unpaired(values, values, effect=0.05).outcome in ("no_change", "underpowered")
 
 
 def test_a_paired_comparison_of_equal_models_cries_wolf_at_most_5_times_of_100():
@@ -127,9 +102,7 @@ def test_a_paired_comparison_of_equal_models_cries_wolf_at_most_5_times_of_100()
 
 
 def test_different_tasks_are_compared_by_noise_bands():
-    found = comparison.compare_unpaired(
-        [1.0] * 40 + [0.0] * 160, [1.0] * 100 + [0.0] * 100, effect=0.05
-    )
+    found = comparison.compare_unpaired([1.0] * 40 + [0.0] * 160, [1.0] * 100 + [0.0] * 100, effect=0.05)
     assert (found.outcome, found.test) == ("improved", "noise_band")
     assert "noise band" in found.explanation
     again = comparison.compare_unpaired([1.0] * 4 + [0.0] * 16, [1.0] * 8 + [0.0] * 12, effect=0.05)
@@ -214,20 +187,14 @@ def test_what_is_sent_is_rounded_and_what_is_judged_is_not():
 @pytest.mark.parametrize(
     ("success", "constant", "said"),
     [
-        (
-            0.70,
-            0.67,
-            ". BUT it may be no better than always answering 'Yes': 0.67 (0.52 to 0.80, 40",
-        ),
+        (0.70, 0.67, ". BUT it may be no better than always answering 'Yes': 0.67 (0.52 to 0.80, 40"),
         (0.60, 0.67, "it is no better than always answering 'Yes'"),
         (0.90, 0.67, ""),
         (0.70, 0.0, ""),
         (0.70, None, ""),
     ],
 )
-def test_the_verdict_says_when_one_constant_answer_does_as_well(
-    success: float, constant: float | None, said: str
-):
+def test_the_verdict_says_when_one_constant_answer_does_as_well(success: float, constant: float | None, said: str):
     summary = {"n": 100, "success": success}
     if constant is not None:
         summary |= {"constant_success": constant, "constant_n": 40}
@@ -249,8 +216,6 @@ def test_a_constant_that_is_no_plain_word_is_not_quoted_in_a_verdict():
 
 def test_one_answer_to_nearly_all_tasks_is_told():
     summary = {"n": 50, "success": 0.6, "answers/common_share": 0.96}
-    trained = Evaluation(
-        step=9, epoch=1, time=0.0, summary={**summary, "answers/common_success": 0.6}
-    )
+    trained = Evaluation(step=9, epoch=1, time=0.0, summary={**summary, "answers/common_success": 0.6})
     said = comparison.against_constant(trained)
     assert said == "it gives one and the same answer to 96% of the tasks"

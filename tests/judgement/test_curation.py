@@ -8,42 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mcp.judgement.curation import (
-    Attempt,
-    Curated,
-    HeldOut,
-    Plan,
-    Select,
-    curate,
-    is_held_back,
-    prompt_digest,
-)
+from flash_mcp.judgement.curation import Attempt, Curated, HeldOut, Plan, Select, curate, is_held_back, prompt_digest
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.state.datasets import dump_rows, load_rows
 
 NOTHING = HeldOut()
 
 
-def attempt(
-    index: int, task_id: str = "t0", reward: float = 1.0, said: str | None = None, **values: Any
-) -> Attempt:
+def attempt(index: int, task_id: str = "t0", reward: float = 1.0, said: str | None = None, **values: Any) -> Attempt:
     """An attempt at a one-turn task; correct from a reward of 1 on."""
     answer = f"answer {index}" if said is None else said
-    messages = [
-        {"role": "user", "content": f"do {task_id}"},
-        {"role": "assistant", "content": answer},
-    ]
-    given = {
-        "run_id": "run-a",
-        "source": "rollouts",
-        "step": 1,
-        "split": "train",
-        "success": reward >= 1,
-        **values,
-    }
-    return Attempt(
-        index=index, task_id=task_id, reward=reward, messages=messages, prompt_messages=1, **given
-    )
+    messages = [{"role": "user", "content": f"do {task_id}"}, {"role": "assistant", "content": answer}]
+    given = {"run_id": "run-a", "source": "rollouts", "step": 1, "split": "train", "success": reward >= 1, **values}
+    return Attempt(index=index, task_id=task_id, reward=reward, messages=messages, prompt_messages=1, **given)
 
 
 attempts = st.lists(
@@ -92,13 +69,7 @@ def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan
     assert counts.repeated == len(distinct[:3])
     assert counts.eval_attempts == sum(each.split == "eval" for each in distinct)
     assert counts.tasks == counts.always_solved + counts.sometimes_solved + counts.never_solved
-    done = (
-        counts.insufficient
-        + counts.filtered
-        + counts.unselected
-        + counts.train_tasks
-        + counts.holdout_tasks
-    )
+    done = counts.insufficient + counts.filtered + counts.unselected + counts.train_tasks + counts.holdout_tasks
     assert counts.tasks == done
     assert len({each.key for each in rows}) == len(rows)
     assert all(each.is_learnable and not each.failed for each in rows)
@@ -114,9 +85,7 @@ def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan
 
 
 @given(attempts, plans, st.randoms())
-def test_neither_order_nor_repetition_changes_the_result(
-    some: list[Attempt], plan: Plan, chance: random.Random
-):
+def test_neither_order_nor_repetition_changes_the_result(some: list[Attempt], plan: Plan, chance: random.Random):
     some = told_apart(some)
     shuffled = [*some, *some]
     chance.shuffle(shuffled)
@@ -153,14 +122,11 @@ def test_the_holdout_is_about_the_share_that_was_asked_for():
         ("all", None, {0, 1, 2, 3, 4}),
     ],
 )
-def test_each_selection_takes_what_it_says(
-    select: Select, max_per_task: int | None, chosen: set[int]
-):
+def test_each_selection_takes_what_it_says(select: Select, max_per_task: int | None, chosen: set[int]):
     rewards = [3.0, 2.0, 1.0, 0.5, 0.0]
     texts = ["a long answer", "shorter", "short", "s", ""]
     some = [
-        attempt(n, reward=reward, said=text or "x")
-        for n, (reward, text) in enumerate(zip(rewards, texts, strict=True))
+        attempt(n, reward=reward, said=text or "x") for n, (reward, text) in enumerate(zip(rewards, texts, strict=True))
     ]
     curated = curate(some, Plan(select=select, max_per_task=max_per_task), NOTHING)
     assert {each.index for each in curated.train} == chosen
@@ -216,19 +182,9 @@ def test_the_same_words_are_kept_once_and_those_rewarded_best():
         (HeldOut(prompts=frozenset({prompt_digest([{"content": " DO  t0\n"}])})), "train", True),
         (HeldOut(prompts=frozenset({prompt_digest([{"content": "do t00"}])})), "train", False),
     ],
-    ids=[
-        "other",
-        "its split",
-        "its id",
-        "numbered alike",
-        "its question",
-        "its prompt",
-        "a longer prompt",
-    ],
+    ids=["other", "its split", "its id", "numbered alike", "its question", "its prompt", "a longer prompt"],
 )
-def test_a_task_of_the_eval_split_is_known_by_any_of_its_marks(
-    held_out: HeldOut, split: str, refused: bool
-):
+def test_a_task_of_the_eval_split_is_known_by_any_of_its_marks(held_out: HeldOut, split: str, refused: bool):
     curated = curate([attempt(0, split=split)], Plan(), held_out)
     assert (len(curated.train), curated.counts.eval_tasks) == (int(not refused), int(refused))
     allowed = curate([attempt(0, split=split)], Plan(allow_eval_tasks=True), held_out)
@@ -245,17 +201,9 @@ def test_tasks_of_two_splits_with_one_id_are_two_tasks():
 
 
 def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
-    said = [
-        ("user", "a"),
-        ("assistant", "b"),
-        ("user", "c"),
-        ("assistant", "d"),
-        ("user", "cut off here"),
-    ]
+    said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "cut off here")]
     messages = [{"role": role, "content": text} for role, text in said]
-    row = Attempt(
-        "run-a", "rollouts", 3, 7, "t0", "train", 1.0, True, messages, prompt_messages=1
-    ).row()
+    row = Attempt("run-a", "rollouts", 3, 7, "t0", "train", 1.0, True, messages, prompt_messages=1).row()
     assert row["messages"] == messages[:4]
     assert row["provenance"] == {
         "run_id": "run-a",
@@ -269,16 +217,7 @@ def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
     }
 
 
-@given(
-    st.lists(
-        st.builds(
-            attempt,
-            st.integers(0, 9),
-            st.text(max_size=5),
-            said=st.text(max_size=9).map("{}.".format),
-        )
-    )
-)
+@given(st.lists(st.builds(attempt, st.integers(0, 9), st.text(max_size=5), said=st.text(max_size=9).map("{}.".format))))
 def test_rows_survive_being_written_and_read_whatever_they_say(some: list[Attempt]):
     rows = [each.row() for each in some]
     assert list(load_rows(dump_rows(rows))) == rows

@@ -11,23 +11,14 @@ from flash_mcp.judgement.failures import failure_counts, failure_modes
 from flash_mcp.protocol.records import Rollout
 from tests.samples import sample_rollout
 
-MESSAGES = [
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "an example: 3"},
-]
+MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "an example: 3"}]
 
 
 def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
     said: list[dict[str, Any]] = list(MESSAGES)
     for turn in turns:
         said += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": turn}]
-    base = {
-        **sample_rollout(1, 0, 0.0),
-        "metrics": {},
-        "success": success,
-        "messages": said,
-        "turns": len(turns),
-    }
+    base = {**sample_rollout(1, 0, 0.0), "metrics": {}, "success": success, "messages": said, "turns": len(turns)}
     return Rollout.from_row({**base, **values})
 
 
@@ -40,27 +31,14 @@ def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
         (row(" \n", ""), "empty"),
         (row(), "empty"),
         (row("so " * 200), "looping"),
-        (
-            row(
-                "First, let me think. "
-                + "The answer is 5, so the answer is 5? No. " * 8
-                + "The ans"
-            ),
-            "looping",
-        ),
+        (row("First, let me think. " + "The answer is 5, so the answer is 5? No. " * 8 + "The ans"), "looping"),
         (row("Well. " + "0" * 300), "looping"),
         (row("<calc>2+2</calc>", "<calc>2+2</calc>", "<calc>2+2</calc>"), "looping"),
         (row("so " * 200, truncated=True), "looping"),
         (row("Let me count the ways in which this may be done", truncated=True), "truncated"),
         (row("Let me count", finish="length"), "truncated"),
-        (
-            row("5", messages=[*MESSAGES, {**MESSAGES[1], "bad_tool_call": "it does not parse"}]),
-            "bad_tool_call",
-        ),
-        (
-            row("5", messages=[{**MESSAGES[1], "bad_tool_call": "an example"}, *MESSAGES]),
-            "wrong",
-        ),
+        (row("5", messages=[*MESSAGES, {**MESSAGES[1], "bad_tool_call": "it does not parse"}]), "bad_tool_call"),
+        (row("5", messages=[{**MESSAGES[1], "bad_tool_call": "an example"}, *MESSAGES]), "wrong"),
         (row("```\n4\n```"), "wrapped"),
         (row("\\boxed{4}", reason="no answer found"), "wrapped"),
         (row("The answer is **4**", metrics={"format": 0.0}), "wrapped"),

@@ -84,59 +84,25 @@ def test_a_healthy_run_has_no_flags():
 @pytest.mark.parametrize(
     ("flag", "steps", "columns", "evidence"),
     [
-        (
-            "environment_errors",
-            5,
-            {"rollouts/error_share": [0.3] * 5},
-            "30% of the rollouts of steps 1 to 5",
-        ),
+        ("environment_errors", 5, {"rollouts/error_share": [0.3] * 5}, "30% of the rollouts of steps 1 to 5"),
         ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40%"),
+        ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}, "90% of the groups of steps 1 to 5"),
         (
             "uniform_groups",
             5,
-            {"groups/uniform_share": [0.9] * 5},
-            "90% of the groups of steps 1 to 5",
-        ),
-        (
-            "uniform_groups",
-            5,
-            {
-                "groups/uniform_share": [0.9] * 5,
-                "groups/zero_share": [0.85] * 5,
-                "reward/mean": [0.01] * 5,
-            },
+            {"groups/uniform_share": [0.9] * 5, "groups/zero_share": [0.85] * 5, "reward/mean": [0.01] * 5},
             "all zero in 85%",
         ),
         ("no_gradient", 5, {"grad_norm": [0.0] * 5}, "5 steps"),
         ("policy_mismatch", 5, {"is_ratio/mean": [0.5] * 5}, "0.50"),
         ("policy_spike", 12, {"kl": SPIKE}, "kl jumped to 0.9 at step 8"),
         ("policy_spike", 12, {"sampling_kl": SPIKE}, "sampling_kl jumped to 0.9 at step 8"),
-        (
-            "policy_spike",
-            12,
-            {"is_ratio/clipped_share": SPIKE},
-            "is_ratio/clipped_share jumped to 0.9 at step 8",
-        ),
-        (
-            "reward_flat",
-            30,
-            {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]},
-            "± 0.0",
-        ),
+        ("policy_spike", 12, {"is_ratio/clipped_share": SPIKE}, "is_ratio/clipped_share jumped to 0.9 at step 8"),
+        ("reward_flat", 30, {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]}, "± 0.0"),
         ("reward_falling", 30, {"reward/mean": rising(0.8, 0.2, 30)}, "-0.4"),
         ("reward_without_success", 30, {"reward/mean": rising(0.2, 0.8, 30)}, "success by +0.000"),
-        (
-            "too_hard",
-            10,
-            {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10},
-            "in 10% some did",
-        ),
-        (
-            "too_easy",
-            10,
-            {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10},
-            "in 15% only",
-        ),
+        ("too_hard", 10, {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10}, "in 10% some did"),
+        ("too_easy", 10, {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10}, "in 15% only"),
         ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80%"),
         (
             "answer_collapse",
@@ -144,25 +110,10 @@ def test_a_healthy_run_has_no_flags():
             {"answers/common_share": [0.95] * 5, "answers/common_success": [0.6] * 5},
             "95% of the rollouts of steps 1 to 5 end in the same answer whatever the task",
         ),
-        (
-            "reward_follows_length",
-            6,
-            {"tokens/reward_correlation": [-0.9] * 6},
-            "shorter ones are paid more",
-        ),
-        (
-            "reward_follows_length",
-            6,
-            {"tokens/reward_correlation": [0.9] * 6},
-            "longer ones are paid more",
-        ),
+        ("reward_follows_length", 6, {"tokens/reward_correlation": [-0.9] * 6}, "shorter ones are paid more"),
+        ("reward_follows_length", 6, {"tokens/reward_correlation": [0.9] * 6}, "longer ones are paid more"),
         ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61% success"),
-        (
-            "length_collapse",
-            30,
-            {"tokens/completion_mean": rising(100, 5, 30), **LEARNING},
-            "15% to 65%",
-        ),
+        ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15% to 65%"),
         ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
     ],
 )
@@ -182,63 +133,31 @@ def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
         pytest.param(5, {"rollouts/truncated_share": [0.15] * 5}, id="a few long answers"),
         pytest.param(5, {"groups/uniform_share": [0.5] * 5}, id="half of the groups uniform"),
         pytest.param(
-            5,
-            {"answers/common_share": [0.95] * 5, "answers/common_success": [0.95] * 5},
-            id="one answer that is right",
+            5, {"answers/common_share": [0.95] * 5, "answers/common_success": [0.95] * 5}, id="one answer that is right"
         ),
         pytest.param(
-            5,
-            {"answers/common_share": [0.8] * 5, "answers/common_success": [0.5] * 5},
-            id="an answer that is common",
+            5, {"answers/common_share": [0.8] * 5, "answers/common_success": [0.5] * 5}, id="an answer that is common"
         ),
         pytest.param(5, {"grad_norm": [0.0, 0.0, 0.1, 0.0, 0.0]}, id="a gradient now and then"),
         pytest.param(5, {"is_ratio/mean": [0.95] * 5}, id="a slight mismatch"),
         pytest.param(12, {"kl": rising(0.0, 0.4, 12)}, id="a steady drift"),
         pytest.param(12, {"sampling_kl": [0.01] * 11 + [0.03]}, id="noise of the engine"),
         pytest.param(12, {"reward/mean": [0.3] * 12}, id="flat, but too short to tell"),
-        pytest.param(
-            30,
-            {"reward/mean": rising(0.9, 0.95, 30), "success/rate": [0.95] * 30},
-            id="flat, but solved",
-        ),
-        pytest.param(
-            9,
-            {"groups/unsolved_share": [0.9] * 9, "groups/solved_share": [0.0] * 9},
-            id="a hard start",
-        ),
+        pytest.param(30, {"reward/mean": rising(0.9, 0.95, 30), "success/rate": [0.95] * 30}, id="flat, but solved"),
+        pytest.param(9, {"groups/unsolved_share": [0.9] * 9, "groups/solved_share": [0.0] * 9}, id="a hard start"),
         pytest.param(10, {"groups/unsolved_share": [0.5] * 10}, id="half of the tasks hard"),
         pytest.param(10, {"groups/solved_share": [0.6] * 10}, id="most of the tasks easy"),
         pytest.param(
-            5,
-            {"rollouts/repeated_share": [0.9] * 5, "tokens/completion_mean": [2.0] * 5},
-            id="answers of one word",
+            5, {"rollouts/repeated_share": [0.9] * 5, "tokens/completion_mean": [2.0] * 5}, id="answers of one word"
         ),
-        pytest.param(
-            5,
-            {"rollouts/repeated_share": [0.85] * 5, "success/rate": [0.8] * 5},
-            id="repeated, and right",
-        ),
-        pytest.param(
-            6,
-            {"tokens/reward_correlation": [-0.9, 0.5, -0.9, 0.4, -0.8, 0.1]},
-            id="length here and there",
-        ),
-        pytest.param(
-            30, {"tokens/completion_mean": rising(100, 60, 30), **LEARNING}, id="somewhat shorter"
-        ),
-        pytest.param(
-            15, {"tokens/completion_mean": rising(100, 5, 15)}, id="shorter, but not paid for"
-        ),
+        pytest.param(5, {"rollouts/repeated_share": [0.85] * 5, "success/rate": [0.8] * 5}, id="repeated, and right"),
+        pytest.param(6, {"tokens/reward_correlation": [-0.9, 0.5, -0.9, 0.4, -0.8, 0.1]}, id="length here and there"),
+        pytest.param(30, {"tokens/completion_mean": rising(100, 60, 30), **LEARNING}, id="somewhat shorter"),
+        pytest.param(15, {"tokens/completion_mean": rising(100, 5, 15)}, id="shorter, but not paid for"),
         pytest.param(30, {"entropy": rising(1.0, 0.3, 30), **LEARNING}, id="some entropy left"),
         pytest.param(5, {"eval_loss": [2.0, 1.5, 1.4, 1.41, 1.42]}, id="a held-out loss at rest"),
-        pytest.param(
-            3,
-            {"tokens/completion_mean": [99, 60, 48], "reward/mean": [0.1, 0.1, 0.2]},
-            id="short at first",
-        ),
-        pytest.param(
-            5, {"grad_norm": [0.0] * 5, "success/rate": [1.0] * 5}, id="nothing left to learn"
-        ),
+        pytest.param(3, {"tokens/completion_mean": [99, 60, 48], "reward/mean": [0.1, 0.1, 0.2]}, id="short at first"),
+        pytest.param(5, {"grad_norm": [0.0] * 5, "success/rate": [1.0] * 5}, id="nothing left to learn"),
     ],
 )
 def test_what_resembles_a_warning_sign_raises_none(steps: int, columns: dict[str, list[float]]):
@@ -280,18 +199,9 @@ def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_
         (history(30, **LEARNING, **{"rollouts/truncated_share": [0.3] * 30}), "yes: "),
         (history(5, **{"grad_norm": [0.0] * 5}), "no: no_gradient: the gradient was 0"),
         (history(30, **{"reward/mean": [0.3] * 30}), "doubtful: reward_flat: "),
-        (
-            history(12, **{"reward/mean": rising(0.9, 0.95, 12), "success/rate": [0.95] * 12}),
-            "no need: solved",
-        ),
-        (
-            [{"step": step, "loss": 2 - step / 10} for step in range(1, 9)],
-            "yes: loss went from 1.9 to 1.2",
-        ),
-        (
-            [{"step": step, "loss": 1 + step / 10} for step in range(1, 9)],
-            "doubtful: loss went from",
-        ),
+        (history(12, **{"reward/mean": rising(0.9, 0.95, 12), "success/rate": [0.95] * 12}), "no need: solved"),
+        ([{"step": step, "loss": 2 - step / 10} for step in range(1, 9)], "yes: loss went from 1.9 to 1.2"),
+        ([{"step": step, "loss": 1 + step / 10} for step in range(1, 9)], "doubtful: loss went from"),
         (  # The loss of single batches is at rest; that of the held-out rows is not.
             [
                 {"step": step, "loss": 0.01, **({"eval_loss": 0.1 / step} if step % 4 == 0 else {})}
@@ -308,37 +218,25 @@ def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_
         ),
     ],
 )
-def test_one_line_says_whether_the_run_is_worth_continuing(
-    metrics: list[dict[str, float | None]], begins: str
-):
+def test_one_line_says_whether_the_run_is_worth_continuing(metrics: list[dict[str, float | None]], begins: str):
     line = health.outlook(metrics, health.flags(metrics))
     assert line.startswith(begins)
     assert "\n" not in line
 
 
 def test_a_run_whose_held_out_success_fell_is_not_worth_continuing():
-    assert health.outlook(history(30, **LEARNING), [], "regressed").startswith(
-        "no: the held-out success fell"
-    )
+    assert health.outlook(history(30, **LEARNING), [], "regressed").startswith("no: the held-out success fell")
 
 
 def test_uniform_groups_of_solved_tasks_are_no_problem_but_the_end():
     solved = history(5, **{"groups/uniform_share": [0.9] * 5, "success/rate": [0.95] * 5})
-    assert [(flag.severity, "solved" in flag.remedy) for flag in health.flags(solved)] == [
-        ("warning", True)
-    ]
+    assert [(flag.severity, "solved" in flag.remedy) for flag in health.flags(solved)] == [("warning", True)]
 
 
 def test_a_run_that_learns_from_few_groups_is_worth_continuing():
-    few = history(
-        30, **LEARNING, **{"groups/uniform_share": [0.65] * 30, "groups/solved_share": [0.35] * 30}
-    )
+    few = history(30, **LEARNING, **{"groups/uniform_share": [0.65] * 30, "groups/solved_share": [0.35] * 30})
     (flag,) = health.flags(few)
-    assert (
-        flag.severity == "warning"
-        and "solved" in flag.remedy
-        and "all right in 35%" in flag.evidence
-    )
+    assert flag.severity == "warning" and "solved" in flag.remedy and "all right in 35%" in flag.evidence
     assert health.outlook(few, [flag]).startswith("yes: reward went from 0.25")
     none = history(30, **{"groups/uniform_share": [1.0] * 30, "groups/solved_share": [0.0] * 30})
     assert health.flags(none)[0].severity == "problem"
@@ -358,9 +256,7 @@ def test_missing_and_undefined_numbers_raise_no_flag():
 def test_noise_of_a_few_steps_is_not_called_progress(count: int) -> None:
     draws = random.Random(0)
     said = [
-        health.outlook(
-            [{"step": step, "reward/mean": 0.3 + draws.gauss(0, 0.05)} for step in range(count)], []
-        )
+        health.outlook([{"step": step, "reward/mean": 0.3 + draws.gauss(0, 0.05)} for step in range(count)], [])
         for _ in range(200)
     ]
     assert sum(line.startswith("yes") for line in said) <= 10
@@ -368,16 +264,11 @@ def test_noise_of_a_few_steps_is_not_called_progress(count: int) -> None:
 
 def test_a_few_steps_that_rise_one_after_the_other_are_progress() -> None:
     rising = [{"step": step, "reward/mean": 0.1 * step} for step in range(1, 6)]
-    assert health.outlook(rising, []).startswith(
-        "yes: reward went from 0.1 to 0.5 over steps 1 to 5"
-    )
+    assert health.outlook(rising, []).startswith("yes: reward went from 0.1 to 0.5 over steps 1 to 5")
     assert health.outlook(rising[:4], []) == (
-        "too early to say: reward went from 0.1 to 0.4 over steps 1 to 4, "
-        "too unsteadily to call it a trend"
+        "too early to say: reward went from 0.1 to 0.4 over steps 1 to 4, too unsteadily to call it a trend"
     )
-    problem = health.Flag(
-        name="truncation", severity="problem", evidence="50 % were cut", remedy="raise max_tokens"
-    )
+    problem = health.Flag(name="truncation", severity="problem", evidence="50 % were cut", remedy="raise max_tokens")
     assert health.outlook(rising, [problem], "improved").startswith(
         "doubtful: the held-out success rose, but truncation"
     )
@@ -442,11 +333,5 @@ def test_a_sample_and_steps_with_the_same_numbers_are_judged_alike(
     assert dict(of_sample(groups)).get(name) == severity
     uniform = sum(len({each.reward for each in group}) == 1 for group in groups) / len(groups)
     truncated = sum(group[0].truncated for group in groups) / len(groups)
-    steps = history(
-        5,
-        **{
-            "groups/uniform_share": [uniform] * 5,
-            "rollouts/truncated_share": [truncated] * 5,
-        },
-    )
+    steps = history(5, **{"groups/uniform_share": [uniform] * 5, "rollouts/truncated_share": [truncated] * 5})
     assert {flag.name: flag.severity for flag in health.flags(steps)}.get(name) == severity

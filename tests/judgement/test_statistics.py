@@ -26,16 +26,9 @@ def test_wilsons_interval_is_scipys(successes: int, count: int):
 
 @pytest.mark.parametrize(
     ("successes", "count", "low", "high"),
-    [
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ],
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
-def test_wilsons_interval_is_the_one_that_newcombe_printed(
-    successes: int, count: int, low: float, high: float
-):
+def test_wilsons_interval_is_the_one_that_newcombe_printed(successes: int, count: int, low: float, high: float):
     # Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
     ours = statistics.wilson(successes, count)
     assert (round(ours.low, 4), round(ours.high, 4)) == (low, high)
@@ -54,24 +47,15 @@ def test_repeating_an_attempt_that_always_comes_out_alike_tells_nothing_new():
 def test_attempts_that_scatter_within_their_task_narrow_the_interval():
     rng = random.Random(0)
     outcomes = [[rng.random() < 0.5 for _ in range(8)] for _ in range(100)]
-    interval, independent = (
-        statistics.success_interval(outcomes),
-        statistics.wilson(sum(map(sum, outcomes)), 800),
-    )
-    assert interval.high - interval.low == pytest.approx(
-        independent.high - independent.low, rel=0.15
-    )
+    interval, independent = (statistics.success_interval(outcomes), statistics.wilson(sum(map(sum, outcomes)), 800))
+    assert interval.high - interval.low == pytest.approx(independent.high - independent.low, rel=0.15)
 
 
 def test_the_interval_of_clustered_attempts_holds_the_truth_95_times_of_100():
     rng, held = random.Random(1), 0
-    for _ in range(
-        400
-    ):  # tasks differ in difficulty: success rates uniform in 0..1, so the truth is 0.5
+    for _ in range(400):  # tasks differ in difficulty: success rates uniform in 0..1, so the truth is 0.5
         rates = [rng.random() for _ in range(60)]
-        interval = statistics.success_interval(
-            [[rng.random() < rate for _ in range(6)] for rate in rates]
-        )
+        interval = statistics.success_interval([[rng.random() < rate for _ in range(6)] for rate in rates])
         held += interval.low <= 0.5 <= interval.high
     assert 0.92 <= held / 400 <= 0.985
 
@@ -80,11 +64,7 @@ def test_no_attempts_say_nothing():
     assert statistics.success_interval([[], []]) == statistics.Interval(0.0, 1.0)
 
 
-@given(
-    st.integers(1, 60).flatmap(
-        lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))
-    )
-)
+@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_draws_of_k_with_a_success(case: tuple[int, int, int]):
     attempts, correct, k = case
     # Without a success: all k are drawn from the failures, which is hypergeometric.
@@ -112,11 +92,7 @@ def test_mcnemar_is_the_exact_binomial_test_of_the_changed_pairs(won: int, lost:
 @given(st.lists(st.floats(-1, 1), min_size=20, max_size=40), st.integers(0, 5))
 def test_the_bootstrap_interval_is_scipys_but_for_the_draws(values: list[float], seed: int):
     theirs = scipy_stats.bootstrap(
-        (values,),
-        lambda x, axis: x.mean(axis=axis),
-        n_resamples=5000,
-        method="percentile",
-        rng=seed,
+        (values,), lambda x, axis: x.mean(axis=axis), n_resamples=5000, method="percentile", rng=seed
     ).bootstrap_distribution
     ours = statistics.bootstrap_mean(values, seed=seed)
     assert ours == statistics.bootstrap_mean(values, seed=seed)

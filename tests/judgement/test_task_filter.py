@@ -17,9 +17,7 @@ FOUR = TaskScores(n=4, n_correct=1, avg=0.3, best=1.0, worst=0.0)
 
 rewards = st.floats(-1e6, 1e6)
 scores = st.builds(
-    lambda n, share, values: TaskScores(
-        n, round(share * n), sorted(values)[1], max(values), min(values)
-    ),
+    lambda n, share, values: TaskScores(n, round(share * n), sorted(values)[1], max(values), min(values)),
     st.integers(1, 40),
     st.floats(0, 1),
     st.lists(rewards, min_size=3, max_size=3),
@@ -50,9 +48,7 @@ def known(meaning: Callable[..., Any], *parts: Meaning) -> Meaning:
 def three_valued(least: bool, *parts: Meaning) -> Meaning:
     """and (least) or or, over false < unknown < true."""
     rank = {False: 0, None: 1, True: 2}
-    return lambda task: (min if least else max)(
-        (part(task) for part in parts), key=rank.__getitem__
-    )
+    return lambda task: (min if least else max)((part(task) for part in parts), key=rank.__getitem__)
 
 
 def pass_at(k: int) -> tuple[str, Meaning]:
@@ -64,23 +60,17 @@ numbers: st.SearchStrategy[tuple[str, Meaning]] = st.one_of(
         lambda name: (name, lambda task: getattr(task, name))
     ),
     st.integers(1, 60).map(pass_at),
-    st.one_of(st.integers(0, 99), st.floats(0, 1e9)).map(
-        lambda value: (repr(value), lambda task: float(value))
-    ),
+    st.one_of(st.integers(0, 99), st.floats(0, 1e9)).map(lambda value: (repr(value), lambda task: float(value))),
 )
 sums = st.tuples(numbers, numbers, st.sampled_from("+-*")).map(
     lambda it: (
         f"{it[0][0]} {it[2]} {it[1][0]}",
-        known(
-            {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}[it[2]],
-            it[0][1],
-            it[1][1],
-        ),
+        known({"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}[it[2]], it[0][1], it[1][1]),
     )
 )
-comparisons = st.tuples(
-    st.one_of(numbers, sums), st.sampled_from([*COMPARE]), st.one_of(numbers, sums)
-).map(lambda it: (f"{it[0][0]} {it[1]} {it[2][0]}", known(COMPARE[it[1]], it[0][1], it[2][1])))
+comparisons = st.tuples(st.one_of(numbers, sums), st.sampled_from([*COMPARE]), st.one_of(numbers, sums)).map(
+    lambda it: (f"{it[0][0]} {it[1]} {it[2][0]}", known(COMPARE[it[1]], it[0][1], it[2][1]))
+)
 filters: st.SearchStrategy[tuple[str, Meaning]] = st.recursive(
     st.one_of(comparisons, st.just(("solved", lambda task: task.n_correct > 0))),
     lambda inner: st.one_of(
@@ -198,10 +188,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@given(
-    st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=8).map("".join)),
-    scores,
-)
+@given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=8).map("".join)), scores)
 @example("__import__('os').system('true')", FOUR)
 @example("().__class__.__base__.__subclasses__()", FOUR)
 def test_no_text_executes_anything_and_every_filter_that_is_accepted_evaluates(

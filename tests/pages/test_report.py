@@ -19,21 +19,9 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
-from tests.samples import (
-    evaluate,
-    finished_run,
-    learn,
-    read_in,
-    sample_rollout,
-    save_adapter,
-    started_run,
-    supervised,
-)
+from tests.samples import evaluate, finished_run, learn, read_in, sample_rollout, save_adapter, started_run, supervised
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
-)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = (
     "</pre></details></style><script>document.title = 'taken'</script>"
     '<img src="https://example.invalid/x.png" onerror="document.title = \'taken\'">'
@@ -88,30 +76,14 @@ def hostile_run(folder: Path) -> Run:
     """A run of 20 steps in which every text that a model, an environment or a user can write is
     hostile.
     """
-    run, writer = started_run(
-        folder / "environment", environment_args={"note": HOSTILE}, kl_penalty_coef=0.1
-    )
-    kl = {
-        "kl": 0.02,
-        "sampling_kl": 0.001,
-        "eval_loss": 0.4,
-        "groups/solved_share": 0.3,
-        f"reward/{HOSTILE}": 0.5,
-    }
+    run, writer = started_run(folder / "environment", environment_args={"note": HOSTILE}, kl_penalty_coef=0.1)
+    kl = {"kl": 0.02, "sampling_kl": 0.001, "eval_loss": 0.4, "groups/solved_share": 0.3, f"reward/{HOSTILE}": 0.5}
     evaluate(writer, 0, 20)
     learn(writer, range(1, 21), **{"rollouts/truncated_share": 0.6, **kl})
     row = sample_rollout(20, 0, 0.0, HOSTILE)
-    row |= {
-        "task_id": HOSTILE,
-        "reason": HOSTILE,
-        "metrics": {HOSTILE: 0.0},
-        "index": 0,
-        "finish": HOSTILE,
-    }
+    row |= {"task_id": HOSTILE, "reason": HOSTILE, "metrics": {HOSTILE: 0.0}, "index": 0, "finish": HOSTILE}
     error = {"error": {"code": "environment_error", "what": HOSTILE}}
-    writer.rollouts(
-        20, [row, {**sample_rollout(20, 1, 0.5, HOSTILE), **error}, sample_rollout(20, 2, 0.9)]
-    )
+    writer.rollouts(20, [row, {**sample_rollout(20, 1, 0.5, HOSTILE), **error}, sample_rollout(20, 2, 0.9)])
     writer.event("warning", HOSTILE)
     save_adapter(writer, 20, folder)
     evaluate(writer, 20, 60)
@@ -169,25 +141,16 @@ def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_
     learn(writer, range(1, 12), **{"rollouts/truncated_share": 0.6})
     read_in(open_store(), run.id)
     text = Tags(html(open_store(), run.id)).text
-    assert (
-        "truncation" in text
-        and "60% of the rollouts of steps 2 to 11" in text
-        and "max_tokens" in text
-    )
+    assert "truncation" in text and "60% of the rollouts of steps 2 to 11" in text and "max_tokens" in text
 
 
 def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):
     run, writer = started_run(tmp_path)
     rollouts = [sample_rollout(0, index, float(index % 4 == 0)) for index in range(1000)]
-    writer.evaluation(
-        0, {"n": 1000, "success": 0.25, "reward_mean": 0.25, "error_share": 0.0}, rollouts
-    )
+    writer.evaluation(0, {"n": 1000, "success": 0.25, "reward_mean": 0.25, "error_share": 0.0}, rollouts)
     read_in(open_store(), run.id)
     text = Tags(html(open_store(), run.id)).text
-    assert (
-        "Held out, step 0: 1000 rollouts, success 25%; failures of 256 drawn at random: wrong 1"
-        in text
-    )
+    assert "Held out, step 0: 1000 rollouts, success 25%; failures of 256 drawn at random: wrong 1" in text
     assert "no success (wrong)" in text
 
 
@@ -203,9 +166,7 @@ def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):
         "style",
     }
     assert page.text.count("<script>document.title = 'taken'</script>") >= 9
-    policy = next(
-        attributes["content"] for _, attributes in page.found if "http-equiv" in attributes
-    )
+    policy = next(attributes["content"] for _, attributes in page.found if "http-equiv" in attributes)
     assert policy is not None and policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
     assert not any(character in page.text for character in "\x00\x1b")
@@ -264,18 +225,11 @@ def test_in_a_browser_the_page_is_legible_and_nothing_in_it_acts(tmp_path: Path,
         page.screenshot(path=tmp_path / f"report-{scheme}-{width}.png", full_page=True)
         assert (said, asked) == ([], [file.as_uri()])
         assert (
-            page.title().startswith("run-")
-            and page.evaluate("document.scripts.length + document.images.length") == 0
+            page.title().startswith("run-") and page.evaluate("document.scripts.length + document.images.length") == 0
         )
-        assert page.evaluate(
-            "[...document.querySelectorAll('pre')].some(each => each.innerText.includes('<script>'))"
-        )
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-            "wider than its window"
-        )
-        assert page.evaluate("getComputedStyle(document.body).maxWidth") != "none", (
-            "the policy refused the style sheet"
-        )
+        assert page.evaluate("[...document.querySelectorAll('pre')].some(each => each.innerText.includes('<script>'))")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than its window"
+        assert page.evaluate("getComputedStyle(document.body).maxWidth") != "none", "the policy refused the style sheet"
         assert page.evaluate(CONTRAST) == []
         assert page.locator("figure > svg").count() >= 8
         sizes = page.evaluate(

@@ -18,9 +18,7 @@ def test_a_configuration_is_read(tmp_path: Path):
     [None, "", "{", "[]", "{}", '{"r": null}', '{"r": "many"}'],
     ids=["absent", "empty", "cut off", "a list", "no rank", "rank null", "rank a word"],
 )
-def test_an_adapter_without_a_readable_configuration_is_no_checkpoint(
-    tmp_path: Path, text: str | None
-):
+def test_an_adapter_without_a_readable_configuration_is_no_checkpoint(tmp_path: Path, text: str | None):
     if text is not None:
         (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(FlashError) as caught:

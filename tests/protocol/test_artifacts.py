@@ -33,9 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_folder_arrives_as_it_was_with_links_followed(
-    artifacts: Artifacts, folder: Path, tmp_path: Path
-) -> None:
+def test_a_folder_arrives_as_it_was_with_links_followed(artifacts: Artifacts, folder: Path, tmp_path: Path) -> None:
     digest = artifacts.put(folder, "run-1")
     found = artifacts.fetch(digest, tmp_path / "cache")
     assert found == tmp_path / "cache" / digest
@@ -45,9 +43,7 @@ def test_a_folder_arrives_as_it_was_with_links_followed(
     assert not os.access(found / "a.txt", os.X_OK)
 
 
-def test_the_digest_depends_on_content_alone(
-    artifacts: Artifacts, folder: Path, tmp_path: Path
-) -> None:
+def test_the_digest_depends_on_content_alone(artifacts: Artifacts, folder: Path, tmp_path: Path) -> None:
     digest = artifacts.put(folder, "run-1")
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -80,9 +76,7 @@ def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(
     assert not [target for target in _IN_USE if target.parent == cache]
 
 
-def test_an_artifact_stays_until_the_last_run_that_needs_it_is_removed(
-    artifacts: Artifacts, folder: Path
-) -> None:
+def test_an_artifact_stays_until_the_last_run_that_needs_it_is_removed(artifacts: Artifacts, folder: Path) -> None:
     digest = artifacts.put(folder, "run-1")
     assert artifacts.put(folder, "run-2") == digest
     artifacts.release(digest, "run-1")
@@ -111,16 +105,12 @@ sys.stdin.read()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as first:
         assert first.stdout and first.stdout.readline() == b"fetched\n"
-        second = subprocess.run(
-            command, input=b"", capture_output=True, timeout=PATIENCE_S, check=True
-        )
+        second = subprocess.run(command, input=b"", capture_output=True, timeout=PATIENCE_S, check=True)
         assert second.stdout == b"fetched\n"
         assert first.poll() is None
 
 
-def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(folder: Path, tmp_path: Path) -> None:
     artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
     cache = tmp_path / "cache"
     digests: list[str] = []
@@ -147,9 +137,7 @@ trim(Path(cache), float(limit))
     assert left == {digests[0], digests[2]}
 
 
-def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(folder: Path, tmp_path: Path) -> None:
     artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
     job = {
         "run_id": "run-1",

@@ -71,14 +71,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Files:
     writer.attempts(1, [{"index": 0}])
     writer.event("model", "loaded", commit="0" * 40)
     save_adapter(writer, 20, scratch / "adapter", optimizer=True)
-    fields = {
-        "host": "n",
-        "version": "1",
-        "devices": [],
-        "missing": [],
-        "cards": {},
-        "clock_s": 0.0,
-    }
+    fields = {"host": "n", "version": "1", "devices": [], "missing": [], "cards": {}, "clock_s": 0.0}
     folder.put_probe(fields)
     folder.put_log(1, b"hello")
     writer.commit_result("succeeded", 20)
@@ -98,9 +91,7 @@ def hostile(honest: Files, chance: random.Random) -> Files:
         if act == 0:
             files[chance.choice(PLACES).format(chance.choice(NAMES))] = files[name]
         elif act == 1:
-            files[name] = chance.choice(
-                [b"", b"{", b"[" * 60_000, b"\xff\xfe", b"null", b"NaN", b"{}"]
-            )
+            files[name] = chance.choice([b"", b"{", b"[" * 60_000, b"\xff\xfe", b"null", b"NaN", b"{}"])
         elif act == 2:
             manifest = json.loads(honest["checkpoints/20/1-1/MANIFEST.json"])
             manifest["files"] = {chance.choice(NAMES): chance.choice(VALUES) for _ in range(3)}
@@ -130,9 +121,7 @@ def write(files: Files, url: str) -> None:
     for name, body in files.items():
         with suppress(OSError, ValueError):
             place = f"{root}/{name}"
-            if filesystem.protocol != "memory" and not Path(os.path.normpath(place)).is_relative_to(
-                root
-            ):
+            if filesystem.protocol != "memory" and not Path(os.path.normpath(place)).is_relative_to(root):
                 continue
             filesystem.makedirs(place.rpartition("/")[0], exist_ok=True)
             filesystem.pipe_file(place, body)
@@ -153,9 +142,7 @@ def acts(store: Store, folder: RunFolder, into: Path) -> Iterator[Callable[[], o
         )
     for epoch in (1, folder.newest_epoch()):
         yield lambda epoch=epoch: seal({"A": "b"}, folder.offer(epoch) or {}, f"{RUN_ID}-1", TOKEN)
-        yield (
-            lambda epoch=epoch: (said := folder.listening(epoch)) and Listening.checked(said, TOKEN)
-        )
+        yield (lambda epoch=epoch: (said := folder.listening(epoch)) and Listening.checked(said, TOKEN))
     yield lambda: (said := folder.probe()) and _checked("lab", said)
     yield folder.job
     yield folder.drop_superseded
@@ -193,9 +180,7 @@ def test_no_hostile_run_folder_writes_elsewhere_or_fails_without_a_code(
                 assert error.code != "internal", case
             except Exception as error:
                 raise AssertionError(f"case {case}: {error!r}") from error
-        assert below(own) - below(adapters) <= {"kept", "adapters"} | {
-            f"adapters/{name}" for name in below(adapters)
-        }
+        assert below(own) - below(adapters) <= {"kept", "adapters"} | {f"adapters/{name}" for name in below(adapters)}
         names = {path.name.lstrip(".") for path in adapters.iterdir()}
         assert all(name.startswith(f"{RUN_ID}-20-") for name in names), case
         assert not Path("/etc/planted").exists()
@@ -218,9 +203,7 @@ def test_a_manifest_s_names_lead_nowhere_else(name: str, honest: Files, tmp_path
 
 
 @pytest.mark.hostile("run folders")
-def test_a_checkpoint_that_was_replaced_later_is_not_the_one_that_the_run_saved(
-    honest: Files, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_was_replaced_later_is_not_the_one_that_the_run_saved(honest: Files, tmp_path: Path) -> None:
     url = f"memory://{uuid4().hex}/{RUN_FOLDERS}/{RUN_ID}"
     write(honest, url)
     folder = RunFolder(url)

@@ -147,9 +147,7 @@ def test_the_code_is_the_same_bytes_each_time(flash_home: Path) -> None:
     assert {path.name: path.read_bytes() for path in code_folder(flash_home).iterdir()} == first
 
 
-def test_a_job_that_an_engine_starts_again_after_the_end_of_its_run_does_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_job_that_an_engine_starts_again_after_the_end_of_its_run_does_nothing(tmp_path: Path) -> None:
     """As SkyPilot does if the machine is taken away while the job ends."""
     folder = RunFolder(tmp_path / "run")
     folder.create({"run_id": "run-1"})
@@ -166,9 +164,7 @@ def test_a_node_with_another_version_is_refused_with_both(tmp_path: Path) -> Non
     folder = RunFolder(tmp_path / "run")
     folder.create({"run_id": "run-1"})
     command = [sys.executable, "-m", "worker.node", folder.url, "--attempt", "1"]
-    done = subprocess.run(
-        [*command, "--version", "9.9.9"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, "--version", "9.9.9"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     result = json.loads((tmp_path / "run" / "result.1.json").read_text())
     error = result["error"]
@@ -176,9 +172,7 @@ def test_a_node_with_another_version_is_refused_with_both(tmp_path: Path) -> Non
     assert f"has flash-mcp {__version__}; the server has 9.9.9" in error["what"]
 
 
-def test_nodes_that_share_a_home_have_caches_of_their_own(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_share_a_home_have_caches_of_their_own(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for machine in ("one", "two"):
         monkeypatch.setenv("FLASH_MACHINE", machine)
         caches = flash_home / "machines" / machine

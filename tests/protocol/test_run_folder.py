@@ -93,9 +93,7 @@ class ObjectStore:
         command = [sys.executable, "-c", SERVER, str(self.port), host]
         # File systems are kept for each process, with the endpoint of an earlier store.
         fsspec.get_filesystem_class("s3").clear_instance_cache()
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._tell("start")
 
     def end(self) -> None:
@@ -177,18 +175,8 @@ def files_of(folder: RunFolder) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_an_empty_folder_has_nothing_to_say(folder: RunFolder) -> None:
-    assert (folder.newest_epoch(), folder.beat(), folder.result(), folder.is_cancelled()) == (
-        0,
-        None,
-        None,
-        False,
-    )
-    assert (
-        folder.metric_steps(),
-        folder.rollout_steps(),
-        folder.event_names(),
-        folder.checkpoints.steps(),
-    ) == (
+    assert (folder.newest_epoch(), folder.beat(), folder.result(), folder.is_cancelled()) == (0, None, None, False)
+    assert (folder.metric_steps(), folder.rollout_steps(), folder.event_names(), folder.checkpoints.steps()) == (
         {},
         {},
         [],
@@ -244,9 +232,7 @@ def test_what_the_owner_writes_is_read_back(folder: RunFolder, url: str) -> None
     writer = RunWriter(folder, 1)
     writer.beat(3, "train")
     writer.metrics(3, {"loss": 0.5, "kl": None})
-    writer.rollouts(
-        3, [{"index": 0, "text": "line\nbreak\u2028"}, {"index": 1, "text": "Zoë \ud800"}]
-    )
+    writer.rollouts(3, [{"index": 0, "text": "line\nbreak\u2028"}, {"index": 1, "text": "Zoë \ud800"}])
     writer.evaluation(0, {"n": 2, "success": 0.5}, [{"index": 0}])
     writer.event("warning", "slow", seconds=9)
     writer.event("warning", "slower")
@@ -313,16 +299,12 @@ def test_a_store_that_is_away_damages_no_checkpoint(
         folder.checkpoints.newest_good()
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: RunFolder, tmp_path: Path) -> None:
     writer = RunWriter(folder, 1)
     for step in (5, 10):
         writer.commit_checkpoint(step, adapter(tmp_path), {})
     filesystem, _ = file_system(folder)
-    paths = {
-        step: f"{(folder.checkpoints.manifest(step) or {})['path']}/adapter.bin" for step in (5, 10)
-    }
+    paths = {step: f"{(folder.checkpoints.manifest(step) or {})['path']}/adapter.bin" for step in (5, 10)}
     filesystem.pipe_file(paths[10], b"weight?")
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
         folder.checkpoints.verify(10)
@@ -333,9 +315,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
         folder.checkpoints.fetch(5, tmp_path / "fetched")
 
 
-def test_a_checkpoint_without_its_manifest_does_not_exist(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_its_manifest_does_not_exist(folder: RunFolder, tmp_path: Path) -> None:
     manifest = RunWriter(folder, 1).commit_checkpoint(5, adapter(tmp_path), {})
     filesystem, _ = file_system(folder)
     filesystem.rm_file(f"{manifest['path']}/MANIFEST.json")
@@ -370,22 +350,13 @@ def test_a_cancel_and_a_result_reach_the_other_side(folder: RunFolder, url: str)
     writer = RunWriter(folder, 1)
     RunFolder(url).request_cancel("enough")
     assert folder.is_cancelled()
-    writer.commit_result(
-        "failed", 7, FlashError("out_of_memory", "too large", fix="use less"), retryable=True
-    )
+    writer.commit_result("failed", 7, FlashError("out_of_memory", "too large", fix="use less"), retryable=True)
     result = RunFolder(url).result()
-    assert result and (result["state"], result["step"], result["epoch"], result["retryable"]) == (
-        "failed",
-        7,
-        1,
-        True,
-    )
+    assert result and (result["state"], result["step"], result["epoch"], result["retryable"]) == ("failed", 7, 1, True)
     assert str(FlashError.from_dict(result["error"])) == "[out_of_memory] too large. Fix: use less"
 
 
-def test_what_nobody_reads_can_be_deleted_and_the_rest_stays(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_what_nobody_reads_can_be_deleted_and_the_rest_stays(folder: RunFolder, tmp_path: Path) -> None:
     first = RunWriter(folder, 1)
     for step in (1, 2):
         first.metrics(step, {"loss": 1.0})
@@ -399,11 +370,7 @@ def test_what_nobody_reads_can_be_deleted_and_the_rest_stays(
     second._put("evals/3.2.json", {"step": 3, "summary": {}, "rollouts": []})
     before = set(folder.sizes())
     folder.drop_superseded()
-    assert before - set(folder.sizes()) == {
-        "metrics/2.1.json",
-        "evals/3/0001-000000",
-        "checkpoints/7/1-9/weights",
-    }
+    assert before - set(folder.sizes()) == {"metrics/2.1.json", "evals/3/0001-000000", "checkpoints/7/1-9/weights"}
     folder.checkpoints.remove(1)
     folder.checkpoints.remove(5)
     assert folder.checkpoints.steps() == [2]
@@ -439,14 +406,10 @@ def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
     def successor_saves() -> None:
         if not manifests:
             monkeypatch.setattr(zombie, "check_owner", check)
-            manifests.append(
-                RunWriter(folder, 2).commit_checkpoint(7, adapter(tmp_path, b"fresh"), {})
-            )
+            manifests.append(RunWriter(folder, 2).commit_checkpoint(7, adapter(tmp_path, b"fresh"), {}))
         check()
 
-    monkeypatch.setattr(
-        zombie, "check_owner", lambda: monkeypatch.setattr(zombie, "check_owner", successor_saves)
-    )
+    monkeypatch.setattr(zombie, "check_owner", lambda: monkeypatch.setattr(zombie, "check_owner", successor_saves))
     with pytest.raises(FlashError, match="fenced"):
         zombie.commit_checkpoint(7, source, {})
     assert folder.checkpoints.verify(7) == manifests[0]
@@ -596,9 +559,7 @@ def far_url(object_store: ObjectStore) -> str:
     return f"s3://{BUCKET}/{uuid4().hex}/run"
 
 
-def test_a_claim_whose_answer_was_lost_finds_itself(
-    far_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_whose_answer_was_lost_finds_itself(far_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, monkey = RunFolder(far_url), [ConnectionResetError("the answer was lost")]
     pipe_file = folder.filesystem._filesystem.pipe_file
 
@@ -681,9 +642,7 @@ def test_packages_that_a_store_needs_are_named() -> None:
     assert "extra s3" in caught.value.fix and "gcs" in caught.value.what
 
 
-def test_a_heartbeat_asks_who_owns_the_run_while_another_thread_looks_at_a_listing(
-    far_url: str,
-) -> None:
+def test_a_heartbeat_asks_who_owns_the_run_while_another_thread_looks_at_a_listing(far_url: str) -> None:
     folder = RunFolder(far_url)
     writer = RunWriter(folder, 1)
     with folder.listed(), ThreadPoolExecutor(1) as heartbeat:
@@ -700,9 +659,7 @@ def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
     folder = RunFolder(far_url)
     # More steps than it can make: however slow the test, the worker is at work when the store goes
     # away.
-    folder.create(
-        {"run_id": "run-1", "spec": {"algorithm": "grpo", "environment_args": {"steps": 10_000}}}
-    )
+    folder.create({"run_id": "run-1", "spec": {"algorithm": "grpo", "environment_args": {"steps": 10_000}}})
     log = tmp_path / "log"
     with log.open("wb") as stream:
         worker = subprocess.Popen(

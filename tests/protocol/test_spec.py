@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from flash_mcp.protocol.base_models import parameters_in_name, unpinned
 from flash_mcp.protocol.errors import CODES, FlashError
-from flash_mcp.protocol.spec import (
-    RECIPES,
-    EvalSpec,
-    RunSpec,
-    read_toml,
-    resolve,
-    stored_spec,
-    validate,
-)
+from flash_mcp.protocol.spec import RECIPES, EvalSpec, RunSpec, read_toml, resolve, stored_spec, validate
 
 
 def test_unset_fields_take_the_recipes_value_and_say_so():
@@ -64,10 +56,7 @@ def test_values_from_a_file_are_told_from_arguments():
         ({"environment": "e", "learning_rate": 0}, "learning_rate"),
         ({"environment": "e", "algorithm": "ppo"}, "algorithm"),
         ({"environment": "e", "epochs": 1}, "epochs"),
-        (
-            {"environment": "e", "loss_type": "cispo", "importance_sampling": "none"},
-            "token_truncate",
-        ),
+        ({"environment": "e", "loss_type": "cispo", "importance_sampling": "none"}, "token_truncate"),
         ({"environment": "e", "algorithm": "sft", "group_size": 4}, "group_size"),
         ({"environment": "e", "max_tokens": 600, "max_length": 500}, "max_tokens=600"),
         ({"environment": "e", "temperature": 0.009}, "temperature"),
@@ -99,8 +88,7 @@ def test_a_wrong_algorithm_is_the_only_error_that_it_causes():
 def test_tables_of_a_toml_file_only_group_fields(tmp_path: Path):
     path = tmp_path / "rl.toml"
     path.write_text(
-        'environment = "e"\n[train]\nsteps = 3\n[rollouts]\ntemperature = 0.5\n'
-        "[environment_args]\nlevel = 2\n"
+        'environment = "e"\n[train]\nsteps = 3\n[rollouts]\ntemperature = 0.5\n[environment_args]\nlevel = 2\n'
     )
     fields = {"environment": "e", "steps": 3, "temperature": 0.5, "environment_args": {"level": 2}}
     assert read_toml(path) == fields
@@ -174,9 +162,7 @@ def test_every_field_has_a_description_and_no_two_recipes_name_another():
     st.text(max_size=50),
     st.dictionaries(st.sampled_from(["a", "b"]), st.integers()),
 )
-def test_an_error_survives_the_way_through_json(
-    code: str, what: str, fix: str, values: dict[str, int]
-):
+def test_an_error_survives_the_way_through_json(code: str, what: str, fix: str, values: dict[str, int]):
     error = FlashError(code, what, fix=fix, **values)
     assert str(FlashError.from_dict(error.to_dict())) == str(error)
 

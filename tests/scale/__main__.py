@@ -137,9 +137,7 @@ def _words(made: Rehearsal, target: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/scale",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="scripts/scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--only", choices=PARTS, action="append", help="may be repeated")

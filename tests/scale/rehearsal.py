@@ -172,9 +172,7 @@ class Rehearsal:
     def ask_ray(self, path: str, method: str = "GET") -> httpx.Response:
         assert isinstance(self.cluster, ray_cluster.Cluster)
         headers = {"Authorization": f"Bearer {self.cluster.token_file.read_text()}"}
-        return httpx.request(
-            method, f"{self.cluster.address}/api/{path}", headers=headers, timeout=10
-        )
+        return httpx.request(method, f"{self.cluster.address}/api/{path}", headers=headers, timeout=10)
 
 
 @contextmanager
@@ -206,9 +204,7 @@ def running(engine: str) -> Generator[Rehearsal]:
 
 
 @contextmanager
-def _cluster(
-    engine: str, hidden: Path, net: network.Network
-) -> Iterator[slurm.Cluster | ray_cluster.Cluster]:
+def _cluster(engine: str, hidden: Path, net: network.Network) -> Iterator[slurm.Cluster | ray_cluster.Cluster]:
     if engine == "slurm":
         with slurm.running(hidden=[hidden], network=net) as cluster:
             yield cluster

@@ -71,12 +71,7 @@ class Strikes(threading.Thread):
     """Strikes as planned, each while a run is under way, and spread over all runs."""
 
     def __init__(
-        self,
-        rehearsal: Rehearsal,
-        faults: list[Strike],
-        runs: int,
-        seed: int,
-        say: Callable[[str], None],
+        self, rehearsal: Rehearsal, faults: list[Strike], runs: int, seed: int, say: Callable[[str], None]
     ) -> None:
         super().__init__(name="strikes", daemon=True)
         self.rehearsal = rehearsal

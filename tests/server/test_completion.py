@@ -26,9 +26,6 @@ async def test_run_ids_and_steps_with_rollouts_are_completed(mode: str, tmp_path
     async with Client(server, mode=mode) as client:
         assert await complete("run_id", "run-") == [queued, finished]
         assert await complete("run_id", finished[:-1]) == [finished]
-        assert await complete("step", "1", run_id=finished) == [
-            "1",
-            *(str(step) for step in range(10, 20)),
-        ]
+        assert await complete("step", "1", run_id=finished) == ["1", *(str(step) for step in range(10, 20))]
         assert await complete("step", "", run_id="run-none") == []
         assert await complete("goal", "") == []

@@ -81,9 +81,7 @@ def test_half_sent_headers_by_the_hundred_stop_nobody(flash_home: Path) -> None:
 
 
 @pytest.mark.hostile("slow connections")
-def test_headers_that_do_not_arrive_end_their_connection(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_that_do_not_arrive_end_their_connection(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.3)
     with team_server() as team:
         for data in (b"", HALF):
@@ -92,9 +90,7 @@ def test_headers_that_do_not_arrive_end_their_connection(
 
 
 @pytest.mark.hostile("slow connections")
-def test_a_second_request_has_the_same_time(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_request_has_the_same_time(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
     with team_server() as team:
         for at_once, later in ((WHOLE + HALF, b""), (WHOLE, HALF)):
@@ -121,9 +117,7 @@ def test_a_connection_may_be_idle_for_longer_than_headers_may_take(
 
 
 @pytest.mark.hostile("slow connections")
-def test_a_body_that_does_not_arrive_ends_its_connection(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_does_not_arrive_ends_its_connection(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.3)
     with team_server() as team, connect(team, upload(team, 1000)) as slow:
         assert slow.recv(4096).startswith(b"HTTP/1.1 100 ")
@@ -131,9 +125,7 @@ def test_a_body_that_does_not_arrive_ends_its_connection(
         assert answer(slow).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_body_that_arrives_slowly_and_steadily_is_taken(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_arrives_slowly_and_steadily_is_taken(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connections, "MIN_BODY_RATE", 0.1)
     with team_server() as team, connect(team, upload(team, 10)) as slow:
@@ -145,9 +137,7 @@ def test_a_body_that_arrives_slowly_and_steadily_is_taken(
 
 
 @pytest.mark.hostile("slow connections")
-def test_who_has_requests_under_way_on_every_connection_is_refused_another(
-    flash_home: Path,
-) -> None:
+def test_who_has_requests_under_way_on_every_connection_is_refused_another(flash_home: Path) -> None:
     with limited(flash_home, connections=2) as team, ExitStack() as stack:
         for owner in ("alice", "bob"):
             under_way = stack.enter_context(connect(team, upload(team, 1000, owner)))
@@ -173,11 +163,7 @@ async def test_a_call_that_takes_longer_than_a_request_may_is_answered(
 
 def stream(team: Team, token: str) -> socket.socket:
     """A page's stream of changes that has begun; what refuses it has status 429 or 503."""
-    lines = [
-        "GET /ui/events HTTP/1.1",
-        f"host: 127.0.0.1:{team.port}",
-        f"authorization: Bearer {token}",
-    ]
+    lines = ["GET /ui/events HTTP/1.1", f"host: 127.0.0.1:{team.port}", f"authorization: Bearer {token}"]
     return connect(team, "\r\n".join([*lines, "", ""]).encode())
 
 
@@ -212,9 +198,7 @@ def test_agents_behind_one_proxy_fit_though_they_share_its_address(flash_home: P
 
 
 @pytest.mark.hostile("slow connections")
-def test_where_all_connections_are_taken_the_owner_with_the_most_streams_loses_one(
-    flash_home: Path,
-) -> None:
+def test_where_all_connections_are_taken_the_owner_with_the_most_streams_loses_one(flash_home: Path) -> None:
     with limited(flash_home, connections=10) as team, ExitStack() as stack:
         mallory, alice = team.token("mallory", "read"), team.token("alice")
         streams = [stack.enter_context(stream(team, mallory)) for _ in range(8)]

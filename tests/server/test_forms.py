@@ -72,9 +72,7 @@ def test_a_wrong_token_is_refused_on_the_page(team: Team, browser: Any) -> None:
     page.close()
 
 
-def test_a_message_is_sent_and_answered(
-    page: Any, deployments: Deployments, tmp_path: Path
-) -> None:
+def test_a_message_is_sent_and_answered(page: Any, deployments: Deployments, tmp_path: Path) -> None:
     row, _, _ = served(deployments.store, deployments, tmp_path / "adapter")
     open_store().put_rollouts(str(row.run_id), "train", 3, [sample_rollout(3, 0, 1.0)])
     give("alice", "alices")
@@ -101,9 +99,7 @@ def test_chosen_runs_are_shown_together(page: Any, tmp_path: Path) -> None:
     assert all(run_id in page.inner_text("main") for run_id in runs)
 
 
-def test_a_large_chart_shows_values_under_the_pointer(
-    page: Any, team: Team, tmp_path: Path
-) -> None:
+def test_a_large_chart_shows_values_under_the_pointer(page: Any, team: Team, tmp_path: Path) -> None:
     run_id = finished_run(tmp_path).id
     give("alice", "alices")
     said: list[str] = []

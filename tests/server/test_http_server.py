@@ -40,16 +40,7 @@ from tests.teams import Team, code_of, team_server, text_of
 from tests.waiting import PATIENCE_S
 
 MARK = "only-alice-knows"
-TABLES = (
-    "runs",
-    "environments",
-    "deployments",
-    "checkpoints",
-    "rollouts",
-    "metrics",
-    "evals",
-    "events",
-)
+TABLES = ("runs", "environments", "deployments", "checkpoints", "rollouts", "metrics", "evals", "events")
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -68,9 +59,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def give(owner: str, name: str) -> None:
     """Make all that belongs to nobody else yet the owner's, the environment under another name."""
     store = open_store()
-    store.execute(
-        "UPDATE environments SET owner = ?, name = ? WHERE owner = 'local'", [owner, name]
-    )
+    store.execute("UPDATE environments SET owner = ?, name = ? WHERE owner = 'local'", [owner, name])
     store.execute("UPDATE runs SET owner = ?, environment = ? WHERE owner = 'local'", [owner, name])
     store.execute("UPDATE deployments SET owner = ? WHERE owner = 'local'", [owner])
 
@@ -79,13 +68,7 @@ def furnish(owner: str, folder: Path) -> dict[str, str]:
     """A finished run, an environment, and a deployment of the owner; how each can be referred to."""
     run = finished_run(folder)
     name, deployment = f"{owner}-env", f"dep-{owner:0>8}"
-    values = {
-        "id": deployment,
-        "owner": "local",
-        "name": f"{owner}-chat",
-        "model": run.model,
-        "run_id": run.id,
-    }
+    values = {"id": deployment, "owner": "local", "name": f"{owner}-chat", "model": run.model, "run_id": run.id}
     open_store().add_deployment({**values, "step": 20, "state": "starting"})
     give(owner, name)
     return {
@@ -124,14 +107,10 @@ def plainly(text: str, reference: str) -> str:
 
 
 def everything() -> dict[str, list[dict[str, Any]]]:
-    return {
-        table: open_store().query(f"SELECT * FROM {table} ORDER BY 1, 2, 3, 4") for table in TABLES
-    }
+    return {table: open_store().query(f"SELECT * FROM {table} ORDER BY 1, 2, 3, 4") for table in TABLES}
 
 
-async def calls_with(
-    client: Client, own: dict[str, str], value: str
-) -> list[tuple[str, dict[str, Any]]]:
+async def calls_with(client: Client, own: dict[str, str], value: str) -> list[tuple[str, dict[str, Any]]]:
     """Every tool, with `value` in each of its text arguments in turn, and the rest as harmless as
     can be.
     """
@@ -139,15 +118,9 @@ async def calls_with(
     calls: list[tuple[str, dict[str, Any]]] = []
     for tool in (await client.list_tools()).tools:
         fields = tool.input_schema["properties"]
-        base: dict[str, Any] = {
-            name: own.get(name, "none") for name in tool.input_schema.get("required", [])
-        }
+        base: dict[str, Any] = {name: own.get(name, "none") for name in tool.input_schema.get("required", [])}
         base |= {"wait_s": 0} if "wait_s" in fields else {}
-        base |= (
-            {"environment": own["environment"], "validate_only": True}
-            if "validate_only" in fields
-            else {}
-        )
+        base |= {"environment": own["environment"], "validate_only": True} if "validate_only" in fields else {}
         for name, field in fields.items():
             if field.get("type") == "string" and "enum" not in field:
                 calls.append((tool.name, {**base, name: value}))
@@ -170,17 +143,13 @@ async def test_what_is_anothers_reads_exactly_like_what_does_not_exist_in_every_
     async with team.client(team.token("bob"), mode) as bob:
         for reference in alices.values():
             other = missing(reference)
-            hers, nobodys = [
-                await calls_with(bob, things["bob"], value) for value in (reference, other)
-            ]
+            hers, nobodys = [await calls_with(bob, things["bob"], value) for value in (reference, other)]
             for (tool, given), (_, given_instead) in zip(hers, nobodys, strict=True):
                 found = text_of(await bob.call_tool(tool, given))
                 absent = text_of(await bob.call_tool(tool, given_instead))
                 assert plainly(found, reference) == plainly(absent, other), (tool, given)
                 for name in things["alice"].values():
-                    assert name not in found.replace(reference, "").replace(
-                        reference.partition("@")[0], ""
-                    ), tool
+                    assert name not in found.replace(reference, "").replace(reference.partition("@")[0], ""), tool
                     assert name not in absent, tool
                 assert MARK not in found
                 tried += 1
@@ -189,9 +158,7 @@ async def test_what_is_anothers_reads_exactly_like_what_does_not_exist_in_every_
     for table in TABLES:
         theirs = "owner" if table in TABLES[:3] else "run_id"
         is_alices = ("alice", things["alice"]["run_id"])
-        hers_before, hers_after = (
-            [row for row in rows[table] if row[theirs] in is_alices] for rows in (before, after)
-        )
+        hers_before, hers_after = ([row for row in rows[table] if row[theirs] in is_alices] for rows in (before, after))
         assert hers_before == hers_after
         assert hers_before or table == "events"
 
@@ -209,19 +176,12 @@ async def test_resources_of_another_read_exactly_like_what_does_not_exist(
         except Exception as error:
             return str(error)
 
-    async with (
-        team.client(team.token("bob"), mode) as bob,
-        team.client(team.token("alice"), mode) as alice,
-    ):
-        templates = [
-            entry.uri_template for entry in (await bob.list_resource_templates()).resource_templates
-        ]
+    async with team.client(team.token("bob"), mode) as bob, team.client(team.token("alice"), mode) as alice:
+        templates = [entry.uri_template for entry in (await bob.list_resource_templates()).resource_templates]
         assert len(templates) >= 4
         for template in templates:
             assert "unknown_run" in (theirs := await read(bob, template, run_id))
-            assert plainly(theirs, run_id) == plainly(
-                await read(bob, template, missing(run_id)), missing(run_id)
-            )
+            assert plainly(theirs, run_id) == plainly(await read(bob, template, missing(run_id)), missing(run_id))
             assert "unknown_run" not in await read(alice, template, run_id)
         assert MARK in await read(alice, "flash://runs/{run_id}/rollouts/{step}", run_id)
 
@@ -230,38 +190,24 @@ async def test_lists_hold_what_is_ones_own_and_the_local_owner_sees_all(
     team: Team, things: dict[str, dict[str, str]], mode: str
 ):
     async def seen_by(client: Client) -> str:
-        return text_of(await client.call_tool("status", {})) + text_of(
-            await client.call_tool("catalog", {})
-        )
+        return text_of(await client.call_tool("status", {})) + text_of(await client.call_tool("catalog", {}))
 
     endpoint = "http://127.0.0.1:4711/v1"
     open_store().update_deployment(things["alice"]["deployment"], state="ready", base_url=endpoint)
-    async with (
-        team.client(team.token("alice"), mode) as alice,
-        team.client(team.token("carol"), mode) as carol,
-    ):
+    async with team.client(team.token("alice"), mode) as alice, team.client(team.token("carol"), mode) as carol:
         hers, nothing = await seen_by(alice), await seen_by(carol)
         body = body_of(await alice.call_tool("status", {}))
         assert (len(body["runs"]), body["counts"]) == (1, {"succeeded": 1})
         assert (
-            body_of(await alice.call_tool("status", {"run_id": things["alice"]["run_id"]}))["run"][
-                "checkpoint"
-            ]
-            == 20
+            body_of(await alice.call_tool("status", {"run_id": things["alice"]["run_id"]}))["run"]["checkpoint"] == 20
         )
-        assert MARK in text_of(
-            await alice.call_tool("rollouts", {"run_id": things["alice"]["run_id"], "limit": 1})
-        )
+        assert MARK in text_of(await alice.call_tool("rollouts", {"run_id": things["alice"]["run_id"], "limit": 1}))
     async with Client(team_less_server(), mode=mode) as local:
         everyones = await seen_by(local)
     for owner in ("alice", "bob"):
         for kind in ("run_id", "environment", "deployment"):
             name = things[owner][kind]
-            assert (name in hers, name in nothing, name in everyones) == (
-                owner == "alice",
-                False,
-                True,
-            ), name
+            assert (name in hers, name in nothing, name in everyones) == (owner == "alice", False, True), name
     assert '"owner":"alice"' in everyones
     assert '"owner"' not in hers
     assert endpoint in everyones and endpoint not in hers, "she cannot reach it"
@@ -278,9 +224,7 @@ async def test_two_owners_may_use_the_same_names_keys_and_files(team: Team, mode
     for owner in ("alice", "bob"):
         async with team.client(team.token(owner), mode) as client:
             pushed = body_of(
-                await client.call_tool(
-                    "env_push", {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
-                )
+                await client.call_tool("env_push", {"name": "echo", "files": {"environment.py": ENVIRONMENT}})
             )
             assert pushed["created"], "a push of equal files must not tell that another made it"
             train = {"environment": "echo", "steps": 3, "idempotency_key": "k"}
@@ -304,13 +248,9 @@ async def test_the_local_owner_deploys_for_the_owner_of_the_run(things: dict[str
 
 
 @pytest.mark.hostile("other owners")
-def test_a_caller_who_is_not_local_can_neither_read_nor_write_past_their_rows(
-    things: dict[str, dict[str, str]],
-):
+def test_a_caller_who_is_not_local_can_neither_read_nor_write_past_their_rows(things: dict[str, dict[str, str]]):
     store, alices = open_store(), things["alice"]
-    tables = [
-        row["name"] for row in store.query("SELECT name FROM sqlite_master WHERE type = 'table'")
-    ]
+    tables = [row["name"] for row in store.query("SELECT name FROM sqlite_master WHERE type = 'table'")]
     assert "tokens" in tables
     with acting_as(Caller("carol")):
         for table in tables:
@@ -332,13 +272,7 @@ async def test_paths_of_the_server_read_like_paths_that_do_not_exist_in_every_ar
 ):
     there, absent = tmp_path / "there", tmp_path / "gone"
     there.mkdir()
-    files = (
-        "config.json",
-        "tokenizer_config.json",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "a.toml",
-    )
+    files = ("config.json", "tokenizer_config.json", "adapter_config.json", "adapter_model.safetensors", "a.toml")
     for name in files:
         (there / name).write_text(json.dumps({"mark": MARK}))
     (there / "environment.py").write_text(ENVIRONMENT + f"# {MARK}")
@@ -353,19 +287,13 @@ async def test_paths_of_the_server_read_like_paths_that_do_not_exist_in_every_ar
             assert MARK not in found
             refused += code_of(found) == "local_only"
         assert refused >= 5
-        text = text_of(
-            await bob.call_tool(
-                "train", {"environment": "bob-env", "config": str(there / "a.toml")}
-            )
-        )
+        text = text_of(await bob.call_tool("train", {"environment": "bob-env", "config": str(there / "a.toml")}))
         assert code_of(text) == "local_only"
         assert "give the fields of the file as arguments" in text
 
 
 @pytest.mark.parametrize("template", ["calculator", "sort_words"])
-async def test_a_caller_from_elsewhere_gets_the_starters_files_and_publishes_them(
-    team: Team, template: str
-):
+async def test_a_caller_from_elsewhere_gets_the_starters_files_and_publishes_them(team: Team, template: str):
     async with team.client(team.token("alice")) as alice:
         empty = body_of(await alice.call_tool("catalog", {"kind": "environments"}))
         assert "env_setup()" in empty["next"] and "folder" not in empty["next"]
@@ -400,9 +328,7 @@ async def test_environment_code_sees_only_the_secrets_that_the_token_was_given(
     monkeypatch.setenv("OTHERS", "2")
     push = {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
     async with team.client(team.token("alice", secret_names=["GRANTED"])) as alice:
-        assert body_of(await alice.call_tool("env_push", {**push, "secrets": ["GRANTED"]}))[
-            "created"
-        ]
+        assert body_of(await alice.call_tool("env_push", {**push, "secrets": ["GRANTED"]}))["created"]
         refused = text_of(await alice.call_tool("env_push", {**push, "secrets": ["OTHERS"]}))
         unknown = text_of(await alice.call_tool("env_push", {**push, "secrets": ["OTHER5"]}))
         assert refused.replace("OTHERS", "") == unknown.replace("OTHER5", "")
@@ -430,10 +356,7 @@ async def test_a_read_only_token_can_call_what_changes_nothing_and_that_alone(
     assert everything() == before
     with team.http(team.token("bob", "read")) as http:
         answer = http.put("/environments/e", content=b"")
-    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (
-        403,
-        "not_permitted",
-    )
+    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (403, "not_permitted")
 
 
 @pytest.mark.hostile("other owners")
@@ -450,14 +373,10 @@ async def test_a_read_only_token_starts_no_process_and_hands_no_secret_over(
     def answer_nobody(base: Path, request: dict[str, Any]) -> None:
         asked.extend(request)
 
-    monkeypatch.setattr(
-        process, "_start_detached", lambda *_: pytest.fail("a supervisor was started")
-    )
+    monkeypatch.setattr(process, "_start_detached", lambda *_: pytest.fail("a supervisor was started"))
     monkeypatch.setattr(secrets, "_ask", answer_nobody)
     with team_server() as team:
-        async with team.client(
-            team.token("bob", "read", secret_names=["PLANTED_KEY"]), mode
-        ) as bob:
+        async with team.client(team.token("bob", "read", secret_names=["PLANTED_KEY"]), mode) as bob:
             for tool in TOOLS.values():
                 parameters = tool.signature.parameters
                 given = {name: value for name, value in things.items() if name in parameters}
@@ -480,11 +399,7 @@ async def test_a_read_only_token_queues_no_evaluation(team: Team):
     with acting_as(Caller("bob")):
         await publish("sums", inline_files({"environment.py": ENVIRONMENT}))
     async with team.client(team.token("bob", "read")) as bob:
-        text = text_of(
-            await bob.call_tool(
-                "env_test", {"environment": "sums", "model": "smollm2-135m-instruct"}
-            )
-        )
+        text = text_of(await bob.call_tool("env_test", {"environment": "sums", "model": "smollm2-135m-instruct"}))
     assert code_of(text) == "not_permitted" and open_store().runs() == []
 
 
@@ -496,14 +411,7 @@ def test_nothing_but_health_answers_without_a_valid_token(team: Team, path: str)
     store.execute("UPDATE tokens SET expires = ? WHERE id = ?", [time.time() - 1, expired["id"]])
     revoked = team.token("bob")
     tokens.revoke(store, "bob")
-    for header in (
-        "",
-        f"Bearer {text}",
-        f"Bearer {revoked}",
-        "Bearer",
-        "Basic Ym9iOg==",
-        "Bearer flash_" + "x" * 43,
-    ):
+    for header in ("", f"Bearer {text}", f"Bearer {revoked}", "Bearer", "Basic Ym9iOg==", "Bearer flash_" + "x" * 43):
         with team.http(authorization=header) as http:
             answer = http.request("PUT" if "env" in path else "GET", path)
         assert answer.status_code == 401
@@ -525,44 +433,21 @@ async def test_a_revoked_token_ends_a_session_at_its_next_request(team: Team, mo
 
 @pytest.mark.hostile("requests")
 def test_a_session_is_of_no_use_to_another_token(team: Team):
-    hello = {
-        "protocolVersion": "2025-06-18",
-        "capabilities": {},
-        "clientInfo": {"name": "t", "version": "0"},
-    }
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     ask = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
     listing = {"jsonrpc": "2.0", "id": 2, "method": "tools/list"}
     accept = {"accept": "application/json, text/event-stream"}
-    with (
-        team.http(team.token("alice"), **accept) as alice,
-        team.http(team.token("bob"), **accept) as bob,
-    ):
+    with team.http(team.token("alice"), **accept) as alice, team.http(team.token("bob"), **accept) as bob:
         session = {"mcp-session-id": alice.post("/mcp", json=ask).headers["mcp-session-id"]}
         assert bob.post("/mcp", json=listing, headers=session).status_code == 404
-        alice.post(
-            "/mcp", json={"jsonrpc": "2.0", "method": "notifications/initialized"}, headers=session
-        )
+        alice.post("/mcp", json={"jsonrpc": "2.0", "method": "notifications/initialized"}, headers=session)
         assert alice.post("/mcp", json=listing, headers=session).status_code == 200
 
 
 def test_tokens_are_made_listed_and_revoked_by_commands_and_kept_nowhere(
     capsys: pytest.CaptureFixture[str], flash_home: Path
 ):
-    assert (
-        main.main(
-            [
-                "token",
-                "create",
-                "alice",
-                "--read-only",
-                "--expires-days",
-                "2",
-                "--secret",
-                "HF_TOKEN",
-            ]
-        )
-        == 0
-    )
+    assert main.main(["token", "create", "alice", "--read-only", "--expires-days", "2", "--secret", "HF_TOKEN"]) == 0
     text = capsys.readouterr().out.strip()
     assert text.startswith(tokens.PREFIX)
     found = tokens.find(open_store(), tokens.digest_of(text))
@@ -601,9 +486,7 @@ def test_requests_for_other_hosts_and_from_other_origins_are_refused(team: Team,
 async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: Path, mode: str):
     with team_server(Limits(requests_per_minute=12)) as team:
         async with team.client(team.token("alice"), mode) as alice:
-            with pytest.raises(
-                Exception, match=r"\[rate_limited retry_after_s=[1-5]\].*try again in"
-            ):
+            with pytest.raises(Exception, match=r"\[rate_limited retry_after_s=[1-5]\].*try again in"):
                 for _ in range(20):
                     await alice.call_tool("status", {})
         with team.http(team.token("bob")) as bob:
@@ -623,19 +506,12 @@ def test_a_body_that_is_too_large_is_refused_with_the_way_to_send_it(team: Team)
 
 
 async def test_queued_runs_and_stored_bytes_have_a_limit_for_each_owner(flash_home: Path):
-    with (
-        supervised(),
-        team_server(Limits(queued_runs=1, environment_bytes=2 * len(ENVIRONMENT))) as team,
-    ):
+    with supervised(), team_server(Limits(queued_runs=1, environment_bytes=2 * len(ENVIRONMENT))) as team:
         for owner in ("alice", "bob"):
             async with team.client(team.token(owner)) as client:
                 for number in (0, 1, 1):
                     files = {"environment.py": ENVIRONMENT, "number": str(number)}
-                    text = text_of(
-                        await client.call_tool(
-                            "env_push", {"name": "e", "files": files, "load": False}
-                        )
-                    )
+                    text = text_of(await client.call_tool("env_push", {"name": "e", "files": files, "load": False}))
                     assert (code_of(text) == "quota_exceeded") == (number == 1), text
                 first = body_of(await client.call_tool("train", {"environment": "e", "steps": 3}))
                 text = text_of(await client.call_tool("train", {"environment": "e", "steps": 4}))
@@ -651,9 +527,7 @@ def test_the_local_owner_has_no_quota(tmp_path: Path):
     assert open_store().run_counts() == {"queued": Limits().queued_runs + 1}
 
 
-def test_metrics_count_ones_own_and_with_a_metrics_token_everything(
-    team: Team, things: dict[str, dict[str, str]]
-):
+def test_metrics_count_ones_own_and_with_a_metrics_token_everything(team: Team, things: dict[str, dict[str, str]]):
     def counts(token: str) -> str:
         with team.http(token) as http:
             return http.get("/metrics").text
@@ -670,9 +544,7 @@ def test_metrics_count_ones_own_and_with_a_metrics_token_everything(
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_other_addresses_are_served_only_with_tokens(
-    flash_home: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_other_addresses_are_served_only_with_tokens(flash_home: Path, capsys: pytest.CaptureFixture[str]):
     assert main.main(["serve", "--http", "--host", "0.0.0.0"]) == 2
     assert "flash-mcp token create NAME" in capsys.readouterr().err
     assert main.main(["serve", "--http", "--allow-host", "flash.example.com"]) == 2
@@ -729,17 +601,7 @@ def test_a_server_for_others_does_not_take_the_token_of_the_machines_own_user(te
 @contextmanager
 def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
     """`flash-mcp serve --http` on all addresses, once it is healthy."""
-    command = [
-        sys.executable,
-        "-m",
-        "flash_mcp.cli",
-        "serve",
-        "--http",
-        "--host",
-        "0.0.0.0",
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", "flash_mcp.cli", "serve", "--http", "--host", "0.0.0.0", "--port", str(port)]
     command += ["--allow-host", "flash.example.com"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as server:
         try:
@@ -747,9 +609,7 @@ def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
             said = server.stderr.readline() + server.stderr.readline()
             assert b"Authorization: Bearer" in said
             assert b"flash-mcp token create NAME" in said
-            with httpx.Client(
-                trust_env=False, timeout=60, transport=httpx.HTTPTransport(retries=10)
-            ) as http:
+            with httpx.Client(trust_env=False, timeout=60, transport=httpx.HTTPTransport(retries=10)) as http:
                 assert http.get(f"http://127.0.0.1:{port}/healthz").text == "ok\n"
             yield server
         finally:
@@ -759,23 +619,14 @@ def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
 def test_a_client_that_only_listens_does_not_keep_a_server_from_ending(flash_home: Path):
     text, port, version = tokens.create(open_store(), "alice")[1], free_port(), "2026-07-28"
     prefix = "io.modelcontextprotocol"
-    meta = {
-        f"{prefix}/protocolVersion": version,
-        f"{prefix}/clientInfo": {"name": "t", "version": "0"},
-    }
+    meta = {f"{prefix}/protocolVersion": version, f"{prefix}/clientInfo": {"name": "t", "version": "0"}}
     meta |= {f"{prefix}/clientCapabilities": {}}
     body = {"jsonrpc": "2.0", "id": 1, "method": "subscriptions/listen"}
     body |= {"params": {"_meta": meta, "notifications": {"toolsListChanged": True}}}
     headers = {"authorization": f"Bearer {text}", "accept": "application/json, text/event-stream"}
     headers |= {"mcp-protocol-version": version, "mcp-method": "subscriptions/listen"}
-    with (
-        supervised(),
-        serving_everywhere(port) as server,
-        httpx.Client(trust_env=False, timeout=60) as http,
-    ):
-        with http.stream(
-            "POST", f"http://127.0.0.1:{port}/mcp", json=body, headers=headers
-        ) as listening:
+    with supervised(), serving_everywhere(port) as server, httpx.Client(trust_env=False, timeout=60) as http:
+        with http.stream("POST", f"http://127.0.0.1:{port}/mcp", json=body, headers=headers) as listening:
             assert listening.is_success
             lines = listening.iter_lines()
             next(lines)
@@ -790,9 +641,7 @@ def test_what_holds_the_state_up_is_told_over_http(flash_home: Path) -> None:
 
     error = FlashError("disk_full", "no space is left", path=Path("/data"), fix="free some")
     answer = refusal_response(error)
-    assert answer.status_code == 507 and json.loads(bytes(answer.body))["error"]["data"][
-        "values"
-    ] == {"path": "/data"}
+    assert answer.status_code == 507 and json.loads(bytes(answer.body))["error"]["data"]["values"] == {"path": "/data"}
 
 
 async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Path, tmp_path: Path):
@@ -810,9 +659,7 @@ async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Pat
 
             async def wait() -> None:
                 arguments = {"run_id": run.id, "wait_s": 3}
-                results.append(
-                    text_of(await client.call_tool("status", arguments, progress_callback=hear))
-                )
+                results.append(text_of(await client.call_tool("status", arguments, progress_callback=hear)))
 
             group.start_soon(wait)
             await begun.wait()
@@ -828,11 +675,7 @@ def test_a_reverse_proxys_name_is_let_in(flash_home: Path):
     text, port = tokens.create(open_store(), "alice")[1], free_port()
     team = Team(port)
     with serving_everywhere(port), team.http(text) as http, team.http() as stranger:
-        for host, status in (
-            ("flash.example.com", 200),
-            (f"127.0.0.1:{port}", 200),
-            ("example.com", 421),
-        ):
+        for host, status in (("flash.example.com", 200), (f"127.0.0.1:{port}", 200), ("example.com", 421)):
             assert http.get("/metrics", headers={"host": host}).status_code == status
         assert stranger.get("/metrics").status_code == 401
 

@@ -63,8 +63,7 @@ async def test_a_push_to_the_hub_needs_a_token_that_was_granted_the_hub_s_login(
 
 @pytest.mark.hostile("logins")
 @pytest.mark.parametrize(
-    ("tracker", "variable"),
-    [("wandb", "WANDB_API_KEY"), ("mlflow", "MLFLOW_TRACKING_URI"), ("trackio", "HF_TOKEN")],
+    ("tracker", "variable"), [("wandb", "WANDB_API_KEY"), ("mlflow", "MLFLOW_TRACKING_URI"), ("trackio", "HF_TOKEN")]
 )
 async def test_metrics_go_to_the_operator_s_tracker_only_for_those_who_were_granted_it(
     team: Team, tracker: str, variable: str
@@ -79,19 +78,13 @@ async def test_metrics_go_to_the_operator_s_tracker_only_for_those_who_were_gran
 
 
 @pytest.mark.hostile("logins")
-def test_a_run_s_process_has_no_hub_login_unless_its_caller_was_granted_it(
-    flash_home: Path, tmp_path: Path
-) -> None:
+def test_a_run_s_process_has_no_hub_login_unless_its_caller_was_granted_it(flash_home: Path, tmp_path: Path) -> None:
     def variables(secrets: frozenset[str] | None) -> dict[str, str]:
         with acting_as(Caller("alice", secrets=secrets)):
             job = queue.job(queued_run(tmp_path))
         return environment_for(job["lineage"].get("granted"), {"HF_TOKEN": "t", "PATH": "/bin"})
 
-    assert variables(frozenset({"OTHER"})) == {
-        "PATH": "/bin",
-        NO_HUB_LOGIN: "1",
-        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
-    }
+    assert variables(frozenset({"OTHER"})) == {"PATH": "/bin", NO_HUB_LOGIN: "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     assert variables(frozenset({"HF_TOKEN"})) == {"HF_TOKEN": "t", "PATH": "/bin"}
     assert variables(None) == {"HF_TOKEN": "t", "PATH": "/bin"}
 

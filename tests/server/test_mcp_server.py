@@ -84,12 +84,7 @@ async def test_every_tool_is_listed_with_schemas_annotations_and_a_description(c
         assert tool.description
         hints = tool.annotations
         assert hints is not None
-        assert None not in (
-            hints.read_only_hint,
-            hints.destructive_hint,
-            hints.idempotent_hint,
-            hints.open_world_hint,
-        )
+        assert None not in (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint)
         assert not (hints.read_only_hint and hints.destructive_hint)
         assert tool.input_schema["additionalProperties"] is False
         for name, field in tool.input_schema["properties"].items():
@@ -107,10 +102,7 @@ async def test_schemas_have_no_references_and_no_unions_with_null(client: Client
 
 
 async def test_the_whole_list_of_tools_stays_small(client: Client):
-    shown = [
-        [tool.name, tool.description, tool.input_schema]
-        for tool in (await client.list_tools()).tools
-    ]
+    shown = [[tool.name, tool.description, tool.input_schema] for tool in (await client.list_tools()).tools]
     assert len(to_text(shown)) < 30_000
 
 
@@ -127,11 +119,7 @@ async def test_the_schemas_of_all_tools_take_few_tokens(client: Client):
 
 
 def test_a_schema_keeps_properties_that_are_called_title_or_default():
-    schema = {
-        "type": "object",
-        "title": "X",
-        "properties": {"title": {"title": "T", "type": "string"}},
-    }
+    schema = {"type": "object", "title": "X", "properties": {"title": {"title": "T", "type": "string"}}}
     assert plain(schema) == {"type": "object", "properties": {"title": {"type": "string"}}}
 
 
@@ -160,12 +148,8 @@ async def test_an_unknown_tool_is_refused_with_the_nearest_name(client: Client):
     assert "did you mean 'status'?" in text_of(await client.call_tool("staus", {}))
 
 
-async def test_wrong_values_are_explained_one_field_a_line_without_the_validators_own_words(
-    client: Client,
-):
-    result = await client.call_tool(
-        "train", {"environment": "echo", "steps": 0, "group_size": 1, "loss_type": "x"}
-    )
+async def test_wrong_values_are_explained_one_field_a_line_without_the_validators_own_words(client: Client):
+    result = await client.call_tool("train", {"environment": "echo", "steps": 0, "group_size": 1, "loss_type": "x"})
     assert code_of(result) == "invalid_argument"
     lines = text_of(result).splitlines()[1:]
     assert [line.partition(":")[0] for line in lines] == ["steps", "group_size", "loss_type"]
@@ -224,9 +208,7 @@ async def babbles() -> Said:
 
 
 RELEASE = threading.Event()
-ODD_TOOLS = [
-    Tool(function, title="x") for function in (fails, refuses, talks, hangs, reports, babbles)
-]
+ODD_TOOLS = [Tool(function, title="x") for function in (fails, refuses, talks, hangs, reports, babbles)]
 ODD = FlashServer({tool.name: tool for tool in ODD_TOOLS})
 
 
@@ -237,9 +219,7 @@ async def odd(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
         yield connected
 
 
-async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceback(
-    odd: Client, flash_home: Path
-):
+async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceback(odd: Client, flash_home: Path):
     result = await odd.call_tool("fails", {})
     assert code_of(result) == "internal"
     assert "secret detail" not in text_of(result)
@@ -251,10 +231,7 @@ async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceba
 
 
 async def test_a_foreseen_failure_reaches_the_caller_word_for_word(odd: Client):
-    assert (
-        text_of(await odd.call_tool("refuses", {}))
-        == "[port_taken port=80] another listens. Fix: choose another"
-    )
+    assert text_of(await odd.call_tool("refuses", {})) == "[port_taken port=80] another listens. Fix: choose another"
 
 
 async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
@@ -264,9 +241,7 @@ async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
 
 
 @pytest.mark.slow
-async def test_a_call_that_hangs_is_left_while_others_are_served(
-    odd: Client, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_call_that_hangs_is_left_while_others_are_served(odd: Client, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 3.0)
     RELEASE.clear()
     results: dict[str, CallToolResult] = {}
@@ -306,12 +281,7 @@ async def test_progress_without_a_share_is_told_once_a_second_at_most(odd: Clien
 
 
 def test_fitting_keeps_short_values_and_the_shape():
-    body = {
-        "n": 1,
-        "rows": [{"text": "x" * 5000}, {"text": "y" * 50}],
-        "ids": list(range(500)),
-        "next": "go on",
-    }
+    body = {"n": 1, "rows": [{"text": "x" * 5000}, {"text": "y" * 50}], "ids": list(range(500)), "next": "go on"}
     fitted = fit(body, 2000)
     assert len(to_text(fitted)) <= 2000
     assert (fitted["n"], fitted["next"]) == (1, "go on")
@@ -349,9 +319,7 @@ async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, t
 
 
 @pytest.mark.slow
-async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(
-    client: Client, tmp_path: Path
-):
+async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(client: Client, tmp_path: Path):
     run_id = finished_run(tmp_path).id
     plain_report = await client.call_tool("status", {"run_id": run_id})
     report, picture = (await client.call_tool("status", {"run_id": run_id, "curve": True})).content
@@ -369,20 +337,12 @@ async def test_a_resource_of_an_unknown_run_says_so(client: Client):
 
 # -- every tool, whatever it is given --------------------------------------------------------------
 
-NO_SUCH = {
-    "run_id": "run-00000000",
-    "deployment": "dep-0",
-    "environment": "none",
-    "path": "/nonexistent",
-    "name": "n",
-}
+NO_SUCH = {"run_id": "run-00000000", "deployment": "dep-0", "environment": "none", "path": "/nonexistent", "name": "n"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TOOLS))
-async def test_every_tool_answers_about_what_does_not_exist(
-    client: Client, name: str, tmp_path: Path
-):
+async def test_every_tool_answers_about_what_does_not_exist(client: Client, name: str, tmp_path: Path):
     arguments: dict[str, Any] = {
         argument: str(tmp_path / "new") if name == "env_setup" else NO_SUCH.get(argument, "none")
         for argument, parameter in TOOLS[name].signature.parameters.items()
@@ -415,10 +375,7 @@ async def drive(client: Client, run_id: str) -> None:
 async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path):
     run = finished_run(tmp_path)
     command = StdioServerParameters(
-        command=sys.executable,
-        args=["-m", "flash_mcp.cli", "serve"],
-        env={"FLASH_HOME": str(flash_home)},
-        cwd=ROOT,
+        command=sys.executable, args=["-m", "flash_mcp.cli", "serve"], env={"FLASH_HOME": str(flash_home)}, cwd=ROOT
     )
     with anyio.fail_after(START_TIMEOUT_S):
         async with Client(command, mode=mode) as client:
@@ -429,11 +386,7 @@ async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path)
 def test_a_client_over_stdio_that_vanishes_is_an_end_and_no_failure(flash_home: Path):
     command = [sys.executable, "-m", "flash_mcp.cli", "serve"]
     pipe = subprocess.PIPE
-    hello = {
-        "protocolVersion": "2025-11-25",
-        "capabilities": {},
-        "clientInfo": {"name": "short-lived", "version": "1"},
-    }
+    hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "short-lived", "version": "1"}}
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin and process.stdout and process.stderr
 

@@ -23,15 +23,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.shared import waiting
 from tests.places import ROOT
-from tests.samples import (
-    evaluate,
-    finished_run,
-    learn,
-    push_echo,
-    read_in,
-    save_adapter,
-    supervised,
-)
+from tests.samples import evaluate, finished_run, learn, push_echo, read_in, save_adapter, supervised
 
 MISSING_CAPABILITY, INVALID_PARAMS, METHOD_NOT_FOUND = -32021, -32602, -32601
 
@@ -87,9 +79,7 @@ async def client() -> AsyncGenerator[Client]:
 
 
 async def ask(client: Client, method: str, task_id: str) -> Got:
-    return await client.session.send_request(
-        Ask(method=method, params=TaskId(task_id=task_id)), Got
-    )
+    return await client.session.send_request(Ask(method=method, params=TaskId(task_id=task_id)), Got)
 
 
 async def call(client: Client, tool: str, **arguments: Any) -> Any:
@@ -129,9 +119,7 @@ async def test_what_leaves_no_work_behind_is_answered_plainly(client: Client, tm
     assert not listed.is_error
 
 
-async def test_a_client_without_the_extension_gets_plain_results_and_no_task_methods(
-    tmp_path: Path,
-):
+async def test_a_client_without_the_extension_gets_plain_results_and_no_task_methods(tmp_path: Path):
     async with Client(server) as plain:
         with supervised():
             result = await train(plain, tmp_path)
@@ -178,9 +166,7 @@ async def result_of(client: Client, tool: str, task_id: str) -> dict[str, Any]:
     return got.result["structuredContent"]
 
 
-async def test_the_result_of_a_run_is_what_train_returned_and_how_it_ended(
-    client: Client, tmp_path: Path
-):
+async def test_the_result_of_a_run_is_what_train_returned_and_how_it_ended(client: Client, tmp_path: Path):
     with supervised():
         task_id = await begun(client, tmp_path / "environment")
         run, writer = claimed(task_id)
@@ -217,17 +203,13 @@ async def test_a_failed_run_is_a_completed_task_with_an_error(client: Client, tm
         got = await ask(client, "tasks/get", task_id)
     assert got.status == "completed"
     assert got.result == {
-        "content": [
-            {"type": "text", "text": "[environment_error] the scorer raised. Fix: mend it"}
-        ],
+        "content": [{"type": "text", "text": "[environment_error] the scorer raised. Fix: mend it"}],
         "isError": True,
         "resultType": "complete",
     }
 
 
-async def test_cancelling_a_task_cancels_the_run_and_twice_is_as_good_as_once(
-    client: Client, tmp_path: Path
-):
+async def test_cancelling_a_task_cancels_the_run_and_twice_is_as_good_as_once(client: Client, tmp_path: Path):
     with supervised():
         task_id = await begun(client, tmp_path)
         for _ in range(2):
@@ -256,9 +238,7 @@ async def test_polling_a_task_says_what_holds_it_up_and_starts_nothing(
 
 
 @pytest.mark.parametrize("method", ["tasks/get", "tasks/cancel", "tasks/update"])
-async def test_an_unknown_task_is_invalid_params_also_where_the_run_exists(
-    client: Client, method: str, tmp_path: Path
-):
+async def test_an_unknown_task_is_invalid_params_also_where_the_run_exists(client: Client, method: str, tmp_path: Path):
     run_id = finished_run(tmp_path).id
     for task_id in ("task-none", "dep-none", run_id):
         with pytest.raises(MCPError) as refused:
@@ -277,9 +257,7 @@ async def test_a_deployment_that_is_not_ready_in_time_is_a_task(client: Client, 
         ready = await ask(client, "tasks/get", task_id)
         assert ready.result is not None
         assert ready.result["structuredContent"]["state"] == "ready"
-        store.update_deployment(
-            task_id, state="failed", error=FlashError("port_taken", "taken").to_dict()
-        )
+        store.update_deployment(task_id, state="failed", error=FlashError("port_taken", "taken").to_dict())
         failed = await ask(client, "tasks/get", task_id)
         assert failed.result is not None
         assert "[port_taken]" in failed.result["content"][0]["text"]
@@ -288,10 +266,7 @@ async def test_a_deployment_that_is_not_ready_in_time_is_a_task(client: Client, 
 @asynccontextmanager
 async def fresh_server(home: Path) -> AsyncGenerator[Client]:
     command = StdioServerParameters(
-        command=sys.executable,
-        args=["-m", "flash_mcp.cli", "serve"],
-        env={"FLASH_HOME": str(home)},
-        cwd=ROOT,
+        command=sys.executable, args=["-m", "flash_mcp.cli", "serve"], env={"FLASH_HOME": str(home)}, cwd=ROOT
     )
     async with Client(command, extensions=[Knows()]) as client:
         yield client

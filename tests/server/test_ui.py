@@ -114,12 +114,7 @@ def test_a_token_has_a_few_sessions_and_they_end_after_a_day_s_work(
 def test_no_link_and_no_other_server_s_page_signs_a_visitor_in(team: Team) -> None:
     text = team.token("mallory")
     with team.http() as http:
-        for address in (
-            f"/ui?token={text}",
-            f"/ui/sign-in?token={text}",
-            "/ui?code=",
-            "/ui?code=x",
-        ):
+        for address in (f"/ui?token={text}", f"/ui/sign-in?token={text}", "/ui?code=", "/ui?code=x"):
             answer = http.get(address)
             assert answer.status_code == 401 and "set-cookie" not in answer.headers
         for origin in ("https://evil.example", "http://127.0.0.1:3000", "http://localhost", "null"):
@@ -166,9 +161,7 @@ def test_pages_of_anothers_run_read_like_those_of_no_run(team: Team, tmp_path: P
             assert theirs.text.replace(run_id, "run-nothere") == nobodys.text
 
 
-def test_the_overview_has_state_success_verdict_and_parent_of_every_run(
-    team: Team, tmp_path: Path
-) -> None:
+def test_the_overview_has_state_success_verdict_and_parent_of_every_run(team: Team, tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     give("alice", "alices")
     open_store().execute("UPDATE main.runs SET used_s = 5400")
@@ -176,14 +169,7 @@ def test_the_overview_has_state_success_verdict_and_parent_of_every_run(
     assert view.verdict is not None and view.verdict.outcome == "improved"
     with signed_in(team, team.token("alice")) as http:
         text = Tags(http.get("/ui").text).text
-    for word in (
-        run.id,
-        "succeeded; worked 1.50 h",
-        "20/20",
-        "0.900 (0.826 to 0.945)",
-        "improved",
-        "alices",
-    ):
+    for word in (run.id, "succeeded; worked 1.50 h", "20/20", "0.900 (0.826 to 0.945)", "improved", "alices"):
         assert word in text
 
 
@@ -227,10 +213,7 @@ def test_events_come_when_something_about_the_run_changes(team: Team, tmp_path: 
         learn(writer, range(3, 4))
         read_in(open_store(), run.id)
 
-    with (
-        signed_in(team, team.token("alice")) as http,
-        http.stream("GET", f"/ui/events?run={run.id}") as stream,
-    ):
+    with signed_in(team, team.token("alice")) as http, http.stream("GET", f"/ui/events?run={run.id}") as stream:
         lines = stream.iter_lines()
         assert next(lines) == ": connected"
         later = threading.Timer(0.5, go_on)

@@ -47,11 +47,7 @@ def archive_of(*packs: Pack) -> bytes:
 
 def left_behind() -> list[str]:
     root = environments_dir()
-    return [
-        str(path.relative_to(root))
-        for path in root.rglob("*")
-        if path.is_file() or path.is_symlink()
-    ]
+    return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or path.is_symlink()]
 
 
 @pytest.mark.slow
@@ -85,10 +81,7 @@ def test_an_error_that_has_no_utf_8_form_is_answered_all_the_same(team: Team):
         add(tar, "environment.py", b'raise RuntimeError("bad \\udc80 text")')
     with team.http(team.token("alice")) as http:
         answer = http.put("/environments/e", content=buffer.getvalue())
-    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (
-        400,
-        "environment_invalid",
-    )
+    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (400, "environment_invalid")
     assert "RuntimeError: bad \\udc80 text" in answer.json()["error"]["message"]
     assert left_behind() == []
 
@@ -121,10 +114,7 @@ ATTACKS: dict[str, Pack] = {
     "control character": lambda tar: add(tar, "a\nb", b"x"),
     "empty name": lambda tar: add(tar, "./", b"x", type=tarfile.REGTYPE),
     "symbolic link": lambda tar: add(tar, "link", type=tarfile.SYMTYPE, linkname="/etc"),
-    "through a link": lambda tar: (
-        add(tar, "d", type=tarfile.SYMTYPE, linkname="/tmp"),
-        add(tar, "d/x", b"x"),
-    )[0],
+    "through a link": lambda tar: (add(tar, "d", type=tarfile.SYMTYPE, linkname="/tmp"), add(tar, "d/x", b"x"))[0],
     "hard link": lambda tar: add(tar, "link", type=tarfile.LNKTYPE, linkname="environment.py"),
     "fifo": lambda tar: add(tar, "pipe", type=tarfile.FIFOTYPE),
     "device": lambda tar: add(tar, "null", type=tarfile.CHRTYPE, devmajor=1, devminor=3),
@@ -157,14 +147,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(team: Team, attack: str
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
-    [
-        b"",
-        b"not an archive",
-        gzip.compress(b"no tar"),
-        archive_of()[:-12],
-        archive_of()[:200],
-        gzip.compress(b""),
-    ],
+    [b"", b"not an archive", gzip.compress(b"no tar"), archive_of()[:-12], archive_of()[:200], gzip.compress(b"")],
     ids=["empty", "text", "no tar", "without its end", "cut short", "empty gzip"],
 )
 def test_what_is_no_whole_archive_is_refused(team: Team, body: bytes):

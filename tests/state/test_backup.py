@@ -27,17 +27,12 @@ __all__ = ["bench"]
 
 
 @pytest.mark.slow
-def test_a_backup_taken_while_a_supervisor_writes_goes_on_elsewhere(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_a_backup_taken_while_a_supervisor_writes_goes_on_elsewhere(bench: Bench, tmp_path: Path) -> None:
     ended = bench.train({"steps": 3})
     bench.finish(ended)
     run = bench.train({"steps": 40, "1": {"at": 38, "do": "hold"}})
     process = start_supervisor(bench)
-    archives = [
-        tmp_path.parent / f"{tmp_path.name}-{number}.tar{'.gz' * (number % 2)}"
-        for number in range(4)
-    ]
+    archives = [tmp_path.parent / f"{tmp_path.name}-{number}.tar{'.gz' * (number % 2)}" for number in range(4)]
     for number, archive in enumerate(archives):
         wait_for(lambda at=number * 9 + 1: bench.step(run) >= at)
         assert backup.backup(bench.base, archive).runs == 2
@@ -50,14 +45,9 @@ def test_a_backup_taken_while_a_supervisor_writes_goes_on_elsewhere(
         assert (summary.runs, summary.environments, summary.damaged) == (2, 1, [])
         second = Bench(elsewhere)
         there = second.store.run(run.id)
-        assert there.folder == str(elsewhere / "runs" / run.id) and there.state in (
-            "starting",
-            "running",
-        )
+        assert there.folder == str(elsewhere / "runs" / run.id) and there.state in ("starting", "running")
         steps = [row.step for row in second.store.metrics(run.id)]
-        assert steps == list(range(1, len(steps) + 1)) and all(
-            RunFolder(there.folder).metrics(step) for step in steps
-        )
+        assert steps == list(range(1, len(steps) + 1)) and all(RunFolder(there.folder).metrics(step) for step in steps)
         for row in second.store.checkpoints(run.id):
             assert Path(row.path, "adapter.bin").is_file() and str(elsewhere) in row.path
         assert len(second.store.metrics(ended.id)) == 3
@@ -72,10 +62,7 @@ def test_a_backup_taken_while_a_supervisor_writes_goes_on_elsewhere(
 
 
 def test_backup_and_restore_as_commands(
-    flash_home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, archive = finished_run(tmp_path), tmp_path / "state.tar.gz"
     for name in ("settings.toml", "targets.toml", "targets.key"):
@@ -86,9 +73,7 @@ def test_backup_and_restore_as_commands(
     assert main.main(["backup", str(archive)]) == 2  # never over another
     assert main.main(["restore", str(archive)]) == 2  # nor over what is there
     with tarfile.open(archive) as saved:
-        assert not [
-            name for name in saved.getnames() if "models" in name or "lock" in name or "log" in name
-        ]
+        assert not [name for name in saved.getnames() if "models" in name or "lock" in name or "log" in name]
     before = sorted(flash_home.rglob("*"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "targets.toml").write_text("# its own\n")
@@ -109,20 +94,14 @@ def test_backup_and_restore_as_commands(
     assert sorted(flash_home.rglob("*")) == before
 
 
-def test_a_backup_is_private_and_leaves_out_what_is_being_pushed(
-    flash_home: Path, tmp_path: Path
-) -> None:
+def test_a_backup_is_private_and_leaves_out_what_is_being_pushed(flash_home: Path, tmp_path: Path) -> None:
     finished_run(tmp_path)
     kept = {
         "environments/calc/0123/.config",
         "environments/@alice/calc/0123/@x/.config",
         "datasets/rows/0123/train.jsonl",
     }
-    left = {
-        "environments/.staged-1/a.py",
-        "environments/@alice/.upload-1/a.py",
-        "datasets/.staged-1/train.jsonl",
-    }
+    left = {"environments/.staged-1/a.py", "environments/@alice/.upload-1/a.py", "datasets/.staged-1/train.jsonl"}
     for name in kept | left:
         (flash_home / name).parent.mkdir(parents=True, exist_ok=True)
         (flash_home / name).touch()
@@ -132,20 +111,14 @@ def test_a_backup_is_private_and_leaves_out_what_is_being_pushed(
     backup.backup(flash_home, archive)
     assert stat.S_IMODE(archive.stat().st_mode) == 0o600
     with tarfile.open(archive) as saved:
-        assert {
-            name for name in saved.getnames() if name.startswith(("environments", "datasets"))
-        } == kept
+        assert {name for name in saved.getnames() if name.startswith(("environments", "datasets"))} == kept
 
 
 def test_only_paths_of_the_state_directory_move(flash_home: Path, tmp_path: Path) -> None:
     beside = f"/mnt{flash_home}/models/llama"
     store = open_store()
-    environment = store.add_environment(
-        name="e", digest="0" * 16, path=f"{flash_home}/environments/e", size_bytes=1
-    )
-    spec = resolve(
-        RunSpec(environment="e", environment_args={"rows": f"{flash_home}/rows", "base": beside})
-    )
+    environment = store.add_environment(name="e", digest="0" * 16, path=f"{flash_home}/environments/e", size_bytes=1)
+    spec = resolve(RunSpec(environment="e", environment_args={"rows": f"{flash_home}/rows", "base": beside}))
     run_id = queue.enqueue(store, spec, replace(environment, path=beside))[0].id
     backup.backup(flash_home, tmp_path / "b.tar")
     elsewhere = tmp_path / "elsewhere"
@@ -170,12 +143,8 @@ def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path
         "cut": whole[: len(whole) // 2],
         "text": b"not an archive",
         "cut while packed": packed[: len(packed) // 2],
-        "bits while packed": packed[:2000]
-        + bytes(b ^ 0xA5 for b in packed[2000:2100])
-        + packed[2100:],
-        "page": whole[:page]
-        + bytes(b ^ 0xA5 for b in whole[page : page + 4096])
-        + whole[page + 4096 :],
+        "bits while packed": packed[:2000] + bytes(b ^ 0xA5 for b in packed[2000:2100]) + packed[2100:],
+        "page": whole[:page] + bytes(b ^ 0xA5 for b in whole[page : page + 4096]) + whole[page + 4096 :],
     }
     for body in damages.values():
         archive.write_bytes(body)

@@ -135,10 +135,7 @@ with exporter._lock() as held:
     assert done.stdout.split() == ["text", "True", "None", "True", "running"], done.stderr
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["ensure_supervisor(home)", "take_lock(home)", "is_supervised(home)"],
-)
+@pytest.mark.parametrize("call", ["ensure_supervisor(home)", "take_lock(home)", "is_supervised(home)"])
 def test_no_supervisor_starts_without_any_locks(flash_home: Path, call: str) -> None:
     flash_home.mkdir()
     (flash_home / "supervisor.lock").touch()
@@ -162,8 +159,7 @@ def test_the_doctor_names_a_file_system_without_locks(flash_home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "level"),
-    [("ext4", "ok"), ("nfs4", "warning"), ("cifs", "warning"), ("fuse.sshfs", "warning")],
+    ("kind", "level"), [("ext4", "ok"), ("nfs4", "warning"), ("cifs", "warning"), ("fuse.sshfs", "warning")]
 )
 def test_the_doctor_names_a_network_file_system(
     flash_home: Path, monkeypatch: pytest.MonkeyPatch, kind: str, level: str
@@ -181,9 +177,7 @@ def test_the_doctor_names_a_network_file_system(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_script")
-@pytest.mark.parametrize(
-    "name", ["with space", "new\nline", "größe-日本", "quote'\"$HOME", "-dash"]
-)
+@pytest.mark.parametrize("name", ["with space", "new\nline", "größe-日本", "quote'\"$HOME", "-dash"])
 def test_a_state_directory_may_have_any_name(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -38,9 +38,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def environment(store: Store, digest: str = "abcdef123456") -> EnvironmentVersion:
-    return store.add_environment(
-        name="calc", digest=digest, path=f"/environments/calc/{digest}", size_bytes=1
-    )
+    return store.add_environment(name="calc", digest=digest, path=f"/environments/calc/{digest}", size_bytes=1)
 
 
 def enqueue(store: Store, key: str | None = None, **fields: object) -> tuple[Run, bool]:
@@ -67,13 +65,7 @@ def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(stor
     run, created = enqueue(store, steps=7)
     assert created
     assert run.id.startswith("run-") and len(run.id) == 12
-    assert (run.state, run.attempt, run.max_attempts, run.steps, run.step) == (
-        "queued",
-        0,
-        3,
-        7,
-        0,
-    )
+    assert (run.state, run.attempt, run.max_attempts, run.steps, run.step) == ("queued", 0, 3, 7, 0)
     assert run.spec.environment == "calc@abcdef123456"
     assert run.sources["steps"] == "argument" and run.sources["group_size"] == "recipe"
     assert not Path(run.folder).exists()
@@ -81,9 +73,7 @@ def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(stor
 
 def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
     adapter = {"path": "/a", "run_id": "run-1", "step": 3, "digest": "d"}
-    run, _ = queue.enqueue(
-        store, resolve(RunSpec(environment="calc")), environment(store), init_adapter=adapter
-    )
+    run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment(store), init_adapter=adapter)
     job = queue.job(run)
     assert set(job) == {
         "run_id", "owner", "spec", "sources", "environment", "model", "init_adapter", "dataset", "lineage", "created"
@@ -192,15 +182,8 @@ def test_what_epochs_come_to_is_heard_from_the_worker_once(store: Store) -> None
     run, _ = enqueue(store, algorithm="sft", epochs=2)
     claim(store)
     assert store.run(run.id).steps is None
-    for beat, expected in (
-        ({}, None),
-        ({"steps": None}, None),
-        ({"steps": 12}, 12),
-        ({"steps": 13}, 12),
-    ):
-        assert queue.record_beat(
-            store, run.id, 1, {"step": 1, "phase": "train", **beat}, progressed=True
-        )
+    for beat, expected in (({}, None), ({"steps": None}, None), ({"steps": 12}, 12), ({"steps": 13}, 12)):
+        assert queue.record_beat(store, run.id, 1, {"step": 1, "phase": "train", **beat}, progressed=True)
         assert store.run(run.id).steps == expected
 
 
@@ -261,9 +244,7 @@ def test_a_run_that_has_ended_cannot_be_cancelled(store: Store) -> None:
 def test_eight_threads_claim_every_run_once(store: Store) -> None:
     ids = {enqueue(store)[0].id for _ in range(60)}
     with ThreadPoolExecutor(8) as pool:
-        claimed = [
-            run.id for runs in pool.map(lambda _: claim_all(store), range(8)) for run in runs
-        ]
+        claimed = [run.id for runs in pool.map(lambda _: claim_all(store), range(8)) for run in runs]
     assert len(claimed) == 60
     assert set(claimed) == ids
 
@@ -289,10 +270,7 @@ for run in iter(lambda: queue.claim(store), None):
 """
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(store.base)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", code, str(store.base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for _ in range(8)
     ]
@@ -302,9 +280,7 @@ for run in iter(lambda: queue.claim(store), None):
         assert child.stdin
         child.stdin.close()
         child.stdin = None
-    claimed = [
-        line for child in children for line in child.communicate(timeout=PATIENCE_S)[0].split()
-    ]
+    claimed = [line for child in children for line in child.communicate(timeout=PATIENCE_S)[0].split()]
     assert [child.returncode for child in children] == [0] * 8
     assert len(claimed) == 120
     assert set(claimed) == ids
@@ -362,10 +338,7 @@ class RunLife(RuleBasedStateMachine):
     @rule(attempt=st.integers(0, 4), state=st.sampled_from(["succeeded", "failed", "cancelled"]))
     def finish(self, attempt: int, state: queue.EndState) -> None:
         active = self.state in ("queued", "starting", "running") and attempt == self.attempt
-        assert (
-            queue.finish(self.store, self.run_id, attempt, state, step=1, error=LOST.to_dict())
-            == active
-        )
+        assert queue.finish(self.store, self.run_id, attempt, state, step=1, error=LOST.to_dict()) == active
         if active:
             self.state = "cancelled" if self.cancel_wanted else state
 
@@ -392,9 +365,7 @@ class RunLife(RuleBasedStateMachine):
 
 
 TestRunLife = RunLife.TestCase
-TestRunLife.settings = settings(
-    max_examples=40, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
-)
+TestRunLife.settings = settings(max_examples=40, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 # -- owners share ----------------------------------------------------------------------------------
@@ -418,9 +389,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_an_owner_with_one_run_is_next_whoever_queued_a_hundred_before(
-    store: Store, clock: Clock
-) -> None:
+def test_an_owner_with_one_run_is_next_whoever_queued_a_hundred_before(store: Store, clock: Clock) -> None:
     many = enqueue_as("alice", store, 100)
     first = claim(store)
     assert first.id == many[0]
@@ -445,9 +414,7 @@ def test_the_owner_who_used_least_of_late_is_next(store: Store, clock: Clock) ->
     assert [claim(store).owner for _ in range(6)] == ["bob", "carol", "alice"] * 2
 
 
-def test_what_an_owner_uses_on_one_target_is_no_share_of_another(
-    store: Store, clock: Clock
-) -> None:
+def test_what_an_owner_uses_on_one_target_is_no_share_of_another(store: Store, clock: Clock) -> None:
     enqueue_as("alice", store, 3)
     assert claim(store).owner == "alice"
     clock.now += 500
@@ -557,9 +524,7 @@ def test_a_claim_reads_nothing_of_runs_that_ended_on_another_target(store: Store
     assert steps_of_claim() <= 1.5 * few
 
 
-def test_a_look_at_runs_under_way_reads_those_that_have_changed(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_runs_under_way_reads_those_that_have_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(10):
         enqueue(store)
     claimed = claim_all(store)

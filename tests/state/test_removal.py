@@ -35,27 +35,12 @@ def published(store: Store, text: str = "def load_environment(): ...") -> Enviro
         return store.publish(stage)[0]
 
 
-def made(
-    store: Store,
-    environment: EnvironmentVersion,
-    scratch: Path,
-    *,
-    end: bool = True,
-    **pinned: Json,
-) -> Run:
+def made(store: Store, environment: EnvironmentVersion, scratch: Path, *, end: bool = True, **pinned: Json) -> Run:
     """A run with a row in every table of its own."""
-    run, _ = queue.enqueue(
-        store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned
-    )
+    run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned)
     reported(store, run, scratch)
     store.put_log(run.id, 1, "step 3")
-    values = {
-        "id": f"dep-{run.id}",
-        "owner": "local",
-        "name": run.id,
-        "model": run.model,
-        "run_id": run.id,
-    }
+    values = {"id": f"dep-{run.id}", "owner": "local", "name": run.id, "model": run.model, "run_id": run.id}
     store.add_deployment({**values, "step": 3, "state": "stopped"})
     if end:
         assert queue.finish(store, run.id, 1, "succeeded", step=3)
@@ -131,23 +116,12 @@ def test_a_run_that_something_stands_on_stays(store: Store, tmp_path: Path) -> N
     assert store.run(active.id).init_adapter == start, "where it came from stays known"
 
 
-def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(
-    store: Store, tmp_path: Path
-) -> None:
+def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(store: Store, tmp_path: Path) -> None:
     environment = published(store)
     base = made(store, environment, tmp_path)
-    start: Json = {
-        "path": store.checkpoint(base.id).path,
-        "run_id": base.id,
-        "step": 3,
-        "digest": "0",
-    }
+    start: Json = {"path": store.checkpoint(base.id).path, "run_id": base.id, "step": 3, "digest": "0"}
     dataset = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base)
-    pinned = {
-        "name": "rows",
-        "digest": dataset.digest,
-        "path": str(datasets.locate("rows", store.base)),
-    }
+    pinned = {"name": "rows", "digest": dataset.digest, "path": str(datasets.locate("rows", store.base))}
     spec = resolve(RunSpec(environment="calc"))
     for reference, code, stands_on in (
         (base.id, "unknown_checkpoint", {"init_adapter": start}),
@@ -165,12 +139,7 @@ def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_
     old, new = published(store), published(store, "def load_environment(): pass")
     dataset = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base)
     pinned = datasets.locate(f"rows@{dataset.digest}", store.base)
-    run = made(
-        store,
-        old,
-        tmp_path,
-        dataset={"name": "rows", "digest": dataset.digest, "path": str(pinned)},
-    )
+    run = made(store, old, tmp_path, dataset={"name": "rows", "digest": dataset.digest, "path": str(pinned)})
     references = [f"calc@{old.digest[:6]}", f"rows@{dataset.digest}"]
     for reference in references:
         assert run.id in refused(store, reference)
@@ -191,31 +160,18 @@ def test_another_owners_version_goes_only_where_the_owner_is_named(
     ours = published(store)
     with acting_as(Caller("alice")):
         theirs = published(store)
-        digest = datasets.register(
-            "rows", [{"messages": []}], [], {"counts": {}}, store.base
-        ).digest
+        digest = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base).digest
     reference = f"calc@{ours.digest}"
     assert theirs.digest == ours.digest and remove(store, reference).owner == "local"
-    assert f"name the version: alice/{reference}" in refused(
-        store, reference, "unknown_environment"
-    )
-    assert f"name the version: alice/rows@{digest}" in refused(
-        store, f"rows@{digest}", "unknown_dataset"
-    )
+    assert f"name the version: alice/{reference}" in refused(store, reference, "unknown_environment")
+    assert f"name the version: alice/rows@{digest}" in refused(store, f"rows@{digest}", "unknown_dataset")
     assert [row.owner for row in store.environments()] == ["alice"] and Path(theirs.path).is_dir()
     assert main.main(["remove", f"alice/{reference}"]) == 0
     assert main.main(["remove", f"alice/rows@{digest[:6]}", "--json"]) == 0
     told, gone = capsys.readouterr().out.splitlines()
     assert f"alice/{reference}" in told
-    assert (json.loads(gone)["reference"], json.loads(gone)["owner"]) == (
-        f"alice/rows@{digest}",
-        "alice",
-    )
-    assert (
-        not store.environments()
-        and not Path(theirs.path).exists()
-        and not datasets.everyones(store.base)
-    )
+    assert (json.loads(gone)["reference"], json.loads(gone)["owner"]) == (f"alice/rows@{digest}", "alice")
+    assert not store.environments() and not Path(theirs.path).exists() and not datasets.everyones(store.base)
 
 
 def test_a_name_without_a_digest_is_told_its_versions(store: Store) -> None:
@@ -245,9 +201,7 @@ def test_whoever_is_stopped_in_between_can_call_again(
     assert set(rows_of(store, run).values()) == {0} and not (store.base / "removed").exists()
 
 
-def test_files_outside_of_the_state_directory_are_never_removed(
-    store: Store, tmp_path: Path
-) -> None:
+def test_files_outside_of_the_state_directory_are_never_removed(store: Store, tmp_path: Path) -> None:
     outside = tmp_path / "mine"
     outside.mkdir()
     row = store.add_environment(name="calc", digest="0123456789ab", path=str(outside), size_bytes=1)
@@ -269,9 +223,7 @@ def test_a_run_whose_files_lie_elsewhere_keeps_them_and_says_where(
     assert (outside / "job.json").exists() and not store.runs()
 
 
-def test_remove_as_a_command(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_remove_as_a_command(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = published(store)
     run, reference = made(store, environment, tmp_path), f"calc@{environment.digest}"
     assert main.main(["remove", run.id, "--dry-run"]) == 0

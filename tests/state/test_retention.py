@@ -61,9 +61,7 @@ def with_optimizer(run: Run) -> list[int]:
 # -- the optimizer's state -------------------------------------------------------------------------
 
 
-def test_only_the_newest_good_checkpoint_keeps_the_optimizers_state(
-    store: Store, tmp_path: Path
-) -> None:
+def test_only_the_newest_good_checkpoint_keeps_the_optimizers_state(store: Store, tmp_path: Path) -> None:
     run, writer = saved(tmp_path)
     folder = RunFolder(run.folder)
     assert with_optimizer(run) == [10]
@@ -103,9 +101,7 @@ def test_a_zombie_takes_nothing_from_its_successor(store: Store, tmp_path: Path)
     assert with_optimizer(run) == [9, 10]
 
 
-def test_a_run_that_ended_long_ago_loses_its_optimizers_state_and_can_be_served(
-    store: Store, tmp_path: Path
-) -> None:
+def test_a_run_that_ended_long_ago_loses_its_optimizers_state_and_can_be_served(store: Store, tmp_path: Path) -> None:
     (long_ago, first), (lately, second) = (saved(tmp_path / name) for name in "ab")
     for writer, run, days in ((first, long_ago, 31), (second, lately, 29)):
         end(writer, run.id, 10)
@@ -174,13 +170,9 @@ print(kills)
 
 
 @pytest.mark.slow
-def test_a_kill_between_any_two_file_operations_leaves_a_folder_that_resumes(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_between_any_two_file_operations_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
 
@@ -240,9 +232,7 @@ def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
     run, _ = saved(tmp_path, keep_checkpoints=2)
     fetch = Checkpoints.fetch
 
-    def and_prune(
-        self: Checkpoints, step: int, into: Path, *, whole: bool, digest: str | None = None
-    ) -> Path:
+    def and_prune(self: Checkpoints, step: int, into: Path, *, whole: bool, digest: str | None = None) -> Path:
         path = fetch(self, step, into, whole=whole, digest=digest)
         prune_checkpoints(store, store.run(run.id))
         return path
@@ -254,9 +244,7 @@ def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
     assert store.deployments() == []
 
 
-def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(
-    store: Store, tmp_path: Path
-) -> None:
+def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(store: Store, tmp_path: Path) -> None:
     run, _ = saved(tmp_path, keep_checkpoints=2)
     before = steps(store, run)
     with backing_up(store.base), backing_up(store.base):

@@ -30,28 +30,17 @@ def run_id(store: Store) -> str:
 
 
 def new_run(store: Store) -> str:
-    environment = store.add_environment(
-        name="calc", digest="abcdef123456", path="/environments/calc", size_bytes=9
-    )
+    environment = store.add_environment(name="calc", digest="abcdef123456", path="/environments/calc", size_bytes=9)
     run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment)
     return run.id
 
 
 def rollout(step: int, index: int, text: str = "hello", **values: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": text}]
-    return {
-        "step": step,
-        "index": index,
-        "reward": index / 10,
-        "success": index > 1,
-        "messages": messages,
-        **values,
-    }
+    return {"step": step, "index": index, "reward": index / 10, "success": index > 1, "messages": messages, **values}
 
 
-def put_metrics(
-    store: Store, run_id: str, step: int, epoch: int = 1, **metrics: float | None
-) -> None:
+def put_metrics(store: Store, run_id: str, step: int, epoch: int = 1, **metrics: float | None) -> None:
     store.put_metrics(run_id, {"step": step, "epoch": epoch, "time": 1.5, "metrics": metrics})
 
 
@@ -89,9 +78,7 @@ def test_a_failing_transaction_leaves_nothing(store: Store, run_id: str) -> None
     assert store.metrics(run_id) == []
 
 
-def test_a_transaction_that_reads_and_then_writes_survives_another_writer(
-    store: Store, run_id: str
-) -> None:
+def test_a_transaction_that_reads_and_then_writes_survives_another_writer(store: Store, run_id: str) -> None:
     other = Store(store.base)
     with store.transaction():
         before = len(store.metrics(run_id))
@@ -110,9 +97,7 @@ def test_a_database_that_stays_locked_is_a_named_error(
             put_metrics(other, run_id, 1, loss=1.0)
 
 
-def test_opening_and_reading_wait_for_no_writer(
-    store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opening_and_reading_wait_for_no_writer(store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that holds a write transaction would otherwise delay every process that starts."""
     monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0)
     with store.transaction(), (store.base / "flash.db.lock").open("a") as lock:
@@ -179,9 +164,7 @@ def test_a_step_reported_again_replaces_the_first_report(store: Store, run_id: s
     assert [(row.epoch, row.metrics["loss"]) for row in store.metrics(run_id)] == [(2, 2.0)]
 
 
-def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(
-    store: Store, run_id: str
-) -> None:
+def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(store: Store, run_id: str) -> None:
     for step in range(1, 101):
         put_metrics(store, run_id, step, **{"reward/mean": None if step > 80 else float(step)})
     series = store.series(run_id, "reward/mean", points=4)
@@ -191,16 +174,13 @@ def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(
 
 
 def test_rollouts_are_found_by_order_step_success_and_text(store: Store, run_id: str) -> None:
-    store.put_rollouts(
-        run_id, "train", 1, [rollout(1, index, text=f"Answer {index}") for index in range(4)]
-    )
+    store.put_rollouts(run_id, "train", 1, [rollout(1, index, text=f"Answer {index}") for index in range(4)])
     store.put_rollouts(run_id, "train", 2, [rollout(2, 0, text='he said "role" % _\nÉtude')])
 
     def found(**filters: Any) -> list[tuple[int, int]]:
         rows = store.rollouts(run_id, **filters)
         assert store.rollout_count(
-            run_id,
-            **{key: filters[key] for key in ("step", "contains", "success") if key in filters},
+            run_id, **{key: filters[key] for key in ("step", "contains", "success") if key in filters}
         ) >= len(rows)
         return [(row.step, row.index) for row in rows]
 
@@ -219,32 +199,21 @@ def test_pages_of_a_random_order_fit_together_and_seeds_differ(store: Store, run
     store.put_rollouts(run_id, "train", 1, [rollout(1, index) for index in range(40)])
 
     def page(seed: int, offset: int) -> list[int]:
-        return [
-            row.index
-            for row in store.rollouts(run_id, order="random", seed=seed, limit=20, offset=offset)
-        ]
+        return [row.index for row in store.rollouts(run_id, order="random", seed=seed, limit=20, offset=offset)]
 
     assert sorted(page(1, 0) + page(1, 20)) == list(range(40))
     assert page(1, 0) == page(1, 0) != page(2, 0)
     assert page(1, 0) != sorted(page(1, 0))
 
 
-def test_a_step_rolled_out_again_leaves_no_rollout_of_the_first_time(
-    store: Store, run_id: str
-) -> None:
+def test_a_step_rolled_out_again_leaves_no_rollout_of_the_first_time(store: Store, run_id: str) -> None:
     store.put_rollouts(run_id, "train", 1, [rollout(1, index) for index in range(5)])
     store.put_rollouts(run_id, "train", 1, [rollout(1, index, text="second") for index in range(3)])
     assert store.rollout_count(run_id) == store.rollout_count(run_id, contains="second") == 3
 
 
 def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_id: str) -> None:
-    row = {
-        "step": 0,
-        "epoch": 1,
-        "time": 2.0,
-        "summary": {"n": 1, "success": 0.5},
-        "rollouts": [rollout(0, 0)],
-    }
+    row = {"step": 0, "epoch": 1, "time": 2.0, "summary": {"n": 1, "success": 0.5}, "rollouts": [rollout(0, 0)]}
     store.put_evaluation(run_id, row)
     assert [(row.step, row.summary["success"]) for row in store.evals(run_id)] == [(0, 0.5)]
     assert store.rollout_count(run_id, split="eval") == 1
@@ -253,22 +222,11 @@ def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_i
 
 def test_the_last_events_come_oldest_first_and_never_change(store: Store, run_id: str) -> None:
     for number in range(5):
-        event = {
-            "time": float(number),
-            "epoch": 1,
-            "kind": "phase",
-            "message": f"m{number}",
-            "seconds": number,
-        }
+        event = {"time": float(number), "epoch": 1, "kind": "phase", "message": f"m{number}", "seconds": number}
         store.put_event(run_id, f"0001-{number}", event)
-    store.put_event(
-        run_id, "0001-4", {"time": 99.0, "epoch": 1, "kind": "phase", "message": "another"}
-    )
+    store.put_event(run_id, "0001-4", {"time": 99.0, "epoch": 1, "kind": "phase", "message": "another"})
     events = store.events(run_id, limit=2)
-    assert [(event.message, event.data) for event in events] == [
-        ("m3", {"seconds": 3}),
-        ("m4", {"seconds": 4}),
-    ]
+    assert [(event.message, event.data) for event in events] == [("m3", {"seconds": 3}), ("m4", {"seconds": 4})]
     assert store.events(run_id, kinds=["error"]) == []
 
 
@@ -295,18 +253,12 @@ def test_a_checkpoint_is_found_by_step_or_is_the_newest(store: Store, run_id: st
 
 def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store) -> None:
     for digest in ("aaaaaa1111", "bbbbbb2222", "bbbbbb3333", "aaaaaa1111"):
-        store.add_environment(
-            name="calc", digest=digest, path=f"/e/{digest}", size_bytes=1, data={"splits": {}}
-        )
+        store.add_environment(name="calc", digest=digest, path=f"/e/{digest}", size_bytes=1, data={"splits": {}})
     assert store.environment("calc").digest == "aaaaaa1111"
     assert store.environment("calc@bbbbbb2222").path == "/e/bbbbbb2222"
     assert store.environment("calc@aaaaaa").digest == "aaaaaa1111"
     assert len(store.environments()) == 3
-    for reference, hint in [
-        ("calc@bbbbbb", "one of"),
-        ("calc@aaa", "one of"),
-        ("calk", "did you mean 'calc'"),
-    ]:
+    for reference, hint in [("calc@bbbbbb", "one of"), ("calc@aaa", "one of"), ("calk", "did you mean 'calc'")]:
         with pytest.raises(FlashError, match=hint) as error:
             store.environment(reference)
         assert error.value.code == "unknown_environment"
@@ -315,17 +267,9 @@ def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store
 def test_a_deployment_changes_only_from_an_expected_state(store: Store) -> None:
     store.add_deployment({"id": "dep-1", "name": "d", "model": "m", "step": 10})
     assert not store.update_deployment("dep-1", expected_states=["ready"], state="stopped")
-    assert store.update_deployment(
-        "dep-1", expected_states=["starting"], state="ready", base_url="http://x", pid=7
-    )
+    assert store.update_deployment("dep-1", expected_states=["starting"], state="ready", base_url="http://x", pid=7)
     row = store.deployment("dep-1")
-    assert (row.state, row.base_url, row.pid, row.step, row.run_id) == (
-        "ready",
-        "http://x",
-        7,
-        10,
-        None,
-    )
+    assert (row.state, row.base_url, row.pid, row.step, row.run_id) == ("ready", "http://x", 7, 10, None)
     assert store.deployments(["stopped"]) == []
     with pytest.raises(FlashError, match="unknown_deployment"):
         store.deployment("dep-2")
@@ -367,13 +311,9 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
     metrics = {f"group/metric{number}": number * 1.234567 for number in range(19)}
     with store.transaction():
         for number in range(1000):
-            store.insert(
-                "runs", {**run, "id": f"run-{number:08d}", "state": "succeeded", "created": number}
-            )
+            store.insert("runs", {**run, "id": f"run-{number:08d}", "state": "succeeded", "created": number})
             for step in range(1, 51):
-                put_metrics(
-                    store, f"run-{number:08d}", step, **{"reward/mean": step / 50}, **metrics
-                )
+                put_metrics(store, f"run-{number:08d}", step, **{"reward/mean": step / 50}, **metrics)
     for step in range(1, 51):
         put_metrics(store, run_id, step, **{"reward/mean": step / 50}, **metrics)
         store.put_rollouts(run_id, "train", step, [rollout(step, index) for index in range(32)])

@@ -47,9 +47,7 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
     write_target(tmp_path, "other", new_target(tmp_path, "other", elsewhere))
     (tmp_path / FILE).write_text(f"# by hand\n{(tmp_path / FILE).read_text()}")
     assert find_target(tmp_path, "lab") == first == TargetSettings(**values)
-    assert (
-        find_target(tmp_path, "other").folder_of("run-1") == "s3://bucket/flash/run-folders/run-1"
-    )
+    assert find_target(tmp_path, "other").folder_of("run-1") == "s3://bucket/flash/run-folders/run-1"
     remove_target(tmp_path, "lab")
     assert list(targets(tmp_path)) == ["other"]
     assert (tmp_path / FILE).read_text().startswith("# by hand\n")
@@ -61,10 +59,7 @@ RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (
-            "[lab]\nengine = 'pbs'\nstorage = '/s'",
-            "engine: Input should be 'slurm', 'ray' or 'sky'",
-        ),
+        ("[lab]\nengine = 'pbs'\nstorage = '/s'", "engine: Input should be 'slurm', 'ray' or 'sky'"),
         ("[lab]\nengine = 'ray'\nstorage = '/s'", "ray and sky need an address"),
         ("[lab]\nengine = 'sky'\nstorage = '/s'", "ray and sky need an address"),
         (f"{RAY}resources = {{ GPU = 'a' }}", "Ray takes numbers, and GPU is 'a'"),
@@ -81,9 +76,7 @@ RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
         ("[lab", "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_refused_with_what_is_wrong_in_it(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_a_wrong_file_is_refused_with_what_is_wrong_in_it(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(FlashError) as caught:
         targets(tmp_path)
@@ -103,16 +96,12 @@ def test_what_the_nodes_have_is_noted_in_the_table_and_all_else_stays(tmp_path: 
     assert path.read_text().startswith("[lab]  # ours\ncards = ")
 
 
-def test_the_commands_add_list_and_remove(
-    flash_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_add_list_and_remove(flash_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add = ["target", "add", "lab", "--engine", "slurm", "--storage", "/shared/flash"]
     more = ["--option=--gres=gpu:1", "--option", "-p gpu", "--env", "A=b", "--unproved"]
     assert main([*add, *more]) == 0
     written = tomllib.loads((flash_home / FILE).read_text())
-    assert written == {
-        "lab": {**SLURM, "options": ["--gres=gpu:1", "-p", "gpu"], "env": {"A": "b"}}
-    }
+    assert written == {"lab": {**SLURM, "options": ["--gres=gpu:1", "-p", "gpu"], "env": {"A": "b"}}}
     capsys.readouterr()
     assert main([*add, "--unproved"]) != 0
     assert "there is a target 'lab' already" in capsys.readouterr().err
@@ -123,10 +112,7 @@ def test_the_commands_add_list_and_remove(
 
 
 def test_a_target_that_fails_its_proof_is_not_added(
-    flash_home: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    flash_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no sbatch
     storage = str(tmp_path / "storage")

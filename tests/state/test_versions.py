@@ -13,14 +13,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state import versions as pushes
-from flash_mcp.state.versions import (
-    Version,
-    check_name,
-    digest_of,
-    folder_files,
-    inline_files,
-    staged,
-)
+from flash_mcp.state.versions import Version, check_name, digest_of, folder_files, inline_files, staged
 
 SOURCE = "def load_environment(): ...\n"
 
@@ -40,9 +33,7 @@ def project(folder: Path, **files: str) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-    )
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def test_a_folder_becomes_a_version_under_its_digest(tmp_path: Path) -> None:
@@ -58,9 +49,7 @@ def test_a_folder_becomes_a_version_under_its_digest(tmp_path: Path) -> None:
 def test_the_same_files_are_the_same_version_pushed_from_anywhere(tmp_path: Path) -> None:
     first = push("sums", folder_files(project(tmp_path / "a", **{"datasets/train.jsonl": "{}"})))
     again = push("sums", inline_files({"datasets/train.jsonl": "{}", "environment.py": SOURCE}))
-    other_name = push(
-        "products", inline_files({"datasets/train.jsonl": "{}", "environment.py": SOURCE})
-    )
+    other_name = push("products", inline_files({"datasets/train.jsonl": "{}", "environment.py": SOURCE}))
     assert (again.digest, again.created, again.path) == (first.digest, False, first.path)
     assert (other_name.digest, other_name.created) == (first.digest, True)
 
@@ -99,17 +88,7 @@ def test_caches_repositories_and_virtual_environments_stay_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        ".env",
-        ".env.local",
-        "deploy/.ENV",
-        "server.pem",
-        "id_ed25519",
-        ".netrc",
-        "credentials.json",
-        "my.key",
-    ],
+    "name", [".env", ".env.local", "deploy/.ENV", "server.pem", "id_ed25519", ".netrc", "credentials.json", "my.key"]
 )
 def test_what_looks_like_a_secret_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(FlashError, match=r"upload_invalid.*looks like a secret.*secrets="):
@@ -122,9 +101,7 @@ def test_what_looks_like_a_secret_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.hostile("pushes")
 def test_links_are_refused_wherever_they_point(tmp_path: Path) -> None:
     for target in ("environment.py", "/etc/hostname", "..", "missing"):
-        folder = project(
-            tmp_path / target.strip("/.").replace("/", "-") if target != ".." else tmp_path / "up"
-        )
+        folder = project(tmp_path / target.strip("/.").replace("/", "-") if target != ".." else tmp_path / "up")
         (folder / "link").symlink_to(target)
         with pytest.raises(FlashError, match=r"link' is a link; nothing was pushed"):
             folder_files(folder)
@@ -172,9 +149,7 @@ def test_a_path_cannot_be_a_file_and_a_folder() -> None:
 
 def test_a_push_without_entry_point_or_folder_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("")
-    with pytest.raises(
-        FlashError, match=r"no environment.py among the files: main.py.*env_setup writes one"
-    ):
+    with pytest.raises(FlashError, match=r"no environment.py among the files: main.py.*env_setup writes one"):
         folder_files(tmp_path)
     with pytest.raises(FlashError, match="there is no folder"):
         folder_files(tmp_path / "missing")
@@ -203,9 +178,7 @@ def test_plain_names_are_names(name: str) -> None:
     assert check_name(name) == name
 
 
-@pytest.mark.parametrize(
-    "name", ["", "-a", "_a", "My Env", "a/b", "..", "a@b", "a.b", "é", "x" * 65, "a\n"]
-)
+@pytest.mark.parametrize("name", ["", "-a", "_a", "My Env", "a/b", "..", "a@b", "a.b", "é", "x" * 65, "a\n"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(FlashError, match="invalid_argument"):
         check_name(name)
@@ -230,9 +203,7 @@ def test_what_was_not_committed_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_many_pushes_of_the_same_files_at_once_make_one_version() -> None:
-    files = inline_files(
-        {"environment.py": SOURCE, **{f"rows/{number}": "x" for number in range(50)}}
-    )
+    files = inline_files({"environment.py": SOURCE, **{f"rows/{number}": "x" for number in range(50)}})
     with ThreadPoolExecutor(8) as pool:
         versions = list(pool.map(lambda _: push("sums", files), range(16)))
     assert [version.created for version in versions].count(True) == 1

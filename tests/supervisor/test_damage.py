@@ -100,9 +100,7 @@ def test_a_run_whose_folder_cannot_be_made_fails_with_the_evidence_and_lets_othe
     assert bench.finish(other, supervisor=supervisor).state == "succeeded"
 
 
-def test_trouble_that_does_not_pass_replaces_the_attempt(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trouble_that_does_not_pass_replaces_the_attempt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = bench.new_supervisor(trouble_s=0.2)
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
@@ -114,9 +112,7 @@ def test_trouble_that_does_not_pass_replaces_the_attempt(
     assert lost.name == "0001-lost" and "ZeroDivisionError" in lost.message
 
 
-def test_a_full_disk_is_no_trouble_of_an_attempt(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_no_trouble_of_an_attempt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = bench.new_supervisor(trouble_s=0.0)
     run = bench.train({"steps": 1})
     full = OSError(28, "No space left on device")

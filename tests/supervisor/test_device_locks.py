@@ -88,17 +88,13 @@ def test_a_run_waits_for_a_card_that_another_state_directory_uses(benches: list[
         assert supervisor.wait(TIMEOUT_S) == 0
 
 
-def test_a_slot_is_free_when_the_other_state_directorys_attempt_ends(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_slot_is_free_when_the_other_state_directorys_attempt_ends(folder: Path, tmp_path: Path) -> None:
     here, other = local(tmp_path / "here"), tmp_path / "other"
     held = device_locks.take(UUID, other)
     assert held is not None
     launcher = LocalLauncher(tmp_path / "here" / "records", gpus=["0"])
     assert launcher.capacity == 0
-    with pytest.raises(
-        FlashError, match=f"not_ready.*{UUID} is used by the state directory {other}"
-    ):
+    with pytest.raises(FlashError, match=f"not_ready.*{UUID} is used by the state directory {other}"):
         launcher.submit(here.launch())
     os.close(held)
     assert launcher.capacity == 1
@@ -143,9 +139,7 @@ def cards_of(record: Path) -> str:
     return values()[0].removeprefix(prefix).decode()
 
 
-def test_a_run_gets_the_emptiest_cards_and_as_many_as_it_asks_for(
-    four: list[str], tmp_path: Path
-) -> None:
+def test_a_run_gets_the_emptiest_cards_and_as_many_as_it_asks_for(four: list[str], tmp_path: Path) -> None:
     here, other = local(tmp_path / "here"), tmp_path / "other"
     launcher = LocalLauncher(tmp_path / "here" / "records", gpus=["0", "1", "2", "3"])
     records = launcher.records
@@ -153,12 +147,7 @@ def test_a_run_gets_the_emptiest_cards_and_as_many_as_it_asks_for(
     try:
         handles.append(launcher.submit(replace(here.launch(1), gpus=2)))
         assert cards_of(records / "run-1-1") == "2,3"
-        assert [bool(device_locks.users(uuid, other)) for uuid in four] == [
-            False,
-            False,
-            True,
-            True,
-        ]
+        assert [bool(device_locks.users(uuid, other)) for uuid in four] == [False, False, True, True]
         held = device_locks.take(four[0], other)  # another state directory's
         assert launcher.capacity == 3
         with pytest.raises(FlashError, match="not_ready"):
@@ -222,9 +211,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
-def test_what_others_put_in_place_of_a_lock_is_not_followed(
-    folder: Path, tmp_path: Path, kind: str
-) -> None:
+def test_what_others_put_in_place_of_a_lock_is_not_followed(folder: Path, tmp_path: Path, kind: str) -> None:
     precious = tmp_path / "precious"
     precious.write_text("kept")
     names = [device_locks._name(UUID, tmp_path), f"flash-mcp-{UUID}.0-other"]
@@ -272,15 +259,11 @@ def test_users_share_the_folder_and_see_whose_a_card_is(monkeypatch: pytest.Monk
         mine = device_locks.take(UUID, folder)
         assert mine is not None
         with acting_as_nobody():
-            assert device_locks.users(UUID, Path("/home/secret")) == [
-                "a state directory of user root"
-            ]
+            assert device_locks.users(UUID, Path("/home/secret")) == ["a state directory of user root"]
         os.close(mine)
 
 
-def test_the_doctor_says_who_uses_a_gpu(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_says_who_uses_a_gpu(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.CHECKS["shared gpus"]
     monkeypatch.setattr(doctor, "find_gpus", list[str])
     assert check() == ("ok", "no GPU to share", "")
@@ -290,10 +273,7 @@ def test_the_doctor_says_who_uses_a_gpu(
     assert held is not None
     level, detail, _ = check()
     os.close(held)
-    assert (level, detail) == (
-        "warning",
-        f"{UUID} is used by the state directory {tmp_path / 'other'}",
-    )
+    assert (level, detail) == ("warning", f"{UUID} is used by the state directory {tmp_path / 'other'}")
     monkeypatch.delenv("FLASH_DEVICE_LOCKS")
     monkeypatch.setattr(device_locks, "SHARED_FOLDERS", (str(tmp_path),))
     level, _, fix = check()

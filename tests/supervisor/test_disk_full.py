@@ -49,14 +49,9 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_made(small_disk: Path) -> 
         writer.metrics(2, {"note": "x" * 5000})
     with pytest.raises(FlashError, match="disk_full"):
         writer.commit_checkpoint(1, adapter, {})
-    with (
-        pytest.raises(FlashError, match="disk_full"),
-        staged("vowels", folder_files(VOWELS), base=small_disk) as stage,
-    ):
+    with pytest.raises(FlashError, match="disk_full"), staged("vowels", folder_files(VOWELS), base=small_disk) as stage:
         stage.commit()
-    assert [path for path in sorted(small_disk.rglob("*")) if path.is_file()] == [
-        p for p in before if p.is_file()
-    ]
+    assert [path for path in sorted(small_disk.rglob("*")) if path.is_file()] == [p for p in before if p.is_file()]
     assert run.metrics(1) and run.metrics(2) is None and run.checkpoints.steps() == []
 
 

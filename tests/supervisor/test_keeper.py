@@ -72,9 +72,7 @@ def test_it_goes_on_after_trouble_and_tells_it_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["stdio", "http"])
-def test_a_server_starts_one_without_being_asked(
-    flash_home: Path, waiting_run: Run, transport: str
-) -> None:
+def test_a_server_starts_one_without_being_asked(flash_home: Path, waiting_run: Run, transport: str) -> None:
     command = [sys.executable, "-m", "flash_mcp.cli", "serve"]
     if transport == "http":
         command += ["--http", "--port", str(free_port())]

@@ -161,9 +161,7 @@ def test_another_launcher_finds_the_attempt(harness: Harness) -> None:
     wait_for(lambda: state(later, first) == "alive")
 
 
-def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(
-    harness: Harness,
-) -> None:
+def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(harness: Harness) -> None:
     launcher = harness.reopen()
     handle = harness.submit(launcher)
     wait_for(lambda: state(launcher, handle) == "alive")
@@ -219,9 +217,7 @@ def test_what_waits_for_a_node_of_ray_is_pending_with_rays_reason(harness_of_ray
 
 
 @pytest.mark.slow
-def test_a_job_of_ray_gets_its_own_variables_and_a_failure_of_its_own_is_no_preemption(
-    harness_of_ray: Harness,
-) -> None:
+def test_a_job_of_ray_gets_its_own_variables_and_a_failure_of_its_own_is_no_preemption(harness_of_ray: Harness) -> None:
     launcher = harness_of_ray.reopen()
     launch = harness_of_ray.launch(command=["/usr/bin/env"])
     handle = launcher.submit(replace(launch, environment={"GIVEN": 'it\'s "quoted" ${HOME}'}))
@@ -334,9 +330,7 @@ def test_a_job_of_slurm_gets_its_own_environment_and_nothing_of_this_process(
 
 
 @pytest.mark.slow
-def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_not(
-    there: Harness,
-) -> None:
+def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_not(there: Harness) -> None:
     launcher = there.reopen()
     handle = there.submit(launcher)
     wait_for(lambda: state(launcher, handle) == "alive")
@@ -350,9 +344,7 @@ def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_n
 
 
 @pytest.mark.slow
-def test_the_jobs_of_a_state_directory_are_listed_and_no_others(
-    cluster: None, there: Harness
-) -> None:
+def test_the_jobs_of_a_state_directory_are_listed_and_no_others(cluster: None, there: Harness) -> None:
     mine, other = SlurmLauncher(tag="flash-mcp-1"), SlurmLauncher(tag="flash-mcp-2")
     first, second = there.submit(mine), there.submit(other, 2)
     there.submit(SlurmLauncher(), 3)
@@ -425,9 +417,7 @@ def test_a_stopped_attempt_is_alive_and_can_be_cancelled(here: Harness) -> None:
     assert state(launcher, handle) == "gone"
 
 
-def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(
-    here: Harness, tmp_path: Path
-) -> None:
+def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(here: Harness, tmp_path: Path) -> None:
     note = tmp_path / "child"
     launcher = here.reopen()
     handle = launcher.submit(here.launch(command=[*PARENT, str(note)]))
@@ -457,9 +447,7 @@ def test_another_process_with_the_attempts_old_pid_is_left_alone(here: Harness) 
         bystander.wait()
 
 
-def test_a_foreign_group_whose_leader_had_the_attempts_pid_is_left_alone(
-    here: Harness, tmp_path: Path
-) -> None:
+def test_a_foreign_group_whose_leader_had_the_attempts_pid_is_left_alone(here: Harness, tmp_path: Path) -> None:
     """The leader of that group has ended as well: nothing but its members shows whose it is."""
     note = tmp_path / "member"
     leader = subprocess.Popen([*PARENT, str(note)], start_new_session=True)
@@ -492,12 +480,8 @@ def test_an_attempt_of_before_the_last_boot_is_gone(here: Harness) -> None:
 
 def test_each_attempt_gets_a_device_of_its_own_until_none_is_left(here: Harness) -> None:
     launcher = here.reopen()
-    code = (
-        "import os, signal; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); signal.pause()"
-    )
-    handles = [
-        launcher.submit(here.launch(attempt, [sys.executable, "-c", code])) for attempt in (1, 2)
-    ]
+    code = "import os, signal; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); signal.pause()"
+    handles = [launcher.submit(here.launch(attempt, [sys.executable, "-c", code])) for attempt in (1, 2)]
     logs = [here.logs / f"log.{attempt}" for attempt in (1, 2)]
     wait_for(lambda: all(log.read_text() for log in logs))
     assert [log.read_text() for log in logs] == ["0\n", "1\n"]
@@ -521,9 +505,7 @@ sys.stdin.read()
 print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r}))).id)
 """
     starters = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(6)
     ]
     let_go_at_once(starters)
@@ -544,9 +526,7 @@ def let_go_at_once(children: list[subprocess.Popen[str]]) -> None:
 
 
 @pytest.mark.parametrize("without", ["", "link,linkat"])
-def test_a_key_that_was_registered_in_between_is_not_started_again(
-    tmp_path: Path, without: str
-) -> None:
+def test_a_key_that_was_registered_in_between_is_not_started_again(tmp_path: Path, without: str) -> None:
     command = [
         *(refusing(without) if without else []),
         "/bin/sh",
@@ -573,9 +553,7 @@ done
 wait
 """
     command = [*refusing("link,linkat"), "/bin/sh", "-c", script, REGISTER_AND_EXEC]
-    done = subprocess.run(
-        [*command, str(tmp_path / "record")], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*command, str(tmp_path / "record")], cwd=ROOT, capture_output=True, text=True, check=True)
     (pid,) = done.stdout.split()
     record = Record.read(tmp_path / "record")
     assert record and record.pid == int(pid)
@@ -592,9 +570,7 @@ launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
 launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r})))
 os.killpg(0, signal.SIGKILL)
 """
-    starter = subprocess.run(
-        [sys.executable, "-c", code], start_new_session=True, timeout=PATIENCE_S, check=False
-    )
+    starter = subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=PATIENCE_S, check=False)
     assert starter.returncode == -signal.SIGKILL
     launcher = here.reopen()
     handle = launcher.submit(here.launch())
@@ -606,9 +582,4 @@ os.killpg(0, signal.SIGKILL)
 def test_a_run_of_several_gpus_asks_slurm_for_them_in_the_targets_own_option() -> None:
     options = ["--partition=gpu", "--gres=gpu:a100:1", "--gpus=1", "--nodes=1"]
     assert with_gpus(options, 1) == options
-    assert with_gpus(options, 4) == [
-        "--partition=gpu",
-        "--gres=gpu:a100:4",
-        "--gpus=4",
-        "--nodes=1",
-    ]
+    assert with_gpus(options, 4) == ["--partition=gpu", "--gres=gpu:a100:4", "--gpus=4", "--nodes=1"]

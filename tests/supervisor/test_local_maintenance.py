@@ -118,9 +118,7 @@ def test_no_run_loses_its_files_by_default(store: Store, tmp_path: Path) -> None
     assert has_files(run) and store.checkpoints(run.id)
 
 
-def test_an_old_run_loses_its_files_and_stays_in_the_list_with_its_verdict(
-    store: Store, tmp_path: Path
-) -> None:
+def test_an_old_run_loses_its_files_and_stays_in_the_list_with_its_verdict(store: Store, tmp_path: Path) -> None:
     old, new = finished_run(tmp_path / "old"), finished_run(tmp_path / "new")
     ended_days_ago(store, old, 91)
     allow(store, run_days=90)
@@ -138,9 +136,7 @@ def test_an_old_run_loses_its_files_and_stays_in_the_list_with_its_verdict(
     assert removed and store.run(old.id).files_removed == removed, "once"
 
 
-def test_runs_that_are_active_served_or_started_from_keep_their_files(
-    store: Store, tmp_path: Path
-) -> None:
+def test_runs_that_are_active_served_or_started_from_keep_their_files(store: Store, tmp_path: Path) -> None:
     base, served, child, grandchild = (finished_run(tmp_path / str(n)) for n in range(4))
     queued = queued_run(tmp_path / "queued")
     for run in (base, served, child):

@@ -62,31 +62,23 @@ class Bench:
         self.store = Store(base)
         self.supervisor = self.new_supervisor()
 
-    def new_supervisor(
-        self, launcher: LocalLauncher | None = None, **patience: float
-    ) -> Supervisor:
+    def new_supervisor(self, launcher: LocalLauncher | None = None, **patience: float) -> Supervisor:
         timing = Timeouts(**{**HASTE.__dict__, **patience})
         launcher = launcher or LocalLauncher(self.base / "attempts", gpus=[])
         return Supervisor(self.base, launcher=launcher, worker=WORKER, patience=timing)
 
     def train(self, script: dict[str, Any] | None = None, **fields: Any) -> Run:
-        environment = self.store.add_environment(
-            name="calc", digest="abcdef123456", path="/e", size_bytes=1
-        )
+        environment = self.store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
         spec = RunSpec(environment="calc", environment_args=script or {}, **fields)
         return queue.enqueue(self.store, resolve(spec), environment)[0]
 
-    def until(
-        self, condition: Callable[[], object], *, supervisor: Supervisor | None = None
-    ) -> None:
+    def until(self, condition: Callable[[], object], *, supervisor: Supervisor | None = None) -> None:
         """Tick until the condition holds, and once more: the store has by then what the condition
         saw in a folder.
         """
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, (
-                f"not in time; runs: {[vars(run) for run in self.store.runs()]}"
-            )
+            assert time.monotonic() < deadline, f"not in time; runs: {[vars(run) for run in self.store.runs()]}"
             (supervisor or self.supervisor).tick()
             time.sleep(0.01)
         (supervisor or self.supervisor).tick()
@@ -107,9 +99,7 @@ class Bench:
 
     def told(self, run: Run) -> list[tuple[int, str]]:
         """(attempt, what) of what the supervisor noted."""
-        return [
-            (event.epoch, event.name[5:]) for event in self.store.events(run.id, 99, ["attempt"])
-        ]
+        return [(event.epoch, event.name[5:]) for event in self.store.events(run.id, 99, ["attempt"])]
 
     def clean_up(self) -> None:
         launcher = LocalLauncher(self.base / "attempts", gpus=[])
@@ -125,24 +115,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def all_rows(store: Store, run_id: str) -> list[Any]:
-    rollouts = [
-        store.rollouts(run_id, split=split, order="index", limit=999) for split in ("train", "eval")
-    ]
-    return [
-        store.metrics(run_id),
-        rollouts,
-        store.evals(run_id),
-        store.events(run_id, 999),
-        store.checkpoints(run_id),
-    ]
+    rollouts = [store.rollouts(run_id, split=split, order="index", limit=999) for split in ("train", "eval")]
+    return [store.metrics(run_id), rollouts, store.evals(run_id), store.events(run_id, 999), store.checkpoints(run_id)]
 
 
 # -- the ordinary life of a run --------------------------------------------------------------------
 
 
-def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_store(
-    bench: Bench,
-) -> None:
+def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_store(bench: Bench) -> None:
     run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
     bench.until(lambda: bench.store.run(run.id).step == 3 and len(bench.store.metrics(run.id)) == 2)
     live = bench.store.run(run.id)
@@ -151,12 +131,7 @@ def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_stor
     assert [row.step for row in bench.store.metrics(run.id)] == [1, 2]
     Path(run.folder, "go").touch()
     ended = bench.finish(run)
-    assert (ended.state, ended.step, ended.error, ended.attempt) == (
-        "succeeded",
-        5,
-        None,
-        1,
-    )
+    assert (ended.state, ended.step, ended.error, ended.attempt) == ("succeeded", 5, None, 1)
     assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4, 5]
     assert bench.store.rollout_count(run.id) == 15
     assert bench.store.rollout_count(run.id, split="eval") == 1
@@ -190,15 +165,11 @@ def test_reading_a_folder_twice_gives_the_same_rows(bench: Bench) -> None:
     assert all_rows(bench.store, run.id) == before
 
 
-def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_ending(
-    bench: Bench,
-) -> None:
+def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_ending(bench: Bench) -> None:
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
     Path(run.folder, "metrics", "2.1.json").write_text('{"step": 2, "epo')
-    Path(run.folder, "rollouts", "9.1.jsonl").write_text(
-        '{"index": 0, "reward": null, "success": true}\n'
-    )
+    Path(run.folder, "rollouts", "9.1.jsonl").write_text('{"index": 0, "reward": null, "success": true}\n')
     for _ in range(3):
         bench.supervisor.tick()
     Path(run.folder, "go").touch()
@@ -215,20 +186,12 @@ def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench:
     bench.until(lambda: bench.step(run) == 3)
     os.kill(bench.pid(run), signal.SIGKILL)
     ended = bench.finish(run)
-    assert (ended.state, ended.attempt, ended.step, ended.error) == (
-        "succeeded",
-        2,
-        5,
-        None,
-    )
+    assert (ended.state, ended.attempt, ended.step, ended.error) == ("succeeded", 2, 5, None)
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched")]
     lost = bench.store.events(run.id, kinds=["attempt"])[1]
     assert "killed by signal SIGKILL" in lost.message
     assert lost.data["error"]["values"]["step"] == 3
-    assert [event.data["resumed"] for event in bench.store.events(run.id, kinds=["phase"])] == [
-        0,
-        2,
-    ]
+    assert [event.data["resumed"] for event in bench.store.events(run.id, kinds=["phase"])] == [0, 2]
     assert [row.epoch for row in bench.store.metrics(run.id)] == [1, 1, 2, 2, 2]
 
 
@@ -245,22 +208,13 @@ def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Benc
     assert result and (result["state"], result["error"]["code"]) == ("failed", "worker_failed")
 
 
-def test_a_worker_killed_while_memory_was_short_is_told_so(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_killed_while_memory_was_short_is_told_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "flash_mcp.supervisor.reconciler.SHORT_OF_MEMORY", 1.0
     )  # as if what is left here were next to nothing
-    run = bench.finish(
-        bench.train(
-            {"steps": 4, **{str(attempt): {"at": 2, "do": "kill"} for attempt in (1, 2, 3)}}
-        )
-    )
+    run = bench.finish(bench.train({"steps": 4, **{str(attempt): {"at": 2, "do": "kill"} for attempt in (1, 2, 3)}}))
     assert (run.state, run.error["code"]) == ("failed", "out_of_memory")
-    assert (
-        "SIGKILL" in run.error["what"]
-        and "GiB of the machine's memory were left" in run.error["what"]
-    )
+    assert "SIGKILL" in run.error["what"] and "GiB of the machine's memory were left" in run.error["what"]
 
 
 def test_an_error_that_no_retry_can_cure_ends_the_run_at_once(bench: Bench) -> None:
@@ -272,10 +226,7 @@ def test_an_error_that_no_retry_can_cure_ends_the_run_at_once(bench: Bench) -> N
 
 def test_an_error_that_a_retry_may_cure_is_retried_and_kept_when_it_stays(bench: Bench) -> None:
     cured = bench.train({"1": {"at": 2, "do": "give_up"}})
-    assert (bench.finish(cured).state, bench.store.run(cured.id).attempt) == (
-        "succeeded",
-        2,
-    )
+    assert (bench.finish(cured).state, bench.store.run(cured.id).attempt) == ("succeeded", 2)
     cue = {"at": 1, "do": "give_up"}
     stays = bench.train({"1": cue, "2": cue}, max_attempts=2)
     ended = bench.finish(stays)
@@ -291,11 +242,7 @@ def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("succeeded", 2)
     lost = bench.store.events(run.id, kinds=["attempt"])[1].data["error"]
-    assert (lost["code"], lost["values"]["step"], lost["values"]["phase"]) == (
-        "stalled",
-        2,
-        "train",
-    )
+    assert (lost["code"], lost["values"]["step"], lost["values"]["phase"]) == ("stalled", 2, "train")
     assert not is_running(stalled)
 
 
@@ -329,8 +276,7 @@ class Slanderer(LocalLauncher):
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         return {
-            key: JobStatus("gone") if key in self.slandered else hint
-            for key, hint in super().poll(handles).items()
+            key: JobStatus("gone") if key in self.slandered else hint for key, hint in super().poll(handles).items()
         }
 
     def cancel(self, handle: Handle) -> None:
@@ -363,14 +309,10 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     launcher.slandered = {f"{run.id}-1"}
     os.kill(zombie, signal.SIGSTOP)
     bench.until(
-        lambda: bench.step(run, attempt=2) == 4 and len(bench.store.checkpoints(run.id)) == 3,
-        supervisor=supervisor,
+        lambda: bench.step(run, attempt=2) == 4 and len(bench.store.checkpoints(run.id)) == 3, supervisor=supervisor
     )
     supervisor._attempts[run.id].reader.read(now=True)
-    before, checkpoints = (
-        all_rows(bench.store, run.id),
-        RunFolder(run.folder).checkpoints.steps(),
-    )
+    before, checkpoints = (all_rows(bench.store, run.id), RunFolder(run.folder).checkpoints.steps())
     os.kill(zombie, signal.SIGCONT)
     bench.until(lambda: not is_running(zombie), supervisor=supervisor)
     assert "[fenced epoch=1 newest=2]" in RunFolder(run.folder).log_tail(1)
@@ -406,10 +348,7 @@ def test_a_run_of_several_cards_waits_for_them_and_is_not_overtaken(
 def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) -> None:
     run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET"])
     assert bench.finish(bench.train()).state == "succeeded"
-    assert (bench.store.run(run.id).state, bench.store.run(run.id).attempt) == (
-        "queued",
-        0,
-    )
+    assert (bench.store.run(run.id).state, bench.store.run(run.id).attempt) == ("queued", 0)
     bench.supervisor.vault.open()
     try:
         assert give(bench.base, run.id, {"CALC_KEY_THAT_NOBODY_SET": "42"})
@@ -459,9 +398,7 @@ def test_secrets_are_forgotten_when_a_run_ends_in_the_queue(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("left", ["", "0 boot", "0 boot 17 (sh) R", "x y z"])
-def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(
-    bench: Bench, left: str
-) -> None:
+def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(bench: Bench, left: str) -> None:
     run = bench.train()
     for name in ("run-before00-1", f"{run.id}-1"):
         (bench.base / "attempts" / name).write_text(left)
@@ -469,9 +406,7 @@ def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(
     assert (ended.state, ended.attempt) == ("succeeded", 2)
 
 
-def test_trouble_that_keeps_an_attempt_from_starting_is_said(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trouble_that_keeps_an_attempt_from_starting_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run = bench.train()
     with monkeypatch.context() as broken:
         broken.setattr(bench.supervisor.launcher, "submit", lambda _: 1 / 0)
@@ -544,12 +479,7 @@ def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench
     bench.until(lambda: bench.step(run) == 2)
     requested = queue.request_cancel(bench.store, run.id).cancel_requested
     ended = bench.finish(run)
-    assert (ended.state, ended.step, ended.attempt, ended.error) == (
-        "cancelled",
-        2,
-        1,
-        None,
-    )
+    assert (ended.state, ended.step, ended.attempt, ended.error) == ("cancelled", 2, 1, None)
     assert requested and ended.ended and ended.ended - requested > HASTE.cancel_grace_s
     assert bench.store.lost_steps(ended) == 1
     view = report_on(bench.store, run.id).view
@@ -572,9 +502,7 @@ def test_the_grace_after_a_cancel_covers_two_of_the_runs_own_steps(bench: Bench)
     assert "did not end within 4 s of the cancel" in lost.message
 
 
-def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(
-    bench: Bench,
-) -> None:
+def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)
     queue.request_cancel(bench.store, run.id)
@@ -665,9 +593,7 @@ def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -
     rows, and no attempt that began is made again unless it was killed.
     """
     runs = [
-        bench.train(
-            {"steps": 3, "1": {"at": 2, "do": "kill"} if number % 2 else {}}, max_attempts=9
-        )
+        bench.train({"steps": 3, "1": {"at": 2, "do": "kill"} if number % 2 else {}}, max_attempts=9)
         for number in range(6)
     ]
 
@@ -750,9 +676,7 @@ def test_a_run_enqueued_while_the_supervisor_was_leaving_is_not_forgotten(bench:
             super().run()
             if len(made) == 1:
                 bench.train({"steps": 1})
-                assert not ensure_supervisor(
-                    bench.base
-                )  # it still holds the lock: nobody else is started
+                assert not ensure_supervisor(bench.base)  # it still holds the lock: nobody else is started
 
     def make(base: Path) -> Supervisor:
         launcher = LocalLauncher(base / "attempts", gpus=[])

@@ -81,17 +81,10 @@ def test_a_target_leaves_the_jobs_of_another_target_on_the_same_engine(bench: Be
     assert {handle.key for handle in near.launcher.under_way()} == set(keys)
 
 
-def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_runs(
-    bench: Bench, folder: Path
-) -> None:
+def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_runs(bench: Bench, folder: Path) -> None:
     ended(bench, folder)
     bench.lab.engine.hints["run-of-a-lost-row-1"] = JobStatus("alive")
-    supervisor = Supervisor(
-        bench.store.base,
-        launcher=Lab().launcher,
-        patience=HASTE,
-        open_target=lambda *_: bench.lab,
-    )
+    supervisor = Supervisor(bench.store.base, launcher=Lab().launcher, patience=HASTE, open_target=lambda *_: bench.lab)
 
     def is_gone() -> bool:
         supervisor.tick()
@@ -149,9 +142,7 @@ def aged(bench: Bench, run: Run, days: float) -> Maintenance:
     return Maintenance(bench.store, bench.lab)
 
 
-def test_what_attempts_that_were_replaced_left_goes_after_the_end_of_the_run(
-    bench: Bench, folder: Path
-) -> None:
+def test_what_attempts_that_were_replaced_left_goes_after_the_end_of_the_run(bench: Bench, folder: Path) -> None:
     run = ended(bench, folder)
     late = ["metrics/2.1.json", "checkpoints/9/1-1/adapter_model.safetensors", "evals/3/0001-0"]
     for name in (*late, "evals/3.2.json"):
@@ -164,9 +155,7 @@ def test_what_attempts_that_were_replaced_left_goes_after_the_end_of_the_run(
     assert not Path(run.folder, "evals/3/0001-0").exists()
 
 
-def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(
-    bench: Bench, folder: Path
-) -> None:
+def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(bench: Bench, folder: Path) -> None:
     run = ended(bench, folder, keep_checkpoints=1)
     assert [row.step for row in bench.store.checkpoints(run.id)] == [3, 4]
     assert RunFolder(run.folder).checkpoints.steps() == [3, 4]

@@ -89,9 +89,7 @@ def deployments(store: Store) -> Iterator[Deployments]:
 
 def stop_all(manager: Deployments) -> None:
     for row in manager.store.deployments(LIVE_DEPLOYMENT):
-        manager.store.update_deployment(
-            row.id, expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None
-        )
+        manager.store.update_deployment(row.id, expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None)
     manager._pool.shutdown(wait=True)
     for server in manager._servers():
         manager._stop(server)
@@ -199,9 +197,7 @@ def found_server(store: Store) -> Server:
 def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
-    )
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     newest = settle(deployments, request(store, run_id).id, "ready")
     assert request(store, run_id, step=2) == newest
     older = settle(deployments, request(store, run_id, step=1).id, "ready")
@@ -211,9 +207,7 @@ def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
 def test_a_later_supervisor_finds_the_server_where_it_runs(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
-    )
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     first = settle(deployments, request(store, run_id, step=1).id, "ready")
     later = Deployments(store, store.base, command=("/bin/false",))
     assert settle(later, request(store, run_id, step=2).id, "ready").pid == first.pid
@@ -223,18 +217,14 @@ def test_a_later_supervisor_finds_the_server_where_it_runs(
 def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
-    )
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     ids = [settle(deployments, request(store, run_id, step=step).id, "ready").id for step in (1, 2)]
     server = Server.find(store.base, "toy")
     assert server
     engine = engine_pid(server)
     request_stop(store, ids[0])
     settle(deployments, ids[0], "stopped")
-    assert server.is_alive() and [
-        entry["id"] for entry in server.call("/models").json()["data"]
-    ] == [ids[1]]
+    assert server.is_alive() and [entry["id"] for entry in server.call("/models").json()["data"]] == [ids[1]]
     request_stop(store, ids[1])
     settle(deployments, ids[1], "stopped")
     wait_for(lambda: not is_running(engine) and not deployments.busy())
@@ -259,9 +249,7 @@ def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
     row, server, _ = served(store, deployments, tmp_path / "a")
-    deployments._pool.shutdown(
-        wait=True
-    )  # a thread of the last tick would see the server gone, and say so
+    deployments._pool.shutdown(wait=True)  # a thread of the last tick would see the server gone, and say so
     deployments._stop(server)
     later = Deployments(store, store.base, command=SCRIPTED)
     wait_for(lambda: later.tick() or store.deployment(row.id).pid != row.pid)
@@ -278,28 +266,20 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
     assert failed.error["what"] == "the server ended"
 
 
-@pytest.mark.parametrize(
-    ("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)]
-)
+@pytest.mark.parametrize(("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)])
 def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(
     begun: str, named: bool, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    log.write_text(
-        f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n"
-    )
+    log.write_text(f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n")
     error = model_servers.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
     cause, _, log_end = error.wrote.partition("\n")
     assert ("someone's" in cause) == named
     assert "Killed" in log_end and "Killed" not in error.what + error.fix
 
 
-@pytest.mark.parametrize(
-    "before", ["INFO:     Application startup complete.", "Traceback (most recent"]
-)
-def test_a_line_of_the_log_that_looks_like_our_error_is_not_taken_for_it(
-    before: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("before", ["INFO:     Application startup complete.", "Traceback (most recent"])
+def test_a_line_of_the_log_that_looks_like_our_error_is_not_taken_for_it(before: str, tmp_path: Path) -> None:
     ours = FlashError("unknown_model", "x", fix="send the keys").to_dict()
     log = tmp_path / "log"
     log.write_text(f"{before}\nValueError: raised by a chat template:\n{json.dumps(ours)}\n")
@@ -354,9 +334,7 @@ def test_who_listens_on_a_servers_port_before_it_gets_no_key(
     assert requests == []
 
 
-def test_an_adapter_that_the_server_refuses_fails_alone(
-    store: Store, deployments: Deployments, tmp_path: Path
-) -> None:
+def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployments: Deployments, tmp_path: Path) -> None:
     broken = make_adapter(tmp_path / "broken")
     (broken / "broken").touch()
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: broken})
@@ -369,18 +347,14 @@ def test_an_adapter_that_the_server_refuses_fails_alone(
 def test_an_adapter_of_higher_rank_restarts_the_server_for_all(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)}
-    )
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)})
     small = settle(deployments, request(store, run_id, step=1).id, "ready")
     large = settle(deployments, request(store, run_id, step=2).id, "ready")
     again = settle(deployments, small.id, "ready")
     assert again.pid == large.pid != small.pid
 
 
-def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(
-    store: Store, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(store: Store, tmp_path: Path) -> None:
     manager = Deployments(store, store.base)
     run_id = make_run(store, str(tmp_path / "gone"), {1: make_adapter(tmp_path / "a")})
     failed = settle(manager, request(store, run_id).id, "failed")
@@ -389,9 +363,7 @@ def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(
     stop_all(manager)
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_is_made(
-    store: Store, tmp_path: Path
-) -> None:
+def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, tmp_path: Path) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(FlashError) as caught:
         anyio.run(partial(deploy, run_id, port=taken.getsockname()[1], wait_s=0.0))
@@ -399,9 +371,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(
     assert store.deployments() == []
 
 
-def test_a_port_that_was_taken_meanwhile_fails_as_such(
-    store: Store, deployments: Deployments, tmp_path: Path
-) -> None:
+def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Deployments, tmp_path: Path) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -415,25 +385,16 @@ def test_a_port_that_was_taken_meanwhile_fails_as_such(
 def test_another_port_for_a_model_that_is_served_is_refused(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
-    )
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     settle(deployments, request(store, run_id, step=1).id, "ready")
     with pytest.raises(FlashError, match="is served on port"):
         check_port(store, run_id, 1)
 
 
 def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
-    )
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     row = request(store, run_id, step=1, name="best")
-    assert (
-        find_deployment(store, "best")
-        == find_deployment(store, row.id)
-        == find_deployment(store, None)
-        == row
-    )
+    assert find_deployment(store, "best") == find_deployment(store, row.id) == find_deployment(store, None) == row
     with pytest.raises(FlashError, match="is taken by"):
         request(store, run_id, step=2, name="best")
 
@@ -441,13 +402,8 @@ def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
 def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its_own(
     store: Store, tmp_path: Path
 ) -> None:
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
-    )
-    row, posing = (
-        request(store, run_id, step=1, name="best"),
-        request(store, run_id, step=2, name="posing"),
-    )
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    row, posing = (request(store, run_id, step=1, name="best"), request(store, run_id, step=2, name="posing"))
     store.update_deployment(posing.id, name=row.id)
     assert find_deployment(store, row.id).id == row.id
     store.update_deployment(row.id, state="failed")
@@ -468,16 +424,11 @@ def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(
 @pytest.mark.parametrize(
     ("chunks", "said"),
     [
-        (
-            [{"error": {"message": "EngineCore encountered an issue", "code": 500}}],
-            "EngineCore encountered an issue",
-        ),
+        ([{"error": {"message": "EngineCore encountered an issue", "code": 500}}], "EngineCore encountered an issue"),
         ([], "it ended before the answer did"),
     ],
 )
-def test_an_answer_that_is_broken_off_is_no_long_one(
-    chunks: list[Any], said: str, tmp_path: Path
-) -> None:
+def test_an_answer_that_is_broken_off_is_no_long_one(chunks: list[Any], said: str, tmp_path: Path) -> None:
     begun = {"choices": [{"index": 0, "delta": {"content": "Hel"}}]}
     with streaming([begun, *chunks], tmp_path) as server, pytest.raises(FlashError) as caught:
         anyio.run(_answer, server, {"model": "toy", "messages": []})
@@ -526,18 +477,12 @@ def streaming(chunks: list[Any], folder: Path) -> Generator[Server]:
         listening.shutdown()
 
 
-def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
-    store: Store, tmp_path: Path
-) -> None:
+def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(store: Store, tmp_path: Path) -> None:
     empty = make_run(store, "toy", {})
     with pytest.raises(FlashError) as caught:
         request(store, empty)
-    assert caught.value.code == "unknown_checkpoint" and "it ended before it saved one" in str(
-        caught.value
-    )
-    run_id = make_run(
-        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
-    )
+    assert caught.value.code == "unknown_checkpoint" and "it ended before it saved one" in str(caught.value)
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     saved = RunFolder(store.run(run_id).folder).checkpoints.verify(2)
     Path(saved["path"], "adapter_model.safetensors").write_bytes(b"")
     assert request(store, run_id).step == 1, "the newest good one"
@@ -739,10 +684,7 @@ def vllm_store(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def _end_supervisor(home: Path) -> None:
     for process in psutil.process_iter(["cmdline"]):
-        if (
-            str(home) in (process.info["cmdline"] or [])
-            and "flash_mcp.supervisor" in process.info["cmdline"]
-        ):
+        if str(home) in (process.info["cmdline"] or []) and "flash_mcp.supervisor" in process.info["cmdline"]:
             process.kill()
             wait_for(lambda pid=process.pid: not is_running(pid))
 
@@ -839,11 +781,7 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     row = vllm_store.deployment(first.deployment)
     with acting_as(Caller("alice")):  # who is elsewhere cannot reach it
         elsewhere = describe(vllm_store, row)
-        assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == (
-            "ready",
-            None,
-            None,
-        )
+        assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == ("ready", None, None)
 
     # What the supervisor's checks read is there.
     assert serving_health.examine(server, first.deployment).answers
@@ -962,9 +900,7 @@ OPEN_IN_VLLM = (
 """Routes of vLLM's that ask for no key."""
 
 
-async def refuses_what_is_no_users(
-    client: httpx.AsyncClient, server: Server, adapter: Path
-) -> None:
+async def refuses_what_is_no_users(client: httpx.AsyncClient, server: Server, adapter: Path) -> None:
     """Neither without a key nor with the users' key can anyone change what is served."""
     assert server.pid
     assert listening_ports(server.pid) == [server.port], "the engine's own are closed"

@@ -26,13 +26,7 @@ NOT_RECOVERED = ("request_digest", "idempotency_key", "updated", "ended", "start
 NOT_RECOVERED += ("progress", "cancel_requested", "used_s", "used_before_s")
 
 
-def made(
-    store: Store,
-    scratch: Path,
-    state: queue.EndState | None = "succeeded",
-    *,
-    owner: str = LOCAL_OWNER,
-) -> Run:
+def made(store: Store, scratch: Path, state: queue.EndState | None = "succeeded", *, owner: str = LOCAL_OWNER) -> Run:
     """A run that reported something of every kind; without `state` it runs on."""
     files = {"environment.py": b"def load_environment(): ..."}
     with acting_as(Caller(owner)), staged("calc", files, store.base) as stage:
@@ -47,10 +41,7 @@ def made(
 
 
 def rows(store: Store, run: Run) -> dict[str, list[Json]]:
-    kept = {
-        table: store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run.id])
-        for table in REPORTED
-    }
+    kept = {table: store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run.id]) for table in REPORTED}
     (row,) = store.query("SELECT * FROM runs WHERE id = ?", [run.id])
     kept["runs"] = [{name: row[name] for name in row if name not in NOT_RECOVERED}]
     return kept
@@ -110,9 +101,7 @@ def test_a_damaged_database_is_moved_aside(flash_home: Path, tmp_path: Path) -> 
     assert rows(fresh, run) == before
 
 
-def test_rows_that_exist_stay_and_a_folder_that_cannot_be_read_stops_no_other(
-    flash_home: Path, tmp_path: Path
-) -> None:
+def test_rows_that_exist_stay_and_a_folder_that_cannot_be_read_stops_no_other(flash_home: Path, tmp_path: Path) -> None:
     store = open_store()
     known, lost, torn, empty = (made(store, tmp_path) for _ in range(4))
     for run in (lost, torn, empty):
@@ -135,9 +124,7 @@ def test_rows_that_exist_stay_and_a_folder_that_cannot_be_read_stops_no_other(
     )
 
 
-def test_a_state_directory_that_moved_is_rebuilt_where_it_is(
-    flash_home: Path, tmp_path: Path
-) -> None:
+def test_a_state_directory_that_moved_is_rebuilt_where_it_is(flash_home: Path, tmp_path: Path) -> None:
     store = open_store()
     run = made(store, tmp_path)
     lose(store)

@@ -99,9 +99,7 @@ class Node:
         certificate = make_certificate(self.scratch, ["127.0.0.1"])
         options = ["--model", model, "--port", str(self.port), "--tls", str(self.scratch)]
         with (self.scratch / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [*SCRIPTED, *options], stderr=log, env={**os.environ, **keys}
-            )
+            self.process = subprocess.Popen([*SCRIPTED, *options], stderr=log, env={**os.environ, **keys})
         wait_for(self.accepts)
         adapter = str(self.scratch / "adapter-of-the-node")
         where = Listening(["127.0.0.1"], self.port, told or certificate, adapter)
@@ -208,9 +206,7 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
     assert bench.run(asked).pending_reason is None
     assert bench.store.runs() == [bench.store.run(str(asked.run_id))], "a server is no training"
     job = bench.folder(asked).job()
-    assert job["serve"] == {"rank": 16, "name": "toy"} and job["init_adapter"]["path"].startswith(
-        "artifact:"
-    )
+    assert job["serve"] == {"rank": 16, "name": "toy"} and job["init_adapter"]["path"].startswith("artifact:")
     node.listen(keys)
     ready = await run_sync(bench.settle, asked, "ready")
     shown = describe(bench.store, ready)
@@ -330,13 +326,9 @@ def started_run_on(bench: Bench, target: str) -> Run:
     return queue.enqueue(bench.store, resolve(spec), environment)[0]
 
 
-def test_what_the_node_says_of_its_end_is_the_error(
-    bench: Bench, asked: Deployment, tmp_path: Path
-) -> None:
+def test_what_the_node_says_of_its_end_is_the_error(bench: Bench, asked: Deployment, tmp_path: Path) -> None:
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
-    node.writer.commit_result(
-        "failed", 0, FlashError("unknown_model", "no model toy", fix="name one")
-    )
+    node.writer.commit_result("failed", 0, FlashError("unknown_model", "no model toy", fix="name one"))
     failed = bench.settle(asked, "failed")
     assert failed.error and failed.error["code"] == "unknown_model"
     assert len(bench.engine.launches) == 1
@@ -404,9 +396,7 @@ def test_whoever_else_listens_there_learns_no_key(
     assert node.requests() == []
 
 
-def test_an_address_that_the_node_did_not_write_is_refused(
-    bench: Bench, asked: Deployment, tmp_path: Path
-) -> None:
+def test_an_address_that_the_node_did_not_write_is_refused(bench: Bench, asked: Deployment, tmp_path: Path) -> None:
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     node.get_keys()
     where = Listening(["127.0.0.1"], 1234, make_certificate(tmp_path, ["127.0.0.1"]), "/adapter")
@@ -415,9 +405,7 @@ def test_an_address_that_the_node_did_not_write_is_refused(
     assert failed.error and "not written by the node" in failed.error["what"]
 
 
-def test_a_deployment_that_nobody_uses_ends(
-    bench: Bench, asked: Deployment, tmp_path: Path
-) -> None:
+def test_a_deployment_that_nobody_uses_ends(bench: Bench, asked: Deployment, tmp_path: Path) -> None:
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     node.listen(node.get_keys(), model="idle")
     stopped = bench.settle(asked, "stopped")
@@ -438,9 +426,7 @@ def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(
     assert describe(bench.store, bench.row(asked)).spent is None, "it waited until now"
     node.listen(node.get_keys())
     bench.settle(asked, "ready")
-    bench.store.execute(
-        "UPDATE runs SET spec = json_set(spec, '$.gpus', 4) WHERE serves = ?", [asked.id]
-    )
+    bench.store.execute("UPDATE runs SET spec = json_set(spec, '$.gpus', 4) WHERE serves = ?", [asked.id])
 
     def beat() -> float:
         node.writer.beat(0, "serve")
@@ -464,9 +450,7 @@ def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(
     assert bench.store.served_s_by_target(again.id) == {"lab": 4 * used_s}, "it began anew"
 
 
-def test_an_engine_that_does_not_answer_is_what_it_waits_for(
-    bench: Bench, asked: Deployment
-) -> None:
+def test_an_engine_that_does_not_answer_is_what_it_waits_for(bench: Bench, asked: Deployment) -> None:
     bench.engine.is_down = True
     bench.until(lambda: "the engine does not answer" in str(bench.run(asked).pending_reason))
     bench.engine.is_down = False
@@ -503,9 +487,7 @@ def test_what_cannot_be_served_elsewhere_is_refused(bench: Bench, tmp_path: Path
         ("o/nobody-knows", 24, 8, 1),
     ],
 )
-def test_a_server_takes_the_cards_that_hold_its_weights(
-    model: str, memory_gib: float, count: int, taken: int
-) -> None:
+def test_a_server_takes_the_cards_that_hold_its_weights(model: str, memory_gib: float, count: int, taken: int) -> None:
     cards = Cards(name="a card", memory_gib=memory_gib, count=count)
     assert cards_for(model, cards) == taken
     assert cards_for(model, cards.model_copy(update={"kind": "cpu"})) == 1
@@ -539,8 +521,7 @@ async def test_vllm_serves_the_adapter_from_a_node_that_shares_nothing_but_a_fol
         (job,) = [
             each
             for each in psutil.process_iter(["cmdline"])
-            if "worker.main" in (each.info["cmdline"] or [])
-            and bench.folder(asked).url in each.info["cmdline"]
+            if "worker.main" in (each.info["cmdline"] or []) and bench.folder(asked).url in each.info["cmdline"]
         ]
         family = [job, *job.children(recursive=True)]
         assert len(family) >= 3

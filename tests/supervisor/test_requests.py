@@ -81,16 +81,12 @@ def test_a_look_at_a_run_costs_one_request_and_a_step_a_few_however_long_the_run
     assert [row.step for row in bench.store.metrics(runs[0].id)] == list(range(1, 9))
     # A busy machine now and then adds a request: the least of some steps is what it costs.
     made, look, saving = (min(costs) for costs in zip(*found[2:5], strict=True))
-    assert (made, look, saving) == tuple(min(costs) for costs in zip(*found[5:], strict=True)), (
-        found
-    )
+    assert (made, look, saving) == tuple(min(costs) for costs in zip(*found[5:], strict=True)), found
     print(f"step: {made} by the worker, {look} by the supervisor; saving {saving - made} more")  # noqa: T201
     assert cost(s3, bench) == RUNS
 
 
-def test_a_look_at_many_runs_with_news_in_a_slow_store_ends_soon(
-    s3: ObjectStore, bench: Bench, tmp_path: Path
-) -> None:
+def test_a_look_at_many_runs_with_news_in_a_slow_store_ends_soon(s3: ObjectStore, bench: Bench, tmp_path: Path) -> None:
     number, delay_s = 20, 0.03
     runs, writers = started(bench, number)
     cost(s3, bench)
@@ -101,25 +97,16 @@ def test_a_look_at_many_runs_with_news_in_a_slow_store_ends_soon(
     look = cost(s3, bench)
     print(f"a look at {number} runs: {time.monotonic() - began:.2f} s")  # noqa: T201
     s3.delay(0)
-    assert (
-        look <= number + RemoteTarget.read_s / delay_s + 5
-    )  # heartbeats, and one run may be longer
+    assert look <= number + RemoteTarget.read_s / delay_s + 5  # heartbeats, and one run may be longer
     bench.until(lambda: all(bench.store.metrics(run.id) for run in runs))
 
 
-def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(
-    s3: ObjectStore, bench: Bench
-) -> None:
+def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(s3: ObjectStore, bench: Bench) -> None:
     local = Lab()
     local.name = "local"
     runs, _ = started(bench)
     here = bench.train("local")
-    supervisor = Supervisor(
-        bench.store.base,
-        launcher=local.launcher,
-        patience=HASTE,
-        open_target=lambda *_: bench.lab,
-    )
+    supervisor = Supervisor(bench.store.base, launcher=local.launcher, patience=HASTE, open_target=lambda *_: bench.lab)
 
     def until(condition: Callable[[], object]) -> float:
         """Seconds until then."""

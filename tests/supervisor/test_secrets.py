@@ -98,9 +98,7 @@ def supervisor(flash_home: Path) -> Iterator[Path]:
 async def call(client: Client, tool: str, **arguments: Any) -> tuple[dict[str, Any], str]:
     """(structured result, all of it as text)."""
     result = await client.call_tool(tool, arguments)
-    return result.structured_content or {}, json.dumps(
-        result.model_dump(mode="json"), ensure_ascii=False
-    )
+    return result.structured_content or {}, json.dumps(result.model_dump(mode="json"), ensure_ascii=False)
 
 
 async def ended(client: Client, run_id: str) -> tuple[dict[str, Any], str]:
@@ -121,25 +119,15 @@ def traces(data: bytes) -> list[str]:
     for offset in range(3):
         coded = base64.b64encode(b"x" * offset + raw)
         inner = coded[4 if offset else 0 : len(coded) // 4 * 4 - 4]
-        forms |= {
-            f"base64 at {offset}": inner,
-            f"urlsafe at {offset}": inner.replace(b"+", b"-").replace(b"/", b"_"),
-        }
+        forms |= {f"base64 at {offset}": inner, f"urlsafe at {offset}": inner.replace(b"+", b"-").replace(b"/", b"_")}
     joined = b"".join(line.strip() for line in data.replace(b"\\n", b"\n").split(b"\n"))
     return [name for name, form in forms.items() if form in data or form in joined]
 
 
 async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
-    client: Client,
-    supervisor: Path,
-    flash_home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd,
+    client: Client, supervisor: Path, flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
-    assert traces(SECRET.encode()) and traces(base64.b64encode(b"-" + SECRET.encode())), (
-        "the search finds nothing"
-    )
+    assert traces(SECRET.encode()) and traces(base64.b64encode(b"-" + SECRET.encode())), "the search finds nothing"
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     folder = str(environment_folder(tmp_path / "leaky", LEAKY))
     said: list[str] = []
@@ -159,9 +147,7 @@ async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
     said.append(text)
     for which in ("worst", "best"):
         said.append((await call(client, "rollouts", run_id=run_id, which=which, limit=3))[1])
-    said += [
-        (await call(client, tool, **args))[1] for tool, args in (("status", {}), ("catalog", {}))
-    ]
+    said += [(await call(client, tool, **args))[1] for tool, args in (("status", {}), ("catalog", {}))]
 
     rows = RunFolder(open_store().run(run_id).folder).rollouts(1)
     assert len(rows) == 30
@@ -170,9 +156,7 @@ async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
         assert "[secret]" in json.dumps(row["messages"][0]), row
     assert any("[secret]" in name for row in rows for name in row["metrics"])
     places = {str(path): path.read_bytes() for path in flash_home.rglob("*") if path.is_file()}  # noqa: ASYNC240
-    assert {"flash.db", "log.1", "supervisor.log", "1.1.jsonl"} <= {
-        Path(path).name for path in places
-    }
+    assert {"flash.db", "log.1", "supervisor.log", "1.1.jsonl"} <= {Path(path).name for path in places}
     places |= {f"tool result {n}": text.encode() for n, text in enumerate(said)}
     places["stderr of the server"] = "".join(capfd.readouterr()).encode()
     assert {place: found for place, data in places.items() if (found := traces(data))} == {}
@@ -186,23 +170,15 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     """As after a restart of the machine: the run is in the database, and the value is in no memory."""
     monkeypatch.delenv("PLANTED_KEY", raising=False)
     folder = environment_folder(tmp_path / "e", "", returns="Echo()")
-    environment = open_store().add_environment(
-        name="e", digest="0123456789abcdef", path=str(folder), size_bytes=1
-    )
+    environment = open_store().add_environment(name="e", digest="0123456789abcdef", path=str(folder), size_bytes=1)
     resolved = resolve(validate({"environment": "e", "steps": 1, "secrets": ["PLANTED_KEY"]}))
     run_id = queue.enqueue(open_store(), resolved, environment)[0].id
-    other_id = queue.enqueue(
-        open_store(), resolve(validate({"environment": "e", "steps": 1})), environment
-    )[0].id
-    assert (await ended(client, other_id))[0]["run"][
-        "state"
-    ] == "succeeded"  # nobody waits behind it
+    other_id = queue.enqueue(open_store(), resolve(validate({"environment": "e", "steps": 1})), environment)[0].id
+    assert (await ended(client, other_id))[0]["run"]["state"] == "succeeded"  # nobody waits behind it
     waiting, _ = await call(client, "status", run_id=run_id)
     assert waiting["run"]["state"] == "queued"
     (warning,) = waiting["run"]["warnings"]
-    assert warning.startswith(
-        f"[secret_missing run_id={run_id}] the run waits for the secrets PLANTED_KEY"
-    )
+    assert warning.startswith(f"[secret_missing run_id={run_id}] the run waits for the secrets PLANTED_KEY")
     assert "start the server" in warning
 
     monkeypatch.setenv("PLANTED_KEY", SECRET)
@@ -214,15 +190,9 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
 
 
 @pytest.mark.hostile("secrets")
-@pytest.mark.skipif(
-    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
-)
-@pytest.mark.skipif(
-    not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run"
-)
-def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(
-    supervisor: Path, flash_home: Path
-) -> None:
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run")
+def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(supervisor: Path, flash_home: Path) -> None:
     (flash_home / secrets.NAME).chmod(0o666)
     flash_home.chmod(0o755)
     ask = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(f'/proc/self/fd/{sys.argv[1]}/%s')\n"
@@ -231,9 +201,7 @@ def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(
     folder = os.open(flash_home, os.O_RDONLY)
     command = ["/usr/bin/python3", "-c", ask % secrets.NAME, str(folder)]
     answers = [
-        subprocess.run(
-            [*before, *command], pass_fds=[folder], capture_output=True, text=True, check=False
-        ).stdout
+        subprocess.run([*before, *command], pass_fds=[folder], capture_output=True, text=True, check=False).stdout
         for before in ([], ["setpriv", "--reuid", "4242", "--clear-groups"])
     ]
     os.close(folder)
@@ -283,21 +251,14 @@ def test_one_that_says_nothing_holds_up_nobody_and_gets_no_more_time_for_each_le
             held.close()
 
 
-def test_values_are_the_runs_own_and_gone_when_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_the_runs_own_and_gone_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEY", raising=False)
     held = secrets.Vault(tmp_path)
     held.open()
     try:
         assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
-        assert secrets.give(tmp_path, "run-1", {"KEY": "a"}) and secrets.give(
-            tmp_path, "run-2", {"KEY": "b"}
-        )
-        assert (held.values("run-1", ["KEY"]), held.values("run-2", ["KEY"])) == (
-            {"KEY": "a"},
-            {"KEY": "b"},
-        )
+        assert secrets.give(tmp_path, "run-1", {"KEY": "a"}) and secrets.give(tmp_path, "run-2", {"KEY": "b"})
+        assert (held.values("run-1", ["KEY"]), held.values("run-2", ["KEY"])) == ({"KEY": "a"}, {"KEY": "b"})
         held.forget("run-1")
         assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
         assert secrets.lacking(tmp_path, "run-2", ["KEY"]) == []

@@ -43,13 +43,9 @@ def cluster(hidden: Path) -> Iterator[sky_cluster.Cluster]:
 
 
 @pytest.mark.slow
-def test_a_job_of_skypilot_from_its_launch_to_its_end(
-    cluster: sky_cluster.Cluster, tmp_path: Path
-) -> None:
+def test_a_job_of_skypilot_from_its_launch_to_its_end(cluster: sky_cluster.Cluster, tmp_path: Path) -> None:
     """The launcher's contract in one go: each of its steps takes SkyPilot half a minute."""
-    mine, again, other = (
-        SkyLauncher(cluster.address, 2, RESOURCES, tag=tag) for tag in (TAG, TAG, TAG[:-1])
-    )
+    mine, again, other = (SkyLauncher(cluster.address, 2, RESOURCES, tag=tag) for tag in (TAG, TAG, TAG[:-1]))
     program = "import os, signal, sys; print(os.environ['OWN'], flush=True); signal.pause()"
     log = tmp_path / "log"
     command = [sys.executable, "-c", program]
@@ -150,10 +146,7 @@ def test_skypilot_chooses_the_cheapest_card_that_fits(chosen: Json, case: str) -
 
 def test_a_job_asks_for_the_memory_that_the_weights_of_its_model_need() -> None:
     """Two copies of 7 billion parameters of 2 bytes, which take 85% of the card."""
-    assert resources_of("o/m-7B", {}, {"use_spot": True}) == {
-        "use_spot": True,
-        "accelerators": "31GB+:1",
-    }
+    assert resources_of("o/m-7B", {}, {"use_spot": True}) == {"use_spot": True, "accelerators": "31GB+:1"}
     assert resources_of("o/m-7B", {}, {"accelerators": NO_CARDS, "cpus": "8+"}) == {"cpus": "8+"}
     with pytest.raises(FlashError, match="accelerators") as caught:
         resources_of("o/who-knows", {}, {})

@@ -69,9 +69,7 @@ class Lab:
         shutil.copytree(VOWELS, source)
         with (source / "environment.py").open("a") as code:
             code.write(NEEDS_SECRET)
-        self.environment = self.store.add_environment(
-            name="vowels", digest=source.name, path=str(source), size_bytes=1
-        )
+        self.environment = self.store.add_environment(name="vowels", digest=source.name, path=str(source), size_bytes=1)
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         fields = {"engine": "slurm", "storage": storage, "python": sys.executable, **more}
         settings = new_target(home, "lab", {**fields, "env": variables, "home": str(node)})
@@ -146,9 +144,7 @@ def worker_of(run: Run) -> psutil.Process:
     return worker
 
 
-def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(lab: Lab, tmp_path: Path) -> None:
     run = lab.train(eval_before=True)
     ended = lab.finish(run)
     assert (ended.state, ended.step, ended.attempt) == ("succeeded", 3, 1), lab.trouble()
@@ -257,11 +253,7 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
 
 
 def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secret_is_seen(
-    object_store: ObjectStore,
-    hidden: Path,
-    tmp_path: Path,
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    object_store: ObjectStore, hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys.sh"
     lines = [f"{name}={shlex.quote(each)}" for name, each in object_store.environment.items()]
@@ -296,9 +288,7 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert (ended.state, ended.step) == ("succeeded", 2), lab.trouble()
     assert leaks() == []
     assert "step 2/2" in lab.store.log(run.id)
-    assert lab.store.checkpoint(run.id).path.startswith(
-        f"{storage}/run-folders/{run.id}/checkpoints/2/"
-    )
+    assert lab.store.checkpoint(run.id).path.startswith(f"{storage}/run-folders/{run.id}/checkpoints/2/")
 
     adapter = references.find_subject(lab.store, run.id).adapter
     assert adapter
@@ -349,9 +339,7 @@ def flash(*words: str) -> Any:
 def installed_python(folder: Path) -> Path:
     """It finds flash-mcp wherever it starts, as one does that has it installed."""
     python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\nPYTHONPATH={ROOT} OMP_NUM_THREADS=1 exec {sys.executable} "$@"\n'
-    )
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} OMP_NUM_THREADS=1 exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return python
 
@@ -366,11 +354,7 @@ def test_the_commands_of_the_page_work_as_written(
     (home / "settings.toml").write_text("[cost]\nprice_per_hour = 5.0\n")  # dearer than the lab
     python = installed_python(tmp_path)
     monkeypatch.setenv("FLASH_HOME", str(home))
-    real = {
-        "/shared/flash": str(tmp_path / "shared"),
-        "/opt/flash/bin/python": str(python),
-        "calculator": "vowels",
-    }
+    real = {"/shared/flash": str(tmp_path / "shared"), "/opt/flash/bin/python": str(python), "calculator": "vowels"}
     printed: dict[str, Any] = {}
     page = ROOT / "docs" / "targets.md"
     for program, *arguments in [*commands_of(page), *commands_of(page, 4)]:

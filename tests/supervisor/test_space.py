@@ -228,12 +228,7 @@ def train(job, spec, writer, heartbeat, scratch, ranks):
 
 @pytest.mark.parametrize(("size_bytes", "leave"), [(64, 0), (20 * MIB, LEAST_FREE_BYTES + MIB)])
 def test_the_real_worker_ends_on_a_full_disk_so_that_another_attempt_follows(
-    bench: Bench,
-    disk: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size_bytes: int,
-    leave: int,
+    bench: Bench, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int, leave: int
 ) -> None:
     """It cannot even write its result where nothing is free."""
     package = tmp_path / "stand_in" / "worker"
@@ -256,9 +251,7 @@ def test_the_real_worker_ends_on_a_full_disk_so_that_another_attempt_follows(
 
 
 @pytest.mark.parametrize("values", [{"needed_bytes": "much"}, {"path": 7}, {"path": "/gone/x"}])
-def test_what_a_worker_says_of_space_holds_nobody_up(
-    bench: Bench, values: dict[str, object]
-) -> None:
+def test_what_a_worker_says_of_space_holds_nobody_up(bench: Bench, values: dict[str, object]) -> None:
     run = bench.train({"steps": 1})
     claimed = queue.claim(bench.store)
     assert claimed
@@ -366,17 +359,12 @@ def test_a_deployment_on_a_full_disk_waits_or_says_so_and_is_served_later(disk: 
     store.close()
 
 
-def test_what_an_agent_pushes_to_a_full_disk_is_pushed_whole_later(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_agent_pushes_to_a_full_disk_is_pushed_whole_later(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_HOME", str(disk / "home"))
     store = open_store()
     files = {"environment.py": b"def load_environment(): ...", "data": bytes(MIB)}
     fill(disk)
-    with (
-        pytest.raises(FlashError, match="disk_full"),
-        staged("calc", files, store.base) as stage,
-    ):
+    with pytest.raises(FlashError, match="disk_full"), staged("calc", files, store.base) as stage:
         store.publish(stage)
     assert not store.environments()
     free(disk)
@@ -384,9 +372,7 @@ def test_what_an_agent_pushes_to_a_full_disk_is_pushed_whole_later(
         assert store.publish(stage)[1]
 
 
-def test_readers_still_read_where_the_store_is_open(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_still_read_where_the_store_is_open(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_HOME", str(disk / "home"))
     run = Bench(disk / "home").train()
     before = asyncio.run(TOOLS["status"].function(run_id=run.id))

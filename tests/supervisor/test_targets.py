@@ -86,9 +86,7 @@ class Bench:
         return RunReconciler(self.store, self.lab, Vault(self.store.base), HASTE)
 
     def train(self, target: str = "lab", **fields: object) -> Run:
-        environment = self.store.add_environment(
-            name="calc", digest="abcdef123456", path="/e", size_bytes=1
-        )
+        environment = self.store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
         spec = RunSpec.model_validate({"environment": "calc", "target": target, **fields})
         run, _ = queue.enqueue(self.store, resolve(spec), environment)
         return run
@@ -122,9 +120,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.store.close()
 
 
-def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(
-    bench: Bench,
-) -> None:
+def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(bench: Bench) -> None:
     run = bench.train(stall_timeout_s=0.1, max_attempts=1)
     bench.until(lambda: bench.now(run).pending_reason)
     waiting = bench.now(run)
@@ -144,9 +140,7 @@ def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_
     assert bench.now(run).state == "succeeded"
 
 
-def test_an_attempt_that_waits_too_long_is_submitted_anew_and_no_attempt_is_counted(
-    bench: Bench,
-) -> None:
+def test_an_attempt_that_waits_too_long_is_submitted_anew_and_no_attempt_is_counted(bench: Bench) -> None:
     run = bench.train(max_attempts=1)
     bench.until(lambda: bench.now(run).pending_reason)
     attempt = bench.attendant._attempts[run.id]
@@ -157,9 +151,7 @@ def test_an_attempt_that_waits_too_long_is_submitted_anew_and_no_attempt_is_coun
     assert error and error["code"] == "preempted" and "Resources" in error["what"]
 
 
-def test_a_run_that_waits_is_cancelled_without_the_time_that_a_worker_has_to_save(
-    bench: Bench,
-) -> None:
+def test_a_run_that_waits_is_cancelled_without_the_time_that_a_worker_has_to_save(bench: Bench) -> None:
     run = bench.train()
     bench.until(lambda: bench.now(run).pending_reason)
     queue.request_cancel(bench.store, run.id, "not needed")
@@ -188,9 +180,7 @@ def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
     assert error and error["code"] == "worker_failed"
 
 
-def test_a_run_that_is_preempted_without_end_fails(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_preempted_without_end_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flash_mcp.state.queue.MAX_PREEMPTIONS", 2)
     run = bench.train()
     gone = JobStatus("gone", "PREEMPTED", is_preempted=True)
@@ -292,10 +282,7 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
     local = Lab()
     local.name = "local"
     supervisor = Supervisor(
-        bench.store.base,
-        launcher=local.launcher,
-        patience=HASTE,
-        open_target=lambda _, name: targets[name],
+        bench.store.base, launcher=local.launcher, patience=HASTE, open_target=lambda _, name: targets[name]
     )
     runs = {name: bench.train(name) for name in ("lab", "near", "local")}
 
@@ -371,9 +358,7 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     assert bench.lab.engine.cancelled == []
 
 
-def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thousands of them, each heartbeat is asked for every few minutes."""
     monkeypatch.setattr(bench.lab, "beats_per_s", 1.0, raising=False)
     bench.attendant.patience = replace(HASTE, beat_silent_s=0.2)

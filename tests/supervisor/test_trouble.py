@@ -55,9 +55,7 @@ sys.stdin.read()"""
     command = [sys.executable, "-c", code, str(bench.store.path)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin and other.stdout and other.stdout.readline()
-    wait_for(
-        lambda: bench.step(run) == 11 and "state_busy" in caplog.text
-    )  # the worker does not even notice
+    wait_for(lambda: bench.step(run) == 11 and "state_busy" in caplog.text)  # the worker does not even notice
     with pytest.raises(FlashError, match="state_busy"):
         Store(bench.base).add_environment(name="other", digest="0", path="/", size_bytes=0)
     other.communicate()
@@ -109,14 +107,10 @@ def test_a_clock_that_jumps_neither_ends_nor_delays_a_run(
     assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
 
 
-def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run = bench.train()
     claimed = queue.claim(bench.store)
-    assert claimed and queue.requeue(
-        bench.store, run.id, 1, FlashError("worker_failed", "lost"), delay_s=30
-    )
+    assert claimed and queue.requeue(bench.store, run.id, 1, FlashError("worker_failed", "lost"), delay_s=30)
     assert queue.claim(bench.store) is None
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - DAY_S)
@@ -204,15 +198,10 @@ def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders
     # The folders hold it all: a new database takes it in.
     fresh = Store(tmp_path / "fresh")
     Reader(fresh, run.id, RunFolder(run.folder)).read(now=True)
-    assert len(fresh.metrics(run.id)) == 20 and [row.step for row in fresh.checkpoints(run.id)] == [
-        10,
-        20,
-    ]
+    assert len(fresh.metrics(run.id)) == 20 and [row.step for row in fresh.checkpoints(run.id)] == [10, 20]
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_deploy(
-    bench: Bench,
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_deploy(bench: Bench) -> None:
     from flash_mcp.state.serving import request  # noqa: PLC0415
 
     script = {"steps": 6, "1": {"at": 5, "do": "hold"}, "2": {"at": 5, "do": "hold"}}

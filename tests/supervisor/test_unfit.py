@@ -52,9 +52,7 @@ def holders(flash_home: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         holder.wait()
 
 
-def hold(
-    base: Path, holders: list[subprocess.Popen[bytes]], version: str, *, is_foreground: bool = False
-) -> LockOwner:
+def hold(base: Path, holders: list[subprocess.Popen[bytes]], version: str, *, is_foreground: bool = False) -> LockOwner:
     """A process that holds the lock as a supervisor of that version does."""
     command = [sys.executable, "-c", HOLD, str(base), str(is_foreground), version]
     holders.append(subprocess.Popen(command, cwd=ROOT))
@@ -98,9 +96,7 @@ def test_one_that_ticks_is_no_silent_one_however_long_it_has_run(
     assert holders[0].poll() is None
 
 
-def test_one_whose_work_does_not_go_on_stops_ticking(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_whose_work_does_not_go_on_stops_ticking(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flash_home.mkdir()
     monkeypatch.setattr(process, "TICK_EVERY_S", 0.01)
     here = LockOwner.here()
@@ -114,9 +110,7 @@ def test_one_whose_work_does_not_go_on_stops_ticking(
         ticker.close()
 
 
-def test_a_process_that_was_given_the_pid_of_a_silent_supervisor_is_left_alone(
-    flash_home: Path,
-) -> None:
+def test_a_process_that_was_given_the_pid_of_a_silent_supervisor_is_left_alone(flash_home: Path) -> None:
     flash_home.mkdir()
     lock = take_lock(flash_home)
     assert lock
@@ -160,9 +154,7 @@ def test_a_stopped_one_in_a_terminal_is_replaced(
     assert holders[0].wait(PATIENCE_S) == -signal.SIGKILL
 
 
-def test_a_newer_one_is_told_and_stays(
-    flash_home: Path, holders: list[subprocess.Popen[bytes]]
-) -> None:
+def test_a_newer_one_is_told_and_stays(flash_home: Path, holders: list[subprocess.Popen[bytes]]) -> None:
     hold(flash_home, holders, "99.0")
     assert not ensure_supervisor(flash_home)
     level, detail, fix = doctor._supervisor()

@@ -66,9 +66,7 @@ def test_a_folder_is_described_from_its_files(tiny_model: Path) -> None:
     assert card.parameters == AutoModelForCausalLM.from_pretrained(tiny_model).num_parameters()
 
 
-def test_a_relative_folder_is_named_absolutely(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_named_absolutely(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_model.parent)
     assert find(f"./{tiny_model.name}").name == find(tiny_model.name).name == str(tiny_model)
 
@@ -99,9 +97,7 @@ def without_template(folder: Path) -> None:
         (overwrite, "model.safetensors is not a safetensors file"),
     ],
 )
-def test_a_folder_that_lacks_something_is_refused_by_name(
-    tiny_model: Path, tmp_path: Path, damage, why: str
-) -> None:
+def test_a_folder_that_lacks_something_is_refused_by_name(tiny_model: Path, tmp_path: Path, damage, why: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     damage(folder)
@@ -116,11 +112,7 @@ def test_a_template_within_the_tokenizer_s_config_counts(tiny_model: Path, tmp_p
     template = (folder / "chat_template.jinja").read_text()
     without_template(folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(
-        json.dumps(
-            {**json.loads(path.read_text()), "chat_template": template + "{{ enable_thinking }}"}
-        )
-    )
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template + "{{ enable_thinking }}"}))
     assert find(str(folder)).thinking
 
 

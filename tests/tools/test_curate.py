@@ -71,9 +71,7 @@ async def client(request: pytest.FixtureRequest, numbers: None) -> AsyncGenerato
         yield connected
 
 
-def answered(
-    index: int, task: str, said: str, *, right: bool = True, asked: str | None = None, **values: Any
-) -> Any:
+def answered(index: int, task: str, said: str, *, right: bool = True, asked: str | None = None, **values: Any) -> Any:
     """A rollout as the worker writes it, after an example in the prompt."""
     number = task.lstrip("te")
     messages = [
@@ -91,11 +89,7 @@ def answered(
 
 
 def recorded(
-    rollouts: Sequence[Any] = (),
-    evaluation: Sequence[Any] = (),
-    *,
-    environment: str = "numbers",
-    **fields: Any,
+    rollouts: Sequence[Any] = (), evaluation: Sequence[Any] = (), *, environment: str = "numbers", **fields: Any
 ) -> Run:
     """A run whose worker left these rollouts of step 1 and this evaluation of step 0."""
     store = open_store()
@@ -137,12 +131,7 @@ async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Cl
     run = recorded(solved())
     body = await curated(client, runs=[run.id], filter="solved and pass@2 > 0", dry_run=True)
     counts = body["counts"]
-    assert (
-        counts["attempts"],
-        counts["tasks"],
-        counts["sometimes_solved"],
-        counts["train_rows"],
-    ) == (16, 8, 8, 8)
+    assert (counts["attempts"], counts["tasks"], counts["sometimes_solved"], counts["train_rows"]) == (16, 8, 8, 8)
     assert body["examples"][0]["asked"].startswith("Say ")
     assert re.fullmatch(r"\d!", body["examples"][0]["answered"])
     assert "dataset" not in body
@@ -157,43 +146,27 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
     assert body["created"] is True
     assert body["dataset"] in body["next"]
     rows, held_back = kept.rows(), kept.rows(datasets.HOLDOUT)
-    assert (len(rows), len(held_back)) == (
-        body["counts"]["train_rows"],
-        body["counts"]["holdout_rows"],
-    )
+    assert (len(rows), len(held_back)) == (body["counts"]["train_rows"], body["counts"]["holdout_rows"])
     assert rows
     assert held_back
     assert len(rows) + len(held_back) == 8
-    assert all(
-        row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run.id for row in rows
-    )
+    assert all(row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run.id for row in rows)
     manifest = kept.manifest
     assert manifest["environment"] == {"name": "numbers", "digest": "0123456789abcdef", "args": {}}
-    assert (manifest["filter"], manifest["select"], manifest["holdout"]) == (
-        "pass@1 < 1",
-        "correct",
-        0.4,
-    )
-    assert [(each["run_id"], each["model"], each["rows"]) for each in manifest["runs"]] == [
-        (run.id, run.model, 8)
-    ]
+    assert (manifest["filter"], manifest["select"], manifest["holdout"]) == ("pass@1 < 1", "correct", 0.4)
+    assert [(each["run_id"], each["model"], each["rows"]) for each in manifest["runs"]] == [(run.id, run.model, 8)]
     assert manifest["counts"] == body["counts"]
     again = await curated(client, **arguments)
     assert (again["dataset"], again["created"]) == (body["dataset"], False)
     listed = body_of(await client.call_tool("catalog", {"kind": "datasets"}))["datasets"]
     expected = (body["dataset"], len(rows), len(held_back), "numbers@0123456789abcdef")
-    assert [
-        (entry["name"], entry["rows"], entry["holdout"], entry["environment"]) for entry in listed
-    ] == [expected]
+    assert [(entry["name"], entry["rows"], entry["holdout"], entry["environment"]) for entry in listed] == [expected]
 
 
 @pytest.mark.parametrize(
     ("secrets", "carried"),
     [
-        (
-            [["KEY", "ID"], [], ["ID", "KEY"]],
-            ", secrets=['ID', 'KEY'], environment_args={\"low\": 1})",
-        ),
+        ([["KEY", "ID"], [], ["ID", "KEY"]], ", secrets=['ID', 'KEY'], environment_args={\"low\": 1})"),
         ([["KEY"], ["ID"]], ', environment_args={"low": 1})'),
     ],
 )
@@ -211,35 +184,23 @@ async def test_training_is_given_what_the_runs_had(
 async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(client: Client):
     first = recorded(solved(), [answered(0, "t0", "0!!", split="train", attempt=0)])
     second = recorded([answered(n, "t0", f"0! {n}") for n in range(2)])
-    body = await curated(
-        client, runs=[first.id, second.id, first.id], filter="n == 5", dry_run=True
-    )
+    body = await curated(client, runs=[first.id, second.id, first.id], filter="n == 5", dry_run=True)
     counts = body["counts"]
-    assert (counts["attempts"], counts["repeated"], counts["train_rows"], counts["filtered"]) == (
-        19,
-        0,
-        4,
-        7,
-    )
+    assert (counts["attempts"], counts["repeated"], counts["train_rows"], counts["filtered"]) == (19, 0, 4, 7)
     only = await curated(client, runs=[first.id], source="evaluations", dry_run=True)
     assert only["counts"]["attempts"] == 1
 
 
 async def test_what_the_environment_failed_is_left_out_and_counted(client: Client):
     error = {"code": "environment_timeout", "what": "too slow"}
-    run = recorded(
-        [*solved(2), answered(4, "t3", "", right=False, messages=[], turns=0, error=error)]
-    )
+    run = recorded([*solved(2), answered(4, "t3", "", right=False, messages=[], turns=0, error=error)])
     counts = (await curated(client, runs=[run.id], dry_run=True))["counts"]
     assert (counts["errors"], counts["tasks"], counts["train_rows"]) == (1, 2, 2)
 
 
 @pytest.mark.slow
 async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(client: Client):
-    planted = [
-        answered(20, "t40", "100!", asked="SAY  100 "),
-        answered(21, "t41", "101!", asked="Say 101"),
-    ]
+    planted = [answered(20, "t40", "100!", asked="SAY  100 "), answered(21, "t41", "101!", asked="Say 101")]
     run = recorded([*solved(), *planted], [answered(0, "e102", "102!", split="eval", attempt=0)])
     body = await curated(client, runs=[run.id], name="clean")
     counts = body["counts"]
@@ -253,13 +214,7 @@ async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(clien
     assert "no longer tell" in spoilt["notes"][0]
     checked = body_of(
         await client.call_tool(
-            "train",
-            {
-                "environment": "numbers",
-                "algorithm": "sft",
-                "dataset": spoilt["dataset"],
-                "validate_only": True,
-            },
+            "train", {"environment": "numbers", "algorithm": "sft", "dataset": spoilt["dataset"], "validate_only": True}
         )
     )
     assert any("may be memory" in note for note in checked["notes"])
@@ -297,22 +252,16 @@ async def test_what_cannot_be_curated_is_refused_and_leaves_nothing(
 ):
     run = recorded(solved())
     given = {"runs": [run.id], "name": "x"} | arguments
-    got, text = await refused(
-        client, **{name: value for name, value in given.items() if value is not None}
-    )
+    got, text = await refused(client, **{name: value for name, value in given.items() if value is not None})
     assert (got, expected in text) == (code, True), text
     assert not list(datasets_dir().glob("*"))
 
 
 @pytest.mark.parametrize("other", ["version", "arguments"])
-async def test_attempts_in_different_environments_are_not_pooled(
-    client: Client, tmp_path: Path, other: str
-):
+async def test_attempts_in_different_environments_are_not_pooled(client: Client, tmp_path: Path, other: str):
     first = recorded(solved())
     if other == "version":
-        open_store().add_environment(
-            name="numbers", digest="fedcba9876543210", path=str(tmp_path), size_bytes=1
-        )
+        open_store().add_environment(name="numbers", digest="fedcba9876543210", path=str(tmp_path), size_bytes=1)
         second = recorded(solved())
     else:
         second = recorded(solved(), environment_args={"low": 1})
@@ -332,14 +281,10 @@ async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_pat
     code, text = await refused(client, "train", **sft, dataset="left")
     assert (code, "right" in text) == ("unknown_dataset", True)
 
-    later = ENVIRONMENT.replace(
-        "range(100, 120)", "range(3, 9)"
-    )  # another version holds back what was learnt
+    later = ENVIRONMENT.replace("range(100, 120)", "range(3, 9)")  # another version holds back what was learnt
     push_echo(tmp_path / "later", later, "later")
     code, text = await refused(client, "train", environment="later", algorithm="sft", dataset=kept)
-    assert (code, "5 rows show prompts of the eval split" in text) == ("dataset_invalid", True), (
-        text
-    )
+    assert (code, "5 rows show prompts of the eval split" in text) == ("dataset_invalid", True), text
 
     path = datasets.find(kept).path / datasets.TRAIN
     path.chmod(0o644)
@@ -351,13 +296,7 @@ async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_pat
 async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Client):
     run = recorded(solved())
     kept = (await curated(client, runs=[run.id], name="right"))["dataset"]
-    fields = {
-        "environment": "numbers",
-        "algorithm": "sft",
-        "dataset": "right",
-        "batch_size": 2,
-        "epochs": 3,
-    }
+    fields = {"environment": "numbers", "algorithm": "sft", "dataset": "right", "batch_size": 2, "epochs": 3}
     started = body_of(await client.call_tool("train", fields))
     assert (started["estimate"]["dataset_rows"], started["estimate"]["steps"]) == (8, 12)
     assert started["values"]["dataset"] == kept
@@ -372,18 +311,13 @@ async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Cl
 
 
 @pytest.mark.slow
-async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(
-    numbers: None, tmp_path: Path
-):
+async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numbers: None, tmp_path: Path):
     from tests.tiny import make_tokenizer  # noqa: PLC0415  seconds of imports that the other tests do not need
     from worker.rollouts.transcript import ChatTemplate  # noqa: PLC0415
     from worker.training.sft import IGNORED, dataset_rows  # noqa: PLC0415
 
     turns = answered(0, "t1", "first", turns=2)
-    turns["messages"] += [
-        {"role": "user", "content": "go on"},
-        {"role": "assistant", "content": "second\u2028é"},
-    ]
+    turns["messages"] += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "second\u2028é"}]
     run = recorded([turns, answered(1, "t2", "2!")])
     async with Client(server) as client:
         kept = datasets.find((await curated(client, runs=[run.id], name="turns"))["dataset"])
@@ -391,17 +325,11 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(
     decode = template.tokenizer.decode
     rows = dataset_rows(kept.pinned(), template)["train"]
     learnt = [decode([label for label in row["labels"] if label != IGNORED]) for row in rows]
-    assert learnt == [
-        "first<|im_end|>second\u2028é<|im_end|>",
-        "2!<|im_end|>",
-    ]  # and not the example's answer, 0
+    assert learnt == ["first<|im_end|>second\u2028é<|im_end|>", "2!<|im_end|>"]  # and not the example's answer, 0
     for row, line in zip(rows, kept.rows(), strict=True):
         whole = template.tokenizer.apply_chat_template(line["messages"], tokenize=False)
         assert decode(row["input_ids"]) + "\n" == whole
-        assert all(
-            label in (IGNORED, token)
-            for token, label in zip(row["input_ids"], row["labels"], strict=True)
-        )
+        assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
 
     path = kept.path / datasets.TRAIN
     path.chmod(0o644)
@@ -425,9 +353,7 @@ def hold_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.slow
-async def test_a_call_whose_reading_takes_too_long_is_left(
-    numbers: None, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_call_whose_reading_takes_too_long_is_left(numbers: None, monkeypatch: pytest.MonkeyPatch):
     run = recorded(solved())
     release = hold_up(Path(run.folder, "rollouts", "1.1.jsonl"), monkeypatch)
     late = threading.Timer(120, release)
@@ -464,9 +390,7 @@ async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_mo
     assert result["state"] == "succeeded", json.dumps(result)
     metrics = [folder.metrics(step)["metrics"] for step in range(1, 7)]  # pyright: ignore[reportOptionalSubscript]
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
-    held_back = {
-        step: each["eval_loss"] for step, each in enumerate(metrics, start=1) if "eval_loss" in each
-    }
+    held_back = {step: each["eval_loss"] for step, each in enumerate(metrics, start=1) if "eval_loss" in each}
     assert set(held_back) == {4, 6}  # with every checkpoint
     assert held_back[6] < metrics[0]["loss"]
     assert folder.job()["dataset"]["digest"] == datasets.find(body["dataset"]).digest

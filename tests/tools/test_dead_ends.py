@@ -55,9 +55,7 @@ async def test_a_search_over_all_steps_is_not_sent_to_all_steps(tmp_path: Path) 
 
 @pytest.mark.parametrize("tool", ["compare", "deploy"])
 @pytest.mark.parametrize("make", [unsaved, cancelled_in_queue])
-async def test_a_run_that_ended_without_a_checkpoint_is_started_over(
-    tmp_path: Path, tool: str, make: Any
-) -> None:
+async def test_a_run_that_ended_without_a_checkpoint_is_started_over(tmp_path: Path, tool: str, make: Any) -> None:
     run_id = make(tmp_path).id
     arguments = {"base": run_id, "other": run_id} if tool == "compare" else {"run_id": run_id}
     error = await refused(tool, **arguments)

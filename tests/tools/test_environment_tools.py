@@ -39,9 +39,7 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> list[str]:
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-    )
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 # -- env_setup -------------------------------------------------------------------------------------
@@ -64,11 +62,7 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
 ) -> None:
     folder = tmp_path / "my-task"
     written = await call(client, "env_setup", folder=str(folder), template=template)
-    assert (written["folder"], written["name"], written["files"]) == (
-        str(folder),
-        "my-task",
-        STARTER,
-    )
+    assert (written["folder"], written["name"], written["files"]) == (str(folder), "my-task", STARTER)
     assert files_in(folder) == STARTER
     assert (folder / "TRAINING.md").read_text() == playbook.text()
     assert len(load_dataset(folder / "datasets" / "train.jsonl")) == 500
@@ -78,24 +72,15 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
     tested = await call(client, "env_test", folder=str(folder), time_s=600)
     assert (tested["passed"], tested["train_tasks"], tested["eval_tasks"]) == (True, 500, 200)
     pushed = await call(client, "env_push", name=written["name"], folder=str(folder))
-    assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (
-        True,
-        500,
-        200,
-        7,
-    )
+    assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (True, 500, 200, 7)
     row = open_store().environment("my-task")
     assert f"my-task@{row.digest}" == pushed["environment"]
     assert files_in(Path(row.path)) == STARTER
     assert (await call(client, "env_test", environment=pushed["environment"], time_s=600))["passed"]
 
 
-async def test_a_folder_whose_name_is_none_trains_under_the_templates_name(
-    client: Client, tmp_path: Path
-) -> None:
-    assert (await call(client, "env_setup", folder=str(tmp_path / "My Task")))[
-        "name"
-    ] == "calculator"
+async def test_a_folder_whose_name_is_none_trains_under_the_templates_name(client: Client, tmp_path: Path) -> None:
+    assert (await call(client, "env_setup", folder=str(tmp_path / "My Task")))["name"] == "calculator"
 
 
 async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> None:
@@ -154,9 +139,7 @@ async def test_an_older_version_pushed_again_is_the_newest_again(client: Client)
         ),
     ],
 )
-async def test_a_broken_environment_is_not_published(
-    client: Client, source: str, code: str, expected: str
-) -> None:
+async def test_a_broken_environment_is_not_published(client: Client, source: str, code: str, expected: str) -> None:
     files = {"environment.py": source, "d.jsonl": '{"input": "a"}\n{"input": \n'}
     text = await refusal(client, "env_push", name="broken", files=files)
     assert text.startswith(f"[{code} environment=broken]")
@@ -165,9 +148,7 @@ async def test_a_broken_environment_is_not_published(
     assert not any(environments_dir().glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("module", "package"), [("no_such", "the package of that module"), ("yaml.more", "PyYAML")]
-)
+@pytest.mark.parametrize(("module", "package"), [("no_such", "the package of that module"), ("yaml.more", "PyYAML")])
 async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
     client: Client, tmp_path: Path, module: str, package: str
 ) -> None:
@@ -183,9 +164,7 @@ async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
     assert open_store().environments() == []
 
 
-async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(client: Client, tmp_path: Path) -> None:
     raised = "RuntimeError: bad \\udc80 text"
     broken = str(environment_folder(tmp_path / "broken", 'raise RuntimeError("bad \\udc80 text")'))
     assert raised in await refusal(client, "env_push", name="broken", folder=broken)
@@ -196,21 +175,14 @@ async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(
             self.dataset = self.eval_dataset = [TaskExample({}, "Add 1 and 2.", id="t\\udc80", output="3")]
     """
     shared = str(environment_folder(tmp_path / "shared", source))
-    assert (
-        "'t\\udc80'"
-        in (await call(client, "env_push", name="shared", folder=shared))["contaminated"]
-    )
+    assert "'t\\udc80'" in (await call(client, "env_push", name="shared", folder=shared))["contaminated"]
 
 
 async def test_what_env_push_refuses_leaves_nothing_behind(client: Client, tmp_path: Path) -> None:
     assert "either folder or files" in await refusal(client, "env_push", name="e")
-    assert "either folder or files" in await refusal(
-        client, "env_push", name="e", folder="/tmp", files={}
-    )
+    assert "either folder or files" in await refusal(client, "env_push", name="e", folder="/tmp", files={})
     assert "would do" in await refusal(client, "env_push", name="My Env", folder=str(tmp_path))
-    assert "there is no folder" in await refusal(
-        client, "env_push", name="e", folder=str(tmp_path / "missing")
-    )
+    assert "there is no folder" in await refusal(client, "env_push", name="e", folder=str(tmp_path / "missing"))
     assert "would not lie inside" in await refusal(
         client, "env_push", name="e", files={"environment.py": "", "../x": ""}
     )
@@ -232,16 +204,12 @@ async def test_secrets_and_arguments_reach_the_environment_and_are_kept_nowhere(
     """
     folder = str(environment_folder(tmp_path / "e", source, returns="Sample(**args)"))
     known = {"folder": folder, "secrets": ["PLANTED_KEY"]}
-    assert (await call(client, "env_push", name="e", environment_args={"size": 2}, **known))[
-        "train_tasks"
-    ] == 2
+    assert (await call(client, "env_push", name="e", environment_args={"size": 2}, **known))["train_tasks"] == 2
     text = await refusal(client, "env_push", name="e", environment_args={"size": 6}, **known)
     assert "raised ValueError: [secret]" in text
     report = await call(client, "env_test", environment_args={"size": 6}, **known)
     assert "planted-secret" not in text + str(report)
-    assert not any(
-        b"planted-secret" in (flash_home / path).read_bytes() for path in files_in(flash_home)
-    )
+    assert not any(b"planted-secret" in (flash_home / path).read_bytes() for path in files_in(flash_home))
 
 
 @pytest.mark.slow
@@ -295,9 +263,7 @@ async def test_the_network_is_the_operators_to_grant_whatever_name_another_owner
 # -- env_test --------------------------------------------------------------------------------------
 
 
-async def test_a_failed_check_is_a_result_with_evidence_and_fix(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_a_failed_check_is_a_result_with_evidence_and_fix(client: Client, tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text): return RewardResult(1.0 if response_text else 0.0)
@@ -311,9 +277,7 @@ async def test_a_failed_check_is_a_result_with_evidence_and_fix(
 
 
 @pytest.mark.slow
-async def test_an_error_of_many_checks_shows_its_traceback_once(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_an_error_of_many_checks_shows_its_traceback_once(client: Client, tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text):
@@ -326,9 +290,7 @@ async def test_an_error_of_many_checks_shows_its_traceback_once(
 
 
 @pytest.mark.slow
-async def test_a_push_says_what_env_test_found_of_the_very_same_files(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_a_push_says_what_env_test_found_of_the_very_same_files(client: Client, tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text): return RewardResult(1.0 if response_text else 0.0)
@@ -349,9 +311,7 @@ async def test_a_push_says_what_env_test_found_of_the_very_same_files(
 
 
 @pytest.mark.slow
-async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(client: Client, tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
         def __init__(self):
@@ -372,18 +332,14 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(
     assert pushed["gate"] == "failed: hunt"
 
 
-async def test_env_test_publishes_nothing_and_changes_no_file(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tmp_path: Path) -> None:
     folder = environment_folder(tmp_path / "environment", "", returns="Addition()")
     await call(client, "env_test", folder=str(folder))
     assert files_in(folder) == ["environment.py"]
     assert open_store().environments() == []
 
 
-async def test_a_secret_that_was_not_passed_is_named_if_the_folder_declares_it(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_a_secret_that_was_not_passed_is_named_if_the_folder_declares_it(client: Client, tmp_path: Path) -> None:
     folder = environment_folder(tmp_path / "e", "", returns="os.environ['INVENTORY_KEY']")
     push = {"name": "e", "folder": str(folder)}
     refused = await refusal(client, "env_push", **push)
@@ -391,9 +347,7 @@ async def test_a_secret_that_was_not_passed_is_named_if_the_folder_declares_it(
     assert "INVENTORY_KEY" not in ours and "declare it in environment.toml" in ours
     assert "KeyError: 'INVENTORY_KEY'" in others
     (folder / "environment.toml").write_text('secrets = ["INVENTORY_KEY"]')
-    assert "pass secrets=['INVENTORY_KEY'], if the user" in await refusal(
-        client, "env_push", **push
-    )
+    assert "pass secrets=['INVENTORY_KEY'], if the user" in await refusal(client, "env_push", **push)
     asked = await call(client, "env_push", **push, load=False)
     assert asked["asks"] == {"secrets": ["INVENTORY_KEY"]}
 
@@ -438,6 +392,4 @@ async def test_what_an_environment_writes_is_marked_and_never_in_a_fix(
 async def test_env_test_refuses_what_is_not_there(client: Client, tmp_path: Path) -> None:
     assert "either environment or folder" in await refusal(client, "env_test")
     assert "unknown_environment" in await refusal(client, "env_test", environment="none")
-    assert "there is no folder" in await refusal(
-        client, "env_test", folder=str(tmp_path / "missing")
-    )
+    assert "there is no folder" in await refusal(client, "env_test", folder=str(tmp_path / "missing"))

@@ -29,15 +29,7 @@ from flash_mcp.tools.training import run_time
 from tests.calls import refusal
 from tests.folders import environment_folder
 from tests.places import TESTS
-from tests.samples import (
-    ENVIRONMENT,
-    finished_run,
-    push_echo,
-    read_in,
-    save_adapter,
-    started_run,
-    supervised,
-)
+from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run, supervised
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.anyio
@@ -87,9 +79,7 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dict[str, Any]:
     """A finished evaluation in which the first `solved` tasks are successes."""
     script = {"solved": list(range(solved)), **arguments.pop("script", {})}
-    return await call(
-        client, "evaluate", **{"environment": "echo", "environment_args": script, **arguments}
-    )
+    return await call(client, "evaluate", **{"environment": "echo", "environment_args": script, **arguments})
 
 
 def let_go(run_id: str) -> None:
@@ -105,23 +95,9 @@ def let_go(run_id: str) -> None:
 async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(client: Client):
     body = await evaluated(client, solved=30)
     scores, interval = body["scores"], statistics.wilson(30, 60)
-    assert (body["state"], body["tasks"], body["attempts"], body["done"]) == (
-        "succeeded",
-        60,
-        1,
-        60,
-    )
-    assert (scores["success"], scores["low"], scores["high"]) == (
-        0.5,
-        round(interval.low, 4),
-        round(interval.high, 4),
-    )
-    assert (scores["n"], scores["errors"], scores["reward"], scores["tokens_mean"]) == (
-        60,
-        0,
-        0.5,
-        20.0,
-    )
+    assert (body["state"], body["tasks"], body["attempts"], body["done"]) == ("succeeded", 60, 1, 60)
+    assert (scores["success"], scores["low"], scores["high"]) == (0.5, round(interval.low, 4), round(interval.high, 4))
+    assert (scores["n"], scores["errors"], scores["reward"], scores["tokens_mean"]) == (60, 0, 0.5, 20.0)
     assert "pass_at" not in scores
     assert body["values"]["temperature"] == 0.0  # one attempt is greedy
     run = open_store().run(body["run_id"])
@@ -135,9 +111,7 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert "evaluation" in (await call(client, "checkpoints", run_id=body["run_id"]))["next"]
 
 
-async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-):
+async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Client, monkeypatch: pytest.MonkeyPatch):
     def no_room(base: Path) -> bool:
         raise FlashError("internal", "the supervisor did not start")
 
@@ -152,24 +126,16 @@ async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(
 
 async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client):
     script = {"hold": "climbing"}
-    run_id = (
-        await call(client, "evaluate", environment="echo", environment_args=script, wait_s=0)
-    )["run_id"]
+    run_id = (await call(client, "evaluate", environment="echo", environment_args=script, wait_s=0))["run_id"]
     while (seen := await call(client, "status", run_id=run_id))["run"].get("phase") != "eval":
         pass
     woken = await call(client, "status", run_id=run_id, wait_s=20)
     assert woken["changed"] is True and woken["run"]["step"] // 6 > seen["run"]["step"] // 6
 
 
-async def test_what_failed_in_environment_code_is_counted_apart_and_left_out_of_the_rates(
-    client: Client,
-):
+async def test_what_failed_in_environment_code_is_counted_apart_and_left_out_of_the_rates(client: Client):
     scores = (await evaluated(client, solved=20, script={"failing": list(range(50, 60))}))["scores"]
-    assert (scores["n"], scores["errors"], scores["error_codes"]) == (
-        50,
-        10,
-        {"environment_error": 10},
-    )
+    assert (scores["n"], scores["errors"], scores["error_codes"]) == (50, 10, {"environment_error": 10})
     assert (scores["success"], scores["tasks"]) == (0.4, 50)
 
 
@@ -177,25 +143,17 @@ async def test_an_evaluation_whose_attempts_all_failed_has_no_rate(client: Clien
     body = await evaluated(client, script={"failing": list(range(60))})
     assert "success" not in body["scores"]
     assert body["scores"]["errors"] == 60
-    assert "environment_error" in await refusal(
-        client, "compare", base=body["run_id"], other=body["run_id"]
-    )
+    assert "environment_error" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
 
 
 async def test_several_attempts_are_sampled_and_give_pass_at_k(client: Client):
-    body = await evaluated(
-        client, solved=10, script={"often": list(range(10, 30))}, attempts=4, limit=40
-    )
+    body = await evaluated(client, solved=10, script={"often": list(range(10, 30))}, attempts=4, limit=40)
     scores = body["scores"]
     assert (scores["n"], scores["tasks"], body["values"]["temperature"]) == (160, 40, 1.0)
     # 10 tasks with 4 of 4, 20 with 2 of 4, 10 with none.
     assert scores["success"] == scores["pass_at"]["1"] == 0.5
     assert scores["pass_at"] == {"1": 0.5, "2": round((10 + 20 * (1 - 1 / 6)) / 40, 4), "4": 0.75}
-    assert (scores["uniform_share"], scores["never_solved"], scores["always_solved"]) == (
-        0.5,
-        10,
-        10,
-    )
+    assert (scores["uniform_share"], scores["never_solved"], scores["always_solved"]) == (0.5, 10, 10)
     assert "40 of the split's 60 tasks" in body["notes"]
 
 
@@ -225,19 +183,12 @@ async def test_an_evaluation_asks_for_the_gpus_that_share_its_model(
 
 
 @pytest.mark.slow
-async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(
-    client: Client, tmp_path: Path
-):
+async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
     body = await call(client, "evaluate", model=run.id, max_tokens=33)
     spec = open_store().run(body["run_id"]).spec
-    assert (spec.checkpoint, spec.step, spec.lora_rank, spec.max_tokens) == (
-        f"{run.id}@20",
-        20,
-        32,
-        33,
-    )
+    assert (spec.checkpoint, spec.step, spec.lora_rank, spec.max_tokens) == (f"{run.id}@20", 20, 32, 33)
     assert body["environment"] == "echo@0123456789abcdef"
     assert [row.step for row in open_store().evals(body["run_id"])] == [20]
     assert open_store().run(body["run_id"]).init_adapter["step"] == 20
@@ -259,22 +210,13 @@ async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tm
     push_echo(tmp_path / "echo", ECHO)
     assert (await call(client, "evaluate", model=run.id, limit=2))["scores"]["success"] == 0.5
     push_echo(tmp_path / "another", ENVIRONMENT, name="another")  # takes no such argument
-    assert (await call(client, "evaluate", model=run.id, environment="another", limit=2))["scores"][
-        "success"
-    ] == 0.0
+    assert (await call(client, "evaluate", model=run.id, environment="another", limit=2))["scores"]["success"] == 0.0
 
 
 async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run")
     push_echo(tmp_path / "echo", ECHO)
-    served = {
-        "id": "dep-1",
-        "name": "mine",
-        "model": run.model,
-        "run_id": run.id,
-        "step": 10,
-        "state": "ready",
-    }
+    served = {"id": "dep-1", "name": "mine", "model": run.model, "run_id": run.id, "step": 10, "state": "ready"}
     open_store().add_deployment(served)
     body = await call(client, "evaluate", model="mine")
     assert open_store().run(body["run_id"]).spec.checkpoint == f"{run.id}@10"
@@ -299,50 +241,31 @@ async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client
 async def test_what_cannot_be_evaluated_is_refused_and_leaves_nothing(
     client: Client, arguments: dict[str, Any], code: str
 ):
-    given = {
-        name: value
-        for name, value in {"environment": "echo", **arguments}.items()
-        if value is not None
-    }
+    given = {name: value for name, value in {"environment": "echo", **arguments}.items() if value is not None}
     assert f"[{code}" in await refusal(client, "evaluate", **given)
     assert open_store().runs() == []
 
 
 @pytest.mark.slow
 async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client: Client):
-    asked = {
-        "environment": "echo",
-        "environment_args": {"hold": True},
-        "idempotency_key": "k",
-        "limit": 5,
-    }
+    asked = {"environment": "echo", "environment_args": {"hold": True}, "idempotency_key": "k", "limit": 5}
     body = await call(client, "evaluate", **asked, wait_s=0)
     assert body["state"] in ("queued", "starting", "running")
     assert "scores" not in body
     assert f"status(run_id={body['run_id']!r}" in body["next"]
     again = await call(client, "evaluate", **asked, wait_s=0)
     assert (again["run_id"], again["created"]) == (body["run_id"], False)
-    assert "not_ready" in await refusal(
-        client, "compare", base=body["run_id"], other=body["run_id"]
-    )
-    while "eta_s" not in (
-        run := (await call(client, "status", run_id=body["run_id"], wait_s=1))["run"]
-    ):
+    assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
+    while "eta_s" not in (run := (await call(client, "status", run_id=body["run_id"], wait_s=1))["run"]):
         assert run["step"] <= 1
     assert (run["step"], run["eta_s"]) == (1, pytest.approx(4 * run["step_s"], abs=1))
     let_go(body["run_id"])
     ended = await call(client, "evaluate", **asked)
-    assert (ended["run_id"], ended["state"], ended["scores"]["n"]) == (
-        body["run_id"],
-        "succeeded",
-        5,
-    )
+    assert (ended["run_id"], ended["state"], ended["scores"]["n"]) == (body["run_id"], "succeeded", 5)
 
 
 async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
-    body = await call(
-        client, "evaluate", environment="echo", environment_args={"hold": True}, wait_s=0
-    )
+    body = await call(client, "evaluate", environment="echo", environment_args={"hold": True}, wait_s=0)
     ended = await call(client, "cancel", run_id=body["run_id"], wait_s=40)
     assert ended["state"] == "cancelled"
     assert "evaluate" in ended["next"]
@@ -356,11 +279,7 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     base = await evaluated(client, solved=10)
     other = await evaluated(client, solved=40, script={"say": "Surely"})
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
-    assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == (
-        "improved",
-        "mcnemar_exact",
-        60,
-    )
+    assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == ("improved", "mcnemar_exact", 60)
     assert body["success"]["p"] == pytest.approx(statistics.mcnemar(30, 0), rel=0.01)
     assert (body["newly_solved"], body["no_longer"]) == (30, 0)
     assert body["reward"]["test"] == "mcnemar_exact"  # rewards of this environment are 0 and 1 too
@@ -370,14 +289,8 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     assert any("environment_args" in note for note in body["notes"])
     # One model: the verdict is of what differs, and nothing is to be deployed for it.
     assert "differ in environment_args" in body["success"]["explanation"]
-    assert (
-        "one model" in body["next"]
-        and "deploy" not in body["next"]
-        and "other_index" in body["next"]
-    )
-    shown = await call(
-        client, "rollouts", run_id=other["run_id"], split="eval", step=0, index=flip["other_index"]
-    )
+    assert "one model" in body["next"] and "deploy" not in body["next"] and "other_index" in body["next"]
+    shown = await call(client, "rollouts", run_id=other["run_id"], split="eval", step=0, index=flip["other_index"])
     assert shown["rollouts"][0]["messages"][-1]["content"] == "Surely 10"
     back = await call(client, "compare", base=other["run_id"], other=base["run_id"])
     assert (back["verdict"], back["no_longer"]) == ("regressed", 30)
@@ -390,13 +303,9 @@ async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(cli
     assert body["verdict"] == "underpowered"
     assert body["success"]["decide_n"] > 60
     needed = body["success"]["decide_n"]
-    assert (
-        f"about {needed} tasks would decide and the eval split has no more than 60" in body["next"]
-    )
+    assert f"about {needed} tasks would decide and the eval split has no more than 60" in body["next"]
     assert "add tasks" in body["next"]
-    lenient = await call(
-        client, "compare", base=base["run_id"], other=other["run_id"], min_change=0.2
-    )
+    lenient = await call(client, "compare", base=base["run_id"], other=other["run_id"], min_change=0.2)
     assert lenient["verdict"] == "no_change"
 
 
@@ -430,11 +339,7 @@ async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client
     base = await evaluated(client, solved=5, split="train", limit=30)
     other = await evaluated(client, solved=55)
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
-    assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == (
-        "improved",
-        "noise_band",
-        0,
-    )
+    assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == ("improved", "noise_band", 0)
     assert any("in common" in note for note in body["notes"])
     interval = statistics.wilson(5, 30)
     assert body["base"]["low"] == pytest.approx(interval.low, abs=1e-4)
@@ -442,9 +347,7 @@ async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client
 
 
 @pytest.mark.slow
-async def test_two_models_that_were_sampled_differently_are_not_judged(
-    client: Client, tmp_path: Path
-):
+async def test_two_models_that_were_sampled_differently_are_not_judged(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
     asked = {"temperature": 1.0, "attempts": 4, "max_tokens": 16}
@@ -462,9 +365,7 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(
     assert body["verdict"] == "improved" and f"deploy(run_id='{run.id}', step=20)" in body["next"]
     # More attempts at the same temperature are less noise, and no other thing that is measured.
     more = await call(client, "evaluate", environment="echo", attempts=2, temperature=0)
-    assert (await call(client, "compare", base=more["run_id"], other=run.id))[
-        "verdict"
-    ] == "improved"
+    assert (await call(client, "compare", base=more["run_id"], other=run.id))["verdict"] == "improved"
 
 
 @pytest.mark.slow
@@ -479,9 +380,7 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(
         {"environment_args": {"say": "No"}},
     ],
 )
-async def test_whatever_changes_what_is_measured_confounds(
-    client: Client, tmp_path: Path, given: dict[str, Any]
-):
+async def test_whatever_changes_what_is_measured_confounds(client: Client, tmp_path: Path, given: dict[str, Any]):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
     base = await call(client, "evaluate", environment="echo", limit=20, **given)
@@ -509,16 +408,10 @@ async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
     trained = await call(client, "evaluate", model=run.id)
-    assert (
-        "compare("
-        not in (await call(client, "evaluate", environment="echo", temperature=1))["next"]
-    )
+    assert "compare(" not in (await call(client, "evaluate", environment="echo", temperature=1))["next"]
     start = await call(client, "evaluate", environment="echo")
     assert f"compare(base={start['run_id']!r}, other={trained['run_id']!r})" in start["next"]
-    assert (
-        "compare("
-        not in (await call(client, "evaluate", environment="echo", max_tokens=16))["next"]
-    )
+    assert "compare(" not in (await call(client, "evaluate", environment="echo", max_tokens=16))["next"]
     later = await call(client, "evaluate", model=f"{run.id}@10")
     assert f"compare(base={start['run_id']!r}, other={later['run_id']!r})" in later["next"]
 
@@ -533,9 +426,7 @@ async def test_a_training_run_alone_is_compared_with_its_own_start(client: Clien
     assert named["success"] == body["success"]
 
 
-async def test_two_training_runs_are_compared_by_their_newest_evaluations(
-    client: Client, tmp_path: Path
-):
+async def test_two_training_runs_are_compared_by_their_newest_evaluations(client: Client, tmp_path: Path):
     one, two = finished_run(tmp_path / "one", solved=90), finished_run(tmp_path / "two", solved=90)
     body = await call(client, "compare", base=one.id, other=two.id)
     assert (body["base"]["step"], body["other"]["step"], body["verdict"]) == (20, 20, "no_change")
@@ -550,21 +441,13 @@ async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path
     running, writer = started_run(tmp_path / "run", eval_before=True, eval_after=True)
     early = await refusal(client, "compare", base=running.id)
     assert "[not_ready" in early and f"status(run_id={running.id!r}, until='end')" in early
-    assert "different environments" in await refusal(
-        client, "compare", base=body["run_id"], other=another["run_id"]
-    )
+    assert "different environments" in await refusal(client, "compare", base=body["run_id"], other=another["run_id"])
     assert "no before and after" in await refusal(client, "compare", base=body["run_id"])
-    assert "same evaluation" in await refusal(
-        client, "compare", base=body["run_id"], other=body["run_id"]
-    )
+    assert "same evaluation" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
     assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=running.id)
-    assert "unknown_run" in await refusal(
-        client, "compare", base=body["run_id"], other="run-00000000"
-    )
+    assert "unknown_run" in await refusal(client, "compare", base=body["run_id"], other="run-00000000")
     writer.commit_result("succeeded", 0)
-    assert "is no run" in await refusal(
-        client, "compare", base="smollm2-135m-instruct", other=body["run_id"]
-    )
+    assert "is no run" in await refusal(client, "compare", base="smollm2-135m-instruct", other=body["run_id"])
 
 
 @pytest.mark.slow
@@ -584,10 +467,7 @@ async def test_several_evaluations_are_compared_with_the_first_at_once(client: C
     assert "verdict" not in body["table"][0]
     assert [line["verdict"] for line in body["table"][1:]] == ["improved", "improved"]
     first = body["table"][1]
-    assert (first["change"], first["change_low"]) == (
-        body["success"]["change"],
-        body["success"]["low"],
-    )
+    assert (first["change"], first["change_low"]) == (body["success"]["change"], body["success"]["low"])
     assert body["other"]["run_id"] == near
     assert body["best"].startswith(f"{best}@0, success 0.667; against the next, {near}@0: ")
     assert "best" not in await call(client, "compare", base=base, other=near)
@@ -599,20 +479,12 @@ async def test_several_evaluations_are_compared_with_the_first_at_once(client: C
 
 
 async def sampled(client: Client, script: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    asked = {
-        "environment": "echo",
-        "steps": 10,
-        "environment_args": script,
-        "validate_only": True,
-        "sample": True,
-    }
+    asked = {"environment": "echo", "steps": 10, "environment_args": script, "validate_only": True, "sample": True}
     return await call(client, "train", **asked, **arguments)
 
 
 async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_takes(client: Client):
-    body = await sampled(
-        client, {"often": list(range(40))}, price_per_hour=2.0, eval_before=True, eval_after=True
-    )
+    body = await sampled(client, {"often": list(range(40))}, price_per_hour=2.0, eval_before=True, eval_after=True)
     sample, expected = body["sample"], body["estimate"]["time"]
     assert (body["state"], body["created"], sample["outlook"]) == ("validated", False, "good")
     assert (sample["groups"], sample["group_size"], sample["scores"]["n"]) == (8, 8, 64)
@@ -630,18 +502,12 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert [row.algorithm for row in open_store().runs()] == ["eval"]
 
 
-async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_model(
-    client: Client, tmp_path: Path
-):
+async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_model(client: Client, tmp_path: Path):
     earlier, _ = started_run(tmp_path / "run")
     for step in (1, 2):
         metrics = {"time/train_s": 9.0, "time/rollout_s": 3.0}
-        open_store().put_metrics(
-            earlier.id, {"step": step, "epoch": 1, "time": 0.0, "metrics": metrics}
-        )
-    open_store().execute(
-        "UPDATE runs SET state = 'succeeded', ended = 1 WHERE id = ?", [earlier.id]
-    )
+        open_store().put_metrics(earlier.id, {"step": step, "epoch": 1, "time": 0.0, "metrics": metrics})
+    open_store().execute("UPDATE runs SET state = 'succeeded', ended = 1 WHERE id = ?", [earlier.id])
     push_echo(tmp_path / "echo", ECHO)
     expected = (await sampled(client, {"often": list(range(40))}))["estimate"]["time"]
     assert expected["seconds"] == 320 * 20 / 100 * 4
@@ -655,12 +521,7 @@ async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_m
     [
         ({}, "hopeless", "uniform_groups", "sft"),
         ({"solved": list(range(40))}, "hopeless", "uniform_groups", "harder"),
-        (
-            {"often": list(range(40)), "endless": list(range(40))},
-            "hopeless",
-            "truncation",
-            "max_tokens",
-        ),
+        ({"often": list(range(40)), "endless": list(range(40))}, "hopeless", "truncation", "max_tokens"),
         ({"failing": list(range(40))}, "hopeless", "environment_errors", "env_test"),
         ({"often": list(range(0, 40, 3))}, "doubtful", "uniform_groups", "partial progress"),
     ],
@@ -676,9 +537,7 @@ async def test_a_start_without_hope_is_called_so_with_what_to_do(
     assert ("do not start" in body["next"]) == (outlook == "hopeless")
 
 
-async def test_a_sample_that_is_not_ready_says_how_to_go_on(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_sample_that_is_not_ready_says_how_to_go_on(client: Client, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flash_mcp.tools.train.SAMPLE_LIMIT_S", 0.0)
     body = await sampled(client, {"hold": True})
     sample = body["sample"]
@@ -688,15 +547,11 @@ async def test_a_sample_that_is_not_ready_says_how_to_go_on(
 
 async def test_sampling_goes_with_validation_alone(client: Client):
     assert "validate_only" in await refusal(client, "train", environment="echo", sample=True)
-    assert "sample" in await refusal(
-        client, "train", environment="echo", validate_only=True, price_per_hour=1.0
-    )
+    assert "sample" in await refusal(client, "train", environment="echo", validate_only=True, price_per_hour=1.0)
 
 
 @pytest.mark.slow
-async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(
-    client: Client, tmp_path: Path
-):
+async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(client: Client, tmp_path: Path):
     folder = environment_folder(tmp_path / "sums", "", returns="Addition()")
     asked = {"folder": str(folder), "model": "smollm2-135m-instruct", "hunt": True}
     body = await call(client, "env_test", **asked)
@@ -720,12 +575,8 @@ async def test_env_test_samples_nothing_where_a_check_failed(client: Client, tmp
     assert open_store().runs() == []
 
 
-@pytest.mark.parametrize(
-    ("after", "every", "count"), [(True, 10, 3), (True, 7, 4), (False, 10, 3), (True, None, 2)]
-)
-def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(
-    after: bool, every: int | None, count: int
-):
+@pytest.mark.parametrize(("after", "every", "count"), [(True, 10, 3), (True, 7, 4), (False, 10, 3), (True, None, 2)])
+def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(after: bool, every: int | None, count: int):
     spec = resolve(validate({"environment": "e", "steps": 20, "eval_before": True, "eval_after": after,
                              **({"eval_every": every} if every else {})})).spec  # fmt: skip
     assert run_time._evaluations(spec, spec.steps_of(rows=0)) == count
@@ -755,9 +606,7 @@ async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(c
 
 
 @pytest.mark.slow
-async def test_another_adapter_and_another_version_are_measured_anew(
-    client: Client, tmp_path: Path
-):
+async def test_another_adapter_and_another_version_are_measured_anew(client: Client, tmp_path: Path):
     run = finished_run(tmp_path)
     asked: dict[str, Any] = {"environment": "echo", "limit": 2, "environment_args": {}}
     ids = {

@@ -22,16 +22,7 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import tool_base
 from flash_mcp.tools.shared.truncation import to_text
 from tests.calls import named_calls, tokens
-from tests.samples import (
-    end,
-    evaluate,
-    learn,
-    queued_run,
-    read_in,
-    save_adapter,
-    started_run,
-    supervised,
-)
+from tests.samples import end, evaluate, learn, queued_run, read_in, save_adapter, started_run, supervised
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -82,9 +73,7 @@ def made(writer: RunWriter, scratch: Path, step: int) -> None:
         evaluate(writer, step, 20 + step // 2)
 
 
-async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(
-    tmp_path: Path, started: tuple[Run, RunWriter]
-):
+async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(tmp_path: Path, started: tuple[Run, RunWriter]):
     run, writer = started
     evaluate(writer, 0, 20)
     reader = Reader(open_store(), run.id, RunFolder(run.folder))
@@ -114,9 +103,7 @@ async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(
     assert [body["news"]["checkpoint"] for body in bodies if "checkpoint" in body.get("news", {})]
 
 
-async def test_a_mere_step_is_no_news_and_the_same_call_follows(
-    started: tuple[Run, RunWriter],
-):
+async def test_a_mere_step_is_no_news_and_the_same_call_follows(started: tuple[Run, RunWriter]):
     run, writer = started
     first = await status(run_id=run.id, until="news")
     learn(writer, range(1, 6), of=STEPS)
@@ -129,9 +116,7 @@ async def test_a_mere_step_is_no_news_and_the_same_call_follows(
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "evaluation", "flag"])
-async def test_news_ends_the_wait_for_news_and_is_told_once(
-    kind: str, tmp_path: Path, started: tuple[Run, RunWriter]
-):
+async def test_news_ends_the_wait_for_news_and_is_told_once(kind: str, tmp_path: Path, started: tuple[Run, RunWriter]):
     run, writer = started
     learn(writer, range(1, 12), of=STEPS)
     save_adapter(writer, 10, tmp_path / "first")
@@ -155,9 +140,7 @@ async def test_news_ends_the_wait_for_news_and_is_told_once(
     assert "now" in await status(run_id=run.id, until="end", since=first["since"])
 
 
-async def test_a_flag_that_becomes_a_problem_is_told_again_and_ends_every_wait(
-    started: tuple[Run, RunWriter],
-):
+async def test_a_flag_that_becomes_a_problem_is_told_again_and_ends_every_wait(started: tuple[Run, RunWriter]):
     run, writer = started
     learn(writer, range(1, 12), of=STEPS, **{"groups/uniform_share": 0.7})
     read_in(open_store(), run.id)
@@ -207,9 +190,7 @@ async def test_a_wait_ends_with_the_run_and_reports_its_share_of_the_steps(
     run, writer = started
     learn(writer, range(1, 76), of=STEPS)
     read_in(open_store(), run.id)
-    queue.record_beat(
-        open_store(), run.id, 1, {"step": 75, "phase": "rollout", "steps": STEPS}, progressed=True
-    )
+    queue.record_beat(open_store(), run.id, 1, {"step": 75, "phase": "rollout", "steps": STEPS}, progressed=True)
     looked = anyio.Event()
     told: list[tuple[str, float | None]] = []
 
@@ -232,9 +213,7 @@ async def test_a_wait_ends_with_the_run_and_reports_its_share_of_the_steps(
     assert found[0]["run"]["state"] == "cancelled"
 
 
-async def test_a_start_reports_how_long_it_usually_takes(
-    tmp_path: Path, started: tuple[Run, RunWriter]
-):
+async def test_a_start_reports_how_long_it_usually_takes(tmp_path: Path, started: tuple[Run, RunWriter]):
     run, writer = started
     learn(writer, [1], of=STEPS)
     end(writer, run.id, 1)

@@ -16,17 +16,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from tests.calls import named_calls
 from tests.frozen_calls import play_evaluation
-from tests.samples import (
-    end,
-    evaluate,
-    finished_run,
-    learn,
-    queued_run,
-    read_in,
-    save_adapter,
-    started_run,
-    supervised,
-)
+from tests.samples import end, evaluate, finished_run, learn, queued_run, read_in, save_adapter, started_run, supervised
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

@@ -137,13 +137,9 @@ async def test_a_target_whose_engine_lets_a_run_wait_has_no_room() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
-async def test_a_server_without_training_packages_trains_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_without_training_packages_trains_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("placing", "loading"):
-        monkeypatch.setattr(
-            f"flash_mcp.tools.shared.{module}.missing_packages", lambda: ["torch", "vllm"]
-        )
+        monkeypatch.setattr(f"flash_mcp.tools.shared.{module}.missing_packages", lambda: ["torch", "vllm"])
     (home() / "settings.toml").unlink()  # without a price this machine would be the cheapest
     chosen = await call("train", steps=3)
     assert chosen.values["target"] == "near"

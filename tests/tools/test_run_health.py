@@ -73,27 +73,17 @@ def work_on(run_id: str) -> RunWriter:
 
 @pytest.mark.parametrize(
     ("code", "evidence"),
-    [
-        (SAME_QUESTIONS, "40 ask what a train task asks"),
-        (SAME_IDS, "40 have the id of a train task"),
-    ],
+    [(SAME_QUESTIONS, "40 ask what a train task asks"), (SAME_IDS, "40 have the id of a train task")],
     ids=["same question", "same id"],
 )
-async def test_a_contaminated_split_is_said_wherever_it_is_seen(
-    tmp_path: Path, code: str, evidence: str
-):
+async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, code: str, evidence: str):
     folder = environment_folder(tmp_path / "echo", code)
     tested = await call("env_test", folder=str(folder))
-    assert [
-        evidence in probe["evidence"] for probe in tested["probes"] if probe["name"] == "tasks"
-    ] == [True]
+    assert [evidence in probe["evidence"] for probe in tested["probes"] if probe["name"] == "tasks"] == [True]
     assert not tested["passed"]
 
     pushed = await call("env_push", name="echo", folder=str(folder))
-    assert (
-        pushed["contaminated"].startswith("CONTAMINATED: 40 of 60 eval tasks")
-        and evidence in pushed["contaminated"]
-    )
+    assert pushed["contaminated"].startswith("CONTAMINATED: 40 of 60 eval tasks") and evidence in pushed["contaminated"]
     assert "train(" not in pushed["next"]
 
     started = await call("train", environment="echo", steps=20, accept_failed_gate=True)
@@ -110,9 +100,7 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(
     body = await call("status", run_id=started["run_id"])
     verdict, flag = body["run"]["verdict"], body["run"]["flags"][0]
     assert verdict["outcome"] == "contaminated"
-    assert verdict["explanation"].startswith(
-        "CONTAMINATED: 40 of 60 eval tasks are train tasks too"
-    )
+    assert verdict["explanation"].startswith("CONTAMINATED: 40 of 60 eval tasks are train tasks too")
     assert evidence in verdict["explanation"]
     assert (flag["name"], flag["severity"]) == ("contaminated_split", "problem")
     assert body["run"]["outlook"].startswith("no: contaminated_split")
@@ -120,36 +108,20 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(
 
     compared = await call("compare", base=started["run_id"])
     assert (compared["verdict"], compared["success"]["outcome"]) == ("contaminated", "improved")
-    assert (
-        compared["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks")
-        and "env_push" in compared["next"]
-    )
+    assert compared["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks") and "env_push" in compared["next"]
     for model, spoiled in ((f"{started['run_id']}@20", True), (f"{started['run_id']}@0", False)):
         notes = (await call("evaluate", model=model, wait_s=0)).get("notes", [])
-        assert (
-            any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
-        )
+        assert any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
 
 
-async def test_base_models_that_were_never_trained_are_compared_on_a_contaminated_split(
-    tmp_path: Path,
-):
-    pushed = await call(
-        "env_push", name="echo", folder=str(environment_folder(tmp_path / "echo", SAME_IDS))
-    )
+async def test_base_models_that_were_never_trained_are_compared_on_a_contaminated_split(tmp_path: Path):
+    pushed = await call("env_push", name="echo", folder=str(environment_folder(tmp_path / "echo", SAME_IDS)))
     trained = (await call("train", environment="echo", steps=20, accept_failed_gate=True))["run_id"]
     evaluated: list[str] = []
     for model, solved in (("smollm2-135m-instruct", 20), ("smollm2-360m-instruct", 90)):
-        run_id = (await call("evaluate", environment=pushed["environment"], model=model, wait_s=0))[
-            "run_id"
-        ]
+        run_id = (await call("evaluate", environment=pushed["environment"], model=model, wait_s=0))["run_id"]
         rows = [sample_rollout(0, index * 4, float(index < solved)) for index in range(100)]
-        summary = {
-            "n": 100,
-            "success": solved / 100,
-            "reward_mean": solved / 100,
-            "error_share": 0.0,
-        }
+        summary = {"n": 100, "success": solved / 100, "reward_mean": solved / 100, "error_share": 0.0}
         body = {"step": 0, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": rows}
         for each in (run_id, trained):  # before training, too, it is a base model
             open_store().put_evaluation(each, body)
@@ -163,12 +135,7 @@ async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
     folder = environment_folder(tmp_path / "echo", ENVIRONMENT)
     assert "contaminated" not in await call("env_push", name="echo", folder=str(folder))
     started = await call(
-        "train",
-        environment="echo",
-        steps=20,
-        eval_before=True,
-        eval_after=True,
-        accept_failed_gate=True,
+        "train", environment="echo", steps=20, eval_before=True, eval_after=True, accept_failed_gate=True
     )
     assert "CONTAMINATED" not in str(started)
     assert "overlap" not in open_store().run(started["run_id"]).lineage
@@ -177,10 +144,7 @@ async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
 async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_path: Path):
     run, writer = started_run(tmp_path)
     texts = ["", "so " * 100, "nothing", "The answer is 84."]
-    rows = [
-        sample_rollout(1, index, 0.9 if index == 3 else 0.0, text)
-        for index, text in enumerate(texts)
-    ]
+    rows = [sample_rollout(1, index, 0.9 if index == 3 else 0.0, text) for index, text in enumerate(texts)]
     writer.rollouts(1, rows)
     read_in(open_store(), run.id)
     expected = {"empty": 1, "looping": 1, "wrong": 1}
@@ -190,12 +154,7 @@ async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_pat
     assert page["failures"] == expected
     assert [each.get("failure") for each in page["rollouts"]] == ["empty", "looping", "wrong", None]
     everywhere = await call("rollouts", run_id=run.id, step=-1, which="index", limit=4)
-    assert [each.get("failure") for each in everywhere["rollouts"]] == [
-        "empty",
-        "looping",
-        "wrong",
-        None,
-    ]
+    assert [each.get("failure") for each in everywhere["rollouts"]] == ["empty", "looping", "wrong", None]
     assert "failures" not in everywhere
 
 
@@ -237,19 +196,14 @@ async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(t
     assert view["sources"]["argument"] == ["environment", "init_from_adapter"]
     assert view["sources"]["adapter"] == ["lora_rank", "lora_alpha"]
     lineage = view["lineage"]
-    assert (lineage["parent"], lineage["environment"]) == (
-        f"{earlier.id}@10",
-        "echo@0123456789abcdef",
-    )
+    assert (lineage["parent"], lineage["environment"]) == (f"{earlier.id}@10", "echo@0123456789abcdef")
     assert lineage["parent_digest"] == open_store().checkpoint(earlier.id, 10).digest
     assert lineage["code"] == code_version()
     concise = (await call("status", run_id=started["run_id"]))["run"]
     assert not {"metrics", "lineage", "failures", "sources"} & set(concise)
 
 
-async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_worker(
-    tmp_path: Path,
-):
+async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_worker(tmp_path: Path):
     assert code_version().startswith(__version__)
     root = ROOT
     described = os.system(f"git -C '{root}' rev-parse HEAD >/dev/null 2>&1") == 0  # noqa: ASYNC221
@@ -272,9 +226,7 @@ async def test_what_builds_on_a_run_uses_the_same_commit_of_its_hub_model(tmp_pa
 
     assert request(store, run.id).model == pinned
     warm = await call("train", environment="echo", init_from_adapter=f"{run.id}@20", **fields)
-    evaluations = [
-        await call("evaluate", model=f"{run.id}@{step}", wait_s=0, limit=1) for step in (0, 20)
-    ]
+    evaluations = [await call("evaluate", model=f"{run.id}@{step}", wait_s=0, limit=1) for step in (0, 20)]
     for made in (warm, *evaluations):
         later = store.run(made["run_id"])
         assert later.model == "someone/some-model"
@@ -284,12 +236,8 @@ async def test_what_builds_on_a_run_uses_the_same_commit_of_its_hub_model(tmp_pa
 
     other = "someone/some-model@" + "a" * 40
     with pytest.raises(FlashError, match="adapter_mismatch"):
-        await call(
-            "train", environment="echo", init_from_adapter=run.id, **{**fields, "model": other}
-        )
-    same = await call(
-        "train", environment="echo", init_from_adapter=run.id, **{**fields, "model": pinned}
-    )
+        await call("train", environment="echo", init_from_adapter=run.id, **{**fields, "model": other})
+    same = await call("train", environment="echo", init_from_adapter=run.id, **{**fields, "model": pinned})
     assert store.run(same["run_id"]).model == pinned
 
 

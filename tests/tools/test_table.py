@@ -17,10 +17,7 @@ from flash_mcp.tools.environments import env_setup
 from flash_mcp.tools.table import read_table
 
 ROWS = [
-    {
-        "Question": f"How many minutes are {hours} hours and {minutes} minutes?",
-        "Answer": str(60 * hours + minutes),
-    }
+    {"Question": f"How many minutes are {hours} hours and {minutes} minutes?", "Answer": str(60 * hours + minutes)}
     for hours in range(1, 26)
     for minutes in range(3, 60, 12)
 ]
@@ -52,9 +49,7 @@ async def test_a_csv_becomes_an_environment_that_passes_the_gate(tmp_path: Path)
 def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
     expected = read_table(csv_file(tmp_path), None, None)
     tabs = tmp_path / "rows.tsv"
-    tabs.write_text(
-        "\n".join("\t".join(row.values()) for row in [{"a": "Question", "b": "Answer"}, *ROWS])
-    )
+    tabs.write_text("\n".join("\t".join(row.values()) for row in [{"a": "Question", "b": "Answer"}, *ROWS]))
     lines = tmp_path / "rows.jsonl"
     lines.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n")
     whole = tmp_path / "rows.json"
@@ -66,29 +61,16 @@ def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
 
 
 def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path) -> None:
-    rows = [
-        *ROWS,
-        *ROWS[:7],
-        {"Question": ROWS[0]["Question"], "Answer": "0"},
-        {"Question": "  ", "Answer": "5"},
-    ]
-    rows += [
-        {"Question": f"{row['Question'][:-1].upper()}, please... no!", "Answer": row["Answer"]}
-        for row in ROWS
-    ]
-    rows += [
-        {"Question": f"Please, no: {row['Question']}", "Answer": row["Answer"]} for row in ROWS
-    ]
+    rows = [*ROWS, *ROWS[:7], {"Question": ROWS[0]["Question"], "Answer": "0"}, {"Question": "  ", "Answer": "5"}]
+    rows += [{"Question": f"{row['Question'][:-1].upper()}, please... no!", "Answer": row["Answer"]} for row in ROWS]
+    rows += [{"Question": f"Please, no: {row['Question']}", "Answer": row["Answer"]} for row in ROWS]
     table = read_table(csv_file(tmp_path, rows), None, None)
     assert table.dropped == {"copies": 7, "other answer to the same question": 1, "empty": 1}
     assert len(table.train) + len(table.held_out) == 3 * len(ROWS)
 
     def words(rows: list[dict[str, str]]) -> set[str]:
         texts = [row["input"].casefold() for row in rows]
-        return {
-            " ".join(sorted(text.replace(",", " ").replace(":", " ").split())).strip("?.!")
-            for text in texts
-        }
+        return {" ".join(sorted(text.replace(",", " ").replace(":", " ").split())).strip("?.!") for text in texts}
 
     assert not words([row for row in table.train if "please" in row["input"].casefold()]) & words(
         [row for row in table.held_out if "please" in row["input"].casefold()]
@@ -96,11 +78,7 @@ def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path
 
 
 REFUSALS = {
-    "rows.csv": (
-        "id,weight\n1,2\n",
-        "no column is called question or input or prompt",
-        "'id', 'weight'",
-    ),
+    "rows.csv": ("id,weight\n1,2\n", "no column is called question or input or prompt", "'id', 'weight'"),
     "few.csv": ("question,answer\na,b\n", "has 1 different questions", "at least 10"),
     "bad.jsonl": ('{"question": 1}\n[2]\n', "row 2 is no object", "JSONL (an object a line)"),
     "cut.json": ("[{", "cannot be read", "in UTF-8"),

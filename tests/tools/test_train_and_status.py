@@ -138,11 +138,7 @@ async def test_validate_only_says_what_each_value_is_and_creates_nothing(tmp_pat
     assert checked["values"]["steps"] == 10
     assert checked["sources"] == {"argument": ["environment", "steps"]}
     estimate = checked["estimate"]
-    assert (estimate["steps"], estimate["rollouts"], estimate["tokens_at_most"]) == (
-        10,
-        320,
-        320 * 512,
-    )
+    assert (estimate["steps"], estimate["rollouts"], estimate["tokens_at_most"]) == (10, 320, 320 * 512)
     assert (estimate["train_tasks"], estimate["eval_tasks"], estimate["passes"]) == (40, 60, 1.0)
     assert estimate["prompt_tokens_about"] > 0
 
@@ -167,15 +163,11 @@ async def test_one_key_starts_one_run(tmp_path: Path):
     first = await call("train", environment="echo", steps=3, idempotency_key="k")
     again = await call("train", environment="echo", steps=3, idempotency_key="k")
     assert (again["run_id"], again["created"]) == (first["run_id"], False)
-    assert (
-        await refused("train", environment="echo", steps=4, idempotency_key="k")
-    ).code == "idempotency_conflict"
+    assert (await refused("train", environment="echo", steps=4, idempotency_key="k")).code == "idempotency_conflict"
     assert len(open_store().runs()) == 1
 
 
-async def test_each_rollout_of_an_agent_counts_the_same_unless_the_caller_says_otherwise(
-    tmp_path: Path,
-):
+async def test_each_rollout_of_an_agent_counts_the_same_unless_the_caller_says_otherwise(tmp_path: Path):
     push_echo(tmp_path)
     await call("env_push", name="agent", folder=str(AGENT_CALCULATOR.parent))
     asked = {"steps": 2, "validate_only": True}
@@ -212,32 +204,20 @@ async def test_an_evaluation_that_was_measured_before_takes_the_name(tmp_path: P
     assert [line["name"] for line in (await call("status"))["runs"]] == ["base model"]
 
 
-async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_that_its_run_has(
-    tmp_path: Path,
-):
+async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_that_its_run_has(tmp_path: Path):
     push_echo(tmp_path)
     first = await call("train", environment="echo", steps=3, idempotency_key="k")
-    open_store().add_environment(
-        name="echo", digest="fedcba9876543210", path=str(tmp_path), size_bytes=1
-    )
+    open_store().add_environment(name="echo", digest="fedcba9876543210", path=str(tmp_path), size_bytes=1)
     again = await call("train", environment="echo", steps=3, idempotency_key="k")
     assert (again["run_id"], again["environment"]) == (first["run_id"], first["environment"])
-    assert (await call("train", environment="echo", steps=3))[
-        "environment"
-    ] == "echo@fedcba9876543210"
+    assert (await call("train", environment="echo", steps=3))["environment"] == "echo@fedcba9876543210"
 
 
-async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe, "OPENINGS_S", 0.3)
-    slow = (
-        "    def start_episode(self, example, prompt_text):\n        import time; time.sleep(1)\n"
-    )
+    slow = "    def start_episode(self, example, prompt_text):\n        import time; time.sleep(1)\n"
     slow += "        return super().start_episode(example, prompt_text)\n"
-    push_echo(
-        tmp_path, ENVIRONMENT.replace("    def score_response", f"{slow}    def score_response")
-    )
+    push_echo(tmp_path, ENVIRONMENT.replace("    def score_response", f"{slow}    def score_response"))
     checked = await call("train", environment="echo", validate_only=True)
     assert checked["estimate"]["prompt_tokens_about"] == 0
     assert any("no task opened within 0.3 s" in note for note in checked["notes"])
@@ -249,10 +229,7 @@ async def test_one_task_that_cannot_be_opened_is_no_reason_to_refuse_a_run(tmp_p
         fails += f"        if str(self.dataset.index(example)) {broken}: raise ConnectionError\n"
         fails += "        return super().start_episode(example, prompt_text)\n"
         fails = fails.replace("('train-0', 'train-2')", "('0', '2')")
-        push_echo(
-            tmp_path,
-            ENVIRONMENT.replace("    def score_response", f"{fails}    def score_response"),
-        )
+        push_echo(tmp_path, ENVIRONMENT.replace("    def score_response", f"{fails}    def score_response"))
         for algorithm in ("grpo", "sft"):
             arguments = {"environment": "echo", "algorithm": algorithm, "validate_only": True}
             if refuses:
@@ -266,9 +243,7 @@ async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
     found: list[str] = []
 
     async def start() -> None:
-        found.append(
-            (await call("train", environment="echo", steps=3, idempotency_key="k"))["run_id"]
-        )
+        found.append((await call("train", environment="echo", steps=3, idempotency_key="k"))["run_id"])
 
     async with anyio.create_task_group() as group:
         for _ in range(4):
@@ -284,29 +259,13 @@ async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
         ({"environment": "ecko"}, "unknown_environment", "echo"),
         ({"environment": "echo@ffffff"}, "unknown_environment", "ffffff"),
         ({"environment": "echo", "model": "smollm"}, "unknown_model", "smollm2-135m-instruct"),
-        (
-            {"environment": "echo", "init_from_adapter": "run-00000000"},
-            "unknown_run",
-            "run-00000000",
-        ),
+        ({"environment": "echo", "init_from_adapter": "run-00000000"}, "unknown_run", "run-00000000"),
         ({"environment": "echo", "init_from_adapter": "run-00000000@x"}, "invalid_argument", "x"),
-        (
-            {"environment": "echo", "secrets": ["NOT_SET_ANYWHERE"]},
-            "invalid_argument",
-            "NOT_SET_ANYWHERE",
-        ),
-        (
-            {"environment": "echo", "environment_args": {"fail": True}},
-            "environment_invalid",
-            "asked to fail",
-        ),
+        ({"environment": "echo", "secrets": ["NOT_SET_ANYWHERE"]}, "invalid_argument", "NOT_SET_ANYWHERE"),
+        ({"environment": "echo", "environment_args": {"fail": True}}, "environment_invalid", "asked to fail"),
         ({"environment": "echo", "environment_args": {"nope": 1}}, "environment_invalid", "nope"),
         ({"environment": "echo", "max_length": 9000}, "invalid_argument", "8192"),
-        (
-            {"environment": "echo", "config": "/nonexistent.toml"},
-            "invalid_argument",
-            "/nonexistent.toml",
-        ),
+        ({"environment": "echo", "config": "/nonexistent.toml"}, "invalid_argument", "/nonexistent.toml"),
         ({"environment": "echo", "epochs": 2}, "invalid_argument", "epochs"),
     ],
 )
@@ -327,15 +286,10 @@ async def test_what_cannot_work_is_refused_and_leaves_nothing_behind(
         ("x = 1", "environment_invalid"),
         ("def load_environment():\n    return 3", "environment_invalid"),
         (ENVIRONMENT.replace("range(40)", "range(0)"), "dataset_invalid"),
-        (
-            ENVIRONMENT.replace('[{"role": "user", "content": example.input}]', "1 / 0"),
-            "environment_error",
-        ),
+        (ENVIRONMENT.replace('[{"role": "user", "content": example.input}]', "1 / 0"), "environment_error"),
     ],
 )
-async def test_a_broken_environment_is_refused_when_the_run_is_asked_for(
-    tmp_path: Path, code: str, error_code: str
-):
+async def test_a_broken_environment_is_refused_when_the_run_is_asked_for(tmp_path: Path, code: str, error_code: str):
     push_echo(tmp_path, code)
     assert (await refused("train", environment="echo")).code == error_code
     assert open_store().runs() == []
@@ -344,9 +298,7 @@ async def test_a_broken_environment_is_refused_when_the_run_is_asked_for(
 async def test_an_evaluation_needs_an_eval_split(tmp_path: Path):
     push_echo(tmp_path, ENVIRONMENT.replace("range(60)", "range(0)"))
     assert (await refused("train", environment="echo", eval_before=True)).code == "dataset_invalid"
-    assert (await call("train", environment="echo", validate_only=True))["estimate"][
-        "eval_tasks"
-    ] == 0
+    assert (await call("train", environment="echo", validate_only=True))["estimate"]["eval_tasks"] == 0
 
 
 async def test_a_prompt_that_cannot_fit_is_refused(tmp_path: Path):
@@ -396,9 +348,7 @@ async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path:
         ({"model": "qwen3-0.6b"}, "smollm2-135m-instruct"),
     ],
 )
-async def test_a_warm_start_that_does_not_fit_is_refused(
-    tmp_path: Path, fields: dict[str, Any], named: str
-):
+async def test_a_warm_start_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str, Any], named: str):
     earlier = finished_run(tmp_path)
     error = await refused("train", environment="echo", init_from_adapter=earlier.id, **fields)
     assert error.code == "adapter_mismatch"
@@ -421,9 +371,7 @@ async def test_a_warm_start_from_an_adapter_that_is_no_plain_one_is_refused(tmp_
 
 async def test_a_warm_start_without_a_checkpoint_is_refused(tmp_path: Path):
     earlier = queued_run(tmp_path)
-    assert (
-        await refused("train", environment="echo", init_from_adapter=earlier.id)
-    ).code == "unknown_checkpoint"
+    assert (await refused("train", environment="echo", init_from_adapter=earlier.id)).code == "unknown_checkpoint"
 
 
 async def expected(**fields: Any) -> dict[str, Any]:
@@ -484,9 +432,7 @@ async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
     assert not any("memory" in note for note in notes)
 
 
-async def test_more_gpus_than_environments_may_run_at_once_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_more_gpus_than_environments_may_run_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     push_echo(tmp_path)
     monkeypatch.setattr("flash_mcp.tools.shared.placing.find_gpus", lambda: list("0123"))
     wanted = {"environment": "echo", "validate_only": True}
@@ -537,12 +483,7 @@ async def test_a_finished_run_is_judged_on_the_same_held_out_examples(tmp_path: 
     run = finished_run(tmp_path, solved=90)
     body = await call("status", run_id=run.id)
     view = body["run"]
-    assert (view["state"], view["step"], view["steps"], view["checkpoint"]) == (
-        "succeeded",
-        20,
-        20,
-        20,
-    )
+    assert (view["state"], view["step"], view["steps"], view["checkpoint"]) == ("succeeded", 20, 20, 20)
     assert view["reward"]["first"] < 0.3 < 0.7 < view["reward"]["last"]
     names = ("step", "success", "low", "high")
     held_out = [tuple(point[name] for name in names) for point in view["held_out"]]
@@ -558,15 +499,10 @@ async def test_one_example_that_the_environment_failed_does_not_cost_the_pairs(t
     evaluate(writer, 0, 40)
     rollouts = [sample_rollout(20, index, float(index < 52)) for index in range(EVAL_EXAMPLES)]
     rollouts[-1]["error"] = {"code": "environment_error", "what": "it raised"}
-    writer.evaluation(
-        20, {"n": 99, "success": 52 / 99, "reward_mean": 52 / 99, "error_share": 0.01}, rollouts
-    )
+    writer.evaluation(20, {"n": 99, "success": 52 / 99, "reward_mean": 52 / 99, "error_share": 0.01}, rollouts)
     read_in(open_store(), run.id)
     verdict = (await call("status", run_id=run.id))["run"]["verdict"]
-    assert (
-        verdict["outcome"] == "improved"
-        and "the same 99 tasks (12 newly solved" in verdict["explanation"]
-    )
+    assert verdict["outcome"] == "improved" and "the same 99 tasks (12 newly solved" in verdict["explanation"]
 
 
 async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
@@ -574,16 +510,9 @@ async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
     with open_store().transaction():
         for step in range(1, 2001):
             metrics = {"reward/mean": 0.9 if step == 777 else step / 1e4}
-            open_store().put_metrics(
-                run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
-            )
+            open_store().put_metrics(run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
     trend = (await call("status", run_id=run.id))["run"]["reward"]
-    assert (trend["best"], trend["over_steps"], trend["first"], trend["last"]) == (
-        0.9,
-        10,
-        0.0005,
-        0.1996,
-    )
+    assert (trend["best"], trend["over_steps"], trend["first"], trend["last"]) == (0.9, 10, 0.0005, 0.1996)
 
 
 async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
@@ -593,9 +522,7 @@ async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
     body = await call("status", run_id=finished_run(tmp_path / "other", solved=25).id)
     assert body["run"]["verdict"]["outcome"] == "underpowered"
     assert (
-        "tasks would decide" in body["next"]
-        and "evaluate(" in body["next"]
-        and body["next"].endswith("then compare")
+        "tasks would decide" in body["next"] and "evaluate(" in body["next"] and body["next"].endswith("then compare")
     )
 
 
@@ -694,17 +621,13 @@ async def test_a_list_of_long_lines_goes_on_on_the_next_page(tmp_path: Path):
 
 async def test_the_list_shows_held_out_success_verdict_and_parent(tmp_path: Path):
     parent = finished_run(tmp_path, solved=90)
-    child = await call(
-        "train", environment="echo", steps=3, init_from_adapter=parent.id, model=parent.model
-    )
+    child = await call("train", environment="echo", steps=3, init_from_adapter=parent.id, model=parent.model)
     newest, first = (await call("status"))["runs"]
     assert (first["success"], first["verdict"]) == (0.9, "improved") and "parent" not in first
     assert (newest["run_id"], newest["parent"]) == (child["run_id"], f"{parent.id}@20")
 
 
-async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(
-    tmp_path: Path, flash_home: Path
-):
+async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path: Path, flash_home: Path):
     run, _ = started_run(tmp_path)
     open_store().execute("UPDATE main.runs SET used_s = 5400")
     view = (await call("status", run_id=run.id))["run"]
@@ -775,9 +698,7 @@ async def test_pages_of_every_order_cover_each_rollout_once(tmp_path: Path):
         seen: list[int] = []
         cursor = None
         while True:
-            body = await call(
-                "rollouts", run_id=run.id, step=5, which=which, limit=3, cursor=cursor
-            )
+            body = await call("rollouts", run_id=run.id, step=5, which=which, limit=3, cursor=cursor)
             seen += [row["index"] for row in body["rollouts"]]
             if not body["has_more"]:
                 break
@@ -799,10 +720,7 @@ async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_
     body = await call("rollouts", run_id=run.id, limit=10, max_characters=7000)
     answers = [row["messages"][-1]["content"] for row in body["rollouts"]]
     assert len(answers) == 8
-    assert all(
-        text.startswith("start") and text.endswith("end") and "characters cut" in text
-        for text in answers
-    )
+    assert all(text.startswith("start") and text.endswith("end") and "characters cut" in text for text in answers)
     assert "index=0" in body["next"]
     assert body["cut"]
     found = await call("rollouts", run_id=run.id, contains="needle", limit=2)
@@ -815,9 +733,7 @@ async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_
 async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(tmp_path: Path):
     run, writer = started_run(tmp_path)
     row = sample_rollout(1, 0, 0.5)
-    row["messages"] = [
-        {"role": "assistant", "content": f"turn {number} " + "x" * 300} for number in range(120)
-    ]
+    row["messages"] = [{"role": "assistant", "content": f"turn {number} " + "x" * 300} for number in range(120)]
     writer.rollouts(1, [row])
     read_in(open_store(), run.id)
     seen: list[str] = []
@@ -832,10 +748,7 @@ async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(t
 
 async def test_what_all_prompts_begin_with_is_shown_once(tmp_path: Path):
     run, writer = started_run(tmp_path)
-    example = [
-        {"role": "user", "content": "What is 3 + 4?"},
-        {"role": "assistant", "content": "The answer is 7."},
-    ]
+    example = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]
     rows = [sample_rollout(1, index, 0.5) for index in range(3)]
     for row in rows:
         row["messages"][1:1] = example
@@ -879,17 +792,13 @@ async def test_failed_rollouts_show_what_failed(tmp_path: Path):
 
 
 async def test_evaluation_transcripts_are_kept_apart(tmp_path: Path):
-    body = await call(
-        "rollouts", run_id=finished_run(tmp_path).id, split="eval", step=0, success=False
-    )
+    body = await call("rollouts", run_id=finished_run(tmp_path).id, split="eval", step=0, success=False)
     assert body["total"] == 80
     assert not any(row["success"] for row in body["rollouts"])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"step": 99}, {"split": "eval"}, {"index": 3}])
-async def test_where_there_are_no_rollouts_the_result_says_why(
-    tmp_path: Path, arguments: dict[str, Any]
-):
+async def test_where_there_are_no_rollouts_the_result_says_why(tmp_path: Path, arguments: dict[str, Any]):
     run, writer = started_run(tmp_path)
     if arguments.get("step"):
         learn(writer, [1, 2])
@@ -956,10 +865,9 @@ async def test_the_catalog_shows_what_there_is(tmp_path: Path):
 
 async def test_the_catalog_can_be_narrowed_and_paged():
     everything = (await call("catalog", kind="models"))["models"]
-    assert [
-        model["name"]
-        for model in (await call("catalog", kind="models", contains="QWEN3"))["models"]
-    ] == [model["name"] for model in everything if "qwen3" in model["name"]]
+    assert [model["name"] for model in (await call("catalog", kind="models", contains="QWEN3"))["models"]] == [
+        model["name"] for model in everything if "qwen3" in model["name"]
+    ]
     first = await call("catalog", kind="models", limit=2)
     second = await call("catalog", kind="models", limit=30, cursor=first["cursor"])
     assert first["models"] + second["models"] == everything
@@ -968,14 +876,7 @@ async def test_the_catalog_can_be_narrowed_and_paged():
 
 async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
     run, model = finished_run(tmp_path / "trained"), "smollm2-135m-instruct"
-    values = {
-        "owner": "alice",
-        "name": model,
-        "model": model,
-        "run_id": run.id,
-        "step": 20,
-        "state": "ready",
-    }
+    values = {"owner": "alice", "name": model, "model": model, "run_id": run.id, "step": 20, "state": "ready"}
     open_store().add_deployment({"id": "dep-1", **values})
     assert find_subject(open_store(), model).run is None
     for name in (model, model.upper()):
@@ -995,11 +896,9 @@ async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
 async def test_a_short_conversation_asks_for_no_longer_answers(tmp_path: Path):
     push_echo(tmp_path)
     for algorithm in ("grpo", "sft"):
-        values = (
-            await call(
-                "train", environment="echo", algorithm=algorithm, max_length=256, validate_only=True
-            )
-        )["values"]
+        values = (await call("train", environment="echo", algorithm=algorithm, max_length=256, validate_only=True))[
+            "values"
+        ]
         assert values["max_tokens"] == values["max_length"] == 256
 
 
@@ -1035,9 +934,7 @@ async def test_only_grpo_is_judged_by_a_sample(tmp_path: Path):
     push_echo(tmp_path)
     checked = await call("train", environment="echo", algorithm="sft", validate_only=True)
     assert "sample" not in checked["next"]
-    error = await refused(
-        "train", environment="echo", algorithm="sft", validate_only=True, sample=True
-    )
+    error = await refused("train", environment="echo", algorithm="sft", validate_only=True, sample=True)
     assert "grpo" in error.what and "evaluate" in error.fix
 
 
@@ -1075,17 +972,9 @@ async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_hav
         ({"max_tokens": 16}, ", max_tokens=16"),
     ],
 )
-async def test_going_on_from_a_run_is_a_call_that_works(
-    tmp_path: Path, fields: dict[str, Any], more: str
-):
+async def test_going_on_from_a_run_is_a_call_that_works(tmp_path: Path, fields: dict[str, Any], more: str):
     run, writer = started_run(tmp_path, **fields)
-    save_adapter(
-        writer,
-        5,
-        tmp_path / "saved",
-        rank=fields.get("lora_rank", 32),
-        alpha=fields.get("lora_alpha", 64),
-    )
+    save_adapter(writer, 5, tmp_path / "saved", rank=fields.get("lora_rank", 32), alpha=fields.get("lora_alpha", 64))
     read_in(open_store(), run.id)
     said = (await call("checkpoints", run_id=run.id))["next"]
     made = f"train(environment='echo', init_from_adapter='{run.id}@5'{more})"
@@ -1098,9 +987,7 @@ async def test_going_on_from_a_run_is_a_call_that_works(
 
 async def test_a_list_of_runs_of_one_state_does_not_say_that_there_are_none(tmp_path: Path):
     finished_run(tmp_path)
-    assert (await call("status", state="failed"))[
-        "next"
-    ] == "no run is failed: leave state out for all"
+    assert (await call("status", state="failed"))["next"] == "no run is failed: leave state out for all"
 
 
 async def test_a_long_run_keeps_its_held_out_losses(tmp_path: Path):
@@ -1109,13 +996,9 @@ async def test_a_long_run_keeps_its_held_out_losses(tmp_path: Path):
         for step in range(1, 811):
             held_out = {"eval_loss": 1.0 + step / 1000} if step % 50 == 0 else {}
             metrics = {"loss": 2.0 - step / 1000, **held_out}
-            open_store().put_metrics(
-                run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
-            )
+            open_store().put_metrics(run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
     view = (await call("status", run_id=run.id, detail="detailed"))["run"]
-    assert [flag["name"] for flag in view["flags"]] == ["overfitting"] and "eval_loss" in view[
-        "metrics"
-    ]
+    assert [flag["name"] for flag in view["flags"]] == ["overfitting"] and "eval_loss" in view["metrics"]
 
 
 async def test_a_long_run_is_judged_on_all_of_it(tmp_path: Path):
@@ -1124,18 +1007,14 @@ async def test_a_long_run_is_judged_on_all_of_it(tmp_path: Path):
         for step in range(1, 1001):  # it learns, and has come to rest for the newest 600 steps
             share = min(0.75, 0.1 + step / 600)
             metrics = {"reward/mean": share, "success/rate": share, "entropy": 1.0}
-            open_store().put_metrics(
-                run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
-            )
+            open_store().put_metrics(run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
     view = (await call("status", run_id=run.id))["run"]
     assert "flags" not in view and view["outlook"].startswith("yes: reward went from 0.1")
     assert "over steps 1 to 1000" in view["outlook"]
 
 
 @pytest.mark.slow
-async def test_a_model_that_can_show_no_tools_is_refused_for_tasks_with_tools(
-    tmp_path: Path, tiny_model: Path
-):
+async def test_a_model_that_can_show_no_tools_is_refused_for_tasks_with_tools(tmp_path: Path, tiny_model: Path):
     await call("env_push", name="tooled", folder=str(TOOL_CALCULATOR))
     given = {"environment": "tooled", "steps": 2, "validate_only": True}
     assert await call("train", **given, model=str(tiny_model))

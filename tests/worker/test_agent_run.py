@@ -69,9 +69,7 @@ def write(question, base_url, api_key, model):
 """
 
 
-def test_what_an_agent_asks_of_its_model_is_honoured_in_a_run(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_what_an_agent_asks_of_its_model_is_honoured_in_a_run(tiny_model: Path, tmp_path: Path) -> None:
     environment = tmp_path / "wishes"
     shutil.copytree(AGENT_VOWELS, environment)
     (environment / "agent.py").write_text(WISHES)
@@ -83,8 +81,5 @@ def test_what_an_agent_asks_of_its_model_is_honoured_in_a_run(
     assert {row["turns"] for row in rows} <= {1, 3}
     for row in rows:
         assert row["refusals"] == {"unsupported_value: logit_bias": 1}
-        words = [
-            *row["messages"],
-            *(said for branch in row["branches"] for said in branch["messages"]),
-        ]
+        words = [*row["messages"], *(said for branch in row["branches"] for said in branch["messages"])]
         assert any(said["content"] in ('"cat"', '"dog"') for said in words), words

@@ -120,9 +120,7 @@ def agents(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.anyio
-async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_killed(
-    tmp_path: Path,
-) -> None:
+async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_killed(tmp_path: Path) -> None:
     folder = tmp_path / "agents"
     rng = random.Random(4)
     killed: set[int] = set()
@@ -145,23 +143,17 @@ async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_kille
 
 
 @pytest.mark.anyio
-async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fail_and_no_others(
-    tmp_path: Path,
-) -> None:
+async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fail_and_no_others(tmp_path: Path) -> None:
     folder = tmp_path / "agents"
     async with programs(folder) as host:
         server = next(
             each
-            for each in psutil.Process(host._children[-1]._transport.get_pid()).children(
-                recursive=True
-            )
+            for each in psutil.Process(host._children[-1]._transport.get_pid()).children(recursive=True)
             if "environments.process.child" in each.cmdline()
         )
         rollouts = await rollouts_of(host, Striking(strikes={SESSIONS + 3: server.kill}))
         lost = [each for each in rollouts if not heard(each)]
-        assert lost and all(
-            each.error["code"] == "environment_error" for each in lost if each.error
-        )
+        assert lost and all(each.error["code"] == "environment_error" for each in lost if each.error)
         assert agents(folder) == [], "no agent outlives the process that serves its model"
         assert all(map(heard, await rollouts_of(host, FakeEngine(), first=SESSIONS)))
 
@@ -184,6 +176,4 @@ def test_a_worker_that_is_killed_leaves_no_agent_and_the_next_attempt_ends_the_r
     assert [*run.rollout_steps()] == [1, 2]
     for step in run.rollout_steps():
         rows: list[Any] = run.rollouts(step)
-        assert [(row["error"], row["turns"], row["reward"]) for row in rows] == [
-            (None, CALLS, 1)
-        ] * 8
+        assert [(row["error"], row["turns"], row["reward"]) for row in rows] == [(None, CALLS, 1)] * 8

@@ -51,12 +51,8 @@ class Fuzzer(EnvironmentAgent):
         answers = 0
         while answers < 8 and (not answers or rng.random() < 0.8):
             asked = [rng.choice(histories) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-            bodies = [
-                json.loads(json.dumps({"model": model, "messages": messages})) for messages in asked
-            ]
-            found = await asyncio.gather(
-                *(ask(session, body) for body in bodies), return_exceptions=True
-            )
+            bodies = [json.loads(json.dumps({"model": model, "messages": messages})) for messages in asked]
+            found = await asyncio.gather(*(ask(session, body) for body in bodies), return_exceptions=True)
             for body, answer in zip(bodies, found, strict=True):
                 if isinstance(answer, ApiError) and answer.status == 400 and rng.random() < 0.7:
                     continue  # the context is too short for this conversation: others go on
@@ -79,9 +75,7 @@ class Fuzzer(EnvironmentAgent):
                 await asyncio.sleep(1)
         return RewardResult(1.0)
 
-    async def _ask_again(
-        self, session: Session, bodies: Sequence[Any], found: Sequence[Any]
-    ) -> None:
+    async def _ask_again(self, session: Session, bodies: Sequence[Any], found: Sequence[Any]) -> None:
         """Send the last request again, as a client does whose answer was lost."""
         first = [each for body, each in zip(bodies, found, strict=True) if body == bodies[-1]]
         if isinstance(first[-1], Answer):
@@ -132,9 +126,7 @@ class InProcess:
         episode, _ = self.episodes[number]
         return await episode.next_call() or ("max_turns" if episode.is_at_limit else "done")
 
-    async def answer_call(
-        self, number: int, call: int, text: str, calls: Any = (), usage: Any = NO_USAGE
-    ) -> None:
+    async def answer_call(self, number: int, call: int, text: str, calls: Any = (), usage: Any = NO_USAGE) -> None:
         turn = {"role": "assistant", "content": text}
         self.episodes[number][0].answer_call(call, turn, usage)
 
@@ -182,9 +174,7 @@ class Recorder(FakeEngine):
         turns.append((wanted.token_ids, wanted.logprobs))
 
 
-def test_the_trained_ids_of_agents_are_those_that_were_sampled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_trained_ids_of_agents_are_those_that_were_sampled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)  # each fault is a warning
     template = ChatTemplate(make_tokenizer())
     outcomes: dict[str, int] = {}

@@ -48,10 +48,7 @@ from worker.training_session import TrainingSession, examples_of
 
 def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:
     result = run.result()
-    assert result is not None and result["state"] == state, (
-        result,
-        run.log_tail(run.newest_epoch()),
-    )
+    assert result is not None and result["state"] == state, (result, run.log_tail(run.newest_epoch()))
     return result
 
 
@@ -116,36 +113,18 @@ def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:
     assert finished(whole_run)["step"] == 5
     assert list(whole_run.metric_steps()) == list(whole_run.rollout_steps()) == [1, 2, 3, 4, 5]
     assert list(whole_run.eval_steps()) == [0, 5]
-    assert (
-        whole_run.checkpoints.steps() == [1, 2, 3, 4, 5]
-        and whole_run.checkpoints.newest_good() == 5
-    )
+    assert whole_run.checkpoints.steps() == [1, 2, 3, 4, 5] and whole_run.checkpoints.newest_good() == 5
     rows = whole_run.rollouts(5)
-    assert [row["index"] for row in rows] == list(range(32)) and {row["group"] for row in rows} == {
-        0,
-        1,
-        2,
-        3,
-    }
+    assert [row["index"] for row in rows] == list(range(32)) and {row["group"] for row in rows} == {0, 1, 2, 3}
     assert all(len(row["messages"]) == 4 and row["turns"] == 2 and not row["error"] for row in rows)
     metrics = [whole_run.metrics(step)["metrics"] for step in (1, 5)]
     assert metrics[1]["reward/mean"] > metrics[0]["reward/mean"]
     assert metrics[1]["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 32)
-    for name in (
-        "loss",
-        "grad_norm",
-        "entropy",
-        "is_ratio/mean",
-        "time/step_s",
-        "time/sync_s",
-        "success/rate",
-    ):
+    for name in ("loss", "grad_norm", "entropy", "is_ratio/mean", "time/step_s", "time/sync_s", "success/rate"):
         assert all(step[name] is not None for step in metrics), name
 
 
-def test_a_tracker_gets_every_metric_and_one_that_is_not_installed_is_an_event(
-    whole_run: Any,
-) -> None:
+def test_a_tracker_gets_every_metric_and_one_that_is_not_installed_is_an_event(whole_run: Any) -> None:
     (path,) = Path(whole_run.root, "tensorboard").iterdir()
     sent = scalars(path)
     for step in range(1, 6):
@@ -177,10 +156,7 @@ def scalars(path: Path) -> dict[tuple[int, str], float]:
 def test_the_engine_samples_from_the_policy_that_is_trained(whole_run: Any) -> None:
     for step in range(1, 6):
         metrics = whole_run.metrics(step)["metrics"]
-        assert (
-            metrics["sampling_logp_difference/mean"] < 0.02
-            and abs(metrics["is_ratio/mean"] - 1) < 0.02
-        )
+        assert metrics["sampling_logp_difference/mean"] < 0.02 and abs(metrics["is_ratio/mean"] - 1) < 0.02
 
 
 def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_model: Path) -> None:
@@ -190,9 +166,7 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
     folder = Path(whole_run.checkpoints.verify(5)["path"])
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
     assert any(
-        weight.any()
-        for name, weight in load_file(folder / "adapter_model.safetensors").items()
-        if "lora_B" in name
+        weight.any() for name, weight in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name
     )
 
 
@@ -210,9 +184,7 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
     # It looks at 12 tasks, evaluates 5, makes three steps (all of the examples were seen once) and
     # half of the fourth.
     environment, flag = held(tmp_path / "held", after=12 + 5 + 3 * 16 + 8)
-    run = make_run(
-        tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **SHORT
-    )
+    run = make_run(tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **SHORT)
     with Attempt(run, one_by_one=True) as first:
         first.wait_until(lambda: 3 in run.checkpoints.steps())
         children = psutil.Process(first.process.pid).children(recursive=True)
@@ -224,16 +196,9 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
     with Attempt(run, 2, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["epoch"] == 2
-    assert (
-        list(run.metric_steps()) == [1, 2, 3, 4, 5]
-        and run.metrics(1)["epoch"] == 1
-        and run.metrics(5)["epoch"] == 2
-    )
+    assert list(run.metric_steps()) == [1, 2, 3, 4, 5] and run.metrics(1)["epoch"] == 1 and run.metrics(5)["epoch"] == 2
     for step in range(1, 6):
-        assert (
-            run.metrics(step)["metrics"]["reward/mean"]
-            == exact_run.metrics(step)["metrics"]["reward/mean"]
-        )
+        assert run.metrics(step)["metrics"]["reward/mean"] == exact_run.metrics(step)["metrics"]["reward/mean"]
     assert (
         run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]
         == exact_run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]
@@ -266,10 +231,7 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
 
     assert curve(run) == curve(exact_run)
     trained = "adapter_model.safetensors"
-    assert (
-        run.checkpoints.manifest(5)["files"][trained]
-        == exact_run.checkpoints.manifest(5)["files"][trained]
-    )
+    assert run.checkpoints.manifest(5)["files"][trained] == exact_run.checkpoints.manifest(5)["files"][trained]
 
 
 RANKED = """
@@ -312,9 +274,7 @@ def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_
 
 
 @pytest.mark.cpu
-def test_an_attempt_that_finds_every_step_made_makes_no_other(
-    exact_run: RunFolder, tmp_path: Path
-) -> None:
+def test_an_attempt_that_finds_every_step_made_makes_no_other(exact_run: RunFolder, tmp_path: Path) -> None:
     """The one before was lost while it evaluated what it had trained."""
     run = RunFolder(shutil.copytree(exact_run.root, tmp_path / "run"))
     for path in ("result.1.json", "evals/5.1.json"):
@@ -325,9 +285,7 @@ def test_an_attempt_that_finds_every_step_made_makes_no_other(
     assert run.checkpoints.steps() == exact_run.checkpoints.steps()
     manifest, before = run.checkpoints.manifest(5), exact_run.checkpoints.manifest(5)
     assert manifest and before and manifest["files"] == before["files"]
-    said, before = (
-        [row["messages"] for row in r.evaluation(5)["rollouts"]] for r in (run, exact_run)
-    )
+    said, before = ([row["messages"] for row in r.evaluation(5)["rollouts"]] for r in (run, exact_run))
     assert said == before
 
 
@@ -336,31 +294,21 @@ def test_steps_go_through_all_examples_again_and_again(total: int, count: int, s
     steps = [examples_of(step, count, total, seed) for step in range(1, 3 * total + 1)]
     drawn = list(itertools.chain(*steps))
     passes = [drawn[at : at + total] for at in range(0, len(drawn), total)]
-    assert all(sorted(one) == list(range(total)) for one in passes) and {
-        len(step) for step in steps
-    } == {count}
+    assert all(sorted(one) == list(range(total)) for one in passes) and {len(step) for step in steps} == {count}
     assert total < 8 or passes[0] != passes[1]
 
 
-def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     def files() -> dict[Path, bytes]:
-        paths = (
-            path for path in Path(run.root).rglob("*") if path.is_file() and "log" not in path.name
-        )
-        return {
-            path: path.read_bytes() for path in paths if not path.name.startswith(".")
-        }  # a beat half written
+        paths = (path for path in Path(run.root).rglob("*") if path.is_file() and "log" not in path.name)
+        return {path: path.read_bytes() for path in paths if not path.name.startswith(".")}  # a beat half written
 
     environment, flag = held(tmp_path / "held", after=12 + 32)
     run = make_run(tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600)
     with Attempt(run) as zombie:
         # Past a whole checkpoint, so that it is not stopped between two writes that belong
         # together.
-        zombie.wait_until(
-            lambda: any((run.event(n) or {})["kind"] == "checkpoint" for n in run.event_names())
-        )
+        zombie.wait_until(lambda: any((run.event(n) or {})["kind"] == "checkpoint" for n in run.event_names()))
         zombie.process.send_signal(signal.SIGSTOP)
         flag.unlink()
         with Attempt(run, 2) as second:
@@ -371,9 +319,7 @@ def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(
     assert files() == before
 
 
-def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(tiny_model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny_model, steps=1000, save_every=1000)
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: 2 in run.metric_steps())
@@ -392,29 +338,20 @@ def test_a_cancel_between_two_steps_counts_the_step_that_was_made(tmp_path: Path
     assert heartbeat.step == 6
 
 
-def test_a_warm_start_begins_with_the_other_runs_adapter(
-    whole_run: Any, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_model: Path, tmp_path: Path) -> None:
     start = {
-        "init_adapter": {
-            "path": whole_run.checkpoints.verify(5)["path"],
-            "run_id": "run",
-            "step": 5,
-            "digest": "",
-        }
+        "init_adapter": {"path": whole_run.checkpoints.verify(5)["path"], "run_id": "run", "step": 5, "digest": ""}
     }
-    run = make_run(
-        tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo"
-    )
+    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo")
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     first, cold = (r.metrics(1)["metrics"] for r in (run, whole_run))
     assert first["reward/mean"] > cold["reward/mean"] and first["kl"] == pytest.approx(0, abs=1e-3)
     group = [row for row in run.rollouts(1) if row["group"] == 0]
     spread = statistics.stdev(row["reward"] for row in group)
-    assert statistics.stdev(row["advantage"] for row in group) == pytest.approx(
-        spread / (spread + 1e-4), abs=1e-4
-    ), "what is told is what is trained"
+    assert statistics.stdev(row["advantage"] for row in group) == pytest.approx(spread / (spread + 1e-4), abs=1e-4), (
+        "what is told is what is trained"
+    )
 
 
 @pytest.mark.parametrize(
@@ -435,15 +372,13 @@ def test_a_run_that_cannot_start_ends_with_a_coded_error(
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     error = finished(run, "failed")["error"]
-    assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace(
-        "': ", "="
-    ).replace("'", "")
+    assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace("': ", "=").replace(
+        "'", ""
+    )
     assert not run.metric_steps() and not run.checkpoints.steps()
 
 
-def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "failing"
     folder.mkdir()
     source = (VOWELS / "environment.py").read_text()
@@ -454,11 +389,7 @@ def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     error = finished(run, "failed")["error"]
-    assert (
-        error["code"] == "environment_error"
-        and "32 of 32 rollouts" in error["what"]
-        and "boom" in error["wrote"]
-    )
+    assert error["code"] == "environment_error" and "32 of 32 rollouts" in error["what"] and "boom" in error["wrote"]
     assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))
 
 
@@ -480,17 +411,13 @@ def load_environment(train=20, held_out=5, question="Write"):
 def sometimes(folder: Path, *, every: int, seconds: float = 0.0) -> Path:
     """An environment that fails to open one task of `every`, after `seconds`."""
     folder.mkdir()
-    source = (VOWELS / "environment.py").read_text() + SOMETIMES.format(
-        every=every, seconds=seconds
-    )
+    source = (VOWELS / "environment.py").read_text() + SOMETIMES.format(every=every, seconds=seconds)
     (folder / "environment.py").write_text(source)
     return folder
 
 
 @pytest.mark.anyio
-async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(
-    tmp_path: Path,
-) -> None:
+async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(tmp_path: Path) -> None:
     template, looks = ChatTemplate(make_tokenizer()), []
     async with await EnvironmentHost.start(sometimes(tmp_path / "e", every=10)) as host:
         watched = {"max_error_share": 0.1, "advance": lambda: looks.append(1)}
@@ -507,13 +434,7 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
 
 def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path: Path) -> None:
     slow = sometimes(tmp_path / "slow", every=1000, seconds=0.5)
-    run = make_run(
-        tmp_path / "run",
-        tiny_model,
-        environment=slow,
-        environment_args={"train": 1000},
-        env_concurrency=1,
-    )
+    run = make_run(tmp_path / "run", tiny_model, environment=slow, environment_args={"train": 1000}, env_concurrency=1)
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: (run.beat() or {}).get("progress", 0) > 2)
         run.request_cancel()

@@ -18,12 +18,7 @@ from worker.training.attention import Layout
 from worker.training.packing import hidden_states
 from worker.training.policy import load_policy
 
-LENGTHS = [
-    (5, [3, 7, 1]),
-    (9, [12]),
-    (0, [4, 6]),
-    (70, [30, 58]),
-]
+LENGTHS = [(5, [3, 7, 1]), (9, [12]), (0, [4, 6]), (70, [30, 58])]
 
 
 def segments_of(ends: Tensor) -> list[slice]:
@@ -112,9 +107,7 @@ def test_flash_attention_in_two_parts_has_the_outputs_and_gradients_of_the_maske
 def test_the_kernels_give_the_shapes_that_the_stand_ins_give() -> None:
     """By PyTorch's own rules for CUDA, which need no GPU."""
 
-    def shapes(
-        run: Any, back: Any, device: str, dtype: torch.dtype, ends: Tensor
-    ) -> list[torch.Size]:
+    def shapes(run: Any, back: Any, device: str, dtype: torch.dtype, ends: Tensor) -> list[torch.Size]:
         query = torch.zeros(20, 4, 8, dtype=dtype, device=device)
         key = torch.zeros(20, 2, 8, dtype=dtype, device=device)
         span = (ends, ends, 15, 15, 0.0, True)
@@ -122,9 +115,7 @@ def test_the_kernels_give_the_shapes_that_the_stand_ins_give() -> None:
         grads = back(query, query, key, key, out, lse, *span, *random[:2], scale=1.0)
         return [tensor.shape for tensor in (out, lse, *grads)]
 
-    mine = shapes(
-        forward, backward, "cpu", torch.float32, torch.tensor([0, 5, 20], dtype=torch.int32)
-    )
+    mine = shapes(forward, backward, "cpu", torch.float32, torch.tensor([0, 5, 20], dtype=torch.int32))
     with FakeTensorMode():
         kernels = attention.FLASH_FORWARD, attention.FLASH_BACKWARD
         ends = torch.empty(3, dtype=torch.int32, device="cuda")
@@ -132,9 +123,7 @@ def test_the_kernels_give_the_shapes_that_the_stand_ins_give() -> None:
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_a_card_without_bf16_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, dtype: str
-) -> None:
+def test_a_card_without_bf16_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, dtype: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
@@ -148,11 +137,7 @@ def test_a_model_computes_the_same_by_flash_attention(flash: None, fp32_model: P
     policy = load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
     ids = torch.arange(40, 90)
     masked, in_parts = (
-        hidden_states(
-            policy.get_base_model(),
-            ids,
-            Layout(20, [18, 12], torch.float32, policy.device, flash=on),
-        )
+        hidden_states(policy.get_base_model(), ids, Layout(20, [18, 12], torch.float32, policy.device, flash=on))
         for on in (False, True)
     )
     torch.testing.assert_close(in_parts[:50], masked[:50], rtol=1e-5, atol=1e-5)

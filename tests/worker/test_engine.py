@@ -34,9 +34,7 @@ from worker.training import packing
 from worker.training.policy import load_policy
 
 RANK = 12  # not one of vLLM's
-PROMPT = [
-    33 + (index * index) % 90 for index in range(300)
-]  # longer than two blocks of the CPU's prefix cache
+PROMPT = [33 + (index * index) % 90 for index in range(300)]  # longer than two blocks of the CPU's prefix cache
 BF16_NATS = 0.2
 """Engine and trainer round at different places: at most 0.074 in 4,600 tokens; to the policy before
 at least 1.5.
@@ -67,18 +65,12 @@ def engines() -> Iterator[Engines]:
 
 
 def engine_of(
-    engines: Engines,
-    model: Path,
-    sync: Sync,
-    dtype: str = "bfloat16",
-    core: Core = "synchronous",
+    engines: Engines, model: Path, sync: Sync, dtype: str = "bfloat16", core: Core = "synchronous"
 ) -> VllmEngine:
     key = model, sync, core
     if key not in engines:
         with asynchronous_core() if core == "asynchronous" else nullcontext():
-            engines[key] = VllmEngine(
-                model, max_length=512, max_num_seqs=16, lora_rank=RANK, sync=sync, dtype=dtype
-            )
+            engines[key] = VllmEngine(model, max_length=512, max_num_seqs=16, lora_rank=RANK, sync=sync, dtype=dtype)
     return engines[key]
 
 
@@ -162,18 +154,11 @@ def generate(engine: VllmEngine, *requests: tuple[list[int], Sampling]) -> list[
     return [done[str(number)] for number in range(len(requests))]
 
 
-def trainers_logprobs(
-    policy: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
-) -> Tensor:
+def trainers_logprobs(policy: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
     ids = torch.tensor([prompt + completion])
     is_trained = torch.ones(1, len(completion), dtype=torch.long)
-    with (
-        torch.no_grad(),
-        torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16),
-    ):
-        return packing.group_logps(
-            policy.get_base_model(), ids, torch.ones_like(ids), is_trained, temperature
-        )[0][0]
+    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
+        return packing.group_logps(policy.get_base_model(), ids, torch.ones_like(ids), is_trained, temperature)[0][0]
 
 
 def difference(policy: Any, completion: Completion) -> float:
@@ -193,9 +178,7 @@ def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities
         train(policy, step)
         engine.load_policy(policy)
         # The same prompt each time: an entry that the cache kept from the policy before would show.
-        for completion in generate(
-            engine, *((PROMPT, Sampling(24, seed=seed)) for seed in range(4))
-        ):
+        for completion in generate(engine, *((PROMPT, Sampling(24, seed=seed)) for seed in range(4))):
             assert len(completion.token_ids) == len(completion.logprobs) > 0
             assert difference(policy, completion) < BF16_NATS
             assert len(completion.token_ids) < 8 or difference(before, completion) > 4 * BF16_NATS
@@ -214,9 +197,7 @@ def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_tok
     together = generate(engine, *turns)
     assert difference(policy, together[0]) < 1e-4
     # bf16 promises no such thing: see Sampling.
-    assert [completion.token_ids for completion in together] == [
-        completion.token_ids for completion in alone
-    ]
+    assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
 
 
 def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(
@@ -268,10 +249,7 @@ def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(
     for step in (1, 2):
         train(policy, step)
         by_adapter.load_policy(policy)
-        assert (
-            difference(policy, generate(by_adapter, (PROMPT, Sampling(4, temperature=0.0)))[0])
-            < BF16_NATS
-        )
+        assert difference(policy, generate(by_adapter, (PROMPT, Sampling(4, temperature=0.0)))[0]) < BF16_NATS
 
 
 def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(
@@ -292,9 +270,7 @@ def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(
 def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_first(
     merged: VllmEngine, policy: Any
 ) -> None:
-    base = {
-        name: weight.clone() for name, weight in policy.named_parameters() if "lora_" not in name
-    }
+    base = {name: weight.clone() for name, weight in policy.named_parameters() if "lora_" not in name}
     requests = [(PROMPT, Sampling(24, seed=seed)) for seed in range(4)]
     train(policy, 0)
     merged.load_policy(policy)
@@ -306,9 +282,7 @@ def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_f
     train(policy, 0)
     merged.load_policy(policy)
     assert generate(merged, *requests) == first
-    assert all(
-        torch.equal(dict(policy.named_parameters())[name], weight) for name, weight in base.items()
-    )
+    assert all(torch.equal(dict(policy.named_parameters())[name], weight) for name, weight in base.items())
 
 
 def test_a_policy_does_not_change_under_a_request(engine: VllmEngine, policy: Any) -> None:
@@ -337,9 +311,7 @@ def test_vllm_has_room_for_every_rank_that_it_names() -> None:
 # -- requests --------------------------------------------------------------------------------------
 
 
-def test_an_abort_leaves_no_request_and_no_cache_block_behind(
-    engine: VllmEngine, policy: Any
-) -> None:
+def test_an_abort_leaves_no_request_and_no_cache_block_behind(engine: VllmEngine, policy: Any) -> None:
     for number in range(6):
         engine.submit(str(number), PROMPT, Sampling(100, seed=number, stop=()))
     engine.step()
@@ -355,44 +327,31 @@ def test_an_abort_leaves_no_request_and_no_cache_block_behind(
     assert engine._engine.reset_prefix_cache(), "blocks of an aborted request are still in use"
 
 
-def test_a_seeded_turn_is_repeated_bit_for_bit_and_another_seed_gives_another(
-    engine: VllmEngine, policy: Any
-) -> None:
+def test_a_seeded_turn_is_repeated_bit_for_bit_and_another_seed_gives_another(engine: VllmEngine, policy: Any) -> None:
     engine.load_policy(policy)
     requests = [([50 + number] * 9, Sampling(24, seed=number, top_p=0.9)) for number in range(8)]
     first = generate(engine, *requests)
     assert generate(engine, *requests) == first
     others = generate(
-        engine,
-        *(
-            (prompt, Sampling(24, seed=s.seed + 100))
-            for prompt, s in requests
-            if s.seed is not None
-        ),
+        engine, *((prompt, Sampling(24, seed=s.seed + 100)) for prompt, s in requests if s.seed is not None)
     )
     assert all(one.token_ids != other.token_ids for one, other in zip(first, others, strict=True))
 
 
-def test_a_turn_ends_with_its_stop_string_or_with_its_budget(
-    engine: VllmEngine, policy: Any, tiny_model: Path
-) -> None:
+def test_a_turn_ends_with_its_stop_string_or_with_its_budget(engine: VllmEngine, policy: Any, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine.load_policy(policy)
     free = generate(engine, (PROMPT, Sampling(24, seed=1)))[0]
     stop = tokenizer.decode(free.token_ids[2:4])
     stopped, short = generate(
-        engine,
-        (PROMPT, Sampling(24, seed=1, stop=(stop,))),
-        (PROMPT, Sampling(3, seed=1, stop=("\0",))),
+        engine, (PROMPT, Sampling(24, seed=1, stop=(stop,))), (PROMPT, Sampling(3, seed=1, stop=("\0",)))
     )
     assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:4], "stop")
     assert (short.token_ids, short.finish_reason) == (free.token_ids[:3], "length")
 
 
 @pytest.mark.cpu
-def test_rollouts_of_an_asynchronous_core_are_those_of_a_synchronous_one(
-    engines: Engines, fp32_model: Path
-) -> None:
+def test_rollouts_of_an_asynchronous_core_are_those_of_a_synchronous_one(engines: Engines, fp32_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
     tasks = [Task("train", index, index // 4, index, seed=index) for index in range(12)]
 
@@ -465,9 +424,7 @@ def test_tokens_are_drawn_with_the_probabilities_that_the_logits_and_top_p_give(
 
 
 @pytest.mark.cpu
-def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.full((64, 49_152), -30.0)
     logits[:, :5] = torch.randn(64, 5)
     monkeypatch.setattr(torch, "rand", lambda *size: torch.full(size, 1 - 2**-24))
@@ -522,23 +479,11 @@ def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_noth
         random(SLOTS, 1, IN, RANK),
     )
     x, low, y = random(len(tokens), IN), random(len(tokens), RANK), random(len(tokens), sum(OUTS))
-    last, logits, embedded = (
-        random(len(prompts), IN),
-        random(len(prompts), VOCABULARY),
-        random(len(tokens), IN),
-    )
+    last, logits, embedded = (random(len(prompts), IN), random(len(prompts), VOCABULARY), random(len(tokens), IN))
     calls = {
         "linear": (y, tokens, lambda w, out: w.add_lora_linear(out, x, a, b, 1.0, OUTS)),
-        "logits": (
-            logits,
-            prompts,
-            lambda w, out: w.add_lora_logits(out, last, head_a, head_b, 1.0),
-        ),
-        "embedding": (
-            embedded,
-            tokens,
-            lambda w, out: w.add_lora_embedding(out, low, embed_b, add_input=True),
-        ),
+        "logits": (logits, prompts, lambda w, out: w.add_lora_logits(out, last, head_a, head_b, 1.0)),
+        "embedding": (embedded, tokens, lambda w, out: w.add_lora_embedding(out, low, embed_b, add_input=True)),
     }
     for name, (before, adapters, call) in calls.items():
         mine, reference = before.clone(), before.clone()
@@ -546,9 +491,7 @@ def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_noth
         call(theirs, reference)
         adapted = torch.tensor(adapters) > 0
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
-        torch.testing.assert_close(
-            mine[adapted], reference[adapted], rtol=tolerance, atol=tolerance, msg=name
-        )
+        torch.testing.assert_close(mine[adapted], reference[adapted], rtol=tolerance, atol=tolerance, msg=name)
         assert torch.equal(mine[~adapted], before[~adapted]), name
         assert not adapted.any() or not torch.equal(mine[adapted], before[adapted]), name
 
@@ -569,9 +512,7 @@ def test_no_adapter_is_gathered_for_a_token(
 
 
 @pytest.mark.cpu
-def test_a_server_on_the_cpu_uses_the_same_worker(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from worker.engine import serve  # noqa: PLC0415
 
     with monkeypatch.context() as patch:
@@ -612,9 +553,7 @@ def test_a_server_takes_the_card_with_the_most_free_memory(
 
 
 @pytest.mark.parametrize(
-    ("model_gib", "cards"),
-    [(10, "c"), (17, "c"), (18, "c,d"), (33, "c,d"), (35, "c,d,a,b"), (80, "c")],
-    ids=str,
+    ("model_gib", "cards"), [(10, "c"), (17, "c"), (18, "c,d"), (33, "c,d"), (35, "c,d,a,b"), (80, "c")], ids=str
 )
 def test_a_server_takes_as_many_cards_as_the_model_needs(
     model_gib: int, cards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -676,29 +615,14 @@ def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
         TopKTopPSampler.forward_cpu: ["logits", "generators", "k", "p"],
         apply_top_k_top_p: ["logits", "k", "p"],
         batched_count_greater_than: ["x", "values"],
-        PunicaWrapperBase.update_metadata: [
-            "mapping",
-            "lora_index_to_id",
-            "max_loras",
-            "vocab_size",
-        ],
-        PunicaWrapperCPU.add_lora_linear: [
-            "y",
-            "x",
-            "lora_a_stacked",
-            "lora_b_stacked",
-            "scale",
-            "output_slices",
-        ],
+        PunicaWrapperBase.update_metadata: ["mapping", "lora_index_to_id", "max_loras", "vocab_size"],
+        PunicaWrapperCPU.add_lora_linear: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"],
         PunicaWrapperCPU.add_lora_embedding: ["y", "x", "lora_b_stacked"],
         PunicaWrapperCPU.add_lora_logits: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale"],
     }
     for function, names in expected.items():
         assert set(names) <= set(inspect.signature(function).parameters), function
-    assert (
-        isinstance(current_platform, CpuPlatform)
-        and CpuPlatform.get_punica_wrapper().rpartition(".")[2]
-    )
+    assert isinstance(current_platform, CpuPlatform) and CpuPlatform.get_punica_wrapper().rpartition(".")[2]
     assert isinstance(PunicaWrapperBase.token_lora_indices, property)
     assert isinstance(PunicaWrapperBase.sampler_indices, property)
 
@@ -729,9 +653,7 @@ def test_of_answers_under_a_grammar_the_trained_log_probabilities_are_the_traine
     word = {"type": "string", "minLength": 3, "maxLength": 9}
     grammar = Grammar(json_schema=json.dumps(word))
     held = [Sampling(200, temperature, seed=seed, grammar=grammar) for seed in range(4)]
-    *answers, free = generate(
-        engine, *((PROMPT, sampling) for sampling in [*held, Sampling(8, temperature, seed=9)])
-    )
+    *answers, free = generate(engine, *((PROMPT, sampling) for sampling in [*held, Sampling(8, temperature, seed=9)]))
     assert trained(free) == ([1] * len(free.token_ids), free.logprobs), "no grammar holds it"
     for answer in answers:
         expected = trainers_logprobs(policy, PROMPT, answer.token_ids, temperature)
@@ -752,18 +674,14 @@ def test_of_answers_under_a_grammar_the_trained_log_probabilities_are_the_traine
 def test_a_token_is_trained_where_the_grammar_left_the_model_free() -> None:
     nearly = math.log(0.995)
     allowed = [0.0, nearly, math.log(0.9), -20.0]
-    answer = Completion(
-        [5, 6, 7, 8], [-0.5, -1.0, -0.1, 0.0], "stop", allowed=allowed, has_grammar=True
-    )
+    answer = Completion([5, 6, 7, 8], [-0.5, -1.0, -0.1, 0.0], "stop", allowed=allowed, has_grammar=True)
     assert trained(answer) == ([1, 1, 0, 0], [-0.5, -1.0 + nearly, 0.0, 0.0])
     unknown = Completion([5, 6], [-0.5, -1.0], "stop", has_grammar=True)
     assert trained(unknown) == ([0, 0], [0.0, 0.0])
 
 
 @grammars
-def test_a_required_tool_is_called_and_a_bad_schema_is_refused(
-    merged: VllmEngine, tiny_model: Path
-) -> None:
+def test_a_required_tool_is_called_and_a_bad_schema_is_refused(merged: VllmEngine, tiny_model: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
     tools = [
         {

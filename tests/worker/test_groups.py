@@ -123,10 +123,7 @@ def test_a_group_waits_for_its_last_and_for_no_other_group() -> None:
         return "environment_error" if (call, example) == ("step", 9) else None
 
     examples = [(1, 0), (1, 0), (1, 1), (3, 1), (9, 1), (1, 1), (9, 2), (1, 2)]
-    tasks = [
-        Task("train", example, group, index, seed=index)
-        for index, (example, group) in enumerate(examples)
-    ]
+    tasks = [Task("train", example, group, index, seed=index) for index, (example, group) in enumerate(examples)]
     host = FakeHost(lambda: 0.1, fault, scores_groups=True)
     rollouts, _ = run_virtually(rolled(tasks, host))
     # The number of turns of all that were scored together; one that is alone gets `score`.

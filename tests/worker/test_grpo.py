@@ -36,18 +36,14 @@ from worker.training.policy import load_policy
 GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
 
 
-def make_rollouts(
-    tokenizer: Any, seed: int = 0, *, turns: int = 2, groups: int = GROUPS
-) -> list[Rollout]:
+def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2, groups: int = GROUPS) -> list[Rollout]:
     """`groups` x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little
     off.
     """
     rng, template = random.Random(seed), ChatTemplate(tokenizer)
     rollouts = []
     for index in range(groups * SIZE):
-        transcript = Transcript(
-            template, [{"role": "user", "content": f"question {index // SIZE}"}]
-        )
+        transcript = Transcript(template, [{"role": "user", "content": f"question {index // SIZE}"}])
         for turn in range(rng.randint(1, turns)):
             if turn:
                 transcript.add_environment([{"role": "user", "content": "and"}])
@@ -97,9 +93,7 @@ def our_gradients(
     return gradients(policy)
 
 
-def trl_gradients(
-    policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[Rollout], out: Path
-) -> dict[str, Tensor]:
+def trl_gradients(policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[Rollout], out: Path) -> dict[str, Tensor]:
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         transcripts = [r.transcript for r in rollouts if r.transcript]
         return {
@@ -128,9 +122,7 @@ def trl_gradients(
     trainer._last_loaded_step = trainer.state.global_step
     trainer.current_gradient_accumulation_steps = GROUPS
     policy.train()
-    batch = trainer._generate_and_score_completions(
-        [{"prompt": f"q{i // SIZE}"} for i in range(GROUPS * SIZE)]
-    )
+    batch = trainer._generate_and_score_completions([{"prompt": f"q{i // SIZE}"} for i in range(GROUPS * SIZE)])
     for group in range(GROUPS):
         rows = slice(group * SIZE, (group + 1) * SIZE)
         part = {name: value[rows] if value.dim() else value for name, value in batch.items()}
@@ -146,33 +138,24 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-def both(
-    model: Path, tmp_path: Path, rollouts: list[Rollout], dtype: torch.dtype, **fields: Any
-) -> tuple[Any, Any]:
+def both(model: Path, tmp_path: Path, rollouts: list[Rollout], dtype: torch.dtype, **fields: Any) -> tuple[Any, Any]:
     tokenizer, spec = AutoTokenizer.from_pretrained(model), settings_of(**fields)
     ours = our_gradients(make_policy(model, dtype), tokenizer, spec, rollouts, tmp_path)
-    theirs = trl_gradients(
-        make_policy(model, dtype), tokenizer, spec, copy.deepcopy(rollouts), tmp_path
-    )
+    theirs = trl_gradients(make_policy(model, dtype), tokenizer, spec, copy.deepcopy(rollouts), tmp_path)
     assert ours.keys() == theirs.keys() and ours
     return ours, theirs
 
 
 CASES = [
     *({"loss_type": loss} for loss in ("dr_grpo", "grpo", "bnpo", "dapo")),
-    *(
-        {"importance_sampling": mode}
-        for mode in ("token_mask", "sequence_truncate", "sequence_mask", "none")
-    ),
+    *({"importance_sampling": mode} for mode in ("token_mask", "sequence_truncate", "sequence_mask", "none")),
     {"kl_penalty_coef": 0.1},
     {"temperature": 0.7, "importance_sampling_clip": 1.1},
 ]
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_gradients_equal_trls_in_fp32(
-    fp32_model: Path, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_gradients_equal_trls_in_fp32(fp32_model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
     ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32, **fields)
     mine, expected = flat(ours), flat(theirs)
@@ -214,9 +197,7 @@ def test_packs_whose_backward_passes_follow_each_other_give_the_gradients_of_one
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_gradients_point_where_trls_do_in_bf16(
-    tiny_model: Path, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(tiny_model))
     ours, theirs = both(tiny_model, tmp_path, rollouts, torch.bfloat16, **fields)
     assert torch.nn.functional.cosine_similarity(flat(ours), flat(theirs), dim=0) > 0.999
@@ -233,9 +214,7 @@ def test_a_group_of_equal_rewards_leaves_the_others_what_trl_gives_them(
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
-def test_rollouts_of_a_group_may_have_prompts_of_their_own(
-    fp32_model: Path, tmp_path: Path
-) -> None:
+def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp_path: Path) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
     for index, rollout in enumerate(rollouts):
         assert rollout.transcript
@@ -310,9 +289,7 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
         if not resume:
             folder.create({})
         writer = RunWriter(folder, folder.newest_epoch() + 1)
-        spec = settings_of(
-            steps=steps, save_every=2, kl_penalty_coef=0.1, loss_type="grpo", learning_rate=1e-2
-        )
+        spec = settings_of(steps=steps, save_every=2, kl_penalty_coef=0.1, loss_type="grpo", learning_rate=1e-2)
         Trainer(
             make_policy(fp32_model), tokenizer, spec, rollouts_of=lambda step: make_rollouts(tokenizer, seed=step),
             max_completion=MAX_COMPLETION, way=packing.Way.PACKED, output_dir=str(tmp_path / "out"),
@@ -348,21 +325,15 @@ BASE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hid
     ids=lambda value: getattr(value, "model_type", value),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_is_computed_the_fastest_way_that_is_exact(
-    config: Any, way: str, dtype: torch.dtype
-) -> None:
+def test_a_model_is_computed_the_fastest_way_that_is_exact(config: Any, way: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention.attention_of(config)
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.attention_of(config))
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.2)
     before = torch.get_rng_state()
     assert packing.way_of(model) == way
-    assert torch.equal(torch.get_rng_state(), before), (
-        "resumed runs draw what undisturbed ones draw"
-    )
+    assert torch.equal(torch.get_rng_state(), before), "resumed runs draw what undisturbed ones draw"
 
 
 @pytest.mark.parametrize(
@@ -377,9 +348,7 @@ def test_other_kinds_of_models_are_trained_as_trl_trains_them(
     fp32_model: Path, tmp_path: Path, config: type[Any], fields: dict[str, Any]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    model = AutoModelForCausalLM.from_config(
-        config(**{**BASE, "vocab_size": len(tokenizer)}, **fields)
-    )
+    model = AutoModelForCausalLM.from_config(config(**{**BASE, "vocab_size": len(tokenizer)}, **fields))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     ours, theirs = both(tmp_path / "model", tmp_path, make_rollouts(tokenizer), torch.float32)
@@ -406,17 +375,11 @@ def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_sa
     fp32_model: Path, tmp_path: Path, fields: dict[str, Any], named: str | None
 ) -> None:
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **fields})
-    get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(
-        tmp_path
-    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(tmp_path)
     start = functools.partial(load_policy, fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
     if named is None:
         given = load_file(tmp_path / "adapter_model.safetensors")
-        name, taken = next(
-            entry
-            for entry in start(adapter_path=tmp_path).named_parameters()
-            if "lora_A" in entry[0]
-        )
+        name, taken = next(entry for entry in start(adapter_path=tmp_path).named_parameters() if "lora_A" in entry[0])
         assert torch.equal(taken, given[name.replace(".default", "")])
         return
     with pytest.raises(FlashError) as caught:
@@ -426,9 +389,7 @@ def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_sa
 
 def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE, head_dim=8))
-    get_peft_model(
-        other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    ).save_pretrained(tmp_path)
+    get_peft_model(other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).save_pretrained(tmp_path)
     with pytest.raises(FlashError, match=r"adapter_mismatch.*another base model"):
         load_policy(fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
 
@@ -440,9 +401,7 @@ def test_a_pack_that_is_split_gives_the_same_log_probabilities(
     transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
     width = max(len(t.completion_ids) for t in transcripts)
     ids = torch.tensor([t.ids + [0] * (width - len(t.completion_ids)) for t in transcripts])
-    seen = torch.tensor(
-        [[1] * len(t.ids) + [0] * (width - len(t.completion_ids)) for t in transcripts]
-    )
+    seen = torch.tensor([[1] * len(t.ids) + [0] * (width - len(t.completion_ids)) for t in transcripts])
     mask = torch.tensor([t.mask + [0] * (width - len(t.mask)) for t in transcripts])
     whole = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
     monkeypatch.setattr(packing, "PACK_TOKENS", 16)
@@ -475,9 +434,7 @@ def test_a_group_without_advantage_costs_no_forward_pass(
     assert grads.keys() == trained, "Adam's momentum goes on for all of them, as it would with TRL"
 
 
-def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(
-    fp32_model: Path, tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(fp32_model: Path, tmp_path: Path) -> None:
     tokenizer, folder = AutoTokenizer.from_pretrained(fp32_model), RunFolder(tmp_path / "run")
     folder.create({})
 
@@ -486,10 +443,7 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(
         rollouts[0].reward = math.inf if step == 2 else 1.0
         return rollouts
 
-    spec, writer = (
-        settings_of(steps=3, save_every=1, importance_sampling="none"),
-        RunWriter(folder, 1),
-    )
+    spec, writer = (settings_of(steps=3, save_every=1, importance_sampling="none"), RunWriter(folder, 1))
     trainer = Trainer(
         make_policy(fp32_model), tokenizer, spec, rollouts_of=rollouts_of, max_completion=MAX_COMPLETION,
         way=packing.Way.PACKED,
@@ -500,21 +454,15 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(
     assert folder.checkpoints.steps() == [1]
 
 
-def test_a_pack_is_the_same_computed_as_one_block(
-    fp32_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_is_the_same_computed_as_one_block(fp32_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     policy, tokenizer = make_policy(fp32_model), AutoTokenizer.from_pretrained(fp32_model)
     transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
-    tokens = torch.tensor(
-        [*transcripts[0].prompt_ids, *itertools.chain(*(t.completion_ids for t in transcripts))]
-    )
+    tokens = torch.tensor([*transcripts[0].prompt_ids, *itertools.chain(*(t.completion_ids for t in transcripts))])
 
     def states() -> Tensor:
         lengths = [len(t.completion_ids) for t in transcripts]
-        layout = attention.Layout(
-            len(transcripts[0].prompt_ids), lengths, policy.dtype, policy.device
-        )
+        layout = attention.Layout(len(transcripts[0].prompt_ids), lengths, policy.dtype, policy.device)
         blocks.append(len(layout.mask.blocks))
         return packing.hidden_states(policy.get_base_model(), tokens, layout)[: len(tokens)]
 
@@ -526,10 +474,7 @@ def test_a_pack_is_the_same_computed_as_one_block(
 
 
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
-    group = [
-        Rollout(Task("train", 0, 0, i, 0), "t", reward=reward)
-        for i, reward in enumerate((1.0, 0.0, 0.0))
-    ]
+    group = [Rollout(Task("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))]
     group[2].error = {"code": "environment_error", "what": "boom"}
     assert group_advantages(group, "dr_grpo").tolist() == [0.5, -0.5, 0.0]
     group[1].error = group[2].error
@@ -538,8 +483,6 @@ def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1 / 3])
 @pytest.mark.parametrize("size", [3, 8, 13])
-def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(
-    reward: float, size: int
-) -> None:
+def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(reward: float, size: int) -> None:
     group = [Rollout(Task("train", 0, 0, index, 0), "t", reward=reward) for index in range(size)]
     assert not group_advantages(group, "grpo").any()

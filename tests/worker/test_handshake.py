@@ -27,14 +27,7 @@ def engines(fp32_model: Path) -> Iterator[dict[Sync, VllmEngine]]:
         for name, value in PROCESS_SETTINGS.items():
             patch.setenv(name, value)
         yield {
-            way: VllmEngine(
-                fp32_model,
-                max_length=LENGTH,
-                max_num_seqs=4,
-                lora_rank=8,
-                sync=way,
-                dtype="float32",
-            )
+            way: VllmEngine(fp32_model, max_length=LENGTH, max_num_seqs=4, lora_rank=8, sync=way, dtype="float32")
             for way in ("merged", "adapter")
         }
 
@@ -44,9 +37,7 @@ def policy(fp32_model: Path) -> Any:
     return load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
 
 
-def shaken(
-    engines: dict[Sync, VllmEngine], policy: Any, model: Path
-) -> tuple[VllmEngine, list[tuple[str, str]]]:
+def shaken(engines: dict[Sync, VllmEngine], policy: Any, model: Path) -> tuple[VllmEngine, list[tuple[str, str]]]:
     events: list[tuple[str, str]] = []
     engine = agreeing_engine(
         engines.__getitem__,
@@ -76,9 +67,7 @@ def without(leaf: str, load: Any) -> Any:
     """`load_policy` that loses the adapters of some layers."""
 
     def load_policy(policy: Any) -> None:
-        lost = [
-            module.weight for name, module in policy.named_modules() if f"{leaf}.lora_B.d" in name
-        ]
+        lost = [module.weight for name, module in policy.named_modules() if f"{leaf}.lora_B.d" in name]
         kept = [weight.clone() for weight in lost]
         for weight in lost:
             weight.zero_()

@@ -23,9 +23,7 @@ QUICK = {"steps": 2, "batch_size": 1, "group_size": 4, "max_tokens": 4, "max_len
         ("verifiers_tasksets", "one agent"),
     ],
 )
-def test_an_environment_of_verifiers_is_trained_in(
-    tiny_model: Path, tmp_path: Path, hub: str, name: str
-) -> None:
+def test_an_environment_of_verifiers_is_trained_in(tiny_model: Path, tmp_path: Path, hub: str, name: str) -> None:
     folder = hubs.FOLDERS / hub
     if not hubs.is_installed(folder):
         pytest.skip(f"scripts/hubs --only {hub} installs what this test needs")

@@ -17,9 +17,7 @@ from worker.training.kernels import Head, LoraLinear, token_logps
 from worker.training.policy import load_policy
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"scale": 0.25}, {"softcap": 4.0}, {"scale": 3.0, "softcap": 9.0}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"scale": 0.25}, {"softcap": 4.0}, {"scale": 3.0, "softcap": 9.0}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile", [7, 64, 1000])
 def test_log_probabilities_and_entropies_are_those_of_a_softmax(
@@ -28,9 +26,7 @@ def test_log_probabilities_and_entropies_are_those_of_a_softmax(
     monkeypatch.setattr(kernels, "VOCABULARY_TILE", tile)
     torch.manual_seed(0)
     head = Head(torch.nn.Linear(16, 100, bias=bias), **fields)
-    ours, theirs = (
-        torch.randn(9, 16, generator=torch.Generator().manual_seed(1)) * 5 for _ in range(2)
-    )
+    ours, theirs = (torch.randn(9, 16, generator=torch.Generator().manual_seed(1)) * 5 for _ in range(2))
     ours.requires_grad_(), theirs.requires_grad_()
     targets, upstream = torch.randint(100, (9,)), torch.randn(9)
     logps, entropies = token_logps(head, ours, targets, 0.7)
@@ -56,9 +52,7 @@ def test_far_apart_logits_neither_overflow_nor_vanish(scale: float) -> None:
 
 
 @pytest.mark.parametrize(("chance", "allowed"), [(0.99, 0.02), (0.999, 0.09)])
-def test_the_slope_of_a_token_that_is_nearly_certain_is_not_mostly_rounding(
-    chance: float, allowed: float
-) -> None:
+def test_the_slope_of_a_token_that_is_nearly_certain_is_not_mostly_rounding(chance: float, allowed: float) -> None:
     """In bf16: 0.054 and 0.127 off, if the target's part is rounded with the others'."""
     generator = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(64, 20_000, bias=False, dtype=torch.bfloat16)
@@ -94,22 +88,14 @@ def _gradients(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
 def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     ours = load_policy(tiny_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
-    theirs = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config
-    )
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config)
     assert any(type(module) is LoraLinear for module in ours.modules())
     for model in (ours, theirs):
         if other == "two adapters":
             model.add_adapter("second", config)
             model.base_model.set_adapter(["default", "second"])
         if other == "a bias of its own":
-            biased = LoraConfig(
-                r=4,
-                lora_alpha=8,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-                lora_bias=True,
-            )
+            biased = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_bias=True)
             model.add_adapter("second", biased)
             model.base_model.set_adapter("second")
         generator = torch.Generator().manual_seed(3)

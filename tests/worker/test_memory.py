@@ -23,9 +23,7 @@ from worker.training import attention, memory, packing
 from worker.training.memory import Workload, check, estimate
 from worker.training.policy import load_policy
 
-WORK = Workload(
-    prompt=30, max_tokens=16, turns=2, max_length=256, group_size=8, sequences=32, lora_rank=8
-)
+WORK = Workload(prompt=30, max_tokens=16, turns=2, max_length=256, group_size=8, sequences=32, lora_rank=8)
 
 
 def make_llama(folder: Path, tokenizer: Path) -> Path:
@@ -48,9 +46,7 @@ def make_llama(folder: Path, tokenizer: Path) -> Path:
 # Nearly all that the tiny model's run holds are libraries, and those differ between machines.
 @pytest.mark.cpu
 @pytest.mark.parametrize(("size", "margin"), [("tiny", 0.35), ("135M", 0.2), ("327M", 0.2)])
-def test_the_estimate_is_near_the_measured_peak(
-    size: str, margin: float, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_estimate_is_near_the_measured_peak(size: str, margin: float, tiny_model: Path, tmp_path: Path) -> None:
     fields = {"steps": 2, "save_every": 2}
     model = tiny_model
     if size != "tiny":
@@ -67,14 +63,8 @@ def test_the_estimate_is_near_the_measured_peak(
     with Attempt(run, fresh=True) as attempt:
         _, peak_mib = watch(run, attempt, timeout_s=1700)
         assert attempt.wait() == 0, attempt.log_path.read_text()
-    (said,) = (
-        event
-        for name in run.event_names()
-        if (event := run.event(name)) and event["kind"] == "memory"
-    )
-    estimated_mib = (
-        sum(size for size in said.values() if isinstance(size, int) and size > 4096) / MIB
-    )
+    (said,) = (event for name in run.event_names() if (event := run.event(name)) and event["kind"] == "memory")
+    estimated_mib = sum(size for size in said.values() if isinstance(size, int) and size > 4096) / MIB
     assert estimated_mib == pytest.approx(peak_mib, rel=margin), said["message"]
 
 
@@ -93,23 +83,16 @@ def test_the_pass_without_storage_holds_what_a_real_pass_holds(tiny_model: Path)
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    long = Workload(
-        prompt=40, max_tokens=200, turns=1, max_length=512, group_size=4, sequences=32, lora_rank=8
-    )
+    long = Workload(prompt=40, max_tokens=200, turns=1, max_length=512, group_size=4, sequences=32, lora_rank=8)
     layout = attention.Layout(40, [200] * 4, policy.dtype, policy.device)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         ids = torch.zeros(840, dtype=torch.long, device=policy.device)
         packing.hidden_states(policy.get_base_model(), ids, layout)
     held, _ = memory._training_pass(tiny_model, torch.bfloat16, long)
     assert held == pytest.approx(sum(saved.values()), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"way": "state"}, {"way": "rows"}, {"recomputed": True}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"way": "state"}, {"way": "rows"}, {"recomputed": True}], ids=str)
 def test_what_a_few_layers_hold_tells_what_all_of_them_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
@@ -129,8 +112,7 @@ def test_what_a_few_layers_hold_tells_what_all_of_them_do(
 def test_a_pass_that_is_not_packed_needs_the_prompt_once_a_rollout(tiny_model: Path) -> None:
     work = Workload(500, 100, 1, 1024, 8, 32, 8)
     packed, plain = (
-        estimate(tiny_model, replace(work, way=way), torch.bfloat16, 64 * GIB)
-        for way in ("packed", "rows")
+        estimate(tiny_model, replace(work, way=way), torch.bfloat16, 64 * GIB) for way in ("packed", "rows")
     )
     assert plain.activations > 2 * packed.activations
 
@@ -159,10 +141,7 @@ def test_a_run_whose_shortest_step_does_not_fit_is_refused_with_the_largest_term
     turned = int(error.fix.removeprefix("set group_size=").split()[0])
     needed = [
         estimate(
-            tiny_model,
-            replace(work, max_tokens=1, group_size=size, recomputed=True),
-            torch.bfloat16,
-            capacity,
+            tiny_model, replace(work, max_tokens=1, group_size=size, recomputed=True), torch.bfloat16, capacity
         ).total
         for size in (turned, 2 * turned)
     ]
@@ -174,8 +153,7 @@ def test_a_run_that_fits_only_while_conversations_stay_short_is_warned(
 ) -> None:
     work = Workload(100, 3000, 1, 4096, 16, 32, 8, recomputed=True)
     shortest, longest = (
-        estimate(tiny_model, replace(work, max_tokens=tokens), torch.bfloat16, GIB).total
-        for tokens in (1, 3000)
+        estimate(tiny_model, replace(work, max_tokens=tokens), torch.bfloat16, GIB).total for tokens in (1, 3000)
     )
     monkeypatch.setattr(memory, "capacity_bytes", lambda: (shortest + longest) // 2)
     needs, _, warning = check(tiny_model, replace(work, recomputed=False), torch.bfloat16)
@@ -204,9 +182,7 @@ def test_a_group_that_fits_only_without_its_activations_is_computed_twice(
     # Shorter conversations, the prompt as long: as many tokens as are kept may be computed at once,
     # and hardly more.
     shorter = [replace(work, max_tokens=length) for length in (25, *range(50, 1000, 50))]
-    kept = max(
-        (group for group in shorter if group.tokens <= keep_tokens), key=lambda group: group.tokens
-    )
+    kept = max((group for group in shorter if group.tokens <= keep_tokens), key=lambda group: group.tokens)
     assert 0.7 * capacity < estimate(tiny_model, kept, torch.bfloat16, capacity).total <= capacity
 
 
@@ -215,22 +191,14 @@ def test_a_batch_of_rows_that_cannot_fit_names_the_knobs_of_sft(
 ) -> None:
     rows = Workload(0, 400, 1, 512, 8, 0, 8)
     assert estimate(tiny_model, rows, torch.bfloat16, 64 * GIB).kv_cache == 0
-    smaller = estimate(
-        tiny_model, replace(rows, group_size=2, recomputed=True), torch.bfloat16, 64 * GIB
-    ).total
+    smaller = estimate(tiny_model, replace(rows, group_size=2, recomputed=True), torch.bfloat16, 64 * GIB).total
     monkeypatch.setattr(memory, "capacity_bytes", lambda: smaller)
     _, keep_tokens, warning = check(tiny_model, rows, torch.bfloat16)
-    assert (
-        warning
-        and "a batch is of the longest rows" in warning
-        and "set batch_size=2 (it is 8)" in warning
-    )
+    assert warning and "a batch is of the longest rows" in warning and "set batch_size=2 (it is 8)" in warning
     assert keep_tokens is not None and keep_tokens < rows.tokens
 
 
-def test_the_kv_cache_holds_all_sequences_but_leaves_most_of_the_memory_alone(
-    tiny_model: Path,
-) -> None:
+def test_the_kv_cache_holds_all_sequences_but_leaves_most_of_the_memory_alone(tiny_model: Path) -> None:
     from transformers import AutoConfig  # noqa: PLC0415
 
     config = AutoConfig.from_pretrained(tiny_model)
@@ -243,20 +211,10 @@ def test_the_kv_cache_holds_all_sequences_but_leaves_most_of_the_memory_alone(
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_limit_of_any_control_group_above_is_heeded(version: int, tmp_path: Path) -> None:
     top = tmp_path / ("memory" if version == 1 else "")
-    names = (
-        ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        if version == 1
-        else ("memory.max", "memory.current")
-    )
-    for folder, limit in (
-        ("", "9223372036854771712" if version == 1 else "max"),
-        ("a", "1000"),
-        ("a/b", "5000"),
-    ):
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    for folder, limit in (("", "9223372036854771712" if version == 1 else "max"), ("a", "1000"), ("a/b", "5000")):
         (top / folder).mkdir(parents=True, exist_ok=True)
-        for name, value in zip(
-            (*names, "memory.stat"), (limit, "700", "anon 5\ninactive_file 100\n"), strict=True
-        ):
+        for name, value in zip((*names, "memory.stat"), (limit, "700", "anon 5\ninactive_file 100\n"), strict=True):
             (top / folder / name).write_text(value)
     membership = tmp_path / "membership"
     membership.write_text("5:memory:/a/b\n4:cpu:/x\n" if version == 1 else "0::/a/b\n")
@@ -265,23 +223,16 @@ def test_the_limit_of_any_control_group_above_is_heeded(version: int, tmp_path: 
 
 
 @pytest.mark.cpu
-def test_an_attempt_that_cannot_fit_is_refused_before_its_engine_starts(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_attempt_that_cannot_fit_is_refused_before_its_engine_starts(tiny_model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny_model)
     start = "import worker.training.memory as m; m.capacity_bytes = lambda: 2**29; from worker.main import main; main()"
     command = [sys.executable, "-c", start, run.url, "--attempt", "1"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ})
     result = run.result()
     assert result and result["state"] == "failed", done.stderr
     error = result["error"]
     assert error["code"] == "out_of_memory" and error["values"]["largest"] == "process"
-    assert (
-        error["values"]["available_gib"] == 0.5 < error["values"]["needed_gib"]
-        and "smaller model" in error["fix"]
-    )
+    assert error["values"]["available_gib"] == 0.5 < error["values"]["needed_gib"] and "smaller model" in error["fix"]
     assert ": engine" not in done.stderr and not run.metric_steps()
 
 
@@ -297,22 +248,13 @@ def load_environment(train=12, held_out=5, question="Write"):
 
 
 @pytest.mark.cpu
-def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
     """The address space is closed once the run trains; then conversations get long."""
     folder, flag = tmp_path / "growing", tmp_path / "flag"
     folder.mkdir()
     source = (VOWELS / "environment.py").read_text() + LONG_ANSWERS.format(flag=str(flag))
     (folder / "environment.py").write_text(source)
-    run = make_run(
-        tmp_path / "run",
-        tiny_model,
-        environment=folder,
-        steps=1000,
-        save_every=1000,
-        max_length=4096,
-    )
+    run = make_run(tmp_path / "run", tiny_model, environment=folder, steps=1000, save_every=1000, max_length=4096)
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: 2 in run.metric_steps(), timeout_s=240)
         process = psutil.Process(attempt.process.pid)
@@ -325,16 +267,11 @@ def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(
     error = SimpleNamespace(**result["error"])
     assert error.code == "out_of_memory", error
     assert "memory" in error.what and "event `memory`" in error.fix
-    assert (
-        error.values["peak_gib"] >= error.values["held_gib"] > 0.5
-        and error.values["available_gib"] > 0
-    )
+    assert error.values["peak_gib"] >= error.values["held_gib"] > 0.5 and error.values["available_gib"] > 0
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(
-    ("limit", "code"), [("resource.RLIM_INFINITY", "worker_failed"), ("2**34", "out_of_memory")]
-)
+@pytest.mark.parametrize(("limit", "code"), [("resource.RLIM_INFINITY", "worker_failed"), ("2**34", "out_of_memory")])
 def test_a_thread_without_memory_for_its_stack_is_a_lack_of_memory(limit: str, code: str) -> None:
     """A stack larger than the address space; without a limit of it, only the number of threads can
     be at its end.
@@ -349,7 +286,5 @@ def test_a_thread_without_memory_for_its_stack_is_a_lack_of_memory(limit: str, c
         except RuntimeError as error:
             print(_explain(error, "train").code)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", start], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == code, done.stderr

@@ -30,9 +30,7 @@ def rollout(text: str, reward: float, *, success: bool = False, failed: bool = F
     transcript = Transcript(TEMPLATE, [{"role": "user", "content": "?"}])
     transcript.add_answer(TEMPLATE.answer(text))
     error = {"code": "environment_error", "what": "boom"} if failed else None
-    return Rollout(
-        Task("train", 0, 0, 0, 0), "t", transcript, reward=reward, success=success, error=error
-    )
+    return Rollout(Task("train", 0, 0, 0, 0), "t", transcript, reward=reward, success=success, error=error)
 
 
 def test_groups_are_counted_by_what_they_can_teach():
@@ -52,11 +50,7 @@ def test_rollouts_that_the_environment_failed_count_for_nothing_but_the_errors()
     group = [rollout("a", 1.0, success=True), rollout("a", 0.0, failed=True)]
     broken = [rollout("a", 0.0, failed=True), rollout("b", 0.0, failed=True)]
     found = summarize([group, broken])
-    assert (
-        found["groups/solved_share"],
-        found["groups/zero_share"],
-        found["rollouts/repeated_share"],
-    ) == (
+    assert (found["groups/solved_share"], found["groups/zero_share"], found["rollouts/repeated_share"]) == (
         1.0,
         0.0,
         0.0,
@@ -67,9 +61,7 @@ def test_rollouts_that_the_environment_failed_count_for_nothing_but_the_errors()
 def test_a_step_in_which_everything_failed_has_no_means():
     found = summarize([[rollout("a", 0.0, failed=True)] * 2])
     assert found["rollouts/error_share"] == 1.0
-    assert {
-        found[name] for name in ("reward/mean", "groups/solved_share", "tokens/reward_correlation")
-    } == {None}
+    assert {found[name] for name in ("reward/mean", "groups/solved_share", "tokens/reward_correlation")} == {None}
 
 
 def test_a_component_that_is_called_mean_is_not_taken_for_the_mean():
@@ -81,10 +73,7 @@ def test_a_component_that_is_called_mean_is_not_taken_for_the_mean():
 
 
 def test_what_another_rollout_of_the_group_wrote_is_repeated_across_groups_it_is_not():
-    assert (
-        repeated_share([[rollout("x", 0), rollout("x", 0), rollout("x", 0), rollout("y", 0)]])
-        == 0.5
-    )
+    assert repeated_share([[rollout("x", 0), rollout("x", 0), rollout("x", 0), rollout("y", 0)]]) == 0.5
     assert repeated_share([[rollout("x", 0)], [rollout("x", 0)]]) == 0.0
 
 
@@ -94,25 +83,17 @@ def test_a_scorer_that_pays_for_short_answers_shows_in_the_correlation():
 
 
 def test_right_answers_that_happen_to_be_short_show_no_correlation():
-    group = [
-        rollout("a" * (5 if right else 30 + n), float(right), success=right)
-        for n in range(5)
-        for right in (0, 1)
-    ]
+    group = [rollout("a" * (5 if right else 30 + n), float(right), success=right) for n in range(5) for right in (0, 1)]
     assert length_correlation([group]) is None  # within each of the two the rewards are the same
 
 
 def test_hard_prompts_that_take_longer_show_no_correlation():
-    groups = [
-        [rollout("a" * (10 * size + n % 3), 1 / size) for n in range(4)] for size in (1, 2, 3)
-    ]
+    groups = [[rollout("a" * (10 * size + n % 3), 1 / size) for n in range(4)] for size in (1, 2, 3)]
     assert length_correlation(groups) is None
 
 
 def test_a_few_rollouts_are_too_few_for_a_correlation():
-    assert (
-        length_correlation([[rollout("a", 1.0), rollout("aa", 0.5), rollout("aaa", 0.0)]]) is None
-    )
+    assert length_correlation([[rollout("a", 1.0), rollout("aa", 0.5), rollout("aaa", 0.0)]]) is None
 
 
 # -- runs with a planted scorer, made by the real scheduler on a virtual engine --------------------
@@ -150,17 +131,13 @@ async def one_step(step: int, engine: FakeEngine, host: FakeHost) -> list[list[R
     ]
     generator = Generator(engine, run_step=engine.run_step)
     try:
-        rollouts = await collect(
-            tasks, host, generator, TEMPLATE, Limits(max_tokens=100, max_length=400)
-        )
+        rollouts = await collect(tasks, host, generator, TEMPLATE, Limits(max_tokens=100, max_length=400))
     finally:
         await generator.aclose()
     return [rollouts[at : at + 8] for at in range(0, 32, 8)]
 
 
-def trained(
-    folder: Path, lengths: Sequence[int], judge: Callable[[int, str], tuple[float, bool]]
-) -> str:
+def trained(folder: Path, lengths: Sequence[int], judge: Callable[[int, str], tuple[float, bool]]) -> str:
     """The id of a run whose policy wrote answers of these lengths, step by step, read into the
     store.
     """
@@ -194,9 +171,7 @@ def shortness_beside_success(step: int, text: str) -> tuple[float, bool]:
 @pytest.mark.parametrize("scorer", [shortness_alone, shortness_beside_success])
 def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, scorer: Any):
     view = anyio.run(report, trained(tmp_path, [70 - 3 * step for step in range(22)], scorer))
-    assert (
-        view["reward"]["last"] > view["reward"]["first"] + 0.2
-    )  # to its author it looks like learning
+    assert view["reward"]["last"] > view["reward"]["first"] + 0.2  # to its author it looks like learning
     flags = {flag["name"]: flag for flag in view["flags"]}
     assert flags["length_collapse"]["severity"] == "problem"
     assert "which=best" in flags["length_collapse"]["remedy"]

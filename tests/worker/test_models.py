@@ -19,8 +19,7 @@ def test_the_page_has_a_row_for_each_architecture() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES],
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
 )
 def test_an_architecture_does_what_its_row_says(name: str, tmp_path: Path) -> None:
     row = run_row(name, tmp_path)

@@ -37,13 +37,7 @@ from worker.training.grpo import Trainer
 from worker.training.packing import Way
 from worker.training.sft import make_sft_trainer
 
-CASES: dict[str, dict[str, Any]] = {
-    "dr_grpo": {},
-    "grpo": {"kl_penalty_coef": 0.1},
-    "bnpo": {},
-    "dapo": {},
-    "sft": {},
-}
+CASES: dict[str, dict[str, Any]] = {"dr_grpo": {}, "grpo": {"kl_penalty_coef": 0.1}, "bnpo": {}, "dapo": {}, "sft": {}}
 """Loss types, and sft -> further fields of the run."""
 GROUPS = 3
 LABELS = [[-100] * 4 + [*range(44, 50 + 3 * row)] for row in range(5)]
@@ -71,17 +65,13 @@ class Step:
         rows = [{"input_ids": [40, 41, 42, 43, *row[4:]], "labels": row} for row in LABELS]
         spec = validate({"environment": "e", "algorithm": "sft", "batch_size": len(rows)})
         nobody: Any = None
-        trainer = make_sft_trainer(
-            self.policy, tokenizer, spec, {"train": rows}, nobody, max_length=256, **common
-        )
+        trainer = make_sft_trainer(self.policy, tokenizer, spec, {"train": rows}, nobody, max_length=256, **common)
         batch = trainer.data_collator(list(trainer.train_dataset))
         return trainer, 1, (batch, (batch["labels"] != -100).sum())
 
     def _grpo(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, int, Any]:
         rollouts = make_rollouts(tokenizer, 1, groups=GROUPS)
-        own = common["ranks"].mine(
-            [rollouts[at : at + SIZE] for at in range(0, GROUPS * SIZE, SIZE)]
-        )
+        own = common["ranks"].mine([rollouts[at : at + SIZE] for at in range(0, GROUPS * SIZE, SIZE)])
         trainer = Trainer(
             self.policy,
             tokenizer,
@@ -119,9 +109,7 @@ def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_ranks_compute_the_gradients_of_one_and_keep_equal_adapters(
-    exact_model: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_compute_the_gradients_of_one_and_keep_equal_adapters(exact_model: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from tests.worker.test_ranks import as_second_rank
@@ -209,9 +197,7 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
             torch.testing.assert_close(adapter(run, step)[name], weight, rtol=1e-3, atol=1e-5)
     first, second = run.evaluation(0), alone.evaluation(0)
     assert first and second
-    assert [row["messages"] for row in first["rollouts"]] == [
-        row["messages"] for row in second["rollouts"]
-    ]
+    assert [row["messages"] for row in first["rollouts"]] == [row["messages"] for row in second["rollouts"]]
 
 
 def test_a_rollout_travels_as_json_and_arrives_whole() -> None:
@@ -234,9 +220,7 @@ def test_a_rollout_travels_as_json_and_arrives_whole() -> None:
 
 
 def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        worker.ranks, "close_listening", lambda keep: None
-    )  # of both, in one process
+    monkeypatch.setattr(worker.ranks, "close_listening", lambda keep: None)  # of both, in one process
     heartbeat = Heartbeat(RunWriter(make_run(tmp_path / "run", tmp_path), 1))
     ranks = [Ranks(0, 2, heartbeat), Ranks(1, 2)]
     threads = [threading.Thread(target=each.connect, args=(tmp_path,)) for each in ranks]
@@ -249,9 +233,7 @@ def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.M
         ranks[0].gather("the other rank never comes")
 
 
-def test_every_rank_gets_a_card_and_its_share_of_the_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_rank_gets_a_card_and_its_share_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))

@@ -52,12 +52,7 @@ async def events() -> Any:
     """Parts of an answer, in pieces that end anywhere."""
     function = {"index": 0, "id": "c1", "function": {"name": "add", "arguments": '{"a"'}}
     rest = {"index": 0, "function": {"arguments": ": 1}"}}
-    deltas = [
-        {"content": "hel"},
-        {"content": "lo"},
-        {"tool_calls": [function]},
-        {"tool_calls": [rest]},
-    ]
+    deltas = [{"content": "hel"}, {"content": "lo"}, {"tool_calls": [function]}, {"tool_calls": [rest]}]
     text = ""
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "finish_reason": None}
@@ -88,10 +83,7 @@ RAW = {
 MESSAGE: dict[str, Any] = {
     "type": "message",
     "role": "assistant",
-    "content": [
-        {"type": "text", "text": "hello"},
-        {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
-    ],
+    "content": [{"type": "text", "text": "hello"}, {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}],
     "stop_reason": "tool_use",
     "usage": {"input_tokens": 1, "output_tokens": 3, "cache_read_input_tokens": 1},
 }
@@ -109,11 +101,7 @@ MESSAGE_EVENTS: list[dict[str, Any]] = [
     {"type": "content_block_delta", "index": 1, "delta": {"partial_json": '{"a"'}},
     {"type": "content_block_delta", "index": 1, "delta": {"partial_json": ": 1}"}},
     {"type": "content_block_stop", "index": 1},
-    {
-        "type": "message_delta",
-        "delta": {"stop_reason": "tool_use"},
-        "usage": MESSAGE["usage"],
-    },
+    {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": MESSAGE["usage"]},
     {"type": "message_stop"},
 ]
 
@@ -151,11 +139,7 @@ def recording(tmp_path: Path) -> Recording:
 
 
 async def ask(
-    home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    key: str = "user",
-    path: str = "/chat/completions",
-    **fields: Any,
+    home: Path, monkeypatch: pytest.MonkeyPatch, key: str = "user", path: str = "/chat/completions", **fields: Any
 ) -> httpx.Response:
     for name, value in (
         ("VLLM_API_KEY", "user"),
@@ -207,9 +191,7 @@ async def test_a_streamed_answer_is_put_together(
     assert line["finish"] == "tool_calls"
 
 
-async def test_nothing_else_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
+async def test_nothing_else_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording) -> None:
     await ask(tmp_path, monkeypatch, key="admin")  # the supervisor's greeting
     await ask(tmp_path, monkeypatch, model="dep-2")
     await ask(tmp_path, monkeypatch, model="../dep-1")
@@ -231,17 +213,12 @@ async def test_a_response_is_recorded_with_its_token_ids(
     if not streams:
         assert answer.json() == RESPONSE
     (line,) = recording.lines()
-    assert line["messages"] == [
-        {"role": "system", "content": "y"},
-        {"role": "user", "content": "my key: [secret]"},
-    ]
+    assert line["messages"] == [{"role": "system", "content": "y"}, {"role": "user", "content": "my key: [secret]"}]
     assert line["tools"][0]["function"]["name"] == "add"
     assert line["answer"] == {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
     assert (line["prompt_token_ids"], line["token_ids"]) == ([1, 2], [3, 4, 5])
     assert (line["finish"], line["logprobs"]) == ("length", [])
-    raw = await ask(
-        tmp_path, monkeypatch, path="/responses", enable_response_messages=True, **asked
-    )
+    raw = await ask(tmp_path, monkeypatch, path="/responses", enable_response_messages=True, **asked)
     assert raw.json() == RESPONSE | RAW
 
 

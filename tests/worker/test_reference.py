@@ -87,8 +87,7 @@ class Reference:
         """Of the tokens that the call sampled."""
         ids = torch.tensor(call.transcript.ids)
         weights = {
-            f"{name}.weight": self.base.get_submodule(name).weight + 2.0 * b @ a
-            for name, (a, b) in adapters.items()
+            f"{name}.weight": self.base.get_submodule(name).weight + 2.0 * b @ a for name, (a, b) in adapters.items()
         }
         inputs = {"input_ids": ids[None], "use_cache": False}
         logits = torch.func.functional_call(self.base, weights, args=(), kwargs=inputs).logits[0]

@@ -13,9 +13,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 
 @pytest.mark.hostile("templates")
-def test_a_template_that_loops_or_raises_is_refused_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_template_that_loops_or_raises_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # Imported here, for tests.hostile collects this file: transformers takes seconds.
     from tests.tiny import CHATML, make_tokenizer  # noqa: PLC0415
     from worker.rollouts.transcript import ChatTemplate  # noqa: PLC0415

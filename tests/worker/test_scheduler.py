@@ -27,11 +27,7 @@ def tasks(count: int) -> list[Task]:
 
 
 async def roll(
-    wanted: list[Task],
-    host: FakeHost,
-    engine: FakeEngine,
-    limits: Limits = LIMITS,
-    template: ChatTemplate = TEMPLATE,
+    wanted: list[Task], host: FakeHost, engine: FakeEngine, limits: Limits = LIMITS, template: ChatTemplate = TEMPLATE
 ) -> list[Rollout]:
     generator = Generator(engine, run_step=engine.run_step)
     try:
@@ -41,21 +37,15 @@ async def roll(
 
 
 def essence(rollouts: list[Rollout]) -> list[object]:
-    return [
-        (r.task, r.task_id, r.finish, r.reward, r.transcript and r.transcript.ids) for r in rollouts
-    ]
+    return [(r.task, r.task_id, r.finish, r.reward, r.transcript and r.transcript.ids) for r in rollouts]
 
 
 @settings(max_examples=25)
 @given(st.integers(0, 2**16), st.floats(0, 2), st.integers(1, 24))
 def test_timing_changes_nothing_but_the_time(seed: int, latency_s: float, count: int) -> None:
     rng = random.Random(seed)
-    at_once, _ = run_virtually(
-        roll(tasks(count), FakeHost(lambda: rng.random() * latency_s), FakeEngine())
-    )
-    one_by_one = [
-        run_virtually(roll([task], FakeHost(), FakeEngine()))[0][0] for task in tasks(count)
-    ]
+    at_once, _ = run_virtually(roll(tasks(count), FakeHost(lambda: rng.random() * latency_s), FakeEngine()))
+    one_by_one = [run_virtually(roll([task], FakeHost(), FakeEngine()))[0][0] for task in tasks(count)]
     assert essence(at_once) == essence(one_by_one)
 
 
@@ -112,9 +102,7 @@ def test_masks_align_and_budgets_hold_whatever_fails(seed: int, max_length: int)
         fits = len(transcript.prompt_ids) < max_length
         assert found == (next(filter(None, expected), None) if fits else "prompt_too_long")
         assert len(transcript) <= max_length or not fits
-        for token, mark, logprob in zip(
-            transcript.completion_ids, transcript.mask, transcript.logprobs, strict=True
-        ):
+        for token, mark, logprob in zip(transcript.completion_ids, transcript.mask, transcript.logprobs, strict=True):
             assert logprob == (-token if mark else 0)  # the engine's log-probabilities
         turns = [len(list(turn)) for mark, turn in itertools.groupby(transcript.mask) if mark]
         assert len(turns) == rollout.turns and max(turns, default=0) <= 12
@@ -129,9 +117,7 @@ def test_no_rollout_waits_for_another() -> None:
     wanted = tasks(512)
     started = time.process_time()
     limits, host = Limits(12, 4096), lambda: FakeHost(lambda: 1.0, max_turns=20)
-    alone = max(
-        run_virtually(roll([task], host(), FakeEngine(), limits))[1] for task in wanted[19::20]
-    )
+    alone = max(run_virtually(roll([task], host(), FakeEngine(), limits))[1] for task in wanted[19::20])
     rollouts, together = run_virtually(roll(wanted, host(), FakeEngine(), limits))
     assert len(rollouts) == 512 and max(r.turns for r in rollouts) == 20
     assert together < 1.01 * alone
@@ -157,15 +143,10 @@ def test_a_cancelled_collection_leaves_no_request_and_no_episode_behind() -> Non
 
 @settings(max_examples=25)
 @given(st.integers(0, 2**16), st.floats(0, 1.5))
-def test_a_cancel_at_any_moment_leaks_nothing_and_the_generator_goes_on(
-    seed: int, moment: float
-) -> None:
+def test_a_cancel_at_any_moment_leaks_nothing_and_the_generator_goes_on(seed: int, moment: float) -> None:
     async def scenario() -> list[Rollout]:
         rng, engine = random.Random(seed), FakeEngine()
-        host, generator = (
-            FakeHost(lambda: rng.random() / 10, fault),
-            Generator(engine, run_step=engine.run_step),
-        )
+        host, generator = (FakeHost(lambda: rng.random() / 10, fault), Generator(engine, run_step=engine.run_step))
         running = asyncio.create_task(collect(tasks(16), host, generator, TEMPLATE, LIMITS))
         await asyncio.sleep(moment)
         running.cancel()
@@ -177,16 +158,12 @@ def test_a_cancel_at_any_moment_leaks_nothing_and_the_generator_goes_on(
         finally:
             await generator.aclose()
 
-    assert essence(run_virtually(scenario())[0]) == essence(
-        run_virtually(roll(tasks(8), FakeHost(), FakeEngine()))[0]
-    )
+    assert essence(run_virtually(scenario())[0]) == essence(run_virtually(roll(tasks(8), FakeHost(), FakeEngine()))[0])
 
 
 def test_each_rollout_is_scored_and_told_as_soon_as_its_conversation_ends() -> None:
     class Clocked(FakeHost):
-        async def step(
-            self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None
-        ) -> Step:
+        async def step(self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None) -> Step:
             step = await super().step(episode, assistant_text, calls)
             if step.done:
                 done[episode] = asyncio.get_running_loop().time()
@@ -200,12 +177,7 @@ def test_each_rollout_is_scored_and_told_as_soon_as_its_conversation_ends() -> N
         generator = Generator(engine := FakeEngine(), run_step=engine.run_step)
         clock = asyncio.get_running_loop().time
         return await collect(
-            tasks(24),
-            Clocked(lambda: 0.05),
-            generator,
-            TEMPLATE,
-            LIMITS,
-            on_done=lambda r: told.append((clock(), r)),
+            tasks(24), Clocked(lambda: 0.05), generator, TEMPLATE, LIMITS, on_done=lambda r: told.append((clock(), r))
         )
 
     done: dict[int, float] = {}
@@ -238,30 +210,18 @@ def test_a_turn_that_the_engine_refuses_fails_alone() -> None:
     async def scenario() -> list[object]:
         generator = Generator(engine := Picky(), run_step=engine.run_step)
         prompts = [[65], [65] * 4, [66], [65] * 4, [65]]
-        turns = (
-            generator.generate(prompt, Sampling(12, seed=seed))
-            for seed, prompt in enumerate(prompts)
-        )
+        turns = (generator.generate(prompt, Sampling(12, seed=seed)) for seed, prompt in enumerate(prompts))
         return await asyncio.gather(*turns, return_exceptions=True)
 
     outcomes, _ = run_virtually(scenario())
-    assert [type(outcome) for outcome in outcomes] == [
-        Completion,
-        ValueError,
-        Completion,
-        ValueError,
-        Completion,
-    ]
+    assert [type(outcome) for outcome in outcomes] == [Completion, ValueError, Completion, ValueError, Completion]
 
 
 def test_an_abandoned_turn_is_aborted_and_the_others_go_on() -> None:
     async def scenario() -> None:
         engine = FakeEngine()
         generator = Generator(engine, run_step=engine.run_step)
-        turns = [
-            asyncio.create_task(generator.generate([65], Sampling(64, seed=seed)))
-            for seed in range(8)
-        ]
+        turns = [asyncio.create_task(generator.generate([65], Sampling(64, seed=seed))) for seed in range(8)]
         await asyncio.sleep(0.02)
         turns[3].cancel()
         done = await asyncio.gather(*turns, return_exceptions=True)
@@ -278,13 +238,9 @@ def test_a_prompt_without_room_for_an_answer_is_an_error_of_that_rollout() -> No
 
 def test_a_reply_that_leaves_no_room_is_not_trained_over() -> None:
     class Verbose(FakeHost):
-        async def step(
-            self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None
-        ) -> Step:
+        async def step(self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None) -> Step:
             step = await super().step(episode, assistant_text, calls)
-            return Step(
-                step.done, [{"role": "user", "content": "page " * 500} for _ in step.messages]
-            )
+            return Step(step.done, [{"role": "user", "content": "page " * 500} for _ in step.messages])
 
     rollouts, _ = run_virtually(roll(tasks(12), Verbose(), FakeEngine()))
     cut = [r.transcript for r in rollouts if r.finish == "length" and r.transcript]
@@ -297,21 +253,15 @@ def test_a_reply_that_leaves_no_room_is_not_trained_over() -> None:
 
 def test_a_conversation_that_the_template_refuses_costs_no_other() -> None:
     class Twice(FakeHost):
-        async def step(
-            self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None
-        ) -> Step:
+        async def step(self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None) -> Step:
             step = await super().step(episode, assistant_text, calls)
             return Step(step.done, step.messages * (2 if self.opened[episode][0] == "5" else 1))
 
     tokenizer = make_tokenizer()
-    check = (
-        "{% if loop.index0 and message['role'] == 'user' == messages[loop.index0 - 1]['role'] %}"
-    )
+    check = "{% if loop.index0 and message['role'] == 'user' == messages[loop.index0 - 1]['role'] %}"
     refuse = check + "{{ raise_exception('roles must alternate') }}{% endif %}"
     tokenizer.chat_template = CHATML.replace("%}", "%}" + refuse, 1)
-    rollouts, _ = run_virtually(
-        roll(tasks(12), Twice(), FakeEngine(), template=ChatTemplate(tokenizer))
-    )
+    rollouts, _ = run_virtually(roll(tasks(12), Twice(), FakeEngine(), template=ChatTemplate(tokenizer)))
     assert [r.task.index for r in rollouts if r.error] == [5]
     assert rollouts[5].error and rollouts[5].error["code"] == "template_unsupported"
 
@@ -326,9 +276,7 @@ def test_one_of_a_group_warms_the_prefix_cache_for_the_others() -> None:
         engine = Recorder()
         generator = Generator(engine, run_step=engine.run_step)
         prompts = [[65], [65], [66], [65], [66]]
-        await asyncio.gather(
-            *(generator.generate(prompt, Sampling(4, seed=i)) for i, prompt in enumerate(prompts))
-        )
+        await asyncio.gather(*(generator.generate(prompt, Sampling(4, seed=i)) for i, prompt in enumerate(prompts)))
 
     submitted: list[tuple[int, list[int]]] = []
     run_virtually(scenario())

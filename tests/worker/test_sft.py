@@ -44,25 +44,17 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
             opening = await host.open("eval", index)
             await host.close(opening.episode)
             gold = await host.gold("eval", index)
-            whole = template.tokenizer.apply_chat_template(
-                [*opening.messages, *gold], tokenize=False
-            )
+            whole = template.tokenizer.apply_chat_template([*opening.messages, *gold], tokenize=False)
             assert decode(row["input_ids"]) + "\n" == whole
             learnt = [token for token in row["labels"] if token != IGNORED]
             said = [message["content"] for message in gold if message["role"] == "assistant"]
             assert decode(learnt) == "".join(f"{text}<|im_end|>" for text in said)
-            assert all(
-                label in (IGNORED, token)
-                for token, label in zip(row["input_ids"], row["labels"], strict=True)
-            )
+            assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     assert len(rows) == 200
 
 
 ANSWER = {"role": "assistant", "content": "a"}
-CALLING = {
-    **ANSWER,
-    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
-}
+CALLING = {**ANSWER, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
 
 
 @pytest.mark.parametrize(
@@ -73,13 +65,10 @@ CALLING = {
         ([{"role": "assistant", "content": None}], "content is None"),
     ],
 )
-def test_gold_that_no_rollout_could_hold_is_refused_with_its_row(
-    tmp_path: Path, gold: Any, reason: str
-) -> None:
+def test_gold_that_no_rollout_could_hold_is_refused_with_its_row(tmp_path: Path, gold: Any, reason: str) -> None:
     lines = [[ANSWER], gold]
     content = "".join(
-        json.dumps({"messages": [{"role": "user", "content": "?"}, *line], "prompt_messages": 1})
-        + "\n"
+        json.dumps({"messages": [{"role": "user", "content": "?"}, *line], "prompt_messages": 1}) + "\n"
         for line in lines
     )
     (tmp_path / "train.jsonl").write_text(content)
@@ -113,9 +102,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
     rows = []
     for length in (60, 8, 33, 2, 47):
         ids = [rng.randrange(33, 126) for _ in range(length)]
-        labels = [
-            token if index and rng.random() < 0.6 else IGNORED for index, token in enumerate(ids)
-        ]
+        labels = [token if index and rng.random() < 0.6 else IGNORED for index, token in enumerate(ids)]
         rows.append({"input_ids": ids, "labels": [*labels[:-1], ids[-1]]})
     rows[1]["labels"][-1] = IGNORED
     outcomes = []
@@ -138,9 +125,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
         gradients = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         outcomes.append((loss.item(), kind.evaluate(trainer)["eval_loss"], gradients))
     (ours, our_held_out, our_gradients), (theirs, their_held_out, their_gradients) = outcomes
-    assert ours == pytest.approx(theirs, rel=1e-5) and our_held_out == pytest.approx(
-        their_held_out, rel=1e-5
-    )
+    assert ours == pytest.approx(theirs, rel=1e-5) and our_held_out == pytest.approx(their_held_out, rel=1e-5)
     assert (our_gradients - their_gradients).norm() < 1e-5 * their_gradients.norm()
 
 
@@ -178,9 +163,7 @@ def tune(
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
         output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip
-    session: Any = SimpleNamespace(
-        spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE
-    )
+    session: Any = SimpleNamespace(spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE)
     assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
     return spec
 
@@ -203,15 +186,11 @@ def test_the_learning_rate_follows_its_schedule_also_after_a_resume(
     expected = [1e-2 * rate_factor(spec, step, 5) for step in range(5)]
     assert rates == pytest.approx(expected)
     tune(run, fp32_model, tmp_path, 7, schedule, warmup=0.4)
-    assert [rate_of(6), rate_of(7)] == pytest.approx(
-        [1e-2 * rate_factor(spec, step, 7) for step in (5, 6)]
-    )
+    assert [rate_of(6), rate_of(7)] == pytest.approx([1e-2 * rate_factor(spec, step, 7) for step in (5, 6)])
 
 
 @pytest.mark.parametrize("stop", [4, 5])
-def test_fine_tuning_that_resumes_ends_where_it_would_have(
-    fp32_model: Path, tmp_path: Path, stop: int
-) -> None:
+def test_fine_tuning_that_resumes_ends_where_it_would_have(fp32_model: Path, tmp_path: Path, stop: int) -> None:
     """Also where every step was made: five steps end in the midst of the second pass over the rows."""
     whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
     tune(whole, fp32_model, tmp_path, 5)
@@ -255,20 +234,9 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     assert losses[-1] < losses[0] - 0.5
     held_out = [tuned.metrics(step)["metrics"].get("eval_loss") for step in (2, 3, 6)]  # pyright: ignore[reportOptionalSubscript]
     assert held_out[0] is None and held_out[2] < held_out[1]
-    assert (
-        tuned.checkpoints.steps() == [3, 6]
-        and list(tuned.eval_steps()) == [6]
-        and not tuned.rollout_steps()
-    )
+    assert tuned.checkpoints.steps() == [3, 6] and list(tuned.eval_steps()) == [6] and not tuned.rollout_steps()
 
-    start = {
-        "init_adapter": {
-            "path": tuned.checkpoints.verify(6)["path"],
-            "run_id": "sft",
-            "step": 6,
-            "digest": "",
-        }
-    }
+    start = {"init_adapter": {"path": tuned.checkpoints.verify(6)["path"], "run_id": "sft", "step": 6, "digest": ""}}
     few: dict[str, Any] = {"steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 8}
     warmed = make_run(tmp_path / "grpo", tiny_model, job=start, **few, **calculator)
     with Attempt(warmed) as attempt:

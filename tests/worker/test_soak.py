@@ -31,12 +31,8 @@ Otherwise resident memory grows for dozens of steps as new lengths come, and not
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_long_run_grows_neither_in_memory_nor_in_threads_nor_in_files(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    run = make_run(
-        tmp_path / "run", tiny_model, steps=STEPS, save_every=10, max_tokens=64, learning_rate=1e-6
-    )
+def test_a_long_run_grows_neither_in_memory_nor_in_threads_nor_in_files(tiny_model: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny_model, steps=STEPS, save_every=10, max_tokens=64, learning_rate=1e-6)
     with Attempt(run, fresh=True, **RETURNED) as attempt:
         held, _ = watch(run, attempt, timeout_s=3500)
         assert attempt.wait() == 0, attempt.log_path.read_text()

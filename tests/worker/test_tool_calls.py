@@ -50,9 +50,7 @@ def written(chat: ChatTemplate, text: str) -> Completion:
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("name", ["ours", "qwen2_5", "qwen3", "qwen3_instruct_2507"])
-def test_calls_are_read_as_the_template_writes_them_and_history_reads_as_it_renders(
-    name: str, thinking: bool
-) -> None:
+def test_calls_are_read_as_the_template_writes_them_and_history_reads_as_it_renders(name: str, thinking: bool) -> None:
     text = CHATML if name == "ours" else (TEMPLATES / f"{name}.jinja").read_text()
     chat = template(text, thinking=thinking)
     transcript = Transcript(chat, QUESTION, TOOLS)
@@ -60,9 +58,7 @@ def test_calls_are_read_as_the_template_writes_them_and_history_reads_as_it_rend
     for content in ("", "So:\n"):
         turn = transcript.add_answer(transcript.template.answer(content.strip(), calls))
         assert (turn.content, turn.bad_tool_call) == (content, None)
-        assert [each["function"] for each in turn.tool_calls] == [
-            each["function"] for each in calls
-        ]
+        assert [each["function"] for each in turn.tool_calls] == [each["function"] for each in calls]
         transcript.add_environment([RESULT, {**RESULT, "content": "7"}])
     ids = [each["id"] for message in transcript.messages for each in message.get("tool_calls", [])]
     assert ids == ["call00000", "call00001", "call00002", "call00003"]
@@ -108,9 +104,7 @@ def test_a_call_is_read_in_the_format_of_other_models(name: str) -> None:
         ('<tool_call>{"name": "calculate", "arguments": {"text": "1"}}', 1, None),
     ],
 )
-def test_what_is_wrong_with_a_call_is_said_in_its_message(
-    text: str, calls: int, problem: str | None
-) -> None:
+def test_what_is_wrong_with_a_call_is_said_in_its_message(text: str, calls: int, problem: str | None) -> None:
     transcript = Transcript(template(), QUESTION, TOOLS)
     turn = transcript.add_answer(written(transcript.template, text))
     assert len(turn.tool_calls) == calls
@@ -130,17 +124,13 @@ def test_without_tools_a_template_renders_as_before() -> None:
 
 def test_the_system_prompt_stays_before_the_tools() -> None:
     chat = template().for_tools(TOOLS)
-    prompt = chat.tokenizer.decode(
-        chat.prompt_ids([{"role": "system", "content": "Be brief."}, *QUESTION])
-    )
+    prompt = chat.tokenizer.decode(chat.prompt_ids([{"role": "system", "content": "Be brief."}, *QUESTION]))
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\nYou can call these functions:\n")
     assert prompt.count("<|im_start|>system") == 1
     assert json.dumps(TOOLS[0]) in prompt
 
 
-PLAIN = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}[assistant]"
-)
+PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}[assistant]"
 
 
 @pytest.mark.anyio
@@ -216,11 +206,7 @@ async def test_a_rollout_calls_a_tool_reads_its_result_and_is_rewarded() -> None
     assert [tool["function"]["name"] for tool in record.tools] == ["calculate"]
     transcript = rollout.transcript
     assert transcript is not None
-    mine = [
-        token
-        for token, mark in zip(transcript.completion_ids, transcript.mask, strict=True)
-        if mark
-    ]
+    mine = [token for token, mark in zip(transcript.completion_ids, transcript.mask, strict=True) if mark]
     assert transcript.template.tokenizer.decode(mine) == f"{CALL}<|im_end|>-22<|im_end|>"
 
 

@@ -30,25 +30,19 @@ def tokenizer(template: str | None = CHATML) -> Any:
 
 
 def answer(template: ChatTemplate, text: str, *, ended: bool = True) -> Completion:
-    ids = template.tokenizer.encode(
-        text + ("<|im_end|>" if ended else ""), add_special_tokens=False
-    )
+    ids = template.tokenizer.encode(text + ("<|im_end|>" if ended else ""), add_special_tokens=False)
     return Completion(ids, [-0.5] * len(ids), "stop" if ended else "length")
 
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(TEXT, st.booleans(), TEXT), min_size=1, max_size=4), TEXT)
-def test_a_conversation_built_from_pieces_reads_as_the_template_renders_it(
-    turns: list[Any], question: str
-) -> None:
+def test_a_conversation_built_from_pieces_reads_as_the_template_renders_it(turns: list[Any], question: str) -> None:
     template = ChatTemplate(tokenizer())
     transcript = Transcript(template, [{"role": "user", "content": question}])
     for text, ended, reply in turns:
         assert transcript.add_answer(answer(template, text, ended=ended)).content == text
         transcript.add_environment([{"role": "user", "content": reply}])
-    whole = template.tokenizer.apply_chat_template(
-        transcript.messages, tokenize=False, add_generation_prompt=True
-    )
+    whole = template.tokenizer.apply_chat_template(transcript.messages, tokenize=False, add_generation_prompt=True)
     assert template.tokenizer.decode(transcript.ids) == whole
 
 
@@ -58,15 +52,9 @@ def test_only_the_models_own_tokens_are_trained_and_keep_their_log_probabilities
     transcript.add_answer(answer(template, "one"))
     transcript.add_environment([{"role": "user", "content": "go on"}])
     transcript.add_answer(answer(template, "two", ended=False))
-    trained = [
-        token
-        for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True)
-        if mine
-    ]
+    trained = [token for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True) if mine]
     assert template.tokenizer.decode(trained) == "one<|im_end|>two"
-    assert [value != 0.0 for value in transcript.logprobs] == [
-        bool(mine) for mine in transcript.mask
-    ]
+    assert [value != 0.0 for value in transcript.logprobs] == [bool(mine) for mine in transcript.mask]
     assert transcript.truncated and transcript.model_tokens == len(trained)
 
 
@@ -84,9 +72,7 @@ def test_long_replies_are_not_kept_for_good() -> None:
     before = len(template._glue)
     long, short = ([{"role": "user", "content": "word " * count}] for count in (5000, 5))
     for _ in range(2):
-        assert len(template.glue_ids(long, ended=False)) > 5000 and template.glue_ids(
-            short, ended=False
-        )
+        assert len(template.glue_ids(long, ended=False)) > 5000 and template.glue_ids(short, ended=False)
     assert len(template._glue) == before + 1
 
 
@@ -112,9 +98,7 @@ def test_a_template_whose_answers_begin_in_an_open_think_block_is_followed() -> 
         "{{ raise_exception('no') }}",
     ],
 )
-def test_a_template_that_cannot_be_followed_is_refused_before_the_first_step(
-    template: str | None,
-) -> None:
+def test_a_template_that_cannot_be_followed_is_refused_before_the_first_step(template: str | None) -> None:
     with pytest.raises(FlashError, match="template_unsupported"):
         ChatTemplate(tokenizer(template))
 

@@ -132,6 +132,4 @@ def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_m
         assert record.answers == [message["content"] for message in record.messages[start::2]]
         shown = [message["role"] for message in record.shown_messages]
         assert shown.count("branch") == len(record.branches)
-        assert len(shown) == len(record.messages) + sum(
-            1 + len(branch["messages"]) for branch in record.branches
-        )
+        assert len(shown) == len(record.messages) + sum(1 + len(branch["messages"]) for branch in record.branches)

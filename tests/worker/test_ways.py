@@ -25,8 +25,7 @@ def adapted(model: Any) -> Any:
     names = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and not any(part in f"{name}." for part in OF_NO_ADAPTER)
+        if isinstance(module, torch.nn.Linear) and not any(part in f"{name}." for part in OF_NO_ADAPTER)
     ]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
     config._register_custom_module({torch.nn.Linear: LoraLinear})
@@ -73,9 +72,7 @@ def with_gradient(policy: Any, logps: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("prompt", [2, 2 * WINDOW])  # the first is too short to share
 @pytest.mark.parametrize("name", SIZES)
-def test_the_chosen_way_gives_a_plain_passes_log_probabilities_and_gradients(
-    name: str, prompt: int
-) -> None:
+def test_the_chosen_way_gives_a_plain_passes_log_probabilities_and_gradients(name: str, prompt: int) -> None:
     model = make_architecture(name)
     before = torch.get_rng_state()
     way = way_of(model)

@@ -86,9 +86,7 @@ async def commands(folder: Path, name: str, source: str = "", **options: float) 
 
 
 @pytest.mark.parametrize(("name", "reason"), [("anthropic", "told"), ("openai", "x")])
-async def test_a_command_finds_the_model_in_its_variables(
-    name: str, reason: str, tmp_path: Path
-) -> None:
+async def test_a_command_finds_the_model_in_its_variables(name: str, reason: str, tmp_path: Path) -> None:
     async with await commands(tmp_path / "agent", name) as host:
         opening = await host.open("train", 0)
         assert opening.messages == [{"role": "user", "content": "2 + 2?"}]

@@ -143,10 +143,7 @@ MESSAGES = agent(
 def continued(calls: Sequence[AgentCall]) -> None:
     """Each call continues the one before, and shows the model what it should."""
     assert [call.parent for call in calls] == [None, 0, 1, 2]
-    assert calls[0].messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "2 + 2?"},
-    ]
+    assert calls[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     result = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
     assert calls[1].messages == calls[3].messages == [result]
     assert calls[2].messages == [{"role": "user", "content": "Sure?"}]
@@ -259,9 +256,7 @@ def refusal(place: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_field_that_is_not_served_is_refused_as_the_api_refuses_it() -> None:
-    assert refusal("/chat/completions", guided_json={})["message"] == (
-        "Unknown parameter: 'guided_json'."
-    )
+    assert refusal("/chat/completions", guided_json={})["message"] == ("Unknown parameter: 'guided_json'.")
     assert refusal("/responses", top_k=3)["code"] == "unknown_parameter"
     assert refusal("/messages", seed=3)["message"] == "seed: Extra inputs are not permitted"
     assert refusal("/messages", mcp_servers=[{"type": "url"}])["type"] == "invalid_request_error"

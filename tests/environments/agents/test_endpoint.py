@@ -74,17 +74,12 @@ class Sample(EnvironmentAgent):
         exec(example.input, globals() | locals())
         return RewardResult(float(len(told)), success=True, reason=json.dumps(told))
 """
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
-}
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
 @asynccontextmanager
-async def agents(
-    folder: Path, *programs: str, source: str = "", **options: Any
-) -> AsyncGenerator[EnvironmentHost]:
+async def agents(folder: Path, *programs: str, source: str = "", **options: Any) -> AsyncGenerator[EnvironmentHost]:
     """A host whose task number n runs program n. The program tells what is in its list `told`."""
     returns = f"Sample({[textwrap.dedent(each) for each in programs]!r})"
     environment_folder(folder, AGENT + textwrap.dedent(source), returns=returns)
@@ -113,10 +108,7 @@ async def test_requests_of_an_agent_are_the_turns_of_a_conversation(tmp_path: Pa
     """
     async with agents(tmp_path / "agent", program, source=f"TOOL = {TOOL}") as host:
         opening = await host.open("train", 0)
-        assert opening.messages == [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "2 + 2?"},
-        ]
+        assert opening.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
         assert opening.tools == [TOOL] and opening.max_turns == 4
         step = await host.step(opening.episode, "Let me add. ", [CALL], Usage(30, 5))
         assert step.messages == [{"role": "tool", "tool_call_id": "call00000", "content": "4"}]
@@ -251,16 +243,10 @@ async def served(host: EnvironmentHost, index: int = 0) -> list[AgentCall]:
 
 
 FORKS: dict[str, tuple[str, list[tuple[int | None, int]]]] = {
-    "branches": (
-        'say(user("x"), answer, user("y")); say(user("x"), answer, user("z"))',
-        [(None, 1), (0, 1), (0, 1)],
-    ),
+    "branches": ('say(user("x"), answer, user("y")); say(user("x"), answer, user("z"))', [(None, 1), (0, 1), (0, 1)]),
     "samples again": ('say(user("x"))', [(None, 1), (None, 1)]),
     "changes history": ('say(user("z"), answer, user("y"))', [(None, 1), (None, 3)]),
-    "changes its tools": (
-        'say(user("x"), answer, user("y"), tools=[{"name": "f"}])',
-        [(None, 1), (None, 3)],
-    ),
+    "changes its tools": ('say(user("x"), answer, user("y"), tools=[{"name": "f"}])', [(None, 1), (None, 3)]),
     "compacts its history": (
         'more = say(user("x"), answer, user("y")); say(user("so far: x"), more, user("z"))',
         [(None, 1), (0, 1), (None, 3)],
@@ -377,9 +363,7 @@ async def test_an_answer_that_reaches_nobody_drops_the_rollout(tmp_path: Path) -
                 assert json.loads((await host.score(episode)).reason or "") == [200]
 
 
-async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_other(
-    tmp_path: Path,
-) -> None:
+async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_other(tmp_path: Path) -> None:
     async with agents(tmp_path / "agent", BOTH) as host:
         assert sorted(await told(host, ["y", "z"])) == ["y", "z"]
 
@@ -417,9 +401,7 @@ async def test_what_a_request_asks_of_its_answer_reaches_the_caller(tmp_path: Pa
         await host.answer_call(episode, 0, "a", usage=Usage(3, 1, stopped_by="END"))
         third = await host.next_call(episode)
         assert isinstance(third, AgentCall)
-        assert third.options == CallOptions(
-            tool_choice="required", tool_name="f", parallel_tool_calls=False
-        )
+        assert third.options == CallOptions(tool_choice="required", tool_name="f", parallel_tool_calls=False)
         await host.answer_call(episode, 2, "", [CALL])
         fourth = await host.next_call(episode)
         assert isinstance(fourth, AgentCall)
@@ -474,9 +456,7 @@ RETRIES = """
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
-async def test_requests_that_time_out_and_are_sent_again_lose_nothing(
-    delay_s: float, tmp_path: Path
-) -> None:
+async def test_requests_that_time_out_and_are_sent_again_lose_nothing(delay_s: float, tmp_path: Path) -> None:
     """The client leaves after 0.05 s: when it has the answer, as the answer comes, or before."""
     turns = 20
     program = RETRIES.replace("TURNS", str(turns)).replace("PAUSE", "0.05")
@@ -635,9 +615,7 @@ async def test_as_many_agents_run_at_once_as_there_are_threads_for(
         await host.score(episodes[0])
         await waiting
         with pytest.raises(EnvironmentFault):
-            await asyncio.gather(
-                *(host.open("train", 5) for _ in range(2)), host.close(episodes[1])
-            )
+            await asyncio.gather(*(host.open("train", 5) for _ in range(2)), host.close(episodes[1]))
         await host.close(episodes[2])
         await host.open("train", 0)
 
@@ -653,9 +631,7 @@ async def test_a_program_that_the_agent_starts_reaches_the_model_too(tmp_path: P
         assert await told(host, ["y"]) == ["200\n"]
 
 
-async def test_an_agent_that_goes_away_while_the_model_writes_costs_nothing_else(
-    tmp_path: Path,
-) -> None:
+async def test_an_agent_that_goes_away_while_the_model_writes_costs_nothing_else(tmp_path: Path) -> None:
     program = """
         url = urlsplit(base_url)
         body = json.dumps({"model": model, "messages": [user("x")], "stream": True})
@@ -689,8 +665,7 @@ async def test_an_agent_that_does_not_end_is_left_behind(tmp_path: Path) -> None
 async def test_an_agent_reaches_its_model_and_no_other_server(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as ours:
         own_address = next(
-            (each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)),
-            "127.0.0.1",
+            (each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)), "127.0.0.1"
         )
         unix = tmp_path / "socket"
         with socket.socket(socket.AF_UNIX) as listening:
@@ -757,10 +732,7 @@ asyncio.run(main())
 
 
 def played_as(
-    place: Path,
-    rights: Sequence[str],
-    python: str,
-    program: str = 'told.append(ask([user("x")])[0])',
+    place: Path, rights: Sequence[str], python: str, program: str = 'told.append(ask([user("x")])[0])'
 ) -> Any:
     """What PLAY prints of an agent's environment in `place`, as a server with these rights."""
     returns = f"Sample([{textwrap.dedent(program)!r}])"
@@ -775,9 +747,7 @@ def played_as(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-needs_root = pytest.mark.skipif(
-    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
-)
+needs_root = pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
 
 
 @needs_root

@@ -152,23 +152,14 @@ async def test_more_tasks_are_listed_than_fit_into_one_reply(tmp_path: Path) -> 
             self.dataset, self.eval_dataset = tasks(130_000), tasks(3)
     """
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
-        assert [task_id for task_id, _ in await host.tasks("train")] == [
-            f"t{n}" for n in range(130_000)
-        ]
+        assert [task_id for task_id, _ in await host.tasks("train")] == [f"t{n}" for n in range(130_000)]
         assert len(await host.tasks("eval")) == 3
 
 
 async def test_splits_tasks_and_gold_answers_are_known(tmp_path: Path) -> None:
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, "", returns="Addition()")
-    ) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, "", returns="Addition()")) as host:
         assert host.splits == {"train": 6, "eval": 4}
-        assert [task_id for task_id, _ in await host.tasks("eval")] == [
-            "t100",
-            "t101",
-            "t102",
-            "t103",
-        ]
+        assert [task_id for task_id, _ in await host.tasks("eval")] == ["t100", "t101", "t102", "t103"]
         assert await host.gold("eval", 0) == [{"role": "assistant", "content": "201"}]
         assert "train has 6 tasks, eval has 4 tasks" in (await fault_of(host.open("train", 6))).what
 
@@ -245,10 +236,7 @@ async def test_scores_one_at_a_time_may_use_signals_and_so_may_loading(tmp_path:
 async def test_signals_in_other_threads_are_explained(tmp_path: Path, library_says: str) -> None:
     source = SIGNALS.format(most=32)
     if library_says:
-        source = source.replace(
-            "signal.signal(signal.SIGALRM, lambda *_: None)",
-            f"raise ValueError({library_says!r})",
-        )
+        source = source.replace("signal.signal(signal.SIGALRM, lambda *_: None)", f"raise ValueError({library_says!r})")
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         opening = await host.open("train", 0)
         fault = await fault_of(host.score(opening.episode))
@@ -272,9 +260,7 @@ async def test_thirty_two_calls_run_at_once(tmp_path: Path) -> None:
             all_are_here.wait(100)
             return EnvironmentStepResult(done=True)
     """
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, source), concurrency=32
-    ) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source), concurrency=32) as host:
         openings = [await host.open("train", 0) for _ in range(32)]
         steps = await asyncio.gather(*(host.step(opening.episode, "x") for opening in openings))
         assert all(step.done for step in steps)
@@ -306,9 +292,7 @@ async def test_calls_under_way_stay_within_their_bounds(
         def score_episode(self, example, episode):
             return RewardResult(score=scores.measure(), metrics=[RewardMetric("steps", value=steps.most)])
     """
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, source), concurrency=concurrency
-    ) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source), concurrency=concurrency) as host:
 
         async def play() -> tuple[float, float]:
             opening = await host.open("train", 0)
@@ -339,9 +323,7 @@ MISBEHAVIOUR = {
 
 
 @pytest.mark.parametrize(("statement", "expected"), MISBEHAVIOUR.items())
-async def test_what_step_episode_must_not_do_is_explained(
-    tmp_path: Path, statement: str, expected: str
-) -> None:
+async def test_what_step_episode_must_not_do_is_explained(tmp_path: Path, statement: str, expected: str) -> None:
     source = f"""
     class Sample(Echo):
         def step_episode(self, example, messages, assistant_response):
@@ -363,15 +345,10 @@ async def test_what_step_episode_must_not_do_is_explained(
         ("RewardResult(score='1')", "the score must be a finite number, got '1'"),
         ("RewardResult(score=None)", "the score must be a finite number, got None"),
         ("1.0", "score_episode must return a RewardResult, got float 1.0"),
-        (
-            "RewardResult(score=1, metrics=[('a', 1)])",
-            "using what score_episode returned raised AttributeError",
-        ),
+        ("RewardResult(score=1, metrics=[('a', 1)])", "using what score_episode returned raised AttributeError"),
     ],
 )
-async def test_a_score_that_is_none_is_explained(
-    tmp_path: Path, result: str, expected: str
-) -> None:
+async def test_a_score_that_is_none_is_explained(tmp_path: Path, result: str, expected: str) -> None:
     source = f"""
     class Sample(Echo):
         def score_episode(self, example, episode): return {result}
@@ -381,9 +358,7 @@ async def test_a_score_that_is_none_is_explained(
         assert (fault.code, expected in fault.what) == ("environment_error", True), fault.what
 
 
-async def test_what_user_code_prints_disturbs_nothing_and_goes_to_stderr(
-    tmp_path: Path, capfd
-) -> None:
+async def test_what_user_code_prints_disturbs_nothing_and_goes_to_stderr(tmp_path: Path, capfd) -> None:
     source = """
     print("while loading")
     class Sample(Echo):
@@ -403,13 +378,9 @@ async def test_what_user_code_prints_disturbs_nothing_and_goes_to_stderr(
 
 
 async def test_text_that_utf8_cannot_hold_is_replaced(tmp_path: Path) -> None:
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, "", returns="Echo()")
-    ) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, "", returns="Echo()")) as host:
         opening = await host.open("train", 0)
-        assert (await host.step(opening.episode, "\ud800 \x00 é\n")).messages[0][
-            "content"
-        ] == "? \x00 é\n!"
+        assert (await host.step(opening.episode, "\ud800 \x00 é\n")).messages[0]["content"] == "? \x00 é\n!"
 
 
 # -- deadlines and deaths --------------------------------------------------------------------------
@@ -434,30 +405,19 @@ async def pid_of(host: EnvironmentHost, episode: int) -> int:
 
 
 async def test_a_hung_call_times_out_with_the_place_where_it_hangs(tmp_path: Path) -> None:
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, STUCK), timeout_s=3
-    ) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=3) as host:
         opening = await host.open("train", 0)
         fault = await fault_of(host.step(opening.episode, "hang"))
-        assert (fault.code, fault.what) == (
-            "environment_timeout",
-            "step_episode took longer than 3 s",
-        )
+        assert (fault.code, fault.what) == ("environment_timeout", "step_episode took longer than 3 s")
         assert "time.sleep(1000)" in fault.traceback
 
 
-async def test_hung_calls_starve_nobody_and_their_process_ends_with_its_last_episode(
-    tmp_path: Path,
-) -> None:
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, STUCK), concurrency=4, timeout_s=3
-    ) as host:
+async def test_hung_calls_starve_nobody_and_their_process_ends_with_its_last_episode(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), concurrency=4, timeout_s=3) as host:
         bystander = await host.open("train", 1)
         first_pid = await pid_of(host, bystander.episode)
         hung = [await host.open("train", 0) for _ in range(8)]
-        faults = await asyncio.gather(
-            *(fault_of(host.step(opening.episode, "hang")) for opening in hung)
-        )
+        faults = await asyncio.gather(*(fault_of(host.step(opening.episode, "hang")) for opening in hung))
         assert {fault.code for fault in faults} == {"environment_timeout"}
         assert any("with 3 more calls under way in its process" in fault.what for fault in faults)
         assert await pid_of(host, bystander.episode) == first_pid
@@ -478,26 +438,17 @@ async def test_a_hung_coroutine_is_cancelled_and_costs_no_process(tmp_path: Path
             if assistant_response == "hang": await asyncio.sleep(1000)
             return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(os.getpid())}])
     """
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, source), timeout_s=3
-    ) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source), timeout_s=3) as host:
         opening = await host.open("train", 0)
         pid = await pid_of(host, opening.episode)
         fault = await fault_of(host.step(opening.episode, "hang"))
-        assert (fault.code, "asyncio.sleep(1000)" in fault.traceback) == (
-            "environment_timeout",
-            True,
-        )
+        assert (fault.code, "asyncio.sleep(1000)" in fault.traceback) == ("environment_timeout", True)
         assert await pid_of(host, (await host.open("train", 0)).episode) == pid
 
 
-async def test_code_that_holds_the_interpreter_is_killed_and_shown(
-    tmp_path: Path, monkeypatch
-) -> None:
+async def test_code_that_holds_the_interpreter_is_killed_and_shown(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("environments.process.host.ABANDON_TIMEOUT_S", 1.0)
-    async with await EnvironmentHost.start(
-        environment_folder(tmp_path, STUCK), timeout_s=3
-    ) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=3) as host:
         opening = await host.open("train", 0)
         fault = await fault_of(host.step(opening.episode, "hold"))
         assert fault.code == "environment_timeout"
@@ -506,12 +457,8 @@ async def test_code_that_holds_the_interpreter_is_killed_and_shown(
         assert (await host.open("train", 0)).task_id == "t0"
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"), [("die", "it exited with code 3"), ("crash", "killed by SIGSEGV")]
-)
-async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(
-    tmp_path: Path, word: str, reason: str
-) -> None:
+@pytest.mark.parametrize(("word", "reason"), [("die", "it exited with code 3"), ("crash", "killed by SIGSEGV")])
+async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(tmp_path: Path, word: str, reason: str) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK)) as host:
         bystander, opening = await host.open("train", 0), await host.open("train", 1)
         fault = await fault_of(host.step(opening.episode, word))
@@ -569,9 +516,7 @@ async def test_stop_ends_the_process_and_what_it_started(tmp_path: Path) -> None
     await host.stop()
     assert "was stopped" in (await fault_of(host.open("train", 0))).what
 
-    await until(
-        lambda: not any(is_running(pid) for pid in (sleeper, *(process.pid for process in family)))
-    )
+    await until(lambda: not any(is_running(pid) for pid in (sleeper, *(process.pid for process in family))))
 
 
 async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
@@ -611,43 +556,18 @@ async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) ->
         ),
         ("x = (", "Addition()", "environment_invalid", "SyntaxError"),
         ("del load_environment", "1", "environment_invalid", "NameError"),
-        (
-            "",
-            "42",
-            "environment_invalid",
-            "load_environment returned int 42; it must return an object of a class",
-        ),
-        (
-            "class Sample(EnvironmentSingleTurn): pass",
-            "Sample()",
-            "environment_invalid",
-            "abstract method",
-        ),
-        (
-            "raise SystemExit(1)",
-            "Addition()",
-            "environment_invalid",
-            "environment.py raised SystemExit: 1",
-        ),
+        ("", "42", "environment_invalid", "load_environment returned int 42; it must return an object of a class"),
+        ("class Sample(EnvironmentSingleTurn): pass", "Sample()", "environment_invalid", "abstract method"),
+        ("raise SystemExit(1)", "Addition()", "environment_invalid", "environment.py raised SystemExit: 1"),
         ("os._exit(7)", "Addition()", "environment_invalid", "it exited with code 7"),
-        (
-            "time.sleep(1000)",
-            "Addition()",
-            "environment_timeout",
-            "loading environment.py took longer than 1 s",
-        ),
+        ("time.sleep(1000)", "Addition()", "environment_timeout", "loading environment.py took longer than 1 s"),
         (
             "class Sample(Addition):\n    dataset = 1\n    def __init__(self): pass",
             "Sample()",
             "dataset_invalid",
             "got int 1",
         ),
-        (
-            "class Sample(Addition):\n    def __init__(self): pass",
-            "Sample()",
-            "dataset_invalid",
-            "dataset is empty",
-        ),
+        ("class Sample(Addition):\n    def __init__(self): pass", "Sample()", "dataset_invalid", "dataset is empty"),
         (
             "class Sample(Addition):\n    def __init__(self): self.dataset = ['a']",
             "Sample()",
@@ -661,9 +581,7 @@ async def test_an_environment_that_does_not_load_says_why(
     tmp_path: Path, source: str, returns: str, code: str, expected: str
 ) -> None:
     environment_folder(tmp_path, source, returns=returns)
-    fault = await fault_of(
-        EnvironmentHost.start(tmp_path, start_timeout_s=1 if "sleep" in source else 30)
-    )
+    fault = await fault_of(EnvironmentHost.start(tmp_path, start_timeout_s=1 if "sleep" in source else 30))
     assert (fault.code, expected in fault.what) == (code, True), fault.what
     assert await children_of(tmp_path) == []
 
@@ -682,9 +600,7 @@ async def test_a_folder_without_entry_point_says_so(tmp_path: Path) -> None:
     assert "defines no load_environment" in (await fault_of(EnvironmentHost.start(tmp_path))).what
 
 
-async def test_arguments_reach_load_environment_and_wrong_ones_are_explained(
-    tmp_path: Path,
-) -> None:
+async def test_arguments_reach_load_environment_and_wrong_ones_are_explained(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
         def __init__(self, size): self.dataset = tasks(size)
@@ -693,14 +609,11 @@ async def test_arguments_reach_load_environment_and_wrong_ones_are_explained(
     async with await EnvironmentHost.start(tmp_path, args={"size": 3}) as host:
         assert host.splits == {"train": 3, "eval": 0}
     assert (
-        "unexpected keyword argument 'sise'"
-        in (await fault_of(EnvironmentHost.start(tmp_path, args={"sise": 3}))).what
+        "unexpected keyword argument 'sise'" in (await fault_of(EnvironmentHost.start(tmp_path, args={"sise": 3}))).what
     )
 
 
-async def test_only_named_secrets_are_seen_and_they_never_come_back(
-    tmp_path: Path, monkeypatch, capfd
-) -> None:
+async def test_only_named_secrets_are_seen_and_they_never_come_back(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("UNRELATED_TOKEN", "unrelated-value")
     source = """
     class Sample(Echo):
@@ -720,9 +633,7 @@ async def test_only_named_secrets_are_seen_and_they_never_come_back(
     assert "planted" not in err
 
 
-async def test_the_process_has_a_private_home_and_leaves_the_folder_as_it_was(
-    tmp_path: Path,
-) -> None:
+async def test_the_process_has_a_private_home_and_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     source = """
     class Sample(Echo):
         def step_episode(self, example, messages, assistant_response):
@@ -742,15 +653,10 @@ async def test_the_process_has_a_private_home_and_leaves_the_folder_as_it_was(
     assert sorted(path.name for path in folder.iterdir()) == ["environment.py", "helper.py"]
 
 
-NLTK_SAYS = (
-    "\\n***\\n  Resource \\x1b[93mwords\\x1b[0m not found.\\n  >>> nltk.download('words')\\n"
-)
+NLTK_SAYS = "\\n***\\n  Resource \\x1b[93mwords\\x1b[0m not found.\\n  >>> nltk.download('words')\\n"
 FIXED = {
     "data of nltk": (f'raise LookupError("{NLTK_SAYS}")', "nltk_data NAME"),
-    "a reward that is a text": (
-        "from environments.adapters.gym import _step; _step(Odd(), 'go')",
-        "returns a number",
-    ),
+    "a reward that is a text": ("from environments.adapters.gym import _step; _step(Odd(), 'go')", "returns a number"),
 }
 
 

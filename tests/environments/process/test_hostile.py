@@ -76,12 +76,7 @@ def forger(args):
 """
 
 USER = {"role": "user", "content": "x"}
-LOADED = {
-    "splits": {"train": 6, "eval": 0},
-    "max_score_concurrency": 1,
-    "scores_groups": False,
-    "generated": [],
-}
+LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1, "scores_groups": False, "generated": []}
 OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1, "tools": [], "is_agent": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -107,15 +102,9 @@ FORGED_REPLIES = {
     "a text": ("step", '"number"'),
     "no number": ("step", '{"value":{"done":true,"messages":[]}}'),
     "neither value nor fault": ("step", '{"number":NUMBER}'),
-    "value and fault": (
-        "step",
-        '{"number":NUMBER,"value":null,"fault":["environment_error","",""]}',
-    ),
+    "value and fault": ("step", '{"number":NUMBER,"value":null,"fault":["environment_error","",""]}'),
     "one more field": ("step", '{"number":NUMBER,"value":null,"more":1}'),
-    "a field twice": (
-        "step",
-        '{"number":NUMBER,"value":{"done":true,"done":false,"messages":[]}}',
-    ),
+    "a field twice": ("step", '{"number":NUMBER,"value":{"done":true,"done":false,"messages":[]}}'),
     "the number as a text": ("step", '{"number":"NUMBER","value":{"done":true,"messages":[]}}'),
     "the number as a list": ("step", '{"number":[NUMBER],"value":null}'),
     "the number as a fraction": ("step", '{"number":NUMBER.0,"value":null}'),
@@ -134,10 +123,7 @@ FORGED_REPLIES = {
     "a message that is a text": ("step", reply(STEPPED | {"messages": ["x"]})),
     "a message without content": ("step", reply(STEPPED | {"messages": [{"role": "user"}]})),
     "content as a list": ("step", reply(STEPPED | {"messages": [USER | {"content": ["x"]}]})),
-    "an answer in the model's name": (
-        "step",
-        reply(STEPPED | {"messages": [USER | {"role": "assistant"}]}),
-    ),
+    "an answer in the model's name": ("step", reply(STEPPED | {"messages": [USER | {"role": "assistant"}]})),
     "a role that is a list": ("step", reply(STEPPED | {"messages": [USER | {"role": ["user"]}]})),
     "infinity in a message": (
         "step",
@@ -205,14 +191,8 @@ FORGED_REPLIES = {
     "splits as a list": ("load", reply(LOADED | {"splits": [6, 0]})),
     "no scorer at once": ("load", reply(LOADED | {"max_score_concurrency": 0})),
     "groups as a number": ("load", reply(LOADED | {"scores_groups": 1})),
-    "generated tasks under a path": (
-        "load",
-        reply(LOADED | {"generated": ["../../settings.toml"]}),
-    ),
-    "generated tasks under too many names": (
-        "load",
-        reply(LOADED | {"generated": ["0" * 16] * 99}),
-    ),
+    "generated tasks under a path": ("load", reply(LOADED | {"generated": ["../../settings.toml"]})),
+    "generated tasks under too many names": ("load", reply(LOADED | {"generated": ["0" * 16] * 99})),
     "generated tasks that are a list": ("generated", reply([1])),
     "generated tasks in other letters": ("generated", reply("\u0661")),
     "protections of its own choice": ("load", reply(LOADED | {"sandbox": {"files": ""}})),
@@ -296,8 +276,7 @@ LYING_LISTS = {
         "dataset has 1,000,000,000,000 tasks; the most are 1,000,000",
     ),
     "an id of 5,000 characters": (
-        "class Sample(Addition):\n"
-        "    def __init__(self): self.dataset = [TaskExample({}, 'x', id='y' * 5000)]\n",
+        "class Sample(Addition):\n    def __init__(self): self.dataset = [TaskExample({}, 'x', id='y' * 5000)]\n",
         "dataset[0] must be a TaskExample whose id has at most 1,000 characters",
     ),
 }
@@ -316,10 +295,7 @@ async def test_a_task_list_that_lies_is_a_bad_dataset(tmp_path: Path, name: str)
 
 HOSTILE_NEEDS = {
     "endless memory": ("memory_gib = inf", "memory_gib must be a number above 0, got inf"),
-    "memory that is no number": (
-        "memory_gib = nan",
-        "memory_gib must be a number above 0, got nan",
-    ),
+    "memory that is no number": ("memory_gib = nan", "memory_gib must be a number above 0, got nan"),
     "negative memory": ("memory_gib = -1", "memory_gib must be a number above 0, got -1"),
     "memory that is true": ("memory_gib = true", "memory_gib must be a number above 0, got True"),
     "half a process": ("processes = 0.5", "processes must be a number above 0, got 0.5"),
@@ -347,15 +323,11 @@ async def test_a_hostile_environment_toml_is_refused_with_a_word(tmp_path: Path,
 
 UNREADABLE = {
     "a pipe as environment.toml": (lambda folder: os.mkfifo(folder / "environment.toml")),
-    "an endless device as environment.toml": (
-        lambda folder: (folder / "environment.toml").symlink_to("/dev/zero")
-    ),
+    "an endless device as environment.toml": (lambda folder: (folder / "environment.toml").symlink_to("/dev/zero")),
     "a folder as environment.toml": (lambda folder: (folder / "environment.toml").mkdir()),
     "a huge environment.toml": (lambda folder: huge(folder / "environment.toml")),
     "a pipe as requirements.txt": (lambda folder: os.mkfifo(folder / "requirements.txt")),
-    "an endless device as requirements.txt": (
-        lambda folder: (folder / "requirements.txt").symlink_to("/dev/zero")
-    ),
+    "an endless device as requirements.txt": (lambda folder: (folder / "requirements.txt").symlink_to("/dev/zero")),
     "a huge requirements.txt": (lambda folder: huge(folder / "requirements.txt")),
     "a pipe as environment.py": (
         lambda folder: [(folder / "environment.py").unlink(), os.mkfifo(folder / "environment.py")]

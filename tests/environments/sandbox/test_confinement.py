@@ -34,9 +34,7 @@ from tests.watch import is_running, outer_pid
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.anyio,
-    pytest.mark.skipif(
-        not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"
-    ),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"),
 ]
 
 ATTACKER = """
@@ -112,40 +110,21 @@ def published(flash_home: Path) -> Path:
 
 
 @pytest.mark.hostile("state")
-async def test_state_is_out_of_reach_though_the_environment_lies_within_it(
-    published: Path, flash_home: Path
-) -> None:
+async def test_state_is_out_of_reach_though_the_environment_lies_within_it(published: Path, flash_home: Path) -> None:
     async with attack_on(published) as attack:
-        assert not any({**attack.host.sandbox, **REFUSED_IN_CONTAINERS}.values()), describe(
-            attack.host.sandbox
-        )
-        for path in (
-            flash_home / "flash.db",
-            flash_home / "environments" / "other" / "0" / "environment.py",
-        ):
+        assert not any({**attack.host.sandbox, **REFUSED_IN_CONTAINERS}.values()), describe(attack.host.sandbox)
+        for path in (flash_home / "flash.db", flash_home / "environments" / "other" / "0" / "environment.py"):
             fault = await attack.fault(f"open({str(path)!r}).read()")
-            assert (fault.code, "Permission denied" in fault.what) == (
-                "environment_access",
-                True,
-            ), fault.what
+            assert (fault.code, "Permission denied" in fault.what) == ("environment_access", True), fault.what
             assert "its own folder" in fault.what
-        for command in (
-            f"cat {flash_home}/flash.db",
-            f"ls {flash_home}",
-            f"ls {Path.home()}",
-            "ls /tmp",
-        ):
-            told = await attack.told(
-                f"import os; told = os.system({command + ' >/dev/null 2>&1'!r})"
-            )
+        for command in (f"cat {flash_home}/flash.db", f"ls {flash_home}", f"ls {Path.home()}", "ls /tmp"):
+            told = await attack.told(f"import os; told = os.system({command + ' >/dev/null 2>&1'!r})")
             assert told != "0", command
         assert "Addition" in await attack.told("told = open('environment.py').read()")
 
 
 @pytest.mark.hostile("state")
-async def test_state_behind_a_link_or_dots_is_out_of_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_state_behind_a_link_or_dots_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, link = tmp_path / "data", tmp_path / "link"
     (data / "state").mkdir(parents=True)
     (data / "state" / "flash.db").write_text("")
@@ -157,34 +136,19 @@ async def test_state_behind_a_link_or_dots_is_out_of_reach(
     for home in (link, data / ".." / "data" / "state"):
         monkeypatch.setenv("FLASH_HOME", str(home))
         async with attack_on(tmp_path / "environment") as attack:
-            assert (
-                await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")
-            ).code == "environment_access"
+            assert (await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")).code == "environment_access"
             assert await attack.told(f"told = open({str(data / 'rows')!r}).read()") == "42"
 
 
 @pytest.mark.hostile("state")
-async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_path: Path, flash_home: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     async with attack_on(tmp_path / "environment") as attack:
-        targets = (
-            tmp_path / "environment" / "x",
-            outside / "x",
-            "/dev/x",
-            "/etc/x",
-            "/usr/x",
-            Path.home() / "x",
-        )
+        targets = (tmp_path / "environment" / "x", outside / "x", "/dev/x", "/etc/x", "/usr/x", Path.home() / "x")
         for target in map(str, targets):
-            assert (await attack.fault(f"open({target!r}, 'w')")).code == "environment_access", (
-                target
-            )
-        assert (
-            await attack.fault("import os; os.remove('environment.py')")
-        ).code == "environment_access"
+            assert (await attack.fault(f"open({target!r}, 'w')")).code == "environment_access", target
+        assert (await attack.fault("import os; os.remove('environment.py')")).code == "environment_access"
         code = """
             import os, subprocess, tempfile
             folder = tempfile.mkdtemp()
@@ -201,9 +165,7 @@ async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(
     assert list(outside.iterdir()) == []
 
 
-async def test_a_folder_that_the_operator_names_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows").write_text("42")
     read = f"told = open({str(tmp_path / 'data' / 'rows')!r}).read()"
@@ -218,14 +180,10 @@ async def test_a_folder_that_the_operator_names_can_be_read(
 async def test_terminals_of_others_are_out_of_reach_and_its_own_work(tmp_path: Path) -> None:
     _, operators = os.openpty()
     async with attack_on(tmp_path) as attack:
-        assert (await attack.fault(f"open({os.ttyname(operators)!r}, 'w')")).code.startswith(
-            "environment_"
-        )
+        assert (await attack.fault(f"open({os.ttyname(operators)!r}, 'w')")).code.startswith("environment_")
         if attack.host.sandbox["attributes"]:
             pytest.skip(f"no terminals of its own: {attack.host.sandbox['attributes']}")
-        code = (
-            "import os; one, other = os.openpty(); os.write(other, b'own'); told = os.read(one, 9)"
-        )
+        code = "import os; one, other = os.openpty(); os.write(other, b'own'); told = os.read(one, 9)"
         assert await attack.told(code) == "b'own'"
 
 
@@ -236,13 +194,7 @@ async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path
     (home / "bin" / "python3").symlink_to(Path(sys.executable).resolve())  # noqa: ASYNC240
     (home / "secret").write_text("")
     environment_folder(tmp_path / "folder", ATTACKER)
-    server = [
-        home / "bin" / "python3",
-        "-c",
-        AS_A_USER,
-        tmp_path / "folder",
-        f"open({str(home / 'secret')!r})",
-    ]
+    server = [home / "bin" / "python3", "-c", AS_A_USER, tmp_path / "folder", f"open({str(home / 'secret')!r})"]
     repository = {"PYTHONPATH": str(CALCULATOR.parents[2])}
     told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=PATIENCE_S)  # noqa: ASYNC221
     assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
@@ -254,14 +206,11 @@ async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
         os.set_inheritable(held.fileno(), True)
         async with attack_on(tmp_path / "environment") as attack:
             code = (
-                "import os; told = sorted(os.readlink(f'/proc/self/fd/{n}')"
-                " for n in os.listdir('/proc/self/fd')[:-1])"
+                "import os; told = sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1])"
             )
             assert "private" not in await attack.told(code)
             listed = "import subprocess; told = subprocess.check_output(['ls', '/proc/self/fd'], text=True).split()"
-            assert (
-                await attack.told(listed) == "['0', '1', '2', '3']"
-            )  # 3 is the folder that ls reads
+            assert await attack.told(listed) == "['0', '1', '2', '3']"  # 3 is the folder that ls reads
 
 
 @pytest.mark.hostile("processes")
@@ -281,9 +230,7 @@ async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path
 
 @pytest.mark.hostile("processes")
 async def test_it_sees_its_own_processes_only(tmp_path: Path) -> None:
-    listed = (
-        "import os; told = sorted(int(name) for name in os.listdir('/proc') if name.isdecimal())"
-    )
+    listed = "import os; told = sorted(int(name) for name in os.listdir('/proc') if name.isdecimal())"
     async with attack_on(tmp_path) as attack:
         if why := attack.host.sandbox["process_tree"] or attack.host.sandbox["proc"]:
             pytest.skip(why)
@@ -341,9 +288,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.mark.hostile("network")
-async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(
-    tmp_path: Path, listener: socket.socket
-) -> None:
+async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(tmp_path: Path, listener: socket.socket) -> None:
     address = listener.getsockname()
     async with attack_on(tmp_path) as attack:
         for code in (
@@ -351,16 +296,9 @@ async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(
             "import urllib.request; urllib.request.urlopen('http://example.com', timeout=5)",
         ):
             fault = await attack.fault(code)
-            assert (fault.code, "network = true" in fault.what) == ("environment_network", True), (
-                fault.what
-            )
+            assert (fault.code, "network = true" in fault.what) == ("environment_network", True), fault.what
         # Past Python: the kernel refuses, whatever the program and the kind of socket.
-        for code in (
-            "AF_INET, SOCK_STREAM",
-            "AF_INET6, SOCK_DGRAM",
-            "AF_UNIX, SOCK_STREAM",
-            "AF_NETLINK, SOCK_RAW",
-        ):
+        for code in ("AF_INET, SOCK_STREAM", "AF_INET6, SOCK_DGRAM", "AF_UNIX, SOCK_STREAM", "AF_NETLINK, SOCK_RAW"):
             raw = f"""
                 import ctypes, socket
                 from socket import *
@@ -396,9 +334,7 @@ async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_f
     grant(flash_home, "search")
     async with attack_on(tmp_path / "search", "network = true", known_as="search") as attack:
         assert "asks for it" in attack.host.sandbox["network"]
-        assert await attack.told(
-            f"import socket; told = socket.create_connection({listener.getsockname()!r})"
-        )
+        assert await attack.told(f"import socket; told = socket.create_connection({listener.getsockname()!r})")
         listener.accept()[0].close()
         # Sockets of other families reach programs of this machine past any network.
         for code in ("AF_UNIX, SOCK_STREAM", "AF_NETLINK, SOCK_RAW", "40, SOCK_STREAM"):
@@ -449,15 +385,11 @@ async def test_no_environment_grants_itself_the_network(
         ("memory_gib =", "cannot be read"),
     ],
 )
-async def test_an_environment_toml_that_cannot_be_used_is_explained(
-    tmp_path: Path, text: str, expected: str
-) -> None:
+async def test_an_environment_toml_that_cannot_be_used_is_explained(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(EnvironmentFault) as caught:
         async with attack_on(tmp_path, text):
             pass
-    assert (caught.value.code, expected in caught.value.what) == ("environment_invalid", True), (
-        caught.value.what
-    )
+    assert (caught.value.code, expected in caught.value.what) == ("environment_invalid", True), caught.value.what
 
 
 # -- what may be used up ---------------------------------------------------------------------------
@@ -511,9 +443,7 @@ async def test_memory_that_is_shared_counts_once(tmp_path: Path, made: str) -> N
 
 @pytest.mark.hostile("resources")
 @pytest.mark.parametrize("hoard", ["file", "sockets"])
-async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(
-    tmp_path: Path, hoard: str
-) -> None:
+async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(tmp_path: Path, hoard: str) -> None:
     code = f"""
         import os, socket, time
         if {hoard!r} == "file":
@@ -576,9 +506,7 @@ assert not group.folder.exists()
 
 
 @pytest.mark.hostile("resources")
-@pytest.mark.skipif(
-    os.getuid() != 0 or not shutil.which("unshare"), reason="only root can mount cgroups"
-)
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="only root can mount cgroups")
 async def test_a_cgroup_of_version_2_bounds_what_the_kernel_keeps(tmp_path: Path) -> None:
     command = ["unshare", "--mount", sys.executable, "-c", OF_VERSION_2, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)  # noqa: ASYNC221
@@ -628,10 +556,7 @@ async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) 
     """
     async with attack_on(tmp_path, "processes = 40", concurrency=8) as attack:
         fault = await attack.fault(bomb)
-        assert (fault.code, "processes of its environment.toml" in fault.what) == (
-            "environment_processes",
-            True,
-        )
+        assert (fault.code, "processes of its environment.toml" in fault.what) == ("environment_processes", True)
         assert 10 <= int(fault.what.partition("stopped at ")[2].partition(" ")[0]) <= 48
         bombs = attack.processes()
         assert len(bombs) >= 12
@@ -639,26 +564,18 @@ async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) 
 
 
 async def test_the_limits_are_one_hosts_own(tmp_path: Path) -> None:
-    async with (
-        attack_on(tmp_path / "a", "processes = 30") as one,
-        attack_on(tmp_path / "b", "processes = 30") as other,
-    ):
-        sleepers = (
-            "import subprocess; told = [subprocess.Popen(['sleep', '60']).pid for _ in range(20)]"
-        )
+    async with attack_on(tmp_path / "a", "processes = 30") as one, attack_on(tmp_path / "b", "processes = 30") as other:
+        sleepers = "import subprocess; told = [subprocess.Popen(['sleep', '60']).pid for _ in range(20)]"
         assert await one.told(sleepers)
         assert await other.told(sleepers)
 
 
 @pytest.mark.hostile("resources")
-async def test_what_it_prints_without_end_does_not_fill_the_log(
-    tmp_path: Path, monkeypatch, capfd
-) -> None:
+async def test_what_it_prints_without_end_does_not_fill_the_log(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr("environments.process.host.MAX_PRINTED_BYTES", 100_000)
     async with attack_on(tmp_path) as attack:
         code = (
-            "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\n"
-            "os.write(2, b'last words')\nos._exit(3)"
+            "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\nos.write(2, b'last words')\nos._exit(3)"
         )
         fault = await attack.fault(code)
         assert "last words" in fault.traceback
@@ -669,10 +586,7 @@ async def test_what_it_prints_without_end_does_not_fill_the_log(
 @pytest.mark.hostile("resources")
 async def test_an_answer_that_is_too_long_is_that_calls_error(tmp_path: Path) -> None:
     async with attack_on(tmp_path) as attack:
-        assert (
-            "more than the 8,388,608 of one call"
-            in (await attack.fault("told = 'x' * (9 << 20)")).what
-        )
+        assert "more than the 8,388,608 of one call" in (await attack.fault("told = 'x' * (9 << 20)")).what
         assert await attack.told("told = 1") == "1"
 
 
@@ -691,9 +605,7 @@ async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, m
     """
     async with attack_on(tmp_path) as attack:
         assert "what is no reply" in (await attack.fault(forge.format("b'nonsense\\n'"))).what
-        assert (
-            "longer than 1,048,576 bytes" in (await attack.fault(forge.format("b'x' * 65536"))).what
-        )
+        assert "longer than 1,048,576 bytes" in (await attack.fault(forge.format("b'x' * 65536"))).what
         assert await attack.told("told = 1") == "1"
 
 
@@ -721,9 +633,7 @@ async def test_who_asks_for_more_than_the_operator_allows_is_refused_by_name(
         pass
 
 
-async def test_who_asks_for_nothing_gets_no_more_than_the_operator_allows(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_who_asks_for_nothing_gets_no_more_than_the_operator_allows(tmp_path: Path, flash_home: Path) -> None:
     allow(flash_home, "memory_gib = 0.5")
     async with attack_on(tmp_path / "environment", concurrency=1) as attack:
         fault = await attack.fault("told = len(bytearray(3 << 30))")
@@ -749,9 +659,7 @@ async def test_one_owner_does_not_take_all_places(
         await held.enter_async_context(await start("a"))
         with pytest.raises(EnvironmentFault, match=r"3 environments .*\(bob 2, local 1\)"):
             await start("b")
-        waiting = asyncio.create_task(
-            EnvironmentHost.start(folder, known_as="b", place_timeout_s=60)
-        )
+        waiting = asyncio.create_task(EnvironmentHost.start(folder, known_as="b", place_timeout_s=60))
         await asyncio.sleep(0)
         await first.stop()
         await held.enter_async_context(await waiting)
@@ -851,16 +759,7 @@ async def test_no_code_runs_where_files_cannot_be_protected_unless_the_operator_
             pytest.skip("only root can be another user")
         # It keeps the right to open root's files, where this Python may lie.
         powers = "-all,+dac_override"
-        refusing = [
-            "setpriv",
-            "--reuid",
-            "4242",
-            "--inh-caps",
-            powers,
-            "--ambient-caps",
-            powers,
-            *refusing,
-        ]
+        refusing = ["setpriv", "--reuid", "4242", "--inh-caps", powers, "--ambient-caps", powers, *refusing]
     elif os.getuid() != 0:
         pytest.skip("this is another user already")
     command = [*refusing, sys.executable, "-c", START, tmp_path / "folder"]
@@ -897,9 +796,7 @@ asyncio.run(main())
 
 
 @pytest.mark.hostile("processes")
-@pytest.mark.skipif(
-    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
-)
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
 @pytest.mark.skipif(
     os.system("/usr/bin/python3 -c 'import tomllib' 2>/dev/null") != 0,
     reason="needs a Python from 3.11 on that every user may run",
@@ -913,29 +810,18 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         Path(place, "secret").write_text("")  # noqa: ASYNC240
         Path(place, "home").mkdir()  # noqa: ASYNC240
         os.chown(Path(place, "home"), 4242, 4242)
-        os.chown(
-            Path(place, "secret"), 4242, 4242
-        )  # Landlock would let it do all that its owner may, but open it
+        os.chown(Path(place, "secret"), 4242, 4242)  # Landlock would let it do all that its owner may, but open it
         victim = subprocess.Popen(  # noqa: ASYNC220
             ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "sleep", "60"]
         )
         attacks = {
             f"open({place + '/secret'!r})": ("files", "environment_access"),
-            f"import os; os.chmod({place + '/secret'!r}, 0o666)": (
-                "attributes",
-                "environment_access",
-            ),
+            f"import os; os.chmod({place + '/secret'!r}, 0o666)": ("attributes", "environment_access"),
             "import socket; socket.socket()": ("network", "environment_network"),
-            "import os; told = os.getuid(), open('environment.py').read()[:1]": (
-                "",
-                "(4242, '\\n')",
-            ),
+            "import os; told = os.getuid(), open('environment.py').read()[:1]": ("", "(4242, '\\n')"),
             "import multiprocessing; told = multiprocessing.Lock().acquire()": ("", "True"),
             limits_of(victim.pid): ("process_tree", "['setpriority of all']"),
-            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)": (
-                "processes",
-                "environment_processes",
-            ),
+            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)": ("processes", "environment_processes"),
         }
         done = subprocess.run(  # noqa: ASYNC221
             ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
@@ -955,12 +841,8 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
 
 
 @pytest.mark.hostile("processes")
-@pytest.mark.skipif(
-    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
-)
-async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are_left_out(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
+async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are_left_out(tmp_path: Path) -> None:
     environment_folder(tmp_path / "folder", ATTACKER)
     works = "import multiprocessing, tempfile; tempfile.mkdtemp(); told = multiprocessing.Lock().acquire()"
     attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
@@ -1018,9 +900,7 @@ def left_of(mark: str) -> list[psutil.Process]:
 
 
 @pytest.mark.hostile("leftovers")
-@pytest.mark.skipif(
-    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
-)
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
 @pytest.mark.parametrize("depth", [0, 100])
 async def test_a_fork_bomb_ends_where_no_namespace_can_be_had(tmp_path: Path, depth: int) -> None:
     environment_folder(tmp_path / "folder", ATTACKER)
@@ -1079,9 +959,7 @@ async def test_a_long_chain_of_processes_is_walked_without_recursion() -> None:
 async def test_honest_code_notices_nothing(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(CALCULATOR) as host:
         for index in range(3):
-            gold = [
-                m["content"] for m in await host.gold("train", index) if m["role"] == "assistant"
-            ]
+            gold = [m["content"] for m in await host.gold("train", index) if m["role"] == "assistant"]
             opening = await host.open("train", index)
             for text in gold:
                 await host.step(opening.episode, text)
@@ -1114,9 +992,7 @@ async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path)
     secrets.
     """
     environment_folder(tmp_path, "", returns="Echo()")
-    async with await EnvironmentHost.start(
-        tmp_path, secrets={"KEY": "a-secret-of-usual-length"}
-    ) as host:
+    async with await EnvironmentHost.start(tmp_path, secrets={"KEY": "a-secret-of-usual-length"}) as host:
         opening = await host.open("train", 0)
         text, seconds = "word " * 400, []
         for _ in range(200):
@@ -1127,7 +1003,4 @@ async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path)
 
 
 def test_the_defaults_are_what_is_left_out() -> None:
-    assert Needs().asked() == {} and Needs(network=True, processes=9).asked() == {
-        "network": True,
-        "processes": 9,
-    }
+    assert Needs().asked() == {} and Needs(network=True, processes=9).asked() == {"network": True, "processes": 9}

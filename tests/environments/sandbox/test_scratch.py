@@ -91,15 +91,11 @@ def test_a_user_without_rights_removes_it_too(tmp_path: Path) -> None:
         print(os.listdir(place))
         scratch.remove(place)
     """
-    told = subprocess.check_output(
-        [sys.executable, "-c", textwrap.dedent(code)], timeout=PATIENCE_S, text=True
-    )
+    told = subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], timeout=PATIENCE_S, text=True)
     assert told == "['outside']\n"
 
 
-def test_what_a_dead_process_left_is_swept_and_the_rest_stays(
-    tmp_path: Path, outside: Path, flash_home: Path
-) -> None:
+def test_what_a_dead_process_left_is_swept_and_the_rest_stays(tmp_path: Path, outside: Path, flash_home: Path) -> None:
     home = flash_home / "scratch"
     for name in ("left", "locked", "another user's"):
         (home / name).mkdir(parents=True)

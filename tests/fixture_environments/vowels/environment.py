@@ -2,21 +2,13 @@
 few steps.
 """
 
-from environments import (
-    EnvironmentMultiTurn,
-    EnvironmentStepResult,
-    RewardMetric,
-    RewardResult,
-    TaskExample,
-)
+from environments import EnvironmentMultiTurn, EnvironmentStepResult, RewardMetric, RewardResult, TaskExample
 
 
 class Vowels(EnvironmentMultiTurn):
     def __init__(self, train: int, held_out: int, question: str) -> None:
         self.dataset = [TaskExample({}, f"{question} {i}", id=f"t{i}") for i in range(train)]
-        self.eval_dataset = [
-            TaskExample({}, f"{question}! {i}", id=f"v{i}") for i in range(held_out)
-        ]
+        self.eval_dataset = [TaskExample({}, f"{question}! {i}", id=f"v{i}") for i in range(held_out)]
 
     def start_episode(self, example, prompt_text):
         return [{"role": "user", "content": example.input}]
@@ -25,14 +17,10 @@ class Vowels(EnvironmentMultiTurn):
         return 2
 
     def step_episode(self, example, messages, assistant_response):
-        return EnvironmentStepResult(
-            done=len(messages) >= 4, messages=[{"role": "user", "content": "more"}]
-        )
+        return EnvironmentStepResult(done=len(messages) >= 4, messages=[{"role": "user", "content": "more"}])
 
     def score_episode(self, example, episode):
-        text = "".join(
-            message["content"] for message in episode.messages if message["role"] == "assistant"
-        )
+        text = "".join(message["content"] for message in episode.messages if message["role"] == "assistant")
         share = sum(letter in "aeiouAEIOU" for letter in text) / max(1, len(text))
         return RewardResult(share, success=share > 0.3, metrics=[RewardMetric("vowels", share)])
 

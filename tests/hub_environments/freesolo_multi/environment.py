@@ -25,18 +25,12 @@ class Guess(EnvironmentMultiTurn):
         assert messages[-1]["content"] == assistant_response
         said = assistant_response.strip()
         if said == "5":
-            return EnvironmentStepResult(
-                done=True, final_response_text="right", metadata={"turn": len(messages)}
-            )
+            return EnvironmentStepResult(done=True, final_response_text="right", metadata={"turn": len(messages)})
         answer = {"role": "user", "content": "No."}
-        return EnvironmentStepResult(
-            done=False, messages=(answer,), metadata={"turn": len(messages)}
-        )
+        return EnvironmentStepResult(done=False, messages=(answer,), metadata={"turn": len(messages)})
 
     def score_episode(self, example, episode):
-        assert isinstance(episode, EnvironmentEpisode) and isinstance(
-            episode.turns[0], EnvironmentTurn
-        )
+        assert isinstance(episode, EnvironmentEpisode) and isinstance(episode.turns[0], EnvironmentTurn)
         right = episode.response_text == "right"
         steps = [step["turn"] for step in episode.metadata["steps"]]
         return RewardResult(score=float(right), success=right, reason=str(steps))

@@ -16,9 +16,7 @@ class Capitals(EnvironmentSingleTurn):
     def score_response(self, example, response_text):
         right = response_text == f"<<{example.output}"
         return RewardResult(
-            score=1.0 if right else 0.01,
-            threshold=1.0,
-            metrics=(RewardMetric("right", score=float(right)),),
+            score=1.0 if right else 0.01, threshold=1.0, metrics=(RewardMetric("right", score=float(right)),)
         )
 
 

@@ -12,8 +12,7 @@ class Equal(EnvironmentSingleTurn):
 
     def __init__(self):
         self.dataset = [
-            TaskExample({}, f"Write ${gold}$ in another way.", id=gold, output=f"${gold}$")
-            for gold in GOLD
+            TaskExample({}, f"Write ${gold}$ in another way.", id=gold, output=f"${gold}$") for gold in GOLD
         ]
 
     def build_prompt_messages(self, example, prompt_text):

@@ -39,9 +39,7 @@ def load_environment(name=""):
     made, client, server, to_action = parts(game)
     if served:
         url = f"http://127.0.0.1:{serve(server)}"
-        return GymEnvironment(
-            lambda seed: client(base_url=url), max_turns=6, train_size=8, to_action=to_action
-        )
+        return GymEnvironment(lambda seed: client(base_url=url), max_turns=6, train_size=8, to_action=to_action)
     return GymEnvironment(lambda seed: made(), max_turns=6, train_size=8, to_action=to_action)
 
 

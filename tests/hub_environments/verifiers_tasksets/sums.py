@@ -28,9 +28,7 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
     def load(self):
         for item in reasoning_gym.create_dataset("chain_sum", size=self.config.size, **CONFIG):
             data = SumData(
-                prompt=item["question"],
-                system_prompt="Write the answer, and nothing else.",
-                answer=item["answer"],
+                prompt=item["question"], system_prompt="Write the answer, and nothing else.", answer=item["answer"]
             )
             yield SumTask(data, self.config.task)
 

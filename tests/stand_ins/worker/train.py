@@ -28,14 +28,7 @@ def state_after(steps: int) -> str:
     return state
 
 
-def train(
-    job: dict[str, Any],
-    spec: Any,
-    writer: RunWriter,
-    heartbeat: Heartbeat,
-    scratch: Path,
-    ranks: Any,
-) -> int:
+def train(job: dict[str, Any], spec: Any, writer: RunWriter, heartbeat: Heartbeat, scratch: Path, ranks: Any) -> int:
     """As worker.train.train: the last step."""
     resumed = writer.folder.checkpoints.newest_good() or 0
     state = ""
@@ -62,9 +55,7 @@ def train(
                 heartbeat.enter("train", step)
             if not writer.folder.evaluation(spec.steps):
                 rollouts = runner.run(_rollouts(host, spec.steps))
-                writer.evaluation(
-                    spec.steps, {"n": TASKS, "success": 1.0, "reward_mean": 1.0}, rollouts
-                )
+                writer.evaluation(spec.steps, {"n": TASKS, "success": 1.0, "reward_mean": 1.0}, rollouts)
         finally:
             runner.run(host.stop())
     return spec.steps

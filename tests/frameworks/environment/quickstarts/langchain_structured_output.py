@@ -11,8 +11,6 @@ class Joke(BaseModel):
 
 llm = ChatOpenAI(model="gpt-4o-mini")
 for method in ("json_schema", "function_calling", "json_mode"):
-    joke = llm.with_structured_output(Joke, method=method).invoke(
-        "Tell me a joke about cats, as JSON"
-    )
+    joke = llm.with_structured_output(Joke, method=method).invoke("Tell me a joke about cats, as JSON")
     assert isinstance(joke, Joke), joke
     print(joke)

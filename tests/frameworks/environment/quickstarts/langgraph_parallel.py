@@ -26,9 +26,7 @@ def choose(state: State):
 graph = StateGraph(State)
 graph.add_node("joke", joke)
 graph.add_node("choose", choose)
-graph.add_conditional_edges(
-    START, lambda state: [Send("joke", {"subject": s}) for s in state["subjects"]], ["joke"]
-)
+graph.add_conditional_edges(START, lambda state: [Send("joke", {"subject": s}) for s in state["subjects"]], ["joke"])
 graph.add_edge("joke", "choose")
 graph.add_edge("choose", END)
 result = graph.compile().invoke({"subjects": ["lions", "elephants", "penguins"]})

@@ -6,8 +6,6 @@ def get_weather(city: str) -> str:
     return f"It's always sunny in {city}!"
 
 
-agent = create_react_agent(
-    model="openai:gpt-4o-mini", tools=[get_weather], prompt="You are a helpful assistant"
-)
+agent = create_react_agent(model="openai:gpt-4o-mini", tools=[get_weather], prompt="You are a helpful assistant")
 result = agent.invoke({"messages": [{"role": "user", "content": "what is the weather in sf"}]})
 print(result["messages"][-1].content)

@@ -7,9 +7,7 @@ print(completion(model="anthropic/claude-sonnet-4-5", messages=messages).choices
 
 
 async def main():
-    response = await acompletion(
-        model="anthropic/claude-sonnet-4-5", messages=messages, stream=True, max_tokens=50
-    )
+    response = await acompletion(model="anthropic/claude-sonnet-4-5", messages=messages, stream=True, max_tokens=50)
     async for chunk in response:
         print(chunk.choices[0].delta.content or "", end="")
 

@@ -8,11 +8,7 @@ tools = [
         "function": {
             "name": "get_current_weather",
             "description": "Get the current weather in a given location",
-            "parameters": {
-                "type": "object",
-                "properties": {"location": {"type": "string"}},
-                "required": ["location"],
-            },
+            "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
         },
     }
 ]

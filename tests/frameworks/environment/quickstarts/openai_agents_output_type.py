@@ -10,11 +10,7 @@ class CalendarEvent(BaseModel):
     participants: list[str]
 
 
-agent = Agent(
-    name="Calendar extractor",
-    instructions="Extract calendar events from text",
-    output_type=CalendarEvent,
-)
+agent = Agent(name="Calendar extractor", instructions="Extract calendar events from text", output_type=CalendarEvent)
 
 
 async def main():
