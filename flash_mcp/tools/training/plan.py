@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 from anyio.to_thread import run_sync
 
 from environments.settings import load_settings
+from flash_mcp.protocol.architectures import check_without_gpu
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.credentials import TRACKERS
 from flash_mcp.protocol.errors import FlashError
@@ -169,8 +171,11 @@ def _memory_need(inputs: Inputs) -> MemoryNeed | None:
     if spec.target != LOCAL_TARGET:
         return None
     _check_gpus(spec, inputs.environment.owner)
+    cards = gpus()
+    if not cards and inputs.card.scheme == "folder":  # a hub's config.json is read by the worker
+        check_without_gpu(Path(inputs.card.address))
     # Which card it gets is decided later: refuse only what fits none.
-    largest = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
+    largest = max(cards, key=lambda gpu: gpu.memory_gib, default=processor())
     need = need_of(spec, largest)
     # A repeat starts nothing, so nothing has to fit.
     if need and not inputs.is_repeated:
