@@ -85,11 +85,11 @@ def load_model(
         tell(stage, share)
 
     pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
-    has_gpu = torch.cuda.is_available()
 
     def fetch() -> str:
-        model = spec.model
-        return str(ensure(model, revision=pinned, on_progress=on_fetched, has_gpu=has_gpu))
+        has_gpu = torch.cuda.is_available()
+        folder = ensure(spec.model, revision=pinned, on_progress=on_fetched, has_gpu=has_gpu)
+        return str(folder)
 
     path = Path(ranks.from_first(fetch))
     if commit := commit_of(path):

@@ -111,6 +111,15 @@ _CARDS = (
 )
 MODELS: dict[str, ModelCard] = {card.name: card for card in _CARDS}
 
+_LATENT = "vLLM's CPU kernels compute its latent attention differently from transformers"
+NEEDS_GPU = {
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "lfm2": "vLLM's CPU build lacks its convolutions",
+}
+"""Why an architecture does not run without a GPU, by the `model_type` of config.json: each "no" of
+docs/models.md."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SIZE = re.compile(r"(?<![\w.])(?:E|A)?(\d+(?:\.\d+)?)([BM])(?![a-z\d])", re.IGNORECASE)
 _UNITS = {"M": 1e6, "B": 1e9}
@@ -202,6 +211,19 @@ def folder_card(folder: Path) -> ModelCard:
         thinking="enable_thinking" in template,
         tools=_tool_template(template),
     )
+
+
+def check_without_gpu(folder: Path) -> None:
+    """Look at the config.json of a model's folder; its weights need not be there.
+
+    FlashError(model_unsupported) if a machine without a GPU cannot run the model,
+    FlashError(unknown_model) if there is no config.json."""
+    config = _read_json(folder / "config.json")
+    architecture = str((config.get("text_config") or config).get("model_type"))
+    if reason := NEEDS_GPU.get(architecture):
+        what = f"the architecture {architecture} does not run without a GPU: {reason}"
+        fix = "use a model that docs/models.md has a yes for, or a machine with a GPU"
+        raise FlashError("model_unsupported", what, architecture=architecture, fix=fix)
 
 
 def chat_template_of(folder: Path) -> str:

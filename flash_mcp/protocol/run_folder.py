@@ -247,7 +247,7 @@ def final_result(folder: RunFolder) -> FinalResult | None:
 
 
 def read_beats(folders: Sequence[RunFolder]) -> list[Beat | None]:
-    """The heartbeats of runs in one store, all asked for at once. FlashError(store_unreachable)."""
+    """The heartbeats of runs in one store, all read at once. FlashError(store_unreachable)."""
     beats: list[Beat | None] = []
     for folder, body in zip(folders, read_of_all(folders, "beat.json"), strict=True):
         beat = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.protocol.architectures import NEEDS_GPU
+from flash_mcp.protocol.base_models import NEEDS_GPU
 from tests.model_rows import ARCHITECTURES
 from tests.models import run_row, stored_rows
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from environments.settings import load_settings
-from flash_mcp.protocol.architectures import check_without_gpu
-from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.base_models import ModelCard, check_without_gpu
 from flash_mcp.protocol.credentials import TRACKERS
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run
@@ -172,7 +171,7 @@ def _memory_need(inputs: Inputs) -> MemoryNeed | None:
         return None
     _check_gpus(spec, inputs.environment.owner)
     cards = gpus()
-    if not cards and inputs.card.scheme == "folder":  # a hub's config.json is read by the worker
+    if not cards and inputs.card.scheme == "folder":  # the worker reads a hub's
         check_without_gpu(Path(inputs.card.address))
     # Which card it gets is decided later: refuse only what fits none.
     largest = max(cards, key=lambda gpu: gpu.memory_gib, default=processor())
