@@ -31,7 +31,7 @@ from flash_mcp.tools.shared.loading import (
     loaded,
 )
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
-from flash_mcp.tools.shared.placing import check_gpus, placed
+from flash_mcp.tools.shared.placing import check_architecture, check_gpus, placed
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
@@ -213,6 +213,7 @@ def _placed(
     chosen = placed(store, resolved, need_on, first and first.target)
     if chosen[0].spec.target == LOCAL_TARGET:
         check_gpus(resolved.spec.gpus, shares_model=True)
+        check_architecture(resolved.spec.model)
     return chosen
 
 

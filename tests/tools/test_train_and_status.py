@@ -414,7 +414,8 @@ async def test_the_time_has_a_cost_where_the_operator_set_a_price(tmp_path: Path
 def machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("cpu", "a processor", gib, gib / 2, cores=2)
     monkeypatch.setattr("flash_mcp.tools.training.plan.processor", lambda: device)
-    monkeypatch.setattr("flash_mcp.tools.training.plan.gpus", list[Device])
+    for module in ("flash_mcp.tools.training.plan", "flash_mcp.tools.shared.placing"):
+        monkeypatch.setattr(f"{module}.gpus", list[Device])
 
 
 async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
@@ -445,8 +446,9 @@ async def test_an_architecture_that_needs_a_gpu_is_refused_by_a_machine_without_
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (folder / "tokenizer.json").write_text("{}")
     save_file({"weight": numpy.zeros(2)}, folder / "model.safetensors")
-    error = await refused("train", environment="echo", model=str(folder), validate_only=True)
-    assert error.code == "model_unsupported"
+    for tool, more in (("train", {"validate_only": True}), ("evaluate", {})):
+        error = await refused(tool, environment="echo", model=str(folder), **more)
+        assert error.code == "model_unsupported"
     assert "lfm2 does not run without a GPU" in error.what and "docs/models.md" in error.fix
 
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from environments.agents.calls import CallOptions
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.chat_templates import with_tools
+from tests.model_rows import make_model
 from tests.tiny import CHATML
 from tests.virtual import FakeHost
 from worker.adapter import save_adapter
@@ -523,6 +525,20 @@ def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch:
     assert command[command.index("--generation-config") + 1] == "vllm"  # as the engine of training
     assert command[command.index("--tool-call-parser") + 1] == "hermes"
     assert command[command.index("--chat-template") + 1] == with_tools(CHATML)
+
+
+@pytest.mark.cpu
+def test_a_server_of_a_model_that_needs_a_gpu_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.engine import serve  # noqa: PLC0415
+
+    model = make_model("lfm2", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["serve", "--model", str(model), "--port", "1"])
+    with pytest.raises(SystemExit) as caught:
+        serve.main()
+    error = json.loads(str(caught.value.code))
+    assert error["code"] == "model_unsupported" and "lfm2 does not run without a GPU" in error["what"]
 
 
 def test_a_server_takes_the_card_with_the_most_free_memory(

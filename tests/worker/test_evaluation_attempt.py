@@ -17,6 +17,7 @@ from flash_mcp.protocol.spec import EvalSpec
 from flash_mcp.state.references import Subject
 from flash_mcp.tools.shared import resolve
 from tests.attempts import VOWELS, Attempt
+from tests.model_rows import make_model
 from tests.waiting import PATIENCE_S
 from worker.evaluate import Recorder
 from worker.heartbeat import Heartbeat
@@ -87,6 +88,15 @@ def test_a_checkpoint_is_evaluated_with_its_adapter(tiny_model: Path, tiny_adapt
         rows = finish(run, attempt, step=7)["rollouts"]
     written = "".join(message["content"] for row in rows for message in row["messages"] if message["role"] != "user")
     assert written.count("Z") > len(written) / 2, "the adapter prefers Z"
+
+
+@pytest.mark.cpu
+def test_an_evaluation_of_a_model_that_needs_a_gpu_is_refused(tmp_path: Path) -> None:
+    run = make_evaluation(tmp_path / "run", make_model("lfm2", tmp_path / "model"))
+    with Attempt(run) as attempt:
+        attempt.wait()
+    result = run.result()
+    assert result is not None and result["error"]["code"] == "model_unsupported", result
 
 
 def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(tiny_model: Path, tmp_path: Path) -> None:

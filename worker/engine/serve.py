@@ -52,7 +52,9 @@ def main() -> None:
         if importlib.util.find_spec("vllm") is None:
             fix = "install flash-mcp with the extra cpu or gpu"
             raise FlashError("engine_missing", "vLLM is not installed", fix=fix)
-        model = ensure(args.model)
+        import torch  # noqa: PLC0415  after the check that the packages are installed
+
+        model = ensure(args.model, has_gpu=torch.cuda.is_available())
         more = {"served-model-name": args.name} if args.name else {}
         if args.tls:
             more |= {"host": "0.0.0.0", "ssl-keyfile": args.tls / "key.pem"}

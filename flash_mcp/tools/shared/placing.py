@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+from flash_mcp.protocol.base_models import check_without_gpu, find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import missing_packages
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, ResolvedEval, ResolvedSpec
@@ -112,6 +114,15 @@ def check_gpus(count: int, *, shares_model: bool = False) -> None:
                 fix += f"; gpus={has} trains on each processor as if it were a GPU"
         what = f"gpus={count}, and this machine has {available}"
         raise FlashError("device_unsupported", what, fix=fix)
+
+
+def check_architecture(model: str) -> None:
+    """FlashError(model_unsupported) if this machine has no GPU and the model of this folder needs
+    one. A worker looks at a hub's model before it fetches the weights.
+    """
+    card = find(model)
+    if card.scheme == "folder" and not gpus():
+        check_without_gpu(Path(card.address))
 
 
 def placed(

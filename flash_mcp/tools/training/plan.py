@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 from anyio.to_thread import run_sync
 
 from environments.settings import load_settings
-from flash_mcp.protocol.base_models import ModelCard, check_without_gpu
+from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.credentials import TRACKERS
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run
@@ -21,7 +20,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
-from flash_mcp.tools.shared.placing import check_gpus, placed
+from flash_mcp.tools.shared.placing import check_architecture, check_gpus, placed
 from flash_mcp.tools.shared.resolve import for_environment, init_adapter, resolved_spec
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.disk_need import DiskNeed, disk_need
@@ -170,11 +169,9 @@ def _memory_need(inputs: Inputs) -> MemoryNeed | None:
     if spec.target != LOCAL_TARGET:
         return None
     _check_gpus(spec, inputs.environment.owner)
-    cards = gpus()
-    if not cards and inputs.card.scheme == "folder":  # the worker reads a hub's
-        check_without_gpu(Path(inputs.card.address))
+    check_architecture(spec.model)
     # Which card it gets is decided later: refuse only what fits none.
-    largest = max(cards, key=lambda gpu: gpu.memory_gib, default=processor())
+    largest = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
     need = need_of(spec, largest)
     # A repeat starts nothing, so nothing has to fit.
     if need and not inputs.is_repeated:
