@@ -97,8 +97,8 @@ def probe(folder: RunFolder) -> None:
         "host": socket.gethostname(),
         "version": version(),
         "devices": devices,
-        "cards": _cards(devices),
         "missing": missing_packages(),
+        "cards": _cards(devices),
         "clock_s": round(time.time() - asked_at, 1),
     }
     folder.put_probe(results)

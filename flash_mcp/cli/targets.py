@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from flash_mcp.cli.output import answer, render
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option, repeated
@@ -13,6 +13,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.state.targets import (
     FILE,
     Cards,
+    Engine,
     TargetSettings,
     find_target,
     new_target,
@@ -23,7 +24,7 @@ from flash_mcp.state.targets import (
 )
 
 if TYPE_CHECKING:
-    from flash_mcp.supervisor.probe import Probed
+    from flash_mcp.protocol.run_files import ProbeFile
 
 SIMPLE = (
     "engine",
@@ -56,10 +57,10 @@ def add(arguments: Arguments) -> None:
     settings = new_target(home(), arguments.name, chosen)
     result = None if arguments.unproved else _prove(arguments.name, settings, arguments.wait_s)
     if result and _shows_cards(settings):
-        settings = settings.model_copy(update={"cards": Cards(**result.cards)})
+        settings = settings.model_copy(update={"cards": Cards(**result["cards"])})
     # Last: a target that could not run the job is not written.
     write_target(home(), arguments.name, settings)
-    body = {"target": arguments.name, "file": str(home() / FILE), **_probed(result)}
+    body = {"target": arguments.name, "file": str(home() / FILE), **(result or {})}
     answer(arguments, body, "\n".join(render(body)))
 
 
@@ -68,12 +69,12 @@ def check(arguments: Arguments) -> None:
     settings = find_target(home(), arguments.name)
     result = _prove(arguments.name, settings, arguments.wait_s)
     if _shows_cards(settings):
-        note_cards(home(), arguments.name, Cards(**result.cards))
-    body = {"target": arguments.name, **_probed(result)}
+        note_cards(home(), arguments.name, Cards(**result["cards"]))
+    body = {"target": arguments.name, **result}
     answer(arguments, body, "\n".join(render(body)))
 
 
-def _prove(name: str, settings: TargetSettings, wait_s: float) -> Probed:
+def _prove(name: str, settings: TargetSettings, wait_s: float) -> ProbeFile:
     # It loads the clients of all engines, for which no other command has to wait.
     from flash_mcp.supervisor.probe import probe  # noqa: PLC0415
 
@@ -121,13 +122,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _probed(probed: Probed | None) -> dict[str, Any]:
-    if probed is None:
-        return {}
-    return vars(probed)
-
-
-ENGINES = ("slurm", "ray", "sky")
+ENGINES = get_args(Engine)
 SETUPS = ("path", "image", "uv")
 PACKAGES = ("install", "node")
 TARGET = option("name", "name of the target, as train's target", "NAME")

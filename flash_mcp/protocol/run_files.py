@@ -196,10 +196,14 @@ class ProbeFile(File):
 
     host: Text
     version: Text
+    """Of flash-mcp."""
     devices: list[Text]
     missing: list[Text]
+    """Packages of the worker that are not installed."""
     cards: dict[str, Any]
+    """The fields of Cards."""
     clock_s: Number
+    """How much later it was there when the job started than here when it was submitted."""
 
 
 class StoredJob(File):

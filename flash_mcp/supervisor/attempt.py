@@ -117,15 +117,14 @@ class Attempt:
         if self.read_at is None or self.result_at is not None or hint.state == "gone":
             return True
         silent_s = self.watched_s - self.read_at
-        if self.beat is None or "writes" not in self.beat:
-            return self.beat is not None or silent_s >= read_every_s
+        if self.beat is None or silent_s >= read_every_s:
+            return silent_s >= read_every_s
         is_stale = self.watched_s - self.beat_at > STALE_S and silent_s > STALE_S
-        return self.beat["writes"] != self.writes_read or is_stale or silent_s >= read_every_s
+        return self.beat["writes"] != self.writes_read or is_stale
 
-    def was_read(self) -> None:
-        """Note that all was read that its heartbeat names."""
-        self.read_at = self.watched_s
-        self.writes_read = (self.beat or {}).get("writes")
+    def take(self, beat: Beat | None) -> None:
+        """Keep beat.json as it was just read."""
+        self.read_beat, self.is_beat_read = beat, True
 
     def hold_clocks(self) -> None:
         """It waits for a machine: that is neither silence nor a stall."""

@@ -43,33 +43,31 @@ class Reader:
         if not now and started < self._next_at:
             return False
         folder, store, run_id = self.folder, self.store, self.run_id
-        self._take(
-            "metrics",
-            folder.metric_steps(),
-            lambda step: store.put_metrics(run_id, _found(folder.metrics(step))),
-        )
-        self._take(
-            "rollouts",
-            folder.rollout_steps(),
-            lambda step: store.put_rollouts(run_id, "train", step, folder.rollouts(step)),
-        )
-        self._take(
-            "evals",
-            folder.eval_steps(),
-            lambda step: store.put_evaluation(run_id, _found(folder.evaluation(step))),
-        )
-        events = dict.fromkeys(folder.event_names(), "")
-        self._take(
-            "events", events, lambda name: store.put_event(run_id, name, _found(folder.event(name)))
-        )
-        has_saved = self._take("checkpoints", folder.checkpoints.versions(), self._put_checkpoint)
+
+        def put_metrics(step: int) -> None:
+            store.put_metrics(run_id, _found(folder.metrics(step)))
+
+        def put_rollouts(step: int) -> None:
+            store.put_rollouts(run_id, "train", step, folder.rollouts(step))
+
+        def put_evaluation(step: int) -> None:
+            store.put_evaluation(run_id, _found(folder.evaluation(step)))
+
+        def put_event(name: str) -> None:
+            store.put_event(run_id, name, _found(folder.event(name)))
+
+        def put_checkpoint(step: int) -> None:
+            if manifest := folder.checkpoints.manifest(step):
+                store.put_checkpoint(run_id, manifest, manifest["path"])
+
+        self._take("metrics", folder.metric_steps(), put_metrics)
+        self._take("rollouts", folder.rollout_steps(), put_rollouts)
+        self._take("evals", folder.eval_steps(), put_evaluation)
+        self._take("events", dict.fromkeys(folder.event_names(), ""), put_event)
+        has_saved = self._take("checkpoints", folder.checkpoints.versions(), put_checkpoint)
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)
         return has_saved
-
-    def _put_checkpoint(self, step: int) -> None:
-        if manifest := self.folder.checkpoints.manifest(step):
-            self.store.put_checkpoint(self.run_id, manifest, manifest["path"])
 
     def _take(self, kind: str, versions: Mapping[Name, str], put: Callable[[Name], None]) -> bool:
         news = [

@@ -65,7 +65,7 @@ class Supervisor(RunReconciler):
         self.maintenance = LocalMaintenance(store, target, lambda: self.alive())
         self._open_target = open_target
         poll_s = self.patience.remote_poll_s
-        self._remote = RemoteTargets(self.store, self._attendant_of, poll_s)
+        self._remote = RemoteTargets(self.store, self._reconciler_of, poll_s)
         self._serving: tuple[Deployments, RemoteServers] | None = None
         self._clear_at = time.monotonic()
 
@@ -74,24 +74,18 @@ class Supervisor(RunReconciler):
         busy_at = time.monotonic()
         while True:
             self.alive()
-            is_busy = self._tick_unless_held_up()
+            try:
+                is_busy = self.tick()
+            except FlashError as error:  # a locked database or a full disk: the folders keep all
+                if error.code not in ("state_busy", "disk_full"):
+                    raise
+                log.warning("%s", error)
+                is_busy = True
             if self.maintenance.step() or is_busy:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
                 return
             time.sleep(self.patience.poll_s)
-
-    def _tick_unless_held_up(self) -> bool:
-        """As `tick`. A database that another program locks, or a full disk, is waited out: the
-        folders keep all.
-        """
-        try:
-            return self.tick()
-        except FlashError as error:
-            if error.code not in ("state_busy", "disk_full"):
-                raise
-            log.warning("%s", error)
-            return True
 
     def tick(self) -> bool:
         """Whether there is anything to look after."""
@@ -114,7 +108,7 @@ class Supervisor(RunReconciler):
             targets |= self.store.recent_targets()
         self._remote.tend(targets - {LOCAL_TARGET})
 
-    def _attendant_of(self, name: str) -> RunReconciler:
+    def _reconciler_of(self, name: str) -> RunReconciler:
         target = self._open_target(self.base, name)
         return RunReconciler(self.store, target, self.vault, self.patience)
 

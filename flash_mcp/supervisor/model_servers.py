@@ -7,39 +7,34 @@ shell wrote beside it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
 import secrets
 import shutil
-import signal
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from environments.settings import ServingSettings, load_settings
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.listening import free_port, trust
+from flash_mcp.protocol.listening import free_port
 from flash_mcp.protocol.paths import scratch_prefix, write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
 from flash_mcp.protocol.server_log import STARTED, told_error
 from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
+from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC
+from flash_mcp.supervisor.process import wait_for
+from flash_mcp.supervisor.server import ADMIN_KEY, STOP_TIMEOUT_S, Server, server_folder
 from flash_mcp.supervisor.serving_health import FAILURES, Health, idle_seconds
 
 log = logging.getLogger(__name__)
@@ -49,17 +44,10 @@ NO_MEMORY = (
     "out of memory|not enough memory|no available memory|available KV cache memory"
     "|desired GPU memory|MemoryError"
 )
-ADMIN_KEY = "admin.key"
-"""A file beside server.json. It is apart from it, for agents read server.json."""
 START_TIMEOUT_S = 1800.0  # the model may have to be fetched first
-ANSWER_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 5.0
 RESTART_EVERY_S = 600.0
 """A server that hangs again sooner is not started again."""
 LOG_TAIL_CHARACTERS = 1500
-
-
-# -- what the tools ask for ------------------------------------------------------------------------
 
 
 def check_port(store: Store, run_id: str, port: int) -> None:
@@ -70,13 +58,9 @@ def check_port(store: Store, run_id: str, port: int) -> None:
     server = Server.find(store.base, model)
     if server and server.is_alive():
         if server.port != port:
+            what = f"{model} is served on port {server.port} already"
             fix = "leave port out: all adapters of a base model share its server"
-            raise FlashError(
-                "invalid_argument",
-                f"{model} is served on port {server.port} already",
-                port=port,
-                fix=fix,
-            )
+            raise FlashError("invalid_argument", what, port=port, fix=fix)
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,213 +73,6 @@ def check_port(store: Store, run_id: str, port: int) -> None:
 def _port_taken(port: int) -> FlashError:
     fix = "choose another port, or leave port out for a free one"
     return FlashError("port_taken", f"port {port} cannot be listened on", port=port, fix=fix)
-
-
-# -- a server --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Server:
-    """vLLM's OpenAI server of one base model. What is here stands in its server.json, which only
-    its owner can read.
-    """
-
-    folder: str
-    model: str
-    port: int
-    lora_rank: int
-    log: str
-    api_key: str
-    scratch: str = ""
-    """Where its sockets lie: short, as their paths must be."""
-    host: str = "127.0.0.1"
-    certificate: str = ""
-    """In PEM: that of a server on a node, which is a job of a target's engine."""
-
-    @classmethod
-    def find(cls, base: Path, model: str) -> Server | None:
-        """The server that was started last for `model`, running or not."""
-        return cls.read(_server_folder(base, model))
-
-    @classmethod
-    def read(cls, folder: Path) -> Server | None:
-        try:
-            response: Json = json.loads((folder / "server.json").read_text())
-            response["folder"] = str(folder)  # the state directory may have moved
-            return cls(**response)
-        except (FileNotFoundError, ValueError, TypeError):  # none, or what a power cut left of one
-            return None
-
-    @property
-    def root(self) -> str:
-        scheme = "https" if self.certificate else "http"
-        return f"{scheme}://{self.host}:{self.port}"
-
-    @property
-    def url(self) -> str:
-        return f"{self.root}/v1"
-
-    @property
-    def file(self) -> str:
-        """Where its API key stands."""
-        return f"{self.folder}/server.json"
-
-    def write(self) -> None:
-        """Into its server.json."""
-        write_private(Path(self.file), json.dumps(asdict(self)))
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"}
-
-    @property
-    def admin_key(self) -> str:
-        """The key that loads and unloads adapters."""
-        return Path(self.folder, ADMIN_KEY).read_text()
-
-    @property
-    def trusted(self) -> ssl.SSLContext | bool:
-        """What clients of httpx verify it by."""
-        return trust(self.certificate) if self.certificate else True
-
-    @property
-    def certificate_file(self) -> str:
-        return f"{self.folder}/certificate.pem"
-
-    @property
-    def _record(self) -> Record | None:
-        return Record.read(Path(self.folder, "identity"))
-
-    @property
-    def pid(self) -> int | None:
-        return self._record.pid if self._record else None
-
-    def is_alive(self) -> bool:
-        """Whether its process runs. Of a server on a node, only its deployment's row says so."""
-        if self.certificate:
-            return True
-        record = self._record
-        return record is not None and record.is_alive()
-
-    def log_text(self) -> str:
-        with suppress(FileNotFoundError):
-            return Path(self.log).read_text(errors="replace")
-        return ""
-
-    def call(
-        self, path: str, body: Json | None = None, *, key: str | None = None, timeout_s: float = 5.0
-    ) -> httpx.Response:
-        """GET, or POST where there is a body. Raises httpx.TransportError while nobody answers."""
-        headers = {"Authorization": f"Bearer {key or self.api_key}"}
-        # Not through a proxy of the environment: the server is on loopback.
-        with httpx.Client(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout_s,
-            verify=self.trusted,
-            trust_env=False,
-        ) as client:
-            return client.get(path) if body is None else client.post(path, json=body)
-
-    def has_its_port(self) -> bool:
-        """Whether this server listens on its port. Until it does, any local user may listen there:
-        nobody else must be sent a key.
-        """
-        pid = self.pid
-        if pid is None:
-            return False
-        with suppress(psutil.Error):
-            connections = psutil.Process(pid).net_connections("tcp")
-            return any(
-                connection.status == psutil.CONN_LISTEN and connection.laddr[1] == self.port
-                for connection in connections
-            )
-        return False
-
-    def is_answering(self) -> bool:
-        if not self.has_its_port():
-            return False
-        with suppress(httpx.TransportError):
-            return self.call("/models", timeout_s=2.0).is_success
-        return False
-
-    def load(self, deployment_id: str, adapter: str) -> None:
-        """Load the adapter and have it say something. FlashError(deployment_failed) where it does
-        not.
-        """
-        failure = [entry["id"] for entry in self.call("/models").json()["data"]]
-        if deployment_id not in failure:
-            body = {"lora_name": deployment_id, "lora_path": adapter}
-            _expect_ok(
-                self.call(
-                    "/load_lora_adapter", body, key=self.admin_key, timeout_s=ANSWER_TIMEOUT_S
-                )
-            )
-        greeting = {
-            "model": deployment_id,
-            "max_tokens": 4,
-            "messages": [{"role": "user", "content": "Hello"}],
-        }
-        # With the supervisor's key: what users ask is recorded, if they want.
-        _expect_ok(
-            self.call("/chat/completions", greeting, key=self.admin_key, timeout_s=ANSWER_TIMEOUT_S)
-        )
-
-    def unload(self, deployment_id: str) -> None:
-        with suppress(httpx.TransportError):
-            body = {"lora_name": deployment_id}
-            self.call("/unload_lora_adapter", body, key=self.admin_key)
-
-    def stop(self) -> None:
-        """End the server, and what is left of its process group: a killed server's engine outlives
-        it.
-
-        The server alone is asked: it ends its engine, which leaves its shared memory behind when it
-        is told as well."""
-        record = self._record
-        if record is None:
-            return
-        if record.is_alive():
-            with suppress(ProcessLookupError):
-                os.kill(record.pid, signal.SIGTERM)
-            _wait_for_group(record.pid)
-        record.kill_group()
-
-
-def _wait_for_group(group: int) -> None:
-    """Until none of its processes runs, or STOP_TIMEOUT_S have passed."""
-
-    def runs(process: psutil.Process) -> bool:
-        with suppress(ProcessLookupError):
-            return (
-                os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE
-            )
-        return False
-
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while any(map(runs, psutil.process_iter(["status"]))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _server_folder(base: Path, model: str) -> Path:
-    slug = re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:]
-    return base / "servers" / f"{slug}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
-
-
-def _expect_ok(response: httpx.Response) -> None:
-    if not response.is_success:
-        what = "the server refused the adapter"
-        raise FlashError("deployment_failed", what, wrote=error_message(response.text))
-
-
-def error_message(body: str) -> str:
-    """The message of an OpenAI error body, or the body itself."""
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(body)["error"]["message"])
-    return body[:500]
-
-
-# -- the supervisor's side -------------------------------------------------------------------------
 
 
 class Deployments:
@@ -350,8 +127,9 @@ class Deployments:
                     what = f"its server cannot be started: {error}"
                     fix = "correct that and call deploy again"
                     failure = FlashError("deployment_failed", what, fix=fix)
-                rows = [row for row in self.store.deployments(("starting",)) if row.model == model]
-                self._fail([row for row in rows if row.pid is None], failure)
+                for row in self.store.deployments(("starting",)):
+                    if row.model == model and row.pid is None:
+                        self._fail([row], failure)
 
     def _look_after(self, model: str) -> None:
         rows = [row for row in self._live() if row.model == model]
@@ -397,11 +175,9 @@ class Deployments:
         if not server.is_answering():
             since = self._starting.setdefault(server.model, time.monotonic())
             if time.monotonic() - since > START_TIMEOUT_S:
+                what = f"the server did not answer within {START_TIMEOUT_S:.0f} s"
                 self._stop(server)
-                self._fail(
-                    deployments,
-                    diagnose(server, f"the server did not answer within {START_TIMEOUT_S:.0f} s"),
-                )
+                self._fail(deployments, diagnose(server, what))
             return
         self._starting.pop(server.model, None)
         for row in starting:
@@ -413,16 +189,11 @@ class Deployments:
             except httpx.TransportError as error:
                 if not server.is_alive():
                     return  # the next tick tells why
-                self._fail(
-                    [row],
-                    diagnose(
-                        server, f"the adapter did not answer: {type(error).__name__}: {error}"
-                    ),
-                )
+                what = f"the adapter did not answer: {type(error).__name__}: {error}"
+                self._fail([row], diagnose(server, what))
             else:
-                self._update(
-                    row, "starting", state="ready", base_url=server.url, pid=server.pid, error=None
-                )
+                values: Json = {"base_url": server.url, "pid": server.pid, "error": None}
+                self._update(row, "starting", state="ready", **values)
                 log.info("%s answers on %s", row.id, server.url)
 
     def _has_ended(self, server: Server, deployments: list[Deployment], ready_id: str) -> bool:
@@ -437,12 +208,15 @@ class Deployments:
             return False
         health.idle_s = 0.0
         try:
-            unused = self._unused(
-                deployments, idle_seconds(server)
-            )  # a request may have come since
+            # A request may have come since.
+            unused = self._unused(deployments, idle_seconds(server))
         except (httpx.HTTPError, ValueError, KeyError):  # the next check tells
             return False
-        self._end_idle(server, unused)
+        for row in unused:
+            error = idle_error(row, idle_minutes(row, self.home))
+            self._update(row, "ready", state="stopped", error=error.to_dict(), pid=None)
+            server.unload(row.id)
+            log.info("%s: %s", row.id, error.what)
         if len(unused) == len(deployments):
             self._stop(server)
         return bool(unused)
@@ -472,13 +246,6 @@ class Deployments:
         if still_wanted := [row for row in rows if row.state == "starting"]:
             self._start(server.model, still_wanted, like=server)
 
-    def _end_idle(self, server: Server, unused: list[Deployment]) -> None:
-        for row in unused:
-            error = idle_error(row, idle_minutes(row, self.home))
-            self._update(row, "ready", state="stopped", error=error.to_dict(), pid=None)
-            server.unload(row.id)
-            log.info("%s: %s", row.id, error.what)
-
     def _start(
         self, model: str, deployments: list[Deployment], *, like: Server | None = None
     ) -> None:
@@ -486,15 +253,8 @@ class Deployments:
         self._health.pop(model, None)
         self._starting.pop(model, None)
         server = self._prepare(model, deployments, like)
-        command = [
-            *self.command,
-            "--model",
-            model,
-            "--port",
-            str(server.port),
-            "--max-lora-rank",
-            str(server.lora_rank),
-        ]
+        command = [*self.command, "--model", model, "--port", str(server.port)]
+        command += ["--max-lora-rank", str(server.lora_rank)]
         identity = Path(server.folder, "identity")
         for old in identity.parent.glob("identity*"):
             old.unlink()
@@ -514,27 +274,22 @@ class Deployments:
                 },
                 start_new_session=True,
             )
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while not identity.exists() and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: identity.exists() or child.poll() is not None, STOP_TIMEOUT_S)
         for row in deployments:
             self._update(row, row.state, state="starting", pid=child.pid)
 
     def _prepare(self, model: str, deployments: list[Deployment], like: Server | None) -> Server:
         """Write server.json for a new server."""
-        folder, logs = _server_folder(self.home, model), self.home / "logs"
+        folder, logs = server_folder(self.home, model), self.home / "logs"
         for path in (folder, logs):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ports = [row.port for row in deployments if row.port]
-        if like:
-            ports = [like.port]
+        port = next((row.port for row in deployments if row.port), None)
         server = Server(
             folder=str(folder),
             model=model,
-            port=ports[0] if ports else free_port(),
-            lora_rank=max(
-                row.lora_rank for row in deployments
-            ),  # no more: the CPU is slower for every rank
+            port=like.port if like else port or free_port(),
+            # No more: the CPU is slower for every rank.
+            lora_rank=max(row.lora_rank for row in deployments),
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
             api_key=like.api_key if like else secrets.token_urlsafe(24),
             scratch=tempfile.mkdtemp(prefix=scratch_prefix(str(folder.parent))),
@@ -568,26 +323,15 @@ def idle_error(row: Deployment, minutes: float) -> FlashError:
     return FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
 
 
-def server_of(base: Path, row: Deployment) -> Server | None:
-    """The server of a deployment, running or not."""
-    if row.server_run:
-        return Server.read(base / "servers" / row.server_run)
-    return Server.find(base, row.model)
-
-
 def idle_minutes(row: Deployment, home: Path) -> float:
     """Minutes without a request after which the deployment ends; 0: never."""
-    if row.idle_minutes is None:
-        return _serving_settings(home).idle_minutes
-    return row.idle_minutes
-
-
-def _serving_settings(home: Path) -> ServingSettings:
+    if row.idle_minutes is not None:
+        return row.idle_minutes
     try:
-        return load_settings(home).serving
+        return load_settings(home).serving.idle_minutes
     except ValueError as error:  # a file that is being edited ends nobody's deployment
         log.warning("%s", error)
-        return ServingSettings()
+        return ServingSettings().idle_minutes
 
 
 def diagnose(server: Server, what: str | None = None, wrote: str = "") -> FlashError:
@@ -599,24 +343,19 @@ def diagnose(server: Server, what: str | None = None, wrote: str = "") -> FlashE
     tail = text[-LOG_TAIL_CHARACTERS:]
     if response := told_error(text):
         return response
-    if (
-        STARTED in text
-    ):  # what ends a server that has answered stands at the end: before are requests, whoever's
+    # What ends a server that has answered stands at the end: before are requests, whoever's.
+    if STARTED in text:
         text = tail
     if re.search(r"address already in use", text, re.IGNORECASE):
         return _port_taken(server.port)
-    cause = re.search(
-        r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text
-    )  # vLLM quotes some in its warnings
+    # vLLM quotes some in its warnings.
+    cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)
     if what is None:
         what = "the server ended" if cause else "the server ended: its log does not say why"
         wrote = cause[0][:400] if cause else ""
     wrote = f"{wrote}\nThe end of its log:\n{tail}"
+    code, fix = "deployment_failed", "read the log, correct the cause and call deploy again"
     if re.search(NO_MEMORY, text, re.IGNORECASE):
-        fix = (
-            "wait for the run that trains on this machine, or undeploy another model, and call "
-            "deploy again"
-        )
-        return FlashError("out_of_memory", what, fix=fix, wrote=wrote, log=server.log)
-    fix = "read the log, correct the cause and call deploy again"
-    return FlashError("deployment_failed", what, fix=fix, wrote=wrote, log=server.log)
+        others = "wait for the run that trains on this machine, or undeploy another model"
+        code, fix = "out_of_memory", f"{others}, and call deploy again"
+    return FlashError(code, what, fix=fix, wrote=wrote, log=server.log)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import secrets
 import shlex
 import time
-from dataclasses import dataclass, fields
-from typing import cast
 
 from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
-from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import ProbeFile
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
@@ -28,24 +25,10 @@ GONE_S = 10.0
 """A file may become visible so long after the job that wrote it has ended."""
 
 
-@dataclass(frozen=True)
-class Probed:
-    """What a node said of itself."""
-
-    host: str
-    version: str
-    """Of flash-mcp."""
-    devices: list[str]
-    missing: list[str]
-    """Packages of the worker that are not installed."""
-    cards: Json
-    """The fields of Cards."""
-    clock_s: float
-    """How much later it was there when the job started than here when it was submitted."""
-
-
-def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probed:
-    """Run the job. FlashError(target_unreachable | target_refused | store_unreachable)."""
+def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> ProbeFile:
+    """Run the job; what its node says of itself. FlashError(target_unreachable | target_refused |
+    store_unreachable).
+    """
     key = f"probe-{secrets.token_hex(4)}"
     folder = RunFolder(settings.folder_of(key), patience_s=REMOTE_PATIENCE_S)
     artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
@@ -100,13 +83,11 @@ def _answer(
         time.sleep(POLL_S)
 
 
-def _checked(name: str, result: ProbeFile) -> Probed:
-    said = cast("Json", result)
-    probed = Probed(**{field.name: said[field.name] for field in fields(Probed)})
-    if probed.version != __version__:
-        what = f"the nodes of {name} have flash-mcp {probed.version}; this is {__version__}"
+def _checked(name: str, probed: ProbeFile) -> ProbeFile:
+    if probed["version"] != __version__:
+        what = f"the nodes of {name} have flash-mcp {probed['version']}; this is {__version__}"
         raise FlashError("target_refused", what, fix="install this version there")
-    if probed.missing:
-        what = f"the nodes of {name} lack {', '.join(probed.missing)}"
+    if probed["missing"]:
+        what = f"the nodes of {name} lack {', '.join(probed['missing'])}"
         raise FlashError("target_refused", what, fix="install flash-mcp[cpu] or [gpu] there")
     return probed

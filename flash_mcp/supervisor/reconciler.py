@@ -93,7 +93,7 @@ class RunReconciler:
     def _attend(self, taken: Sequence[Run]) -> None:
         attaching = TimeBudget(self.target.read_s)
         for run in taken:
-            if not self._is_attached(run) and self._is_due(run) and not attaching.is_over():
+            if not self._attempt_of(run) and self._is_due(run) and not attaching.is_over():
                 self._guarded("attach", run, self._attach)
         handles = [attempt.handle for attempt in self._attempts.values()]
         hints = self.launcher.poll(handles) if handles else {}
@@ -120,9 +120,12 @@ class RunReconciler:
         trouble = self._troubles.get((run.id, "attach"))
         return trouble is None or time.monotonic() >= trouble.again_at
 
-    def _is_attached(self, run: Run) -> bool:
+    def _attempt_of(self, run: Run) -> Attempt | None:
+        """The run's newest attempt, if it is attached."""
         existing = self._attempts.get(run.id)
-        return existing is not None and existing.number == run.attempt
+        if existing and existing.number == run.attempt:
+            return existing
+        return None
 
     def _read_began(self, run: Run) -> float:
         existing = self._attempts.get(run.id)
@@ -141,17 +144,13 @@ class RunReconciler:
             if now < attempt.beat_due_at:
                 continue
             if attempt.folder.is_local:
-                self._guarded("heartbeat", run, self._read_local_beat)
+                self._guarded("heartbeat", run, lambda _, it=attempt: it.take(it.folder.beat()))
             else:
                 remote.append(attempt)
             attempt.beat_due_at = next_at
         beats = read_beats([attempt.folder for attempt in remote])
         for attempt, beat in zip(remote, beats, strict=True):
-            attempt.read_beat, attempt.is_beat_read = beat, True
-
-    def _read_local_beat(self, run: Run) -> None:
-        attempt = self._attempts[run.id]
-        attempt.read_beat, attempt.is_beat_read = attempt.folder.beat(), True
+            attempt.take(beat)
 
     def _slots(self, run: Run) -> int:
         if run.serves:
@@ -166,8 +165,7 @@ class RunReconciler:
             runs = self.store.may_have_to_wait(self.target.name)
             waiting = [run.id for run in runs if self._has_to_wait(run)]
             over = costs.over_limit(self.store)
-            enough_for_any = self.launcher.slots_of(MAX_GPUS) <= room
-            gpus = MAX_GPUS if enough_for_any else room
+            gpus = MAX_GPUS if self.launcher.slots_of(MAX_GPUS) <= room else room
             return queue.claim(self.store, waiting, self.target.name, gpus=gpus, over=over)
 
     def _has_to_wait(self, run: Run) -> bool:
@@ -196,31 +194,27 @@ class RunReconciler:
                 trouble.attempt, trouble.since = run.attempt, now
             is_new = trouble.last != repr(error)
             trouble.last = repr(error)
-            if is_new:
-                log.exception("%s: trouble with attempt %s", run.id, run.attempt)
-            if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
-                where = f"the supervisor had trouble with attempt {run.attempt}"
-                message = f"{where}, and tried again: {error!r}"
-                with suppress(FlashError):  # a full disk, which others may not mind
-                    self._note(run, "trouble", message, kind="warning")
             if isinstance(error, FlashError) and error.code == "target_refused":
                 trouble.again_at = now + self.patience.refused_s
-            if is_new and isinstance(error, FlashError):
-                with suppress(FlashError):
-                    queue.record_wait(self.store, run.id, run.attempt, error.what)
+            if is_new:
+                log.exception("%s: trouble with attempt %s", run.id, run.attempt)
+                with suppress(FlashError):  # a full disk, which others may not mind
+                    self._note_trouble(run, error)
             if now - trouble.since > self.patience.trouble_s:
                 self._give_up(run, error)
         else:
             self._troubles.pop((run.id, what), None)
 
+    def _note_trouble(self, run: Run, error: Exception) -> None:
+        if isinstance(error, FlashError):  # those come by themselves, and go
+            queue.record_wait(self.store, run.id, run.attempt, error.what)
+            return
+        where = f"the supervisor had trouble with attempt {run.attempt}"
+        self._note(run, "trouble", f"{where}, and tried again: {error!r}", kind="warning")
+
     def _give_up(self, run: Run, error: Exception) -> None:
         """End the attempt after trouble that did not pass."""
-        attempt = self._attempts.get(run.id)
-        if attempt is None or attempt.number != run.attempt:
-            folder = self._folder(run)
-            handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
-            reader = Reader(self.store, run.id, folder)
-            attempt = Attempt(run.id, run.attempt, folder, handle, reader)
+        attempt = self._attempt_of(run) or self._new_attempt(run)
         cause = f"{type(error).__name__}: {error}"
         what = f"trouble with attempt {run.attempt} that did not pass: {cause}"
         try:
@@ -231,16 +225,23 @@ class RunReconciler:
     def _attach(self, run: Run) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""
         existing = self._attempts.get(run.id)
-        folder = self._folder(run)
-        # An engine forgets attempts that have ended: what it took is not submitted again.
-        handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
+        attempt = self._new_attempt(run)
+        folder = attempt.folder
         # Without its secrets an attempt cannot be started: one that an earlier supervisor started
-        # is found, another is gone, and the run waits in the queue.
+        # is found, another is gone, and the run waits in the queue. An engine forgets attempts that
+        # have ended: what it took is not submitted again.
         may_start = not self.vault.lacking(run.id, run.spec.secrets) and not final_result(folder)
         if may_start and not run.handle:
-            handle = self._submit(run, folder)
-        reader = existing.reader if existing else Reader(self.store, run.id, folder, self.alive)
-        self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
+            attempt.handle = self._submit(run, folder)
+        if existing:
+            attempt.reader = existing.reader
+        self._attempts[run.id] = attempt
+
+    def _new_attempt(self, run: Run) -> Attempt:
+        folder = RunFolder(run.folder, patience_s=self.target.patience_s)
+        handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
+        reader = Reader(self.store, run.id, folder, self.alive)
+        return Attempt(run.id, run.attempt, folder, handle, reader)
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
         folder.create(self.target.job(run))
@@ -251,15 +252,12 @@ class RunReconciler:
         self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
         return handle
 
-    def _folder(self, run: Run) -> RunFolder:
-        return RunFolder(run.folder, patience_s=self.target.patience_s)
-
     def _advance(self, run: Run, hints: dict[str, JobStatus], reading: TimeBudget) -> None:
         """Resolve the run's state from its folder, if it is its turn. The hints are older: who was
         gone has written its last word.
         """
-        attempt = self._attempts.get(run.id)
-        if attempt is None or attempt.number != run.attempt:
+        attempt = self._attempt_of(run)
+        if attempt is None:
             return
         attempt.look(self.patience.max_gap_s)
         if not has_space([self.base], LEAST_FREE_BYTES):
@@ -268,7 +266,10 @@ class RunReconciler:
         if spent and not final_result(attempt.folder):
             run = queue.request_cancel(self.store, run.id, spent)
         if run.cancel_requested and attempt.cancelled_at is None:
-            self._request_cancel(run, attempt)
+            # Asks the worker to save and end; the time that it has for this begins.
+            if not attempt.folder.is_cancelled():
+                attempt.folder.request_cancel(run.cancel_reason or "")
+            attempt.cancelled_at = attempt.watched_s
         self._take_beat(run, attempt)
         hint = hints.get(attempt.handle.key, JobStatus("unknown"))
         self._note_wait(run, attempt, hint)
@@ -296,12 +297,6 @@ class RunReconciler:
         if is_new and (run.spec.secrets or run.serves):
             self._hand_over_secrets(run, attempt)
 
-    def _request_cancel(self, run: Run, attempt: Attempt) -> None:
-        """Ask the worker to save and end; the time that it has for this begins."""
-        if not attempt.folder.is_cancelled():
-            attempt.folder.request_cancel(run.cancel_reason or "")
-        attempt.cancelled_at = attempt.watched_s
-
     def _read(self, run: Run, attempt: Attempt) -> None:
         """Store what is new in the folder."""
         # Where each read is due by its news, the reader need not hold back.
@@ -309,7 +304,8 @@ class RunReconciler:
             prune_checkpoints(self.store, run)
         self._note_damage(run, attempt)
         self._store_log(attempt)
-        attempt.was_read()
+        attempt.read_at = attempt.watched_s
+        attempt.writes_read = (attempt.beat or {}).get("writes")
 
     def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
         """Seal the secrets for an attempt on another machine, once it asks for them."""
@@ -317,18 +313,14 @@ class RunReconciler:
         if attempt.has_secrets or run.cancel_requested or not is_known:
             return
         if offer := attempt.folder.offer(attempt.number):
-            values = self._secrets(run)
+            values = self.vault.values(run.id, run.spec.secrets)
+            if run.serves:  # imported only if there is something to serve
+                from flash_mcp.supervisor.remote_servers import keys_of  # noqa: PLC0415
+
+                values = keys_of(self.base, run)
             if sealed := self.target.seal(run, offer, values):
                 attempt.folder.put_sealed(attempt.number, sealed)
             attempt.has_secrets = True
-
-    def _secrets(self, run: Run) -> Mapping[str, str]:
-        if run.serves is None:
-            return self.vault.values(run.id, run.spec.secrets)
-        # Imported only if there is something to serve.
-        from flash_mcp.supervisor.remote_servers import keys_of  # noqa: PLC0415
-
-        return keys_of(self.base, run)
 
     def _store_log(self, attempt: Attempt) -> None:
         """Keep the end of its output, if nobody else reads the folder."""

@@ -6,30 +6,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection
 
-from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.maintenance import Maintenance
+from flash_mcp.supervisor.reconciler import RunReconciler
 
 log = logging.getLogger(__name__)
 
 
-class Attends(Protocol):
-    """Looks after the runs of one target; `maintenance` clears what they left there."""
-
-    maintenance: Maintenance
-
-    def attend(self, taken: Sequence[Run]) -> None: ...
-
-
 class RemoteTargets:
-    """The threads. `attendant_of` makes a target's attendant."""
+    """The threads. `reconciler_of` makes a target's reconciler."""
 
-    def __init__(self, store: Store, attendant_of: Callable[[str], Attends], poll_s: float) -> None:
+    def __init__(
+        self, store: Store, reconciler_of: Callable[[str], RunReconciler], poll_s: float
+    ) -> None:
         self.store = store
-        self.attendant_of = attendant_of
+        self.reconciler_of = reconciler_of
         self.poll_s = poll_s
         self._threads: dict[str, TargetThread] = {}
 
@@ -55,7 +47,7 @@ class TargetThread(threading.Thread):
         self.targets = targets
         self.target = name
         self.stopped = threading.Event()
-        self._attendant: Attends | None = None
+        self._reconciler: RunReconciler | None = None
         self._trouble = ""
 
     def run(self) -> None:
@@ -76,9 +68,9 @@ class TargetThread(threading.Thread):
 
     def _attend(self, store: Store) -> bool:
         """Whether anything is left to do."""
-        self._attendant = self._attendant or self.targets.attendant_of(self.target)
+        self._reconciler = self._reconciler or self.targets.reconciler_of(self.target)
         if self.target not in store.active_targets():
-            return self._attendant.maintenance.clear()
-        self._attendant.attend(store.taken_runs(self.target))
-        self._attendant.maintenance.step()
+            return self._reconciler.maintenance.clear()
+        self._reconciler.attend(store.taken_runs(self.target))
+        self._reconciler.maintenance.step()
         return True

@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -33,16 +32,10 @@ from flash_mcp.state import queue
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.launch.base import Target
-from flash_mcp.supervisor.model_servers import (
-    ADMIN_KEY,
-    STOP_TIMEOUT_S,
-    Server,
-    idle_error,
-    idle_minutes,
-)
+from flash_mcp.state.targets import find_target
+from flash_mcp.supervisor.model_servers import idle_error, idle_minutes
+from flash_mcp.supervisor.server import ADMIN_KEY, STOP_TIMEOUT_S, Server
 from flash_mcp.supervisor.serving_health import EVERY_S, examine
-from flash_mcp.supervisor.targets import RemoteTarget, open_target
 
 log = logging.getLogger(__name__)
 
@@ -91,70 +84,64 @@ class RemoteServers:
     after on a thread, which may wait for what does not answer.
     """
 
-    def __init__(
-        self, store: Store, home: Path, opened: Callable[[Path, str], Target] = open_target
-    ) -> None:
+    def __init__(self, store: Store, home: Path) -> None:
         self.store = store
         self.home = home
-        self.opened = opened
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="serving-remote")
-        self._under_way: dict[str, Future[None]] = {}
-        self._next: dict[str, tuple[str, float]] = {}
-        """By deployment: the state that was looked at, and when to look at it again."""
         self._servers: dict[str, RemoteServer] = {}
+        """By their runs."""
 
     def tick(self) -> None:
         """Look after every deployment that is due and not being looked after."""
         for row in self.store.deployments(LIVE_DEPLOYMENT):
-            under_way = self._under_way.get(row.id)
-            if row.server_run is None or (under_way and not under_way.done()):
+            if row.server_run is None:
                 continue
-            state, due = self._next.get(row.id, ("", 0.0))
-            if state != row.state or time.monotonic() >= due:
-                self._under_way[row.id] = self._pool.submit(self._look_after, row)
+            if row.server_run not in self._servers:
+                server = RemoteServer(self.store, self.home, row.server_run)
+                self._servers[row.server_run] = server
+            server = self._servers[row.server_run]
+            if server.is_due(row):
+                server.looking = self._pool.submit(server.look_after, row)
 
     def busy(self) -> bool:
-        return any(not future.done() for future in self._under_way.values())
-
-    def _look_after(self, row: Deployment) -> None:
-        pause_s = AGAIN_S
-        try:
-            pause_s = self._server(row).look(row)
-        except Exception:
-            log.exception("trouble with %s", row.id)
-        self._next[row.id] = row.state, time.monotonic() + pause_s
-
-    def _server(self, row: Deployment) -> RemoteServer:
-        server = self._servers.get(row.id)
-        if server is None or server.name != row.server_run:
-            server = RemoteServer(self.store, self.home, row, self.opened)
-            self._servers[row.id] = server
-        return server
+        return any(server.is_looked_after() for server in self._servers.values())
 
 
 class RemoteServer:
     """The way to the server of one deployment, from its first attempt to its end."""
 
-    def __init__(
-        self,
-        store: Store,
-        home: Path,
-        row: Deployment,
-        opened: Callable[[Path, str], Target] = open_target,
-    ) -> None:
-        assert row.server_run
+    def __init__(self, store: Store, home: Path, name: str) -> None:
         self.store = store
         self.home = home
-        self.name = row.server_run
-        self.opened = opened
+        self.name = name
+        """The id of its run."""
         self.tunnel: subprocess.Popen[bytes] | None = None
+        self.looking: Future[None] | None = None
+        self._seen = ("", 0.0)
+        """The deployment's state at the last look, and when to look again."""
         self._since = time.monotonic()
         """When the newest attempt began to listen, or answered last."""
         self._listened = 0
         """The newest attempt that was seen to listen."""
 
-    def look(self, row: Deployment) -> float:
-        """Bring it nearer to what its row says; seconds until the next look."""
+    def is_looked_after(self) -> bool:
+        return self.looking is not None and not self.looking.done()
+
+    def is_due(self, row: Deployment) -> bool:
+        state, due = self._seen
+        return not self.is_looked_after() and (state != row.state or time.monotonic() >= due)
+
+    def look_after(self, row: Deployment) -> None:
+        """Bring it nearer to what its row says."""
+        pause_s = AGAIN_S
+        try:
+            pause_s = self._look(row)
+        except Exception:
+            log.exception("trouble with %s", row.id)
+        self._seen = row.state, time.monotonic() + pause_s
+
+    def _look(self, row: Deployment) -> float:
+        """Seconds until the next look."""
         run = self.store.server_run(self.name)
         if row.state == "stopping":
             if self._has_ended(run):
@@ -163,10 +150,11 @@ class RemoteServer:
         try:
             return self._advance(row, run)
         except FlashError as error:
+            log.warning("%s: %s", row.id, error)
             if error.code in OF_THE_PLACE:
-                log.warning("%s: %s", row.id, error)
                 return AGAIN_S
-            self._fail(row, run, error)
+            self._has_ended(run)
+            self._update(row, state="failed", error=error.to_dict(), base_url=None)
             return LOOK_S
 
     def _advance(self, row: Deployment, run: Run) -> float:
@@ -184,7 +172,8 @@ class RemoteServer:
 
     def _reach(self, row: Deployment, run: Run) -> None:
         """Connect to the newest attempt once it listens."""
-        response = self._folder(run).listening(run.attempt)
+        folder = RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
+        response = folder.listening(run.attempt)
         if response is None:
             return
         if self._listened != run.attempt:
@@ -192,7 +181,7 @@ class RemoteServer:
         listening = Listening.checked(response, server_here(self.home, run).admin_key)
         is_connected = self._connect(row, run, listening)
         if not is_connected and time.monotonic() - self._since > REACH_S:
-            raise self._unreachable(row, listening)
+            raise _unreachable(row, listening)
 
     def _connect(self, row: Deployment, run: Run, listening: Listening) -> bool:
         """Find an address that leads there, and load the adapter; whether one does."""
@@ -218,7 +207,7 @@ class RemoteServer:
         """The server by one of its addresses, if it answers there."""
         existing = server_here(self.home, run)
         host, port = address, listening.port
-        if ssh := self._target(row).settings.ssh:
+        if ssh := find_target(self.home, row.target).ssh:
             host, port = "127.0.0.1", existing.port or free_port()
             self._open_tunnel(ssh, port, f"{address}:{listening.port}")
         server = replace(existing, host=host, port=port, certificate=listening.certificate)
@@ -256,7 +245,7 @@ class RemoteServer:
     def _check(self, row: Deployment, run: Run) -> float:
         """Whether a ready server computes and is used; seconds until the next check."""
         has_tunnel = self.tunnel is not None and self.tunnel.poll() is None
-        if self._target(row).settings.ssh and not has_tunnel:
+        if find_target(self.home, row.target).ssh and not has_tunnel:
             self._reach(row, run)
         outcome = examine(server_here(self.home, run), row.id)
         if not outcome.answers:
@@ -273,21 +262,6 @@ class RemoteServer:
             log.info("%s: %s", row.id, error.what)
         return EVERY_S
 
-    def _unreachable(self, row: Deployment, listening: Listening) -> FlashError:
-        name = row.target
-        ways = f"{', '.join(listening.addresses)}, port {listening.port}"
-        what = f"its server runs on a node of {name}, which cannot be reached from here: {ways}"
-        fix = (
-            f"name a host that reaches the nodes: ssh of {name} in targets.toml; or leave target "
-            "out, and the checkpoint is served on the server's machine"
-        )
-        return FlashError("target_refused", what, target=name, fix=fix)
-
-    def _fail(self, row: Deployment, run: Run, error: FlashError) -> None:
-        self._has_ended(run)
-        self._update(row, state="failed", error=error.to_dict(), base_url=None)
-        log.warning("%s failed: %s", row.id, error)
-
     def _has_ended(self, run: Run) -> bool:
         """Have the run end, and delete what is here of its server; whether it has ended."""
         if not run.ended and not run.cancel_requested:
@@ -298,17 +272,20 @@ class RemoteServer:
         shutil.rmtree(self.home / "servers" / run.id, ignore_errors=True)
         return run.ended is not None
 
-    def _target(self, row: Deployment) -> RemoteTarget:
-        target = self.opened(self.home, row.target)
-        assert isinstance(target, RemoteTarget)
-        return target
-
-    def _folder(self, run: Run) -> RunFolder:
-        return RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
-
     def _update(self, row: Deployment, **values: Any) -> None:
         # A row that was asked to stop meanwhile stays so.
         self.store.update_deployment(row.id, expected_states=(row.state,), **values)
+
+
+def _unreachable(row: Deployment, listening: Listening) -> FlashError:
+    name = row.target
+    ways = f"{', '.join(listening.addresses)}, port {listening.port}"
+    what = f"its server runs on a node of {name}, which cannot be reached from here: {ways}"
+    fix = (
+        f"name a host that reaches the nodes: ssh of {name} in targets.toml; or leave target "
+        "out, and the checkpoint is served on the server's machine"
+    )
+    return FlashError("target_refused", what, target=name, fix=fix)
 
 
 def _end_of(run: Run) -> FlashError:

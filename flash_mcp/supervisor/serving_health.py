@@ -7,11 +7,10 @@ import re
 import time
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Protocol
 
 import httpx
 
-from flash_mcp.protocol.records import Json
+from flash_mcp.supervisor.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -24,23 +23,6 @@ TOKEN_TIMEOUT_S = 60.0
 FAILURES = 2
 """Checks that fail in a row until a server counts as hung: a machine may have been paused during
 one of them."""
-
-
-class ModelServer(Protocol):
-    """What the checks need of a server."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def root(self) -> str: ...
-
-    @property
-    def admin_key(self) -> str: ...
-
-    def call(
-        self, path: str, body: Json | None = None, *, key: str | None = None, timeout_s: float = 5.0
-    ) -> httpx.Response: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +42,7 @@ class Health:
         self._due = time.monotonic() + EVERY_S
         self._check: Future[Finding] | None = None
 
-    def look(self, server: ModelServer, deployment_id: str, threads: Executor) -> None:
+    def look(self, server: Server, deployment_id: str, threads: Executor) -> None:
         """Start a check that is due, or take in what one has found."""
         if self._check is None:
             if time.monotonic() >= self._due:
@@ -73,7 +55,7 @@ class Health:
             self._due = time.monotonic() + (EVERY_S if result.answers else 0.0)
 
 
-def examine(server: ModelServer, deployment_id: str) -> Finding:
+def examine(server: Server, deployment_id: str) -> Finding:
     """Ask for the idle time, and for one token."""
     try:
         idle_s = idle_seconds(server)
@@ -93,14 +75,14 @@ def examine(server: ModelServer, deployment_id: str) -> Finding:
         return Finding(answers=False)
 
 
-def idle_seconds(server: ModelServer) -> float:
+def idle_seconds(server: Server) -> float:
     """Since the last user's request ended; 0 while one is under way."""
     response = server.call("/idle", key=server.admin_key, timeout_s=PING_TIMEOUT_S)
     # A server that refuses to say counts as busy: it must not be stopped as idle.
     return float(response.json()["idle_s"]) if response.is_success else 0.0
 
 
-def _tokens(server: ModelServer) -> float:
+def _tokens(server: Server) -> float:
     """Tokens that the server has read and written."""
     text = server.call(f"{server.root}/metrics", timeout_s=PING_TIMEOUT_S).text
     counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", text, re.MULTILINE)

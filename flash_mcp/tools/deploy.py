@@ -28,8 +28,9 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.launch.memory_need import cards_for
-from flash_mcp.supervisor.model_servers import Server, check_port, error_message, server_of
+from flash_mcp.supervisor.model_servers import check_port
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
+from flash_mcp.supervisor.server import Server, error_message, server_of
 from flash_mcp.tools.shared.loading import check_machine
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
 from flash_mcp.tools.shared.truncation import shorten, to_text

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flash_mcp.protocol.records import Deployment, Json, Rollout
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.model_servers import Server
+from flash_mcp.supervisor.server import Server
 
 PROMPT_CHARACTERS = 1500
 """A longer prompt is cut down to its system message and a question, or left out."""

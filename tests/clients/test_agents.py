@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.model_servers import Server
 from flash_mcp.supervisor.process import LockOwner
+from flash_mcp.supervisor.server import Server
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS
 from tests.clients.helpers import PROGRAMS, ROOT, SERVE, each, inspect, needs, node_path, run, server_environment
 from tests.clients.scripted_model import Json, Model, Step, serving

@@ -36,7 +36,8 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import model_servers, serving_health
-from flash_mcp.supervisor.model_servers import Deployments, Server, check_port, idle_minutes
+from flash_mcp.supervisor.model_servers import Deployments, check_port, idle_minutes
+from flash_mcp.supervisor.server import ADMIN_KEY, Server
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from flash_mcp.tools.rollouts import rollouts
@@ -497,7 +498,7 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
     row, server, _ = served(store, deployments, tmp_path / "a")
-    keys = (server.file, f"{server.folder}/{model_servers.ADMIN_KEY}")
+    keys = (server.file, f"{server.folder}/{ADMIN_KEY}")
     for path in map(Path, (*keys, server.scratch)):
         assert path.stat().st_mode & 0o077 == 0
     assert server.admin_key not in Path(server.file).read_text()
@@ -514,7 +515,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_health, "EVERY_S", 0.02)
     monkeypatch.setattr(serving_health, "PING_TIMEOUT_S", 1.0)
     monkeypatch.setattr(serving_health, "TOKEN_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(model_servers, "STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("flash_mcp.supervisor.server.STOP_TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -564,7 +565,7 @@ def test_a_server_that_computes_others_tokens_first_does_not_hang(tmp_path: Path
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         log = str(tmp_path / "log")
-        (tmp_path / model_servers.ADMIN_KEY).write_text("admin")
+        (tmp_path / ADMIN_KEY).write_text("admin")
         server = Server(str(tmp_path), "toy", listening.server_port, 8, log, "key")
         assert serving_health.examine(server, "dep-1").answers
         listening.shutdown()

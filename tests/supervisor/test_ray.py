@@ -14,7 +14,7 @@ import pytest
 from flash_mcp.cli.main import main
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import serving
-from flash_mcp.supervisor.model_servers import server_of
+from flash_mcp.supervisor.server import server_of
 from tests import engines, ray_cluster
 from tests.crash import seen_in
 from tests.places import ROOT

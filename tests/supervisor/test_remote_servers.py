@@ -27,16 +27,17 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import costs, queue
 from flash_mcp.state.serving import request, request_stop
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import Cards, key_of, new_target, write_target
+from flash_mcp.state.targets import Cards, key_of, new_target, remove_target, write_target
 from flash_mcp.supervisor import remote_servers
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.launch.memory_need import cards_for
-from flash_mcp.supervisor.model_servers import Deployments, Server, server_of
+from flash_mcp.supervisor.model_servers import Deployments
 from flash_mcp.supervisor.reconciler import RunReconciler
 from flash_mcp.supervisor.remote_servers import RemoteServers
 from flash_mcp.supervisor.secrets import Vault
+from flash_mcp.supervisor.server import Server, server_of
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.deploy import chat, describe
@@ -146,7 +147,7 @@ class Bench:
 
     def new_servers(self) -> RemoteServers:
         """As of a supervisor that has just started."""
-        return RemoteServers(self.store, self.home, lambda *_: self.target(self.engine))
+        return RemoteServers(self.store, self.home)
 
     def folder(self, row: Deployment) -> RunFolder:
         return RunFolder(self.run(row).folder)
@@ -354,7 +355,8 @@ def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
 ) -> None:
     engines.need(sshd.missing())
     monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
-    bench.settings = bench.settings.model_copy(update={"ssh": "lab"})
+    remove_target(bench.home, "lab")
+    write_target(bench.home, "lab", bench.settings.model_copy(update={"ssh": "lab"}))
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     node.listen(node.get_keys())
     folder = tmp_path / "sshd"
@@ -365,10 +367,11 @@ def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
         server = server_of(bench.home, ready)
         assert server and server.port != node.port
         assert server.call("/models").is_success
-        tunnel = bench.servers._servers[asked.id].tunnel
+        connected = bench.servers._servers[str(asked.server_run)]
+        tunnel = connected.tunnel
         assert tunnel
         tunnel.kill()
-        bench.until(lambda: bench.servers._servers[asked.id].tunnel is not tunnel)
+        bench.until(lambda: connected.tunnel is not tunnel)
         bench.until(lambda: answers(server))
         assert bench.row(asked).base_url == ready.base_url
         request_stop(bench.store, asked.id)
@@ -505,7 +508,6 @@ async def test_vllm_serves_the_adapter_from_a_node_that_shares_nothing_but_a_fol
     more = {"env": variables, "home": str(tmp_path / "node")}
     bench.settings = bench.settings.model_copy(update=more)
     launcher = LocalLauncher(tmp_path / "engine" / "attempts", [])
-    bench.servers = RemoteServers(bench.store, flash_home, lambda *_: bench.target(launcher))
     bench.reconciler = bench.new_reconciler(launcher)
     run_id = make_run(bench.store, str(tiny_model), {5: tiny_adapter})
     asked = request(bench.store, run_id, target="lab")
