@@ -1,6 +1,6 @@
 """A tiny random model of each architecture that docs/models.md has a row for.
 
-They write printable text and end their turns, as tests/tiny.py's does: the head's rows say so."""
+What they write is printable, as that of tests/tiny.py: the head's rows say so."""
 
 from __future__ import annotations
 
@@ -204,9 +204,10 @@ def make_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, s
         part.eos_token_id = tokenizer.eos_token_id
         part.pad_token_id = tokenizer.pad_token_id
     model = _class_of(config)(config, dtype=dtype)
+    printable = [tokenizer.convert_tokens_to_ids(chr(code)) for code in range(33, 127)]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        _randomize(model)
+        _randomize(model, printable)
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -220,7 +221,7 @@ def _class_of(config: Any) -> Callable[..., Any]:
     return AutoModelForCausalLM.from_config
 
 
-def _randomize(model: Any) -> None:
+def _randomize(model: Any, printable: list[int]) -> None:
     """Weights as spread as those of a trained model, so that layers matter and tokens differ."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -231,3 +232,6 @@ def _randomize(model: Any) -> None:
                 parameter.normal_(0.0, 0.3)
         head = model.get_output_embeddings().weight
         head.normal_(0.0, 1.5 * head.size(-1) ** -0.5)
+        others = torch.ones(head.size(0), dtype=torch.bool)
+        others[printable] = False
+        head[others] *= 0.05  # greedily never chosen

@@ -47,6 +47,8 @@ def export(job: ExportJob) -> Exported:
         return result
     disable_progress_bar()
     config = config_of(base)
+    if job.kind != "merged":
+        gguf_file.check(config, base)
     library = auto_class(config)
     # "auto" would give a wrapper's whole config to its text decoder.
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
@@ -65,7 +67,7 @@ def export(job: ExportJob) -> Exported:
     else:
         say("writing GGUF", 0.4)
         path = gguf_file.write(model, base, job.folder, job.name, job.kind.removeprefix("gguf-"))
-        written = library.from_pretrained(job.folder, gguf_file=path.name, dtype=model.dtype)
+        written = gguf_file.read_back(path, library, model.dtype)
     say("comparing greedy answers with those of the file", 0.7)
     result.agreement = _agreement(model, written, tokenizer, job.prompts)
     return result

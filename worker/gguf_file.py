@@ -18,6 +18,8 @@ from flash_mcp.protocol.errors import FlashError
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "phi3": gguf.MODEL_ARCH.PHI3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
@@ -33,21 +35,39 @@ QWEN2_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-SPLITS = {QWEN2_SPLIT: "qwen2", LLAMA3_SPLIT: "llama-bpe"}
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {QWEN2_SPLIT: "qwen2", LLAMA3_SPLIT: "llama-bpe", TEKKEN_SPLIT: "tekken"}
 """llama.cpp's names of the expressions that cut a text into words."""
 
 
-def write(model: Any, source: Path, folder: Path, name: str, type_name: str) -> Path:
-    """Write a transformers model as `folder`/`name`-`type_name`.gguf.
-
-    `source` is the folder of its tokenizer. FlashError(export_unsupported) for a model that is
-    none of ARCHITECTURES, or whose tokenizer llama.cpp would not reproduce."""
-    config = model.config
-    architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None:
+def check(config: Any, source: Path) -> None:
+    """FlashError(export_unsupported) for a model that is none of ARCHITECTURES, or whose tokenizer,
+    in the folder `source`, llama.cpp would not reproduce."""
+    if config.model_type not in ARCHITECTURES:
         raise _unsupported(f"the architecture {config.model_type}")
-    if config.rope_parameters.get("rope_type", "default") != "default":
-        raise _unsupported(f"the position encoding {config.rope_parameters['rope_type']}")
+    rope: dict[str, Any] = config.rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        raise _unsupported(f"the position encoding {rope['rope_type']}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _unsupported("a position encoding of a part of each head")
+    if getattr(config, "sliding_window", None):
+        raise _unsupported("layers with a sliding window")
+    described = json.loads((source / "tokenizer.json").read_text())
+    if described["model"]["type"] != "BPE":
+        raise _unsupported(f"a tokenizer of the type {described['model']['type']}")
+    _splitting(described["pre_tokenizer"])
+
+
+def write(model: Any, source: Path, folder: Path, name: str, type_name: str) -> Path:
+    """Write a transformers model that passes `check` as `folder`/`name`-`type_name`.gguf; `source`
+    is the folder of its tokenizer."""
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
     path = folder / f"{name}-{type_name}.gguf"
     tensor_type, file_type = TYPES[type_name]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -66,8 +86,22 @@ def write(model: Any, source: Path, folder: Path, name: str, type_name: str) -> 
     return path
 
 
+def read_back(path: Path, library: Any, dtype: torch.dtype) -> Any:
+    """The model that transformers reads from the file.
+
+    It takes the size of a head from few architectures' files, and its default for the others."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    config = cast(Any, AutoConfig).from_pretrained(**source)
+    fields = gguf.GGUFReader(path).fields
+    architecture = fields["general.architecture"].contents()
+    config.head_dim = fields[f"{architecture}.attention.key_length"].contents()
+    return library.from_pretrained(**source, config=config, dtype=dtype)
+
+
 def _unsupported(what: str) -> FlashError:
-    fix = "export it as merged; llama.cpp's own convert_hf_to_gguf.py may read that"
+    fix = "use merged or adapter; llama.cpp's own convert_hf_to_gguf.py may read a merged export"
     return FlashError("export_unsupported", f"no GGUF is written for {what}", fix=fix)
 
 
@@ -93,8 +127,6 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, config: Any) -> None:
     described = json.loads((source / "tokenizer.json").read_text())
-    if described["model"]["type"] != "BPE":
-        raise _unsupported(f"a tokenizer of the type {described['model']['type']}")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_splitting(described["pre_tokenizer"]))
     tokens = [f"[PAD{place}]" for place in range(config.vocab_size)]

@@ -16,6 +16,12 @@ class ToolForm:
 
 
 FORMS = (
+    ("<|tool_call>", ToolForm("gemma4", "<|tool_call>")),
+    ("<start_function_call>", ToolForm("functiongemma", "<start_function_call>")),
+    ("<function_calls>", ToolForm("olmo3", "<function_calls>")),
+    ("functools[", ToolForm("phi4_mini_json", "functools")),
+    ("<｜tool▁calls▁begin｜>", ToolForm("deepseek_v3", "<｜tool▁calls▁begin｜>")),
+    ("<|channel|>", ToolForm("openai", "<|channel|>")),
     ("<arg_key>", ToolForm("glm45", "<tool_call>")),
     ("<function=", ToolForm("qwen3_coder", "<tool_call>")),
     ("<tool_call>", ToolForm("hermes", "<tool_call>")),

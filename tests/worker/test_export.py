@@ -19,15 +19,20 @@ from mcp import Client
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import worker.export
 from flash_mcp.cli import main
 from flash_mcp.protocol.chat_templates import with_tools
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.exports import ExportJob
 from flash_mcp.protocol.records import Run
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
+from tests.model_rows import make_model
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
 from tests.waiting import PATIENCE_S
+from worker import gguf_file
 
 
 @pytest.fixture
@@ -108,6 +113,40 @@ def test_a_gguf_file_has_weights_tokenizer_and_template(
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert tokens == tokenizer.convert_ids_to_tokens(range(len(tokens)))
     assert reader.fields["tokenizer.ggml.eos_token_id"].contents() == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "phi3"])
+def test_a_gguf_file_of_another_family_is_read_back_as_the_same_model(name: str, tmp_path: Path) -> None:
+    base = make_model(name, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert model.config.head_dim == 32, "not the one that transformers assumes"
+    gguf_file.check(model.config, base)
+    path = gguf_file.write(model, base, tmp_path, "tiny", "f16")
+    written = gguf_file.read_back(path, AutoModelForCausalLM, torch.float32)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert (model(ids).logits - written(ids).logits).abs().max() < 0.01 * model(ids).logits.std()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("gemma2", {}, "the architecture gemma2"),
+        ("mistral", {"sliding_window": 32}, "layers with a sliding window"),
+        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}, "a part of each head"),
+    ],
+)
+def test_a_gguf_that_llama_cpp_would_read_as_another_model_is_refused_before_weights_are_read(
+    name: str, fields: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_model(name, tmp_path / "base")
+    path = base / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    job = ExportJob(kind="gguf-f16", name="tiny", model=str(base), folder=tmp_path, prompts=[])
+    with pytest.raises(FlashError, match=reason) as caught:
+        worker.export.export(job)
+    assert caught.value.fix.startswith("use merged or adapter")
 
 
 def test_an_adapter_names_the_models_hub_and_says_that_its_weights_differ(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trl
+from vllm.tool_parsers import ToolParserManager
 
 from environments.process.host import EnvironmentHost
 from environments.tools import text_of
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
-from tests.places import TOOL_CALCULATOR
+from tests.places import ROOT, TOOL_CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine
 from worker.rollouts.metrics import summarize
@@ -29,6 +31,7 @@ QUESTION = [{"role": "user", "content": "What is 12 * 7?"}]
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": PARAMETERS}}]
 RESULT = {"role": "tool", "tool_call_id": "call00000", "name": "calculate", "content": "84"}
+MODELS_PAGE = ROOT / "docs" / "models.md"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
@@ -76,13 +79,17 @@ OWN_TOKENS = {
     "lfm2_2_5": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "llama3_1": ["<|eot_id|>", "<|python_tag|>"],
     "llama3_2": ["<|eot_id|>", "<|python_tag|>"],
+    "gemma4_v2": ["<|tool_call>", "<tool_call|>", "<turn|>", '<|"|>'],
 }
+TRIED = {"ours", "qwen2_5", "qwen3", "qwen3_instruct_2507", *OWN_TOKENS}
 
 
 @pytest.mark.parametrize("name", OWN_TOKENS)
 def test_a_call_is_read_in_the_format_of_other_models(name: str) -> None:
     tokenizer = make_tokenizer()
-    tokenizer.add_tokens(OWN_TOKENS[name], special_tokens=name.startswith("l"))
+    tokenizer.add_tokens(OWN_TOKENS[name], special_tokens=name[0] in "gl")
+    if "<turn|>" in OWN_TOKENS[name]:
+        tokenizer.eos_token = "<turn|>"
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
     transcript = Transcript(ChatTemplate(tokenizer), QUESTION, TOOLS)
     asked = call("calculate", {"text": "12 * 7"})
@@ -90,6 +97,20 @@ def test_a_call_is_read_in_the_format_of_other_models(name: str) -> None:
     assert (turn.tool_calls, turn.bad_tool_call) == ([asked], None)
     transcript.add_environment([RESULT])
     assert "84" in tokenizer.decode(transcript.ids)
+
+
+def test_the_page_names_the_parser_of_each_template_that_is_tried_and_marks_the_others() -> None:
+    rows = re.findall(r"^\| (.+?) \| `(\w+)` \| (.+?) \|", MODELS_PAGE.read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for family, parser, evidence in rows:
+        assert parser in ToolParserManager.list_registered(), family
+        name = re.match(r"`?(\w+)", evidence)[1]
+        if name == "untried":
+            continue
+        text = CHATML if name == "ours" else (TEMPLATES / f"{name}.jinja").read_text()
+        form = tool_form(with_tools(text))
+        assert form is not None and form.parser == parser, family
+        assert (name in TRIED) == evidence.endswith("read back"), family
 
 
 @pytest.mark.parametrize(
