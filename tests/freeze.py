@@ -27,9 +27,9 @@ import anyio
 from mcp import Client
 
 from flash_mcp.cli import main as cli
-from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.server.mcp_server import server
+from flash_mcp.tools.news import FLAG_LETTERS
 from tests.docs import PLAYBOOK, tables
 from tests.frozen_calls import Names, results
 from tests.outlines import pretty, tool_outline
@@ -65,7 +65,7 @@ def frozen(folder: Path) -> dict[str, str]:
         files |= {f"help/{name}.txt": text for name, text in helps().items()}
         files |= {f"tables/{name}.md": text for name, text in tables(PLAYBOOK).items()}
         files["codes.json"] = pretty(CODES)
-        files["flags.json"] = pretty(health.FLAG_NAMES)
+        files["flags.json"] = pretty(tuple(FLAG_LETTERS))
     return {name: f"{text.rstrip()}\n" for name, text in files.items()}
 
 

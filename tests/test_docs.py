@@ -15,11 +15,11 @@ import environments
 from environments.adapters.gym import GymEnvironment
 from environments.agents import dialects
 from environments.process.host import EnvironmentHost
-from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.server.mcp_server import INSTRUCTIONS
+from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
 from tests.docs import NEXT, PLAYBOOK, RELIABILITY, filled, wrapped
@@ -55,7 +55,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def known_names() -> set[str]:
     """Every name that a reader can meet in a tool, a result, a run or an environment."""
-    names = {*TOOLS, *RunSpec.model_fields, *CODES, *health.FLAG_NAMES, "false", "true"}
+    names = {*TOOLS, *RunSpec.model_fields, *CODES, *FLAG_LETTERS, "false", "true"}
     names |= set(get_args(ExportKind))
     for tool in TOOLS.values():
         names |= {*tool.signature.parameters, *fields_of(tool.signature.return_annotation)}
@@ -99,7 +99,7 @@ def test_the_generated_tables_are_up_to_date(page: Path):
     assert filled(page) == page.read_text(), "run: python -m tests.docs"
 
 
-@pytest.mark.parametrize("name", [*RunSpec.model_fields, *CODES, *health.FLAG_NAMES])
+@pytest.mark.parametrize("name", [*RunSpec.model_fields, *CODES, *FLAG_LETTERS])
 def test_the_playbook_explains(name: str):
     assert f"`{name}`" in PLAYBOOK.read_text()
 

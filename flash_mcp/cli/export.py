@@ -107,10 +107,9 @@ def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) 
         full = disk_error(error, target)
         if isinstance(full, FlashError):
             raise full from error
+        what = f"cannot write there: {error}"
         fix = "choose a folder that you may write with --to"
-        raise FlashError(
-            "invalid_argument", f"cannot write there: {error}", to=target, fix=fix
-        ) from error
+        raise FlashError("invalid_argument", what, to=target, fix=fix) from error
     return Written(target, result, warnings)
 
 

@@ -603,7 +603,6 @@ CHECKS: dict[str, Check] = {
     "overfitting": _overfitting,
 }
 """In the order in which they are shown. A sample has the metrics of five of them."""
-FLAG_NAMES = (*CHECKS, CONTAMINATED)
 DOUBTS = frozenset(
     {
         "reward_flat",

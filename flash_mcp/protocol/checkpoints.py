@@ -94,10 +94,8 @@ class Checkpoints:
             fix = "use another checkpoint; while the run goes on, repeat the call in a minute"
             raise FlashError("checkpoint_corrupt", what, step=step, digest=digest, fix=fix)
         if manifest is None:
-            what = "there is no checkpoint at that step"
-            raise FlashError(
-                "unknown_checkpoint", what, step=step, fix=f"use one of {self.steps()}"
-            )
+            what, fix = "there is no checkpoint at that step", f"use one of {self.steps()}"
+            raise FlashError("unknown_checkpoint", what, step=step, fix=fix)
         return manifest
 
     def newest_good(self) -> int | None:

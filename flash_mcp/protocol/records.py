@@ -246,6 +246,12 @@ class Try(Record):
     """That the model wrote."""
     turns: int
 
+    @classmethod
+    def from_row(cls, fields: Mapping[str, Any]) -> Self:
+        """The attempt of a stored row; SQLite has no booleans."""
+        switches = {name: bool(fields[name]) for name in ("success", "truncated")}
+        return super().from_row({**fields, **switches, "error": fields["code"]})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Record):

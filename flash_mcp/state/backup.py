@@ -34,6 +34,8 @@ FOLDERS = ("environments", "datasets", "runs")
 SETTINGS = (settings.FILE, targets.FILE, targets.KEY_FILE)
 """Files that are restored where they are missing: a machine may have its own."""
 LABEL = "backup.json"
+DAMAGE = (tarfile.TarError, zlib.error, BadGzipFile, EOFError, FileNotFoundError, ValueError)
+"""What reading a damaged archive raises."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,8 @@ def backup(base: Path, file: Path) -> Summary:
     FlashError(invalid_argument) where `file` exists, FlashError(disk_full | state_corrupt |
     state_busy)."""
     if file.exists():
-        raise FlashError(
-            "invalid_argument", "that file exists already", file=file, fix="choose another name"
-        )
+        what = "that file exists already"
+        raise FlashError("invalid_argument", what, file=file, fix="choose another name")
     part = file.with_name(f".{file.name}.part")
     try:
         with backing_up(base), tempfile.TemporaryDirectory(dir=file.parent) as scratch:
@@ -68,26 +69,21 @@ def backup(base: Path, file: Path) -> Summary:
             Store(base).copy_to(copy)
             now = time.time()
             part.unlink(missing_ok=True)
-            part.touch(
-                mode=0o600, exist_ok=False
-            )  # it holds what is private, and so is the state directory
+            # It holds what is private, and so is the state directory.
+            part.touch(mode=0o600, exist_ok=False)
+            about = {"version": __version__, "home": str(base), "time": now}
             with tarfile.open(part, "w:gz" if file.name.endswith("gz") else "w") as archive:
-                label = json.dumps(
-                    {"version": __version__, "home": str(base), "time": now}
-                ).encode()
+                label = json.dumps(about).encode()
                 _add(archive, LABEL, io.BytesIO(label), len(label), now)
                 _add(archive, "flash.db", copy.open("rb"), copy.stat().st_size, now)
                 for path in _files(base):
-                    with (
-                        suppress(FileNotFoundError),
-                        path.open("rb") as stream,
-                    ):  # replaced or swept meanwhile
+                    # It may be replaced or swept meanwhile.
+                    with suppress(FileNotFoundError), path.open("rb") as stream:
                         _add_file(archive, str(path.relative_to(base)), stream)
         part.replace(file)
     except FileNotFoundError as error:
-        raise FlashError(
-            "invalid_argument", f"cannot write there: {error.strerror}", file=file
-        ) from error
+        what = f"cannot write there: {error.strerror}"
+        raise FlashError("invalid_argument", what, file=file) from error
     except OSError as error:
         raise disk_error(error, file) from error
     finally:
@@ -104,13 +100,9 @@ def restore(base: Path, file: Path) -> Summary:
     disk_full)."""
     taken = [name for name in ("flash.db", *FOLDERS) if (base / name).exists()]
     if taken:
+        what = f"the state directory holds {', '.join(taken)} already"
         fix = "set FLASH_HOME to a new folder, or move these away"
-        raise FlashError(
-            "invalid_argument",
-            f"the state directory holds {', '.join(taken)} already",
-            home=base,
-            fix=fix,
-        )
+        raise FlashError("invalid_argument", what, home=base, fix=fix)
     try:
         with tempfile.TemporaryDirectory(dir=base, prefix=".restore-") as scratch:
             staged = Path(scratch)
@@ -176,18 +168,10 @@ def _extract(file: Path, into: Path) -> Json:
         (into / LABEL).unlink()
         if not (into / "flash.db").exists():
             raise FileNotFoundError("it holds no flash.db")
-    except (
-        tarfile.TarError,
-        zlib.error,
-        BadGzipFile,
-        EOFError,
-        FileNotFoundError,
-        ValueError,
-    ) as error:
+    except DAMAGE as error:
+        what = f"that is no whole backup: {error}"
         fix = "name a file that `flash-mcp backup` wrote; a damaged one cannot be used"
-        raise FlashError(
-            "upload_invalid", f"that is no whole backup: {error}", file=file, fix=fix
-        ) from error
+        raise FlashError("upload_invalid", what, file=file, fix=fix) from error
     return label
 
 

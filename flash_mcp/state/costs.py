@@ -75,13 +75,6 @@ def over_limit(store: Store) -> set[str]:
     return {owner for owner, cost in spent.items() if cost >= limit}
 
 
-def waits_for_limit(store: Store, run: Run) -> FlashError | None:
-    """Why a queued run waits, if its owner has used up a day's limit."""
-    if run.state == "queued":
-        return limit_error(store, run.owner)
-    return None
-
-
 def limit_error(store: Store, owner: str) -> FlashError | None:
     """That the owner has used up a day's limit, or None."""
     if owner not in over_limit(store):

@@ -73,10 +73,9 @@ class Connection:
     def _refuse_newer(self) -> None:
         """Code that does not know all of a database's tables and columns could lose rows of it."""
         if newer := newer_migrations(self._db):
+            other = f"another version of flash-mcp than this {__version__}"
+            what = f"{other} made or changed the database"
             fix = "install that version or a newer one, or set FLASH_HOME to another folder"
-            what = (
-                f"another version of flash-mcp than this {__version__} made or changed the database"
-            )
             raise FlashError("state_newer", what, path=self.path, unknown=newer, fix=fix)
 
     @property
@@ -284,13 +283,10 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
     except sqlite3.DatabaseError as error:
         if "malformed" not in str(error) and "not a database" not in str(error):
             raise
-        fix = (
-            "build it anew from the run folders with `flash-mcp recover`, or bring back a backup"
-            " with `flash-mcp restore`"
-        )
-        raise FlashError(
-            "state_corrupt", f"the database is damaged: {error}", path=path, fix=fix
-        ) from error
+        what = f"the database is damaged: {error}"
+        restored = "bring back a backup with `flash-mcp restore`"
+        fix = f"build it anew from the run folders with `flash-mcp recover`, or {restored}"
+        raise FlashError("state_corrupt", what, path=path, fix=fix) from error
 
 
 def _is_of_a_full_disk(error: sqlite3.OperationalError, path: Path) -> bool:

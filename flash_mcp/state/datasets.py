@@ -53,12 +53,8 @@ class Dataset:
 
     def pinned(self) -> Json:
         """What job.json says of it: where it is, and the checksums of its rows."""
-        return {
-            "name": self.name,
-            "digest": self.digest,
-            "path": str(self.path),
-            "files": self.manifest["files"],
-        }
+        pinned: Json = {"name": self.name, "digest": self.digest, "path": str(self.path)}
+        return pinned | {"files": self.manifest["files"]}
 
 
 def register(
@@ -91,13 +87,9 @@ def find(reference: str, base: Path | None = None) -> Dataset:
     """
     path = locate(reference, base)
     if digest_of(path) != path.name:
+        what = "its files were changed since it was made"
         fix = "curate it again; a run would not learn what its manifest says"
-        raise FlashError(
-            "dataset_invalid",
-            "its files were changed since it was made",
-            dataset=reference,
-            fix=fix,
-        )
+        raise FlashError("dataset_invalid", what, dataset=reference, fix=fix)
     return _read(path)
 
 
@@ -142,15 +134,12 @@ def _known(base: Path | None) -> dict[str, list[Path]]:
 
 
 def _unknown(reference: str, versions: list[Path], names: list[str]) -> FlashError:
-    if versions:
-        fix = f"use one of: {', '.join(f'{path.parent.name}@{path.name}' for path in versions[:5])}"
-        return FlashError(
-            "unknown_dataset", "that is not one version of it", dataset=reference, fix=fix
-        )
+    what = "there is no dataset of that name"
     fix = f"use one of: {', '.join(names[:20])}" if names else "make one with curate"
-    return FlashError(
-        "unknown_dataset", "there is no dataset of that name", dataset=reference, fix=fix
-    )
+    if versions:
+        what = "that is not one version of it"
+        fix = f"use one of: {', '.join(f'{path.parent.name}@{path.name}' for path in versions[:5])}"
+    return FlashError("unknown_dataset", what, dataset=reference, fix=fix)
 
 
 def dump_rows(rows: Iterable[Json]) -> bytes:

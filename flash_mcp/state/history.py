@@ -346,27 +346,14 @@ class HistoryTables(RunTable):
 
     def tries(self, run_id: str, step: int) -> list[Try]:
         """Every attempt of a run's evaluation at `step`, in order."""
-        sql = """SELECT position, success, reward, json_extract(body, '$.task_id') AS task_id,
+        sql = """SELECT position AS "index", success, reward,
+                 CAST(coalesce(json_extract(body, '$.task_id'), position) AS TEXT) AS task_id,
                  json_extract(body, '$.error.code') AS code,
                  coalesce(json_extract(body, '$.truncated'), 0) AS truncated,
                  coalesce(json_extract(body, '$.completion_tokens'), 0) AS tokens,
                  coalesce(json_extract(body, '$.turns'), 0) AS turns
                  FROM rollouts WHERE run_id = ? AND split = 'eval' AND step = ? ORDER BY position"""
-        found: list[Try] = []
-        for row in self.query(sql, [run_id, step]):
-            position = row["position"]
-            task_id = row["task_id"]
-            if task_id is None:
-                task_id = position
-            row |= {
-                "index": position,
-                "task_id": str(task_id),
-                "success": bool(row["success"]),
-                "error": row["code"],
-                "truncated": bool(row["truncated"]),
-            }
-            found.append(Try.from_row(row))
-        return found
+        return self.records(Try, sql, [run_id, step])
 
     def transcript(self, run_id: str, step: int, index: int) -> Rollout:
         """One attempt of an evaluation with its messages."""

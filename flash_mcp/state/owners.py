@@ -76,13 +76,9 @@ def refuse_reader(what: str, **values: Any) -> None:
     """Raise FlashError(not_permitted) for a caller with read access only. `what` names the
     operation."""
     if caller().access != "write":
+        what = f"this token reads only, and {what} changes something"
         fix = "use a token that was made without --read-only; nothing was done"
-        raise FlashError(
-            "not_permitted",
-            f"this token reads only, and {what} changes something",
-            fix=fix,
-            **values,
-        )
+        raise FlashError("not_permitted", what, fix=fix, **values)
 
 
 SENT_INSTEAD = (
@@ -95,9 +91,5 @@ def refuse_server_side(what: str, fix: str = SENT_INSTEAD, **values: Any) -> Non
     words, and in `fix` how they get it from elsewhere.
     """
     if not caller().is_local:
-        raise FlashError(
-            "local_only",
-            f"{what} of the server's machine cannot be named over HTTP",
-            fix=fix,
-            **values,
-        )
+        what = f"{what} of the server's machine cannot be named over HTTP"
+        raise FlashError("local_only", what, fix=fix, **values)

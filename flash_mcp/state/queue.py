@@ -452,24 +452,13 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
     with store.transaction():
         run = store.server_run(run_id)
         if run.state in ("succeeded", "failed"):
-            raise FlashError(
-                "run_finished",
-                f"the run ended before as {run.state}",
-                run_id=run_id,
-                fix="nothing is left to cancel; its checkpoints and rollouts stay",
-            )
-        sql = (
-            "cancel_requested = coalesce(cancel_requested, ?), cancel_reason ="
-            " coalesce(cancel_reason, ?)"
-        )
-        if not _update(
-            store,
-            f"{sql}, state = 'cancelled', error = NULL, ended = ?",
-            [now, reason, now],
-            run_id,
-            None,
-            ("queued",),
-        ):
+            what = f"the run ended before as {run.state}"
+            fix = "nothing is left to cancel; its checkpoints and rollouts stay"
+            raise FlashError("run_finished", what, run_id=run_id, fix=fix)
+        sql = """cancel_requested = coalesce(cancel_requested, ?),
+                 cancel_reason = coalesce(cancel_reason, ?)"""
+        ends = f"{sql}, state = 'cancelled', error = NULL, ended = ?"
+        if not _update(store, ends, [now, reason, now], run_id, None, ("queued",)):
             _update(store, sql, [now, reason], run_id, None, ("starting", "running"))
     # A folder elsewhere may not answer: there only the supervisor asks.
     if run.state != "cancelled" and run.attempt and run.target == LOCAL_TARGET:
@@ -503,16 +492,13 @@ def asked_before(
         return None
     sql = "SELECT * FROM runs WHERE idempotency_key = ? AND owner = ?"
     rows = store.query(sql, [idempotency_key, caller().owner])
-    if rows and rows[0]["request_digest"] != request_digest(resolved):
-        raise FlashError(
-            "idempotency_conflict",
-            f"the key was used for run {rows[0]['id']}, which asked for something else",
-            idempotency_key=idempotency_key,
-            fix="use a new key for a new run, or repeat the first call's arguments to get that run",
-        )
-    if rows:
-        return Run.from_row(rows[0])
-    return None
+    if not rows:
+        return None
+    if rows[0]["request_digest"] != request_digest(resolved):
+        what = f"the key was used for run {rows[0]['id']}, which asked for something else"
+        fix = "use a new key for a new run, or repeat the first call's arguments to get that run"
+        raise FlashError("idempotency_conflict", what, idempotency_key=idempotency_key, fix=fix)
+    return Run.from_row(rows[0])
 
 
 def alive_like(store: Store, resolved: ResolvedSpec, environment: EnvironmentVersion) -> Run | None:
@@ -539,24 +525,16 @@ def _check_still_there(
     """Loading an environment takes seconds. Meanwhile its files, or the run's adapter or dataset,
     may have been removed.
     """
-    made_from = [
-        (
-            "unknown_environment",
-            f"{environment.name}@{environment.digest}",
-            environment.path,
-        )
-    ]
+    made_from = [("unknown_environment", environment.reference, environment.path)]
     if adapter:
         made_from.append(("unknown_checkpoint", str(adapter["run_id"]), adapter["path"]))
     if dataset:
-        made_from.append(
-            ("unknown_dataset", f"{dataset['name']}@{dataset['digest']}", dataset["path"])
-        )
+        reference = f"{dataset['name']}@{dataset['digest']}"
+        made_from.append(("unknown_dataset", reference, dataset["path"]))
     for code, name, path in made_from:
         if Path(path).is_relative_to(store.base) and not Path(path).exists():
-            raise FlashError(
-                code, f"{name} has just been removed", fix="name another one, or make it again"
-            )
+            what = f"{name} has just been removed"
+            raise FlashError(code, what, fix="name another one, or make it again")
 
 
 def _check_quota(store: Store) -> None:
@@ -595,20 +573,11 @@ def code_version() -> str:
     """
     if not (ROOT / ".git").exists():  # an installed package may lie in somebody else's checkout
         return __version__
-    command = [
-        "git",
-        "-C",
-        str(ROOT),
-        "describe",
-        "--always",
-        "--abbrev=12",
-        "--exclude=*",
-        "--dirty=.dirty",
-    ]
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=.dirty"]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=5
-        ).stdout.strip()
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=5
+        )
     except (OSError, subprocess.SubprocessError):
         return __version__
-    return f"{__version__}+g{result}"
+    return f"{__version__}+g{done.stdout.strip()}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, EnvironmentVersion, Json, Run
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.serving import fetch_adapter, find_deployment
 from flash_mcp.state.store import Store
@@ -61,10 +61,9 @@ def files_of(reference: str) -> Files | None:
         return None
     if dataset not in DATASETS:
         near = ", ".join(f"{SOURCE}:{name}" for name in nearest(dataset, DATASETS))
+        what = f"{SOURCE} has no dataset {dataset!r:.100}"
         fix = f"use {near}" if near else f"the datasets are: {', '.join(DATASETS)}"
-        raise FlashError(
-            "unknown_environment", f"{SOURCE} has no dataset {dataset!r:.100}", fix=fix
-        )
+        raise FlashError("unknown_environment", what, fix=fix)
     source_text = ENVIRONMENT.format(dataset=dataset)
     return inline_files({"environment.py": source_text, "requirements.txt": f"{REQUIREMENT}\n"})
 
@@ -142,13 +141,11 @@ def find_subject(store: Store, reference: str) -> Subject:
     if named := RUN.fullmatch(reference):
         return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
     if not base_models.is_named(reference):  # a deployment cannot replace a model
-        live: list[Deployment] = []
-        for row in store.deployments(LIVE_DEPLOYMENT):
-            if reference in (row.id, row.name):
-                live.append(row)
-        if live or reference.startswith("dep-"):
+        rows = store.deployments(LIVE_DEPLOYMENT)
+        is_live = any(reference in (row.id, row.name) for row in rows)
+        if is_live or reference.startswith("dep-"):
             row = find_deployment(store, reference)
-            served = row.id if live else None
+            served = row.id if is_live else None
             return replace(_checkpoint(store, str(row.run_id), row.step), deployment=served)
     card = base_model(reference)
     return Subject(card.name, card.context)
@@ -157,21 +154,16 @@ def find_subject(store: Store, reference: str) -> Subject:
 def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
     run = store.run(run_id)
     if run.algorithm == "eval":
+        what = f"{run_id} is an evaluation and has no model of its own"
         fix = f"name the model that it evaluated: {run.evaluation.checkpoint or run.model!r}"
-        raise FlashError(
-            "invalid_argument", f"{run_id} is an evaluation and has no model of its own", fix=fix
-        )
+        raise FlashError("invalid_argument", what, fix=fix)
     card = base_model(run.model)
     if step == 0:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
     checkpoint = store.checkpoint(run_id, step)
     path = fetch_adapter(store, run, checkpoint.step)
-    adapter = {
-        "path": str(path),
-        "run_id": run_id,
-        "step": checkpoint.step,
-        "digest": checkpoint.digest,
-    }
+    adapter: Json = {"path": str(path), "run_id": run_id}
+    adapter |= {"step": checkpoint.step, "digest": checkpoint.digest}
     return Subject(card.name, card.context, checkpoint.step, run, adapter)
 
 

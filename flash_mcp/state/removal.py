@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -76,9 +76,8 @@ class _Version:
     @property
     def reference(self) -> str:
         """Under which `remove` takes it."""
-        return (
-            "" if self.owner == LOCAL_OWNER else f"{self.owner}/"
-        ) + f"{self.name}@{self.digest}"
+        owner = "" if self.owner == LOCAL_OWNER else f"{self.owner}/"
+        return f"{owner}{self.name}@{self.digest}"
 
 
 def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
@@ -151,9 +150,8 @@ def _find(store: Store, reference: str) -> _Found:
     if len(results) != 1:
         code = f"unknown_{(mine or versions)[0].kind}"
         existing = ", ".join(item.reference for item in (mine or versions)[:5])
-        raise FlashError(
-            code, f"{reference!r} is not one version", fix=f"name the version: {existing}"
-        )
+        what = f"{reference!r} is not one version"
+        raise FlashError(code, what, fix=f"name the version: {existing}")
     if results[0].kind == "environment":
         return _environment(store, results[0])
     return _dataset(store, results[0])
@@ -192,11 +190,10 @@ def _run(store: Store, run_id: str) -> _Found:
         recorded = store.base / recordings.FOLDER / row.id
         if row.run_id == run_id and recorded.exists():
             folders.append(recorded)
+    result = _Found("run", run_id, run.owner, folders, deletions, used_by)
     if run.target != LOCAL_TARGET:
-        return _Found("run", run_id, run.owner, folders, deletions, used_by, on_target=run)
-    return _Found(
-        "run", run_id, run.owner, folders, deletions, used_by, elsewhere(store, run.folder)
-    )
+        return replace(result, on_target=run)
+    return replace(result, elsewhere=elsewhere(store, run.folder))
 
 
 def run_folders(store: Store, run: Run) -> list[Path]:
@@ -257,11 +254,8 @@ def _check_unused(reference: str, ids: Sequence[str]) -> None:
     """A run says what it was made from as long as it is there."""
     if ids:
         more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
-        raise _in_use(
-            reference,
-            f"{len(ids)} runs were made from it",
-            f"remove {' '.join(ids[:5])}{more} before",
-        )
+        fix = f"remove {' '.join(ids[:5])}{more} before"
+        raise _in_use(reference, f"{len(ids)} runs were made from it", fix)
 
 
 def _in_use(reference: str, why: str, fix: str) -> FlashError:

@@ -153,17 +153,13 @@ class RunTable(Connection):
             WHERE state = 'starting' AND pending_reason <> ''"""
         return set(self.column(sql))
 
-    def used_s_by_target(self) -> dict[str, float]:
-        """{target: seconds that all runs and servers worked, times their GPUs}"""
+    def used_s_by_target(self, deployment_id: str | None = None) -> dict[str, float]:
+        """{target: seconds that runs and servers worked, times their GPUs}: all, or the servers of
+        a deployment.
+        """
         sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
-                 FROM runs GROUP BY target"""
-        return dict(self.two_columns(sql))
-
-    def served_s_by_target(self, deployment_id: str) -> dict[str, float]:
-        """{target: seconds that servers of the deployment worked, times their GPUs}"""
-        sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
-                 FROM runs WHERE serves = ? AND used_s > 0 GROUP BY target"""
-        return {row["target"]: row["gpu_s"] for row in self.query(sql, [deployment_id])}
+                 FROM runs WHERE used_s > 0 AND (?1 IS NULL OR serves = ?1) GROUP BY target"""
+        return dict(self.two_columns(sql, [deployment_id]))
 
     def recent_targets(self) -> set[str]:
         """Targets that ran something in the last RECENT_S."""

@@ -60,11 +60,8 @@ def create(
         fix = f"an owner is {NAME_RULE}, and not {LOCAL_OWNER!r}, which is the machine's own user"
         raise FlashError("invalid_argument", f"a token cannot be for {owner!r:.100}", fix=fix)
     if expires_days is not None and not 0 < expires_days <= 36_500:
-        raise FlashError(
-            "invalid_argument",
-            "a token lives for more than 0 and at most 36500 days",
-            days=expires_days,
-        )
+        what = "a token lives for more than 0 and at most 36500 days"
+        raise FlashError("invalid_argument", what, days=expires_days)
     text, now = PREFIX + secrets.token_urlsafe(32), time.time()
     token = Token(
         id=f"tok-{secrets.token_hex(4)}",
@@ -91,20 +88,14 @@ def revoke(store: Store, reference: str) -> list[Token]:
     """
     now = time.time()
     valid = "(id = ? OR owner = ?) AND revoked IS NULL AND (expires IS NULL OR expires > ?)"
+    values = [reference, reference, now]
     with store.transaction():
-        rows = store.query(
-            f"SELECT {_COLUMNS} FROM tokens WHERE {valid}", [reference, reference, now]
-        )
-        store.execute(
-            f"UPDATE main.tokens SET revoked = ? WHERE {valid}", [now, reference, reference, now]
-        )
+        rows = store.query(f"SELECT {_COLUMNS} FROM tokens WHERE {valid}", values)
+        store.execute(f"UPDATE main.tokens SET revoked = ? WHERE {valid}", [now, *values])
     if not rows:
+        what = f"no valid token has the id or the owner {reference!r:.100}"
         fix = "flash-mcp token list shows ids and owners"
-        raise FlashError(
-            "invalid_argument",
-            f"no valid token has the id or the owner {reference!r:.100}",
-            fix=fix,
-        )
+        raise FlashError("invalid_argument", what, fix=fix)
     return cast("list[Token]", rows)
 
 

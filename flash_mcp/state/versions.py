@@ -83,13 +83,10 @@ def folder_files(folder: Path) -> Files:
     is passed."""
     folder = folder.expanduser()
     if not folder.is_dir():
-        fix = (
-            "pass the folder that holds environment.py as an absolute path; env_setup writes one to"
-            " start from"
-        )
-        raise FlashError(
-            "upload_invalid", f"there is no folder {str(folder)!r} on the server", fix=fix
-        )
+        what = f"there is no folder {str(folder)!r} on the server"
+        starter = "env_setup writes one to start from"
+        fix = f"pass the folder that holds environment.py as an absolute path; {starter}"
+        raise FlashError("upload_invalid", what, fix=fix)
     # One more than may be: a push of the wrong folder ends before all of it was looked at.
     result = itertools.islice(_walk(folder), MAX_FILES + 1)
     files = {path.relative_to(folder).as_posix(): path for path in result}
@@ -196,15 +193,10 @@ def digest_of_files(files: Files) -> str:
 
 def _check_intact(target: Path, digest: str) -> None:
     if digest_of(target) != digest:
-        fix = (
-            f"remove {target} and push again; runs pinned to it would not have got what was pushed"
-        )
-        raise FlashError(
-            "upload_invalid",
-            "the stored files of this version were changed since",
-            path=target,
-            fix=fix,
-        )
+        what = "the stored files of this version were changed since"
+        lost = "runs pinned to it would not have got what was pushed"
+        fix = f"remove {target} and push again; {lost}"
+        raise FlashError("upload_invalid", what, path=target, fix=fix)
 
 
 # -- what may be pushed ----------------------------------------------------------------------------
@@ -220,17 +212,14 @@ def _walk(folder: Path) -> Iterator[Path]:
             if not IGNORED_FOLDERS.fullmatch(entry.name):
                 yield from _walk(Path(entry.path))
             continue
-        if IGNORED_FILES.fullmatch(entry.name) or (
-            stat.S_ISLNK(mode) and IGNORED_FOLDERS.fullmatch(entry.name)
-        ):
+        is_link = stat.S_ISLNK(mode)
+        is_ignored_link = is_link and IGNORED_FOLDERS.fullmatch(entry.name)
+        if is_ignored_link or IGNORED_FILES.fullmatch(entry.name):
             continue
         if not stat.S_ISREG(mode):
-            kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
-            raise refusal(
-                entry.path,
-                f"is {kind}",
-                "replace it by the file itself, or move it out of the folder",
-            )
+            what = "is a link" if is_link else "is no regular file"
+            fix = "replace it by the file itself, or move it out of the folder"
+            raise refusal(entry.path, what, fix)
         yield Path(entry.path)
 
 
@@ -241,33 +230,25 @@ def _check(files: Files) -> None:
             raise refusal(path, "is where generated tasks are kept", "leave this folder out")
         _check_no_secret(path)
     if ENTRY_POINT not in files:
-        shown = ", ".join(sorted(files)[:8]) or "nothing"
-        fix = (
-            "put environment.py, which defines load_environment, at the top of what is pushed;"
-            " env_setup writes one"
-        )
-        raise FlashError(
-            "upload_invalid", f"there is no {ENTRY_POINT} among the files: {shown}", fix=fix
-        )
+        what = f"there is no {ENTRY_POINT} among the files: "
+        what += ", ".join(sorted(files)[:8]) or "nothing"
+        needed = "environment.py, which defines load_environment"
+        fix = f"put {needed}, at the top of what is pushed; env_setup writes one"
+        raise FlashError("upload_invalid", what, fix=fix)
     if len(files) > MAX_FILES:
-        fix = (
-            "leave out what the environment does not read, or pack many small files into one JSONL"
-            " file"
-        )
+        packed = "pack many small files into one JSONL file"
+        fix = f"leave out what the environment does not read, or {packed}"
         raise FlashError("upload_invalid", f"there are more than {MAX_FILES} files", fix=fix)
     sizes: dict[str, int] = {}
     for path, source in files.items():
         sizes[path] = len(source) if isinstance(source, bytes) else source.stat().st_size
     largest = max(sizes, key=lambda path: sizes[path])
-    if sizes[largest] > MAX_FILE_BYTES or sum(sizes.values()) > MAX_TOTAL_BYTES:
-        fix = (
-            f"keep each file within {MAX_FILE_BYTES >> 20} MiB and all within"
-            f" {MAX_TOTAL_BYTES >> 20} MiB"
-        )
-        what = (
-            f"the files are too large: {sum(sizes.values()):,} bytes, of which {largest}"
-            f" {sizes[largest]:,}"
-        )
+    total = sum(sizes.values())
+    if sizes[largest] > MAX_FILE_BYTES or total > MAX_TOTAL_BYTES:
+        limits = (MAX_FILE_BYTES >> 20, MAX_TOTAL_BYTES >> 20)
+        fix = "keep each file within {} MiB and all within {} MiB".format(*limits)
+        share = f"of which {largest} {sizes[largest]:,}"
+        what = f"the files are too large: {total:,} bytes, {share}"
         raise FlashError("upload_invalid", what, fix=fix)
 
 
@@ -277,26 +258,19 @@ def check_path(path: str) -> None:
     """
     parts = path.split("/")
     if not path.isprintable() or "\\" in path or len(path.encode()) > MAX_PATH_BYTES:
-        what = (
-            f"has a control character or a backslash in its path, or more than {MAX_PATH_BYTES}"
-            " bytes"
-        )
+        limit = f"more than {MAX_PATH_BYTES} bytes"
+        what = f"has a control character or a backslash in its path, or {limit}"
         raise refusal(path, what, "rename it")
-    if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
-        raise refusal(
-            path,
-            "would not lie inside the environment's folder",
-            "use a plain relative path like datasets/train.jsonl",
-        )
+    if not {"", ".", ".."}.isdisjoint(parts):
+        what = "would not lie inside the environment's folder"
+        raise refusal(path, what, "use a plain relative path like datasets/train.jsonl")
 
 
 def _check_no_secret(path: str) -> None:
     name = path.rpartition("/")[2]
     if SECRET_FILES.fullmatch(name) and not SECRET_EXAMPLES.fullmatch(name):
-        fix = (
-            "move it out; environment code gets secrets as environment variables, named by"
-            " train(secrets=[...])"
-        )
+        variables = "environment variables, named by train(secrets=[...])"
+        fix = f"move it out; environment code gets secrets as {variables}"
         raise refusal(path, "looks like a secret, and what is pushed is kept and copied", fix)
 
 

@@ -484,7 +484,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
         model=row.model,
         target=row.target if row.server_run else None,
         pending_reason=_pending_reason(store, row),
-        spent=costs.spent(store.served_s_by_target(row.id), store.base),
+        spent=costs.spent(store.used_s_by_target(row.id), store.base),
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
         idle_minutes=idle_limit(row, store.base),

@@ -450,7 +450,7 @@ def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(
     (bench.home / "settings.toml").write_text(limit.replace("5.0", "500"))
     again = request(bench.store, str(asked.run_id), target="lab")
     assert again.state == "starting"
-    assert bench.store.served_s_by_target(again.id) == {"lab": 4 * used_s}, "it began anew"
+    assert bench.store.used_s_by_target(again.id) == {"lab": 4 * used_s}, "it began anew"
 
 
 def test_an_engine_that_does_not_answer_is_what_it_waits_for(bench: Bench, asked: Deployment) -> None:

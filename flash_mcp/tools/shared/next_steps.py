@@ -135,33 +135,29 @@ def _resuming(context: RunContext) -> str:
 
 def going_on(run: Run, step: int) -> str:
     """The call that starts another run from an adapter of this one, on the same environment."""
-    spec = run.training
-    fields = {"environment": run.environment, "init_from_adapter": f"{run.id}@{step}"}
-    if run.model != default_of("model"):
-        fields["model"] = run.model
-    for name in ("environment_args", "secrets", "dataset"):
-        if value := getattr(spec, name):
-            fields[name] = value
-    for name in ("algorithm", "max_tokens"):
-        if getattr(spec, name) != default_of(name):
-            fields[name] = getattr(spec, name)
-    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+    start = {"init_from_adapter": f"{run.id}@{step}"}
+    return _train_call(run, start, ("algorithm", "max_tokens"))
 
 
 def training_on(evaluation: Run) -> str:
     """The call that trains what was evaluated on the tasks that it was evaluated on."""
-    spec = evaluation.evaluation
-    fields: dict[str, Any] = {"environment": evaluation.environment}
-    if evaluation.model != default_of("model"):
-        fields["model"] = evaluation.model
-    if spec.checkpoint:
-        fields["init_from_adapter"] = spec.checkpoint
-    for name in ("environment_args", "secrets"):
-        if value := getattr(spec, name):
-            fields[name] = value
-    if spec.max_tokens != default_of("max_tokens"):
-        fields["max_tokens"] = spec.max_tokens
-    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+    start = {"init_from_adapter": evaluation.evaluation.checkpoint}
+    return _train_call(evaluation, start, ("max_tokens",))
+
+
+def _train_call(run: Run, start: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The call that trains on a run's environment. Of `start` and these fields of the run it has
+    those that train does not take by itself.
+    """
+    fields = {"environment": run.environment, **start}
+    if run.model != default_of("model"):
+        fields["model"] = run.model
+    for name in ("environment_args", "secrets", "dataset"):
+        fields[name] = getattr(run.spec, name, None)
+    for name in names:
+        if getattr(run.spec, name) != default_of(name):
+            fields[name] = getattr(run.spec, name)
+    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items() if value)})"
 
 
 def _worst(run: Run) -> str:
@@ -200,10 +196,6 @@ def _problem(context: RunContext) -> str:
 def _warning(context: RunContext) -> str:
     names = ", ".join(flag.name for flag in context.flags)
     return f"{names}: {_worst(context.run)} shows why; {context.waiting} waits on"
-
-
-def _after_failure(context: RunContext) -> str:
-    return f"act on error.fix, then {_resuming(context)}"
 
 
 def _after_cancel(context: RunContext) -> str:
@@ -323,7 +315,7 @@ RULES = (
         "failed",
         "act on the error's fix, `train(resume=...)`",
         _is("failed"),
-        _after_failure,
+        lambda item: f"act on error.fix, then {_resuming(item)}",
     ),
     Rule(
         "cancelled",
@@ -433,9 +425,10 @@ def measuring(model: str, like: Run, *, count: int | None = None, tries: int | N
     chosen = attempts.settings(like)
     if tries is not None:
         chosen |= {"attempts": tries, "temperature": 1.0}
-    task_count = _task_count(like)
-    if count is None and task_count and like.evaluation.tasks == list(range(task_count)):
-        count = task_count
+    if count is None and like.algorithm == "eval":
+        tasks = like.evaluation.tasks
+        if tasks == list(range(len(tasks))):  # the first of the split
+            count = len(tasks) or None
     usual = _usual(model, like, chosen)
     for name, value in usual.items():
         if chosen.get(name) == value:
@@ -472,12 +465,6 @@ def _usual(model: str, like: Run, chosen: dict[str, Any]) -> dict[str, Any]:
         return usual
     fields = ("top_p", "max_tokens", "stop_sequences", "thinking", "environment_args")
     return {name: default_of(name) for name in fields} | usual
-
-
-def _task_count(run: Run) -> int:
-    if run.algorithm == "eval":
-        return len(run.evaluation.tasks)
-    return 0
 
 
 def _more(models: Sequence[str], like: Run, change: Change, measured: int, size: int | None) -> str:

@@ -253,7 +253,7 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return [str(FlashError.from_dict(run.error))]
     if run.target != LOCAL_TARGET and (result := _target_trouble(store, run)):
         return result
-    if limit := costs.waits_for_limit(store, run):
+    if run.state == "queued" and (limit := costs.limit_error(store, run.owner)):
         return [str(limit)]
     is_here = run.target == LOCAL_TARGET
     if is_here and run.state == "queued" and (users := devices_in_use(store.base)):
