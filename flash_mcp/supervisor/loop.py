@@ -74,18 +74,24 @@ class Supervisor(RunReconciler):
         busy_at = time.monotonic()
         while True:
             self.alive()
-            try:
-                is_busy = self.tick()
-            except FlashError as error:  # a locked database or a full disk: the folders keep all
-                if error.code not in ("state_busy", "disk_full"):
-                    raise
-                log.warning("%s", error)
-                is_busy = True
+            is_busy = self._tick_unless_held_up()
             if self.maintenance.step() or is_busy:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
                 return
             time.sleep(self.patience.poll_s)
+
+    def _tick_unless_held_up(self) -> bool:
+        """As `tick`. A database that another program locks, or a full disk, is waited out: the
+        folders keep all.
+        """
+        try:
+            return self.tick()
+        except FlashError as error:
+            if error.code not in ("state_busy", "disk_full"):
+                raise
+            log.warning("%s", error)
+            return True
 
     def tick(self) -> bool:
         """Whether there is anything to look after."""
