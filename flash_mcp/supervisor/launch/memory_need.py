@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flash_mcp.protocol.base_models import ModelCard, find
+from flash_mcp.protocol.base_models import ModelCard, find, parameters_in_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
 from flash_mcp.state.targets import Cards
@@ -22,7 +22,6 @@ keeps packed weights in addition to those that it loaded.
 """
 WEIGHTS_SHARE = 0.85
 """Of a card's memory that weights may take; the rest is for the cache and the training pass."""
-SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
 QUANTIZED = re.compile(r"awq|gptq|bnb|fp8|int[48]|[48]-?bit", re.IGNORECASE)
 
 
@@ -94,7 +93,9 @@ def memory_need(
     generates. `four_bit`: the trainer's base weights have 4 bits, and several `gpus` do not share
     them.
     """
-    parameters = card.parameters or _named_size(card.name)
+    parameters = card.parameters
+    if parameters is None and not QUANTIZED.search(card.name):
+        parameters = parameters_in_name(card.name)
     if not parameters:
         return None
     full = parameters * WEIGHT_BYTES / GIB
@@ -137,11 +138,3 @@ def cards_for(model: str, cards: Cards | None) -> int:
             break
         count *= 2
     return count
-
-
-def _named_size(name: str) -> float | None:
-    """The parameters that a name like owner/model-32B gives; None for quantized weights."""
-    match = SIZE_IN_NAME.search(name.rpartition("/")[2])
-    if match is None or QUANTIZED.search(name):
-        return None
-    return float(match[1]) * {"b": 1e9, "m": 1e6}[match[2].lower()]
