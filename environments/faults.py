@@ -1,7 +1,7 @@
 """Faults of an environment, in the form that both sides of the process boundary use."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from environments.untrusted_text import quoted
 
@@ -26,7 +26,8 @@ class EnvironmentFault(Exception):
 
     `traceback` is the evidence. It may be empty. Environment code chose the words of `traceback`,
     and those of `what` if `is_foreign`: an agent may read them only as `wrote`, marked. `declared`
-    are the secrets that environment.toml names."""
+    are the secrets that environment.toml names. `refusals` counts what the API refused to an agent.
+    """
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class EnvironmentFault(Exception):
         *,
         is_foreign: bool = False,
         declared: Sequence[str] = (),
+        refusals: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(what)
         self.code = code
@@ -43,6 +45,7 @@ class EnvironmentFault(Exception):
         self.traceback = traceback
         self.is_foreign = is_foreign
         self.declared = tuple(declared)
+        self.refusals = dict(refusals or {})
 
     def wrote(self, characters: int) -> str:
         """What environment code wrote, with at most so much of the end of the traceback."""

@@ -126,6 +126,7 @@ class Calls:
 Metric = float | Callable[[int], float]
 TROUBLES: dict[str, dict[str, Metric]] = {
     "environment_errors": {"rollouts/error_share": 0.3},
+    "refused_requests": {"rollouts/refused_share": 0.4, "refused/unknown_parameter: min_tokens": 5},
     "no_gradient": {"grad_norm": 0.0},
     "uniform_groups": {"groups/uniform_share": 0.7},
     "uniform_zero": {"groups/uniform_share": 0.97, "groups/zero_share": 0.9},

@@ -10,6 +10,8 @@ from environments.base import ChatMessage
 
 OPENING_ROLES = ("system", "user", "assistant", "tool")
 ANSWER_ROLES = ("user", "tool", "system")
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's package then sends the whole conversation."""
 
 
 @dataclass(frozen=True)

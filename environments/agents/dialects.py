@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
-from environments.agents.calls import CallOptions, Usage
+from environments.agents.calls import THREAD_UNSUPPORTED, CallOptions, Usage
 from environments.base import ChatMessage
 from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 
@@ -39,8 +39,6 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 UNSEEN_PARTS = ("thinking", "redacted_thinking")
 """Parts that models of others wrote for themselves."""
 LOGPROBS = "message.output_text.logprobs"
-THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""Anthropic's package then sends the whole conversation."""
 CHARACTERS_PER_TOKEN = 3
 """For requests that only count tokens: the model's tokenizer is in another process."""
 

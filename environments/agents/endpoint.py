@@ -78,15 +78,14 @@ class AgentEpisode(EnvironmentMultiTurn):
     async def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         session = self._session
         self._endpoint.sessions[session.key] = session
-        run = self._agent.run
-        self._running = self._begin(run, example, self._endpoint.url, session.key, MODEL)
+        self._running = asyncio.create_task(self._run(example))
         call = await self.next_call()
         if call is None:
             what = "run returned without asking the model: there is nothing to train or evaluate"
             reason = getattr(self._running.result(), "reason", None)
             if reason:
                 what = f"{what}. Its reward says: {str(reason)[-SHOWN_CHARACTERS:]}"
-            raise EnvironmentFault("environment_error", what)
+            raise EnvironmentFault("environment_error", what, refusals=self.refusals)
         self._tools = call.tools
         self.options = call.options
         return call.messages
@@ -128,7 +127,7 @@ class AgentEpisode(EnvironmentMultiTurn):
             asking.cancel()
         if session.has_lost:
             what = "an answer of the model did not reach the agent, which did not ask again"
-            raise EnvironmentFault("lost_call", what)
+            raise EnvironmentFault("lost_call", what, refusals=self.refusals)
         if not session.was_refused:
             self._running.result()
         return None
@@ -194,6 +193,14 @@ class AgentEpisode(EnvironmentMultiTurn):
         if not running.cancelled():
             running.exception()  # read, so that asyncio does not report it
         await self._begin(self._agent.close_episode)
+
+    async def _run(self, example: TaskExample) -> Any:
+        try:
+            run = self._agent.run
+            return await self._call(run, example, self._endpoint.url, self._session.key, MODEL)
+        except EnvironmentFault as fault:
+            fault.refusals = self.refusals
+            raise
 
     def _begin(self, method: Callable[..., Any], *args: Any) -> asyncio.Task[Any]:
         """Call a method of the agent, in a task of its own: `call` knows one method of each."""

@@ -6,7 +6,7 @@ environments.sandbox.warden starts it inside the sandbox. It reads requests as J
 descriptor REQUESTS and writes each reply to REPLIES as soon as it is ready:
 
     {"number": 7, "op": "step_episode", "episode": 3, "text": "..."}
-    {"number": 7, "value": {...}}   or   {"number": 7, "fault": [code, what, traceback]}
+    {"number": 7, "value": {...}}   or   {"number": 7, "fault": [code, what, traceback, refusals]}
 
 What user code prints goes to stderr. Coroutine methods run in the event loop, all others in
 threads, as many at once as the client sends. The main thread, the only one that may use signals,
@@ -170,7 +170,8 @@ class Child:
         else:
             self._reply({"number": number, "value": value})
             return
-        self._reply({"number": number, "fault": [fault.code, fault.what, fault.traceback]})
+        said = [fault.code, fault.what, fault.traceback, fault.refusals]
+        self._reply({"number": number, "fault": said})
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -773,7 +774,7 @@ def _line(message: dict[str, Any]) -> str:
         what = f"it returned {len(line):,} bytes of text, {most}"
     except Exception as error:
         what = f"a message holds something that JSON cannot represent: {_message(error)}"
-    return json.dumps({"number": message["number"], "fault": ["environment_error", what, ""]})
+    return json.dumps({"number": message["number"], "fault": ["environment_error", what, "", {}]})
 
 
 async def _serve(folder: Path, main_thread: MainThread, requests: int, replies: int) -> None:

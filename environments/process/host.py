@@ -762,9 +762,14 @@ class _Child(asyncio.SubprocessProtocol):
             if future is None or future.done():
                 return
             if "fault" in reply:
-                code, what, traceback = self._reader.fault(reply["fault"])
+                code, what, traceback, refusals = self._reader.fault(reply["fault"])
                 fault = EnvironmentFault(
-                    code, what, traceback, is_foreign=True, declared=self._declared
+                    code,
+                    what,
+                    traceback,
+                    is_foreign=True,
+                    declared=self._declared,
+                    refusals=refusals,
                 )
                 future.set_exception(fault)
             else:

@@ -97,16 +97,20 @@ class Reader:
     def value(self, op: str, value: Any) -> Any:
         return getattr(self, f"_{op}")(value)
 
-    def fault(self, value: Any) -> tuple[str, str, str]:
-        """The code, what happened, and the traceback."""
-        code, what, traceback = _items(value, 3)
+    def fault(self, value: Any) -> tuple[str, str, str, dict[str, int]]:
+        """The code, what happened, the traceback, and what an agent was refused."""
+        code, what, traceback, refusals = _items(value, 4)
         if _string(code) not in FAULT_CODES:
             raise ForgedError
         return (
             code,
             self._text(what)[:WHAT_CHARACTERS],
             self._text(traceback)[-EVIDENCE_CHARACTERS:],
+            self._refusals(refusals),
         )
+
+    def _refusals(self, value: Any) -> dict[str, int]:
+        return {self._text(what): _whole(count) for what, count in _mapping(value).items()}
 
     # -- one method for each op --------------------------------------------------------------------
 
@@ -202,9 +206,7 @@ class Reader:
             },
             "reason": None if reason is None else self._text(reason),
             "error": None if error is None else self._text(error),
-            "refusals": {
-                self._text(what): _whole(count) for what, count in _mapping(refusals).items()
-            },
+            "refusals": self._refusals(refusals),
         }
 
     def _score_group(self, value: Any) -> list[dict[str, Any]]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
 from typing import Literal
 
 from flash_mcp.judgement import attempts
-from flash_mcp.protocol.records import Try
+from flash_mcp.protocol.records import Try, plain_refusal
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 
 Metrics = Mapping[str, float | None]
@@ -31,6 +32,8 @@ SOLVED = 0.9
 COLLAPSED = 0.9
 """Share of one final answer among all tasks' from which the answers have collapsed, if it is right
 less often than that."""
+REFUSED = "refused/"
+"""Begins the metrics that count the refusals of one kind."""
 EMPTY: Mapping[str, float] = {}
 SPIKES = {"kl": 0.5, "sampling_kl": 0.05, "is_ratio/clipped_share": 0.05}
 """Metrics that may jump, each with the value below which a jump does not count."""
@@ -88,11 +91,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     edges = [round(index * len(values) / count) for index in range(count + 1)]
     means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
     low = min(means)
-    high = max(means)
-    scale = 0.0
-    if high > low:
-        scale = (len(BARS) - 1) / (high - low)
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+    span = max(means) - low or 1.0
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
 
 
 # -- warning signs ---------------------------------------------------------------------------------
@@ -289,6 +289,26 @@ def _errors(steps: Steps, recent: Steps) -> Sign | None:
         "read them with rollouts (which=worst; see each row's error), fix environment.py, "
         "env_test, env_push",
         is_problem=share >= 0.2,
+    )
+
+
+def _refused_requests(steps: Steps, recent: Steps) -> Sign | None:
+    # A step without a refusal has no such metric.
+    shares = [metrics.get("rollouts/refused_share") or 0.0 for metrics in recent.metrics]
+    share = fmean(shares)
+    if share < 0.05:
+        return None
+    counts: Counter[str] = Counter()
+    for metrics in recent.metrics:
+        for name, value in metrics.items():
+            if name.startswith(REFUSED):
+                counts[name.removeprefix(REFUSED)] += round(value or 0)
+    kinds = [f"{plain_refusal(kind)} {count} times" for kind, count in counts.most_common(3)]
+    return Sign(
+        f"in {share:.0%} of the rollouts of {recent} the model's API refused requests of the "
+        f"agent or left something out: {', '.join(kinds)}",
+        "let the agent leave these fields out; docs/agents.md lists what each API honours, and "
+        "rollouts shows each rollout's as `refused`",
     )
 
 
@@ -584,6 +604,7 @@ def _overfitting(steps: Steps, recent: Steps) -> Sign | None:
 
 CHECKS: dict[str, Check] = {
     "environment_errors": _errors,
+    "refused_requests": _refused_requests,
     "no_gradient": _no_gradient,
     "uniform_groups": _uniform,
     "too_hard": _too_hard,
@@ -602,7 +623,7 @@ CHECKS: dict[str, Check] = {
     "policy_spike": _policy_spike,
     "overfitting": _overfitting,
 }
-"""In the order in which they are shown. A sample has the metrics of five of them."""
+"""In the order in which they are shown. A sample has the metrics of six of them."""
 DOUBTS = frozenset(
     {
         "reward_flat",

@@ -147,6 +147,12 @@ class Run(Record):
         return "eval"
 
 
+def plain_refusal(kind: str) -> str:
+    """A kind of refusal, "CODE: FIELD" in the agent's words, as it may stand in our sentences."""
+    code, _, field = kind.partition(": ")
+    return f"{plain_name(code)} of {plain_name(field)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics(Record):
     """The metrics of one training step: metrics/STEP.json."""

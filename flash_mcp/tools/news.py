@@ -34,6 +34,7 @@ CURSOR = re.compile(
 """Short, since every call without news sends it: parts that are 0 are left out."""
 FLAG_LETTERS = {
     "environment_errors": "a",
+    "refused_requests": "t",
     "no_gradient": "b",
     "uniform_groups": "c",
     "too_hard": "d",

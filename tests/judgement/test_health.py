@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flash_mcp.judgement import health
@@ -63,6 +63,7 @@ def test_a_sparkline_goes_from_the_least_to_the_greatest_value():
     assert health.sparkline([]) == ""
 
 
+@example([0.0, 2.3e-308], 2)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 40))
 def test_a_sparkline_never_has_more_bars_than_asked_for(values: list[float], width: int):
     assert len(health.sparkline(values, width)) == min(width, len(values))
@@ -85,6 +86,13 @@ def test_a_healthy_run_has_no_flags():
     ("flag", "steps", "columns", "evidence"),
     [
         ("environment_errors", 5, {"rollouts/error_share": [0.3] * 5}, "30% of the rollouts of steps 1 to 5"),
+        (
+            "refused_requests",
+            5,
+            {"rollouts/refused_share": [0.2] * 5, "refused/unknown_parameter: min_tokens": [3] * 5},
+            "in 20% of the rollouts of steps 1 to 5 the model's API refused requests of the agent or left something "
+            "out: 'unknown_parameter' of 'min_tokens' 15 times",
+        ),
         ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40%"),
         ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}, "90% of the groups of steps 1 to 5"),
         (

@@ -83,3 +83,8 @@ def test_what_an_agent_asks_of_its_model_is_honoured_in_a_run(tiny_model: Path, 
         assert row["refusals"] == {"unsupported_value: logit_bias": 1}
         words = [*row["messages"], *(said for branch in row["branches"] for said in branch["messages"])]
         assert any(said["content"] in ('"cat"', '"dog"') for said in words), words
+    for step in (1, 2):
+        written = run.metrics(step)
+        assert written is not None
+        assert written["metrics"]["refused/unsupported_value: logit_bias"] == len(run.rollouts(step))
+        assert written["metrics"]["rollouts/refused_share"] == 1

@@ -46,6 +46,17 @@ def test_groups_are_counted_by_what_they_can_teach():
     assert found["success/rate"] == 3 / 8
 
 
+def test_refusals_are_summed_also_of_failed_rollouts_and_a_thread_counts_in_no_share():
+    group = [rollout("a", 1.0), rollout("a", 0.0, failed=True), rollout("b", 0.0), rollout("b", 0.0)]
+    group[0].refusals = {"thread_unsupported_request: thread": 2}
+    group[1].refusals = {"unknown_parameter: min_tokens": 3}
+    metrics = summarize([group])
+    assert metrics["rollouts/refused_share"] == 0.25
+    counts = {name: value for name, value in metrics.items() if name.startswith("refused/")}
+    assert counts == {"refused/unknown_parameter: min_tokens": 3, "refused/thread_unsupported_request: thread": 2}
+    assert "rollouts/refused_share" not in summarize([[rollout("a", 1.0)]])
+
+
 def test_rollouts_that_the_environment_failed_count_for_nothing_but_the_errors():
     group = [rollout("a", 1.0, success=True), rollout("a", 0.0, failed=True)]
     broken = [rollout("a", 0.0, failed=True), rollout("b", 0.0, failed=True)]

@@ -7,14 +7,18 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from environments.agents.calls import THREAD_UNSUPPORTED
 from environments.checks.answers import commonest
 from flash_mcp.protocol import records
 from worker.rollouts.scheduler import Rollout
 from worker.rollouts.transcript import Transcript
 
+MOST_REFUSED = 8
+"""Kinds of refusals that are metrics of a step."""
 LEAST_FREEDOM = 6
 """The fewest degrees of freedom (numbers minus subtracted means) for a correlation."""
 
@@ -44,6 +48,7 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
         "tokens/reward_correlation": length_correlation(scored),
         **_tool_shares(transcripts),
         **_common_answer([rollout.record(0) for rollout in valid]),
+        **_refusals(list(itertools.chain.from_iterable(groups))),
     }
 
 
@@ -56,6 +61,22 @@ def _tool_shares(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
         return {}
     is_bad = [any("bad_tool_call" in message for message in messages) for messages in with_tools]
     return {"rollouts/bad_tool_call_share": mean(is_bad)}
+
+
+def _refusals(rollouts: Sequence[Rollout | records.Rollout]) -> dict[str, float]:
+    """What the API refused to agents or left out: how often the most frequent kinds, and in which
+    share of the rollouts. A refused thread does not count in the share: it costs nothing, as the
+    package then sends the whole conversation.
+    """
+    counts: Counter[str] = Counter()
+    refused = 0
+    for rollout in rollouts:
+        counts.update(rollout.refusals)
+        refused += any(not kind.startswith(THREAD_UNSUPPORTED) for kind in rollout.refusals)
+    if not counts:
+        return {}
+    metrics = {f"refused/{kind}": float(count) for kind, count in counts.most_common(MOST_REFUSED)}
+    return {"rollouts/refused_share": refused / len(rollouts), **metrics}
 
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -100,6 +121,7 @@ def summarize_evaluation(rows: Sequence[records.Rollout], *, seconds: float) -> 
         "turns_mean": mean(row.turns for row in valid),
         "seconds": round(seconds, 1),
         **_common_answer(valid),
+        **_refusals(rows),
     }
 
 

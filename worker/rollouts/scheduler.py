@@ -410,10 +410,14 @@ class _Conversation:
     def fail(self, fault: EnvironmentFault | FlashError) -> None:
         rollout = self.rollout
         rollout.finish = "error"
-        said = fault.account if isinstance(fault, FlashError) else fault.what
+        if isinstance(fault, FlashError):
+            said = shown = fault.account
+        else:
+            said = fault.what
+            shown = fault.shown
+            rollout.refusals = fault.refusals
         rollout.error = {"code": fault.code, "what": said}
         name = f"rollout {rollout.task.index} of task {plain_name(rollout.task_id)}"
-        shown = fault.account if isinstance(fault, FlashError) else fault.shown
         log.warning("%s: [%s] %s", name, fault.code, shown)
 
     async def close(self) -> None:

@@ -39,6 +39,7 @@ NEWEST = (
     "groups/uniform_share",
     "rollouts/truncated_share",
     "rollouts/error_share",
+    "rollouts/refused_share",
     "rollouts/turns_mean",
     "tokens/completion_mean",
     "loss",

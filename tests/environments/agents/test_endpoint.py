@@ -199,6 +199,28 @@ REFUSED = """
 """
 
 
+CRASHES = """
+    for _ in range({asked}):
+        ask([user("x")], thread={{"id": 1}}, path="/messages", max_tokens=1)
+    ask([user("x")])
+    ask([user("x")], min_tokens=3)
+    raise RuntimeError("Unknown parameter")
+"""
+SILENT = """
+    for _ in range(2): ask([user("x")], min_tokens=3)
+"""
+
+
+async def test_refusals_are_counted_where_the_rollout_fails_because_of_them(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", CRASHES.format(asked=3), SILENT) as host:
+        with pytest.raises(EnvironmentFault, match="Unknown parameter") as caught:
+            await play(host, Task("train", 0), ["y"])
+        with pytest.raises(EnvironmentFault, match="without asking the model") as silent:
+            await host.open("train", 1)
+    assert caught.value.refusals == {"thread_unsupported_request: thread": 3, "unknown_parameter: min_tokens": 1}
+    assert silent.value.refusals == {"unknown_parameter: min_tokens": 2}
+
+
 async def test_what_is_not_served_is_answered_as_an_api_does(tmp_path: Path) -> None:
     async with agents(tmp_path / "agent", REFUSED) as host:
         score = (await play(host, Task("train", 0), ["y"])).score
