@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
-from flash_mcp.protocol.records import Json, text_of
+from flash_mcp.protocol.records import Json, Rollout, text_of
 
 Select = Literal["correct", "best", "best-n", "shortest", "all"]
 Source = Literal["rollouts", "evaluations", "recordings"]
@@ -30,28 +30,12 @@ Key = tuple[str, Source, int, int]
 PROVENANCE = ("run_id", "source", "step", "index", "task_id", "split", "reward", "success")
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One conversation of a run; `run_id`, `source`, `step` and `index` tell it from every other.
-
-    The first `prompt_messages` messages are the task's; all assistant messages after them are the
-    model's."""
+@dataclass(frozen=True, kw_only=True)
+class Attempt(Rollout):
+    """One conversation of a run; `run_id`, `source`, `step` and `index` tell it from every other."""
 
     run_id: str
     source: Source
-    step: int
-    index: int
-    task_id: str
-    split: str
-    reward: float
-    success: bool
-    messages: list[Json] = field(hash=False)
-    prompt_messages: int
-    tools: list[Json] = field(default_factory=list[Json], hash=False)
-    """OpenAI function schemas of what the model could call."""
-    truncated: bool = False
-    failed: bool = False
-    """Environment code or its process failed: it says nothing about the model."""
 
     @property
     def task(self) -> Task:
@@ -61,12 +45,6 @@ class Attempt:
     @property
     def key(self) -> Key:
         return self.run_id, self.source, self.step, self.index
-
-    @property
-    def answers(self) -> list[str]:
-        """What the model wrote."""
-        said = self.messages[self.prompt_messages :]
-        return [text_of(message) for message in said if message["role"] == "assistant"]
 
     @property
     def is_learnable(self) -> bool:
@@ -230,7 +208,7 @@ def _by_task(
             eval_tasks.add(attempt.task)
         if is_held_out and not plan.allow_eval_tasks:
             continue
-        if attempt.failed:
+        if attempt.error:  # it says nothing about the model
             counts.errors += 1
         else:
             tasks.setdefault(attempt.task, []).append(attempt)

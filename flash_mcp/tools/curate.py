@@ -14,7 +14,7 @@ from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Recording
-from flash_mcp.protocol.records import Json, Rollout, Run, text_of
+from flash_mcp.protocol.records import Json, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state import datasets
 from flash_mcp.state.runs import folder_of
@@ -247,7 +247,7 @@ def _attempts_of(store: Store, reference: str, source: Source | None) -> Iterato
         yield from read_attempts(store.run(reference), source)
     elif source in (None, "recordings"):
         for row in Recording(store.base, reference).rollouts():
-            yield _attempt(reference, "recordings", 0, row)
+            yield _attempt(reference, "recordings", 0, row.fields())
 
 
 def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
@@ -256,31 +256,15 @@ def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
     if source in (None, "rollouts"):
         for step in folder.rollout_steps():
             for row in folder.rollouts(step):
-                yield _attempt(run.id, "rollouts", step, Rollout.from_row(row))
+                yield _attempt(run.id, "rollouts", step, row)
     if source in (None, "evaluations"):
         for step in folder.eval_steps():
             for row in cast("list[Json]", (folder.evaluation(step) or {}).get("rollouts", [])):
-                yield _attempt(
-                    run.id, "evaluations", step, Rollout.from_row({"split": "eval", **row})
-                )
+                yield _attempt(run.id, "evaluations", step, {"split": "eval", **row})
 
 
-def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:
-    return Attempt(
-        run_id=run_id,
-        source=source,
-        step=step,
-        index=row.index,
-        task_id=row.task_id,
-        split=row.split,
-        reward=row.reward,
-        success=row.success,
-        messages=row.messages,
-        prompt_messages=row.prompt_messages,
-        tools=row.tools,
-        truncated=row.truncated,
-        failed=bool(row.error),
-    )
+def _attempt(run_id: str, source: Source, step: int, row: Json) -> Attempt:
+    return Attempt.from_row({**row, "run_id": run_id, "source": source, "step": step})
 
 
 def _manifest(named: Mapping[str, Run], curated: Curated, plan: Plan) -> Json:

@@ -13,14 +13,17 @@ from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.state.datasets import dump_rows, load_rows
 
 NOTHING = HeldOut()
+FAILURE = {"code": "env_error", "what": "it raised"}
 
 
 def attempt(index: int, task_id: str = "t0", reward: float = 1.0, said: str | None = None, **values: Any) -> Attempt:
     """An attempt at a one-turn task; correct from a reward of 1 on."""
     answer = f"answer {index}" if said is None else said
     messages = [{"role": "user", "content": f"do {task_id}"}, {"role": "assistant", "content": answer}]
-    given = {"run_id": "run-a", "source": "rollouts", "step": 1, "split": "train", "success": reward >= 1, **values}
-    return Attempt(index=index, task_id=task_id, reward=reward, messages=messages, prompt_messages=1, **given)
+    fields = {"step": 1, "success": reward >= 1, "messages": messages, "turns": 1, **values}
+    return Attempt(
+        run_id=fields.pop("run_id", "run-a"), source="rollouts", index=index, task_id=task_id, reward=reward, **fields
+    )
 
 
 attempts = st.lists(
@@ -32,7 +35,7 @@ attempts = st.lists(
         st.sampled_from([None, "same", "", "long " * 9]),
         run_id=st.sampled_from(["run-a", "run-b"]),
         split=st.sampled_from(["train", "eval"]),
-        failed=st.booleans(),
+        error=st.sampled_from([None, FAILURE]),
         truncated=st.booleans(),
     ),
     max_size=40,
@@ -72,7 +75,7 @@ def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan
     done = counts.insufficient + counts.filtered + counts.unselected + counts.train_tasks + counts.holdout_tasks
     assert counts.tasks == done
     assert len({each.key for each in rows}) == len(rows)
-    assert all(each.is_learnable and not each.failed for each in rows)
+    assert all(each.is_learnable and not each.error for each in rows)
     if not plan.allow_eval_tasks:
         assert all(each.split == "train" for each in rows)
     if plan.select in ("correct", "shortest"):
@@ -141,7 +144,7 @@ def test_one_threshold_decides_for_the_filter_and_for_the_selection():
 
 
 def test_an_attempt_that_the_environment_failed_counts_neither_for_nor_against_its_task():
-    some = [attempt(0), attempt(1, reward=0.0, failed=True)]
+    some = [attempt(0), attempt(1, reward=0.0, error=FAILURE)]
     curated = curate(some, Plan(keep=compile_filter("avg == 1 and n == 1")), NOTHING)
     assert (len(curated.train), curated.counts.errors) == (1, 1)
 
@@ -203,7 +206,7 @@ def test_tasks_of_two_splits_with_one_id_are_two_tasks():
 def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
     said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "cut off here")]
     messages = [{"role": role, "content": text} for role, text in said]
-    row = Attempt("run-a", "rollouts", 3, 7, "t0", "train", 1.0, True, messages, prompt_messages=1).row()
+    row = attempt(7, step=3, messages=messages, turns=2).row()
     assert row["messages"] == messages[:4]
     assert row["provenance"] == {
         "run_id": "run-a",
