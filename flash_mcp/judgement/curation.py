@@ -32,7 +32,7 @@ PROVENANCE = ("run_id", "source", "step", "index", "task_id", "split", "reward",
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt(Rollout):
-    """One conversation of a run; `run_id`, `source`, `step` and `index` tell it from every other."""
+    """A rollout of a run: `run_id`, `source`, `step` and `index` identify it."""
 
     run_id: str
     source: Source
