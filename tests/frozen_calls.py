@@ -42,6 +42,8 @@ REPLACEMENTS: dict[str, tuple[str, str]] = {
     "a time to the minute": (r"\d{4}-\d\d-\d\d \d\d:\d\d", "<minute>"),
     "how long something took, as JSON": (r'"(elapsed_s|seconds)": [\d.]+', r'"\1": "<seconds>"'),
     "how long something took, as text": (r"\b(elapsed_s: |seconds: |seconds=)[\d.]+", r"\1<seconds>"),
+    "how long a run took, in a terminal": (r", in \d+ s, ", ", in <seconds> s, "),
+    "how long ago a run was made": (r"  (now|\d+ min) *(?= (grpo|sft|eval) )", "  <age>"),
     "how long a run took, on its page": (r"(\d+ steps), \d+ s\b", r"\1, <seconds> s"),
     "how long an environment took to load": (r"\bin [\d.]+ s: ", "in <seconds> s: "),
     "how long a call into an environment took": (r"\b[\d.]+ ms\b", "<milliseconds> ms"),

@@ -108,6 +108,8 @@ def progress_line(view: dict[str, Any], *, has_bars: bool = True) -> str:
     """State, step, trends and the time left, of a run as status reports it. `has_bars`: with all
     steps of a trend as bars.
     """
+    from flash_mcp.pages.headline import percent  # noqa: PLC0415
+
     steps = f"/{view['steps']}" if view.get("steps") else ""
     parts = [view["state"], f"step {view['step']}{steps}"]
     phase = view.get("phase") or ""
@@ -117,9 +119,10 @@ def progress_line(view: dict[str, Any], *, has_bars: bool = True) -> str:
         if name in view:
             label = name.replace("held_out_", "held-out ")
             bars = f" {view[name]['spark']}" if has_bars else ""
-            parts.append(f"{label} {view[name]['last']:.3f}{bars}")
+            last: float = view[name]["last"]
+            parts.append(f"{label} {percent(last) if name == 'success' else f'{last:.3g}'}{bars}")
     if held_out := view.get("held_out"):
-        parts.append(f"held-out success {held_out[-1]['success']:.3f}")
+        parts.append(f"held-out success {percent(held_out[-1]['success'])}")
     if "hours" in view:
         parts.append(", ".join([f"{view['hours']} h", *filter(None, [view.get("cost")])]))
     if "eta_s" in view:

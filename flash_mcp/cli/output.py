@@ -8,13 +8,9 @@ import json
 import logging
 import re
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from environments.untrusted_text import visible
-from flash_mcp.cli.shell import in_shell
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 CELL_CHARACTERS = 60
 """Rows with longer values are shown as lists, not as a table."""
@@ -42,17 +38,6 @@ def to_json(body: Any, **options: Any) -> str:
 def answer(arguments: argparse.Namespace, body: Any, text: str, **options: Any) -> None:
     """Print `body` as JSON where --json was given, else `text`."""
     say(to_json(body, default=str, **options) if arguments.json else text)
-
-
-def show(result: BaseModel, as_json: bool) -> None:
-    """Print a tool's result; for people with `next` as a command."""
-    body = result.model_dump(mode="json")
-    if as_json:
-        say(to_json(body, ensure_ascii=False))
-        return
-    if "next" in body:
-        body["next"] = in_shell(body["next"])
-    say("\n".join(render(body)))
 
 
 def render(body: dict[str, Any], indent: str = "") -> list[str]:

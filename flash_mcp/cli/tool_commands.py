@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
 from flash_mcp.cli import follow
-from flash_mcp.cli.output import say, show, visible
+from flash_mcp.cli.output import say, visible
 from flash_mcp.cli.parsing import Parser, add_command, example
 from flash_mcp.cli.shell import POSITIONAL
 from flash_mcp.protocol.errors import FlashError
@@ -185,6 +185,7 @@ def _text(word: str) -> str:
 
 
 def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
+    from flash_mcp.cli.views import show  # noqa: PLC0415
     from flash_mcp.judgement import curve as drawing  # noqa: PLC0415
     from flash_mcp.tools.shared.tool_base import illustrations  # noqa: PLC0415
 
@@ -224,6 +225,8 @@ def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def stay(run_id: str, as_json: bool, **options: Any) -> int:
     """Wait until the run has ended, show its report and return the exit code."""
+    from flash_mcp.cli.views import show  # noqa: PLC0415
+
     code, report = follow.until_ended(run_id, **options)
     if report is not None:
         show(report, as_json)

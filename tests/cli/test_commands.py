@@ -165,10 +165,9 @@ def test_json_is_what_the_tool_returns(run: Run, tmp_path: Path):
 def test_people_get_lines_and_tables(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     _, out, _ = run("status")
-    heads = [line.split() for line in out.splitlines() if "run_id" in line]
-    assert heads[0][:3] == ["run_id", "state", "algorithm"]
+    assert ["RUN", "STATE", "RESULT"] in [line.split()[:3] for line in out.splitlines()]
     _, out, _ = run("rollouts", finished.id, "--which", "best", "--limit", "1")
-    assert "- assistant: The answer is 84." in out
+    assert "assistant  The answer is 84." in out
 
 
 def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Path):
@@ -189,7 +188,7 @@ def test_no_control_character_of_others_reaches_the_terminal(run: Run, tmp_path:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     rollouts, status = run("rollouts", started.id), run("status", started.id)
     push = run("env-push", str(tmp_path), "--name", "e")
-    assert "said\n" in rollouts[1] and "\tand more" in rollouts[1]
+    assert "said\n" in rollouts[1] and " and more\n" in rollouts[1]
     assert "␛]0;owned␇␛[2J\ufffd31m␡" in rollouts[1] and "owned" in status[1] and "owned" in push[2]
     own = ("\r\033[K", "\n", "\t")  # what the command line itself draws with
     for text in (*rollouts[1:], *status[1:], *push[1:]):
@@ -211,7 +210,7 @@ def test_following_ends_with_the_runs_own_exit_code(run: Run, tmp_path: Path, st
         run("cancel", run_id)
     found, out, err = run("status", run_id, "--follow")
     assert found == code
-    assert f"state: {state}" in out
+    assert f"{state}, " in out
     assert state in err
 
 

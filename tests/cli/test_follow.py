@@ -58,7 +58,7 @@ def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
 def test_wait_gives_up_after_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with supervised():
         assert main.main(["wait", queued_run(tmp_path).id, "--timeout-s", "0.3"]) == 5
-    assert "state: queued" in capsys.readouterr().out
+    assert "queued, 0 of 20 steps" in capsys.readouterr().out
 
 
 def test_wait_returns_when_the_run_ends(tmp_path: Path):
@@ -81,7 +81,7 @@ def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tm
         queue.record_beat(open_store(), run.id, 1, beat, progressed=True)
         view = report_on(open_store(), run.id).view.model_dump(mode="json")
         line = follow.progress_line(view)
-        for part in ("loss 0.500", "held-out loss 0.750", "held-out success 0.400", "eval 40/200, 90 s left"):
+        for part in ("loss 0.5", "held-out loss 0.75", "held-out success 40 %", "eval 40/200, 90 s left"):
             assert part in line
         assert "\u2581" not in follow.progress_line(view, has_bars=False)
         assert "\u2581" in line

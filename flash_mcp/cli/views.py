@@ -1,0 +1,419 @@
+"""Runs, transcripts and checkpoints laid out for people: what decides comes first, a line fits the
+terminal, and colours are only on a terminal."""
+
+from __future__ import annotations
+
+import calendar
+import os
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from flash_mcp.cli.output import render, say, to_json, visible
+from flash_mcp.cli.shell import in_shell
+from flash_mcp.pages.headline import headline, percent
+from flash_mcp.tools.checkpoints import Checkpoints
+from flash_mcp.tools.rollouts import Rollouts, RolloutView
+from flash_mcp.tools.shared.scores import Scores
+from flash_mcp.tools.status import RunLine, Status
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from flash_mcp.judgement.health import Flag, Trend
+    from flash_mcp.tools.shared.run_view import HeldOut, RunView
+
+
+Style = Literal["bold", "dim", "good", "bad", "warn"]
+Cell = str | tuple[str, Style | None]
+CODES: dict[Style, int] = {"bold": 1, "dim": 2, "good": 32, "bad": 31, "warn": 33}
+STATES: dict[str, Style] = {"succeeded": "good", "failed": "bad", "running": "warn"}
+OUTCOMES: dict[str, Style] = {"improved": "good", "regressed": "bad", "contaminated": "bad"}
+WIDTH = 80
+WIDEST = 110
+"""Longer lines are hard to read."""
+ROLE = 11
+"""Columns of a message's role."""
+DETAILS = ("failures", "metrics", "lineage", "values", "sources", "log_tail")
+"""Fields of a detailed report, which follow the report as they are."""
+COLUMNS = ("SUCCESS", "95 % INTERVAL", "REWARD", "CONSTANT", "CUT OFF", "ERRORS")
+SHARES = {
+    "groups/uniform_share": "{} of groups score alike",
+    "rollouts/truncated_share": "{} cut off",
+    "rollouts/error_share": "{} failed in the environment",
+}
+"""What the newest step says of its rollouts, where it is not 0."""
+
+
+class Page:
+    """Lines for a terminal."""
+
+    def __init__(self) -> None:
+        self.is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        columns = shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+        self.width = min(columns, WIDEST)
+        self.lines: list[str] = []
+
+    def styled(self, text: str, style: Style | None = None) -> str:
+        text = visible(text)
+        if style and self.is_coloured:
+            return f"\033[{CODES[style]}m{text}\033[0m"
+        return text
+
+    def line(self, text: str = "", style: Style | None = None) -> None:
+        self.lines.append(self.styled(text, style))
+
+    def prose(self, text: str, style: Style | None = None, label: str = "") -> None:
+        """Sentences, folded at the width; the first line begins with `label`, and the others are
+        indented as far.
+        """
+        rest = " " * len(label)
+        first = label
+        for paragraph in visible(text).split("\n") if text else ():
+            options: Any = {"break_on_hyphens": False}
+            folded = textwrap.wrap(paragraph, max(20, self.width - len(label)), **options)
+            for line in folded or [""]:
+                start = self.styled(first, "dim") if first.strip() else first
+                self.lines.append(f"{start}{self.styled(line.rstrip(), style)}".rstrip())
+                first = rest
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Columns as wide as their cells; the last is cut at the width, and empty ones are left
+        out.
+        """
+        cells: list[Sequence[Cell]] = [[(name, "dim") for name in header], *rows]
+        shown: list[tuple[int, int]] = []
+        for column in range(len(header)):
+            if any(_text(row[column]) for row in rows):
+                shown.append((column, max(len(_text(row[column])) for row in cells)))
+        for row in cells:
+            used = 0
+            line = ""
+            for column, width in shown:
+                text = _text(row[column])
+                if column == shown[-1][0] and len(text) > self.width - used:
+                    text = f"{text[: self.width - used - 1]}…"
+                cell = row[column]
+                style = cell[1] if isinstance(cell, tuple) else None
+                line += self.styled(text, style) + " " * (width - len(text) + 2)
+                used += width + 2
+            self.lines.append(line.rstrip())
+
+
+def show(result: BaseModel, as_json: bool) -> None:
+    """Print a tool's result; for people with `next` as a command."""
+    body = result.model_dump(mode="json")
+    if as_json:
+        say(to_json(body, ensure_ascii=False))
+    elif page := _page_of(result):
+        sys.stdout.write(f"{page}\n")  # already visible; `say` would show its colours as signs
+    else:
+        if "next" in body:
+            body["next"] = in_shell(body["next"])
+        say("\n".join(render(body)))
+
+
+def _page_of(result: BaseModel) -> str | None:
+    """None for a result without a layout of its own."""
+    page = Page()
+    next_step = getattr(result, "next", "")
+    if isinstance(result, Status) and result.run:
+        _run(page, result.run)
+        if next_step.startswith("status("):  # an agent waits with its own calls
+            command = f"flash-mcp status {result.run.run_id} --follow"
+            next_step = f"`{command}` draws the curve as it grows"
+    elif isinstance(result, Status) and result.runs is not None:
+        _runs(page, result.runs, result.counts or {})
+    elif isinstance(result, Rollouts):
+        _rollouts(page, result)
+    elif isinstance(result, Checkpoints) and not result.export:
+        _checkpoints(page, result)
+    else:
+        return None
+    page.line()
+    if cursor := getattr(result, "cursor", None):
+        page.line(f"More: --cursor {cursor}", "dim")
+        next_step = re.sub(r"(^|; )cursor brings[^;]*", "", next_step).removeprefix("; ")
+    # Not folded: a command that is copied has to stay one line.
+    page.line(f"Next: {in_shell(next_step)}")
+    return "\n".join(page.lines)
+
+
+# -- numbers as people write them ------------------------------------------------------------------
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{rest} s"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else percent(value)
+
+
+def _age(created: str) -> str:
+    """How long ago a minute of UTC was."""
+    seconds = time.time() - calendar.timegm(time.strptime(created, "%Y-%m-%d %H:%M"))
+    if seconds < 60:
+        return "now"
+    return " ".join(duration(seconds).split()[:2])
+
+
+def _text(cell: Cell) -> str:
+    text = cell if isinstance(cell, str) else cell[0]
+    return visible(text).replace("\n", " ")
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+def _run(page: Page, view: RunView) -> None:
+    style = STATES.get(view.state) if view.state == "failed" else None
+    if view.verdict:
+        style = OUTCOMES.get(view.verdict.outcome)
+    page.lines.append(page.styled(headline(view), style or "bold"))
+    subject = f"{view.algorithm} of {view.model} on {view.environment.partition('@')[0]}"
+    page.prose(": ".join(filter(None, [view.run_id, view.name, subject])), "dim")
+    page.prose(_progress(view), STATES.get(view.state))
+    if view.note:
+        page.prose(view.note, label="note  ")
+    if view.cancel_reason:
+        page.prose(f"Cancelled: {view.cancel_reason}")
+    if view.pending_reason:
+        page.prose(f"Waiting: {view.pending_reason}", "warn")
+    if view.error:
+        page.line()
+        page.prose(f"[{view.error.code}] {view.error.what}", "bad")
+        page.prose(in_shell(view.error.fix or ""), label="Fix: ")
+        page.prose(view.error.log_tail or "", "dim", label="  | ")
+    _numbers(page, view)
+    for flag in view.flags or ():
+        _flag(page, flag)
+    for warning in view.warnings or ():
+        page.prose(warning, "warn", label="! ")
+    if view.outlook and view.state != "succeeded":
+        page.line()
+        page.prose(f"Worth continuing? {view.outlook}")
+    details = {name: value for name in DETAILS if (value := view.model_dump(mode="json").get(name))}
+    if details:
+        page.line()
+        page.lines += map(visible, render(details))
+
+
+def _progress(view: RunView) -> str:
+    unit = "attempts" if view.algorithm == "eval" else "steps"
+    steps = f"{view.step} of {view.steps}" if view.steps else str(view.step)
+    parts = [view.state, f"{steps} {unit}"]
+    if view.elapsed_s is not None:
+        parts.append(f"in {duration(view.elapsed_s)}")
+    if view.eta_s is not None:
+        parts.append(f"{duration(view.eta_s)} left")
+    if view.step_s:
+        parts.append(
+            f"{duration(view.step_s) if view.step_s >= 10 else number(view.step_s) + ' s'} each"
+        )
+    if view.queued_ahead:
+        parts.append(f"{view.queued_ahead} before it")
+    if view.attempt:
+        parts.append(f"attempt {view.attempt}")
+    return ", ".join([*parts, *filter(None, [view.phase, view.target, view.cost])])
+
+
+def _numbers(page: Page, view: RunView) -> None:
+    trends = [
+        _trend("reward", view.reward, number),
+        _trend("success", view.success, _share),
+        _trend("loss", view.loss, number),
+        _trend("held-out loss", view.held_out_loss, number),
+    ]
+    if rows := [row for row in trends if row]:
+        page.line()
+        page.table(("TRAINING", "FROM", "TO", "BEST", "EVERY STEP"), rows)
+    if view.held_out:
+        page.line()
+        rows = [[f"step {p.step}" if p.step else "before", *_measured(p)] for p in view.held_out]
+        page.table(("HELD OUT", *COLUMNS), rows)
+    if view.verdict:
+        page.prose(view.verdict.explanation)
+    if view.scores:
+        _scores(page, view.scores)
+    if view.newest:
+        _newest(page, view.newest)
+
+
+def _newest(page: Page, values: dict[str, float]) -> None:
+    parts: list[str] = []
+    if tokens := values.get("tokens/completion_mean"):
+        parts.append(f"{number(tokens)} tokens a rollout")
+    for name, words in SHARES.items():
+        if value := values.get(name):
+            parts.append(words.format(percent(value)))
+    if parts:
+        page.prose(f"Newest step: {', '.join(parts)}.")
+
+
+def _scores(page: Page, scores: Scores) -> None:
+    page.line()
+    if scores.success is None:
+        page.prose(f"All {scores.errors} attempts failed in environment code.", "bad")
+        return
+    rates = [f"{name} {percent(share)}" for name, share in (scores.pass_at or {}).items()]
+    page.table(("TASKS", *COLUMNS), [[str(scores.tasks), *_measured(scores)]])
+    page.prose(", ".join(rates))
+    page.prose(scores.doubt or "", "warn")
+
+
+def _trend(name: str, trend: Trend | None, form: Any) -> list[Cell]:
+    if trend is None:
+        return []
+    return [name, form(trend.first), (form(trend.last), "bold"), form(trend.best), trend.spark]
+
+
+def _measured(point: HeldOut | Scores) -> list[Cell]:
+    """The cells of COLUMNS."""
+    low, high = point.low or 0.0, point.high or 0.0
+    return [
+        (_share(point.success), "bold"),
+        f"{100 * low:.0f} to {100 * high:.0f} % of {point.n}",
+        number(point.reward),
+        _share(point.constant),
+        _share(point.truncated),
+        str(point.errors or "") if isinstance(point, Scores) else _share(point.errors),
+    ]
+
+
+def _flag(page: Page, flag: Flag) -> None:
+    page.line()
+    page.line(f"{flag.severity}: {flag.name}", "bad" if flag.severity == "problem" else "warn")
+    evidence = flag.evidence[:1].upper() + flag.evidence[1:]
+    page.prose(f"{evidence}. {in_shell(flag.remedy)}", label="  ")
+
+
+# -- lists -----------------------------------------------------------------------------------------
+
+
+def _runs(page: Page, lines: Sequence[RunLine], counts: dict[str, int]) -> None:
+    states = [f"{count} {state}" for state, count in counts.items() if count]
+    page.line(", ".join(states) or "No runs yet.", "bold")
+    if not lines:
+        return
+    page.line()
+    rows: list[list[Cell]] = []
+    for line in lines:
+        progress = line.state
+        if line.state != "succeeded" and line.step:
+            progress += f" {line.step}/{line.steps or '?'}"
+        subject = f"{line.environment}, {line.model}"
+        rows.append(
+            [
+                line.run_id,
+                (progress, STATES.get(line.state)),
+                _outcome(line),
+                f"{_age(line.created):<6}",
+                line.algorithm,
+                line.owner or "",
+                f"{line.name}: {subject}" if line.name else subject,
+            ]
+        )
+    page.table(("RUN", "STATE", "RESULT", "AGE", "KIND", "OWNER", "WHAT"), rows)
+
+
+def _outcome(line: RunLine) -> Cell:
+    if line.error:
+        return line.error, "bad"
+    if line.success is not None:
+        words = [percent(line.success), (line.verdict or "").replace("_", " ")]
+        return " ".join(words).rstrip(), OUTCOMES.get(line.verdict or "")
+    if line.reward is not None:
+        return f"reward {number(line.reward)}", "dim"
+    return ""
+
+
+def _rollouts(page: Page, result: Rollouts) -> None:
+    page.line(f"{len(result.rollouts)} of {result.total} transcripts of {result.run_id}", "bold")
+    if result.failures:
+        modes = [f"{count} {name}" for name, count in result.failures.items()]
+        page.prose(", ".join(modes), label="failed: ")
+    for message in result.opening or ():
+        page.prose(message.content, "dim", label=f"{message.role:{ROLE}}")
+    for row in result.rollouts:
+        _rollout(page, row)
+
+
+def _rollout(page: Page, row: RolloutView) -> None:
+    outcome = {True: "success", False: row.failure or "no success", None: ""}[row.success]
+    style: Style = "good" if row.success else "bad"
+    parts = [row.task_id, f"step {row.step} #{row.index}", outcome]
+    if row.reward is not None:
+        parts.append(f"reward {number(row.reward)}")
+    parts += [f"{name} {number(value)}" for name, value in (row.metrics or {}).items()]
+    parts.append(f"{row.completion_tokens} tokens")
+    parts += filter(None, [row.finish if row.finish != "done" else ""])
+    page.line()
+    page.prose(", ".join(parts), style if row.success is not None else "bold")
+    if row.reason:
+        page.prose(row.reason, label="scorer     ")
+    if row.error:
+        page.prose(row.error, "bad", label="error      ")
+    for call, count in (row.refused or {}).items():
+        page.prose(f"{call}, {count} times", "warn", label="refused    ")
+    for message in row.messages:
+        page.prose(message.content, label=f"{message.role[: ROLE - 1]:{ROLE}}")
+    if row.messages_in_all:
+        page.line(f"{len(row.messages)} of {row.messages_in_all} messages", "dim")
+
+
+def _checkpoints(page: Page, result: Checkpoints) -> None:
+    rows = result.checkpoints
+    if not rows:
+        page.line(f"No checkpoints of {result.run_id}, {result.state}", "bold")
+        return
+    count = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
+    page.line(f"{count} of {result.run_id}, {result.state}", "bold")
+    page.line()
+    lines: list[list[Cell]] = []
+    for row in rows:
+        lines.append(
+            [
+                str(row.step),
+                (_share(row.eval_success), "bold"),
+                number(row.held_out_loss),
+                _share(row.success),
+                number(row.reward),
+                number(row.loss),
+                size(row.size_bytes),
+                row.digest[:12],
+                row.saved,
+            ]
+        )
+    columns = "STEP HELD-OUT HELD-OUT-LOSS SUCCESS REWARD LOSS SIZE DIGEST SAVED-(UTC)"
+    page.table([name.replace("-", " ") for name in columns.split()], lines)
+    page.line()
+    page.line(f"The first is in {rows[0].path}")

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.cli import main, views
+from flash_mcp.state.store import open_store
+from tests.samples import finished_run, queued_run, read_in, sample_rollout, started_run, supervised
+
+COLOUR = re.compile(r"\033\[\d+m")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with supervised():
+        assert main.main(words) == 0
+    return capsys.readouterr().out
+
+
+def as_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+
+def test_a_run_begins_with_what_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = finished_run(tmp_path)
+    lines = printed(capsys, "status", run.id).splitlines()
+    assert lines[0] == "20 % → 90 % of 100 held-out tasks: improved"
+    assert lines[2].startswith("succeeded, 20 of 20 steps")
+    assert lines[-1].startswith(f"Next: `flash-mcp deploy {run.id}`")
+    assert "before    20 %     13 to 29 % of 100" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("words", [("status", "RUN"), ("status",), ("rollouts", "RUN"), ("checkpoints", "RUN")])
+def test_what_is_laid_out_fits_a_terminal(words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = finished_run(tmp_path)
+    queued_run(tmp_path, model="a-model-whose-name-is-so-long-that-no-list-has-room-for-it-in-80-columns")
+    text = printed(capsys, *[run.id if word == "RUN" else word for word in words])
+    # Commands and folders are not folded, so that they can be copied.
+    folded = [line for line in text.splitlines() if not line.startswith(("Next: ", "The first is in"))]
+    assert max(map(len, folded)) <= views.WIDTH
+
+
+def test_colours_are_for_terminals_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = finished_run(tmp_path)
+    plain = printed(capsys, "status", run.id)
+    as_terminal(monkeypatch)
+    coloured = printed(capsys, "status", run.id)
+    assert not COLOUR.search(plain)
+    assert coloured.startswith("\033[32m20 % ")
+    assert COLOUR.sub("", coloured) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert printed(capsys, "status", run.id) == plain
+
+
+def test_a_foreign_text_can_colour_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run, writer = started_run(tmp_path)
+    writer.rollouts(1, [sample_rollout(1, 0, 0.0, "\033[31mred\033[0m\nand more")])
+    read_in(open_store(), run.id)
+    as_terminal(monkeypatch)
+    text = printed(capsys, "rollouts", run.id)
+    assert "␛[31mred␛[0m" in text
+    assert "           and more" in text.splitlines()
+
+
+def test_a_run_that_waits_is_followed_by_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = queued_run(tmp_path)
+    lines = printed(capsys, "status", run.id).splitlines()
+    assert lines[0] == "Training: queued"
+    assert lines[-1] == f"Next: `flash-mcp status {run.id} --follow` draws the curve as it grows"
+
+
+def test_numbers_are_as_people_write_them():
+    assert [views.number(value) for value in (0.83684, 12345.6, 500.0, None)] == ["0.837", "12,346", "500", ""]
+    times = [views.duration(seconds) for seconds in (4.6, 125, 3 * 3600 + 720, 50 * 3600)]
+    assert times == ["5 s", "2 min 5 s", "3 h 12 min", "2 d 2 h"]
+    assert [views.size(count) for count in (86, 3_700_000, 2.5e9)] == ["86 B", "3.7 MB", "2.5 GB"]
