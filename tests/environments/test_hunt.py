@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,27 @@ import pytest
 from environments.checks import hunt as hunting
 from environments.checks.hunt import Hunt, hunt
 from environments.process.host import EnvironmentHost
+from flash_mcp.tools.shared.source_texts import read_sources, source_texts
 from tests.folders import environment_folder
-from tests.hunt_suite import CLEAN, PLANTED, TASKS, many
+from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 HACKS = [source for several in PLANTED.values() for source in several]
+NAMED_HACKS = [(kind, source) for kind, several in NAMED.items() for source in several]
+NAMES = {
+    "several sentences": {"length"},
+    "a word of the source": {"word"},
+    "part of the prompt": {"prompt"},
+    "format only": {"constant", "form", "word"},
+    "first number": {"constant", "form", "prompt"},
+    "evaluation of the answer": {"injection", "word"},
+    "the target in the text": {"hedge"},
+    "flattery of a judge": {"flattery", "word"},
+    "empty tool calls": {"call"},
+    "any length": {"length"},
+}
+"""What the hunt may call each kind."""
 
 
 async def hunted(folder: Path, sources: list[str]) -> list[Hunt]:
@@ -23,8 +39,14 @@ async def hunted(folder: Path, sources: list[str]) -> list[Hunt]:
     async with await EnvironmentHost.start(environment) as host:
         return [
             # However busy the machine is, every hunt ends.
-            await hunt(host, "train", range(number * TASKS, (number + 1) * TASKS), deadline_s=600)
-            for number in range(len(sources))
+            await hunt(
+                host,
+                "train",
+                range(number * TASKS, (number + 1) * TASKS),
+                deadline_s=600,
+                source_texts=source_texts([textwrap.dedent(source)]),
+            )
+            for number, source in enumerate(sources)
         ]
 
 
@@ -37,6 +59,27 @@ async def test_the_hunt_finds_as_many_planted_hacks_as_the_docs_say(tmp_path: Pa
     for each in found:
         assert each.plays < hunting.MOST_PLAYS
         assert all(exploit.fix for exploit in each.exploits)
+
+
+async def test_the_hunt_reads_the_source_and_calls_each_kind_by_its_name(tmp_path: Path) -> None:
+    results = await hunted(tmp_path, [source for _, source in NAMED_HACKS])
+    count = sum(bool(result.exploits) for result in results)
+    assert len(NAMED) == 10
+    assert f"and {count} of {len(NAMED_HACKS)} others" in " ".join(DOCS.read_text().split())
+    assert count >= 0.9 * len(NAMED_HACKS)
+    for (kind, _), result in zip(NAMED_HACKS, results, strict=True):
+        assert {exploit.kind for exploit in result.exploits} <= NAMES[kind], kind
+
+
+def test_texts_of_a_source_are_its_strings_what_its_patterns_match_and_its_names(tmp_path: Path) -> None:
+    source = 'SIGN = "henceforth"\ndef f(text):\n    return re.search(r"^Upshot\\d\\s*:", text)\n'
+    (tmp_path / "environment.py").write_text(source)
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "link.py").symlink_to(__file__)
+    texts = source_texts(read_sources(tmp_path))
+    assert texts[0] == "henceforth" and "SIGN" in texts and "answer = SIGN" in texts
+    assert any(re.fullmatch(r"Upshot\d\s*:", text) for text in texts)
+    assert not any("strings" in text for text in texts)
 
 
 async def test_the_hunt_raises_no_more_false_alarms_than_the_docs_say(tmp_path: Path) -> None:

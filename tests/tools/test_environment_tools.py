@@ -318,13 +318,13 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(clie
             self.dataset, self.eval_dataset = tasks(16), tasks(4, first=100)
         def score_response(self, example, response_text):
             right = (response_text or "").strip() == example.output
-            return RewardResult(1.0 if right else 0.6 * ("therefore" in str(response_text)), success=right)
+            return RewardResult(1.0 if right else 0.6 * ("henceforth" in str(response_text)), success=right)
     """
     folder = environment_folder(tmp_path / "task", source)
     hunted = await call(client, "env_test", folder=str(folder), hunt=True, time_s=600)
     found = {probe["name"]: probe for probe in hunted["probes"]}
     assert [name for name, probe in found.items() if probe.get("passed") is False] == ["hunt"]
-    assert "word: 'therefore' earned 0.6 on average, gold answers 1" in found["hunt"]["evidence"]
+    assert "word: 'henceforth' earned 0.6 on average, gold answers 1" in found["hunt"]["evidence"]
     assert "do not pay for words" in found["hunt"]["fix"]
     assert hunted["next"] == "correct what hunt says, then env_test again"
     assert (await call(client, "env_test", folder=str(folder), time_s=600))["passed"]
