@@ -74,10 +74,11 @@ async def test_the_hunt_reads_the_source_and_calls_each_kind_by_its_name(tmp_pat
 def test_texts_of_a_source_are_its_strings_what_its_patterns_match_and_its_names(tmp_path: Path) -> None:
     source = 'SIGN = "henceforth"\ndef f(text):\n    return re.search(r"^Upshot\\d\\s*:", text)\n'
     (tmp_path / "environment.py").write_text(source)
-    (tmp_path / "broken.py").write_text("def (")
+    bombs = ['"' + "(" * 9 + "a{99})" + "{99})" * 7 + '"', '"a{999999999}"', "(" * 100_000, '"[[a]]"']
+    (tmp_path / "broken.py").write_text("\n".join(bombs))
     (tmp_path / "link.py").symlink_to(__file__)
     texts = source_texts(read_sources(tmp_path))
-    assert texts[0] == "henceforth" and "SIGN" in texts and "answer = SIGN" in texts
+    assert "henceforth" in texts and "SIGN" in texts and "answer = SIGN" in texts
     assert any(re.fullmatch(r"Upshot\d\s*:", text) for text in texts)
     assert not any("strings" in text for text in texts)
 

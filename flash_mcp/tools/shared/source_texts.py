@@ -1,19 +1,21 @@
 """Texts that an environment's own source suggests as answers: its strings, texts that match its
-patterns, and the names that its functions use.
+patterns, and the names that it assigns.
 
     source_texts(read_sources(folder))
 
 A scorer that pays for a word has that word in its source; one that runs answers has the gold answer
-under a name."""
+under a name. The source is foreign: it is cut into tokens, never parsed, since parsing deep nesting
+can crash Python."""
 
 from __future__ import annotations
 
-import ast
+import io
 import itertools
+import keyword
 import random
 import re
-import warnings
-from collections.abc import Sequence
+import tokenize
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,11 +24,14 @@ import rstr
 MOST_TEXTS = 80
 LONGEST = 60
 """Characters of a text: longer ones are prompts."""
-MOST_FILES = 100
+MOST_FILES = 20
 MOST_BYTES = 200_000
 """Of one file."""
 ASSIGNED = ("answer", "result")
 """Names under which a scorer that executes answers may look for the result."""
+STRING = re.compile(r"\w*(\"{3}|'{3}|\"|')(.*)\1", re.DOTALL)
+LARGE = re.compile(r"\)[*+{]|\{\d{3}")
+"""What lets a short pattern match texts of any size only."""
 
 
 def read_sources(folder: Path) -> list[str]:
@@ -42,40 +47,43 @@ def read_sources(folder: Path) -> list[str]:
 
 
 def source_texts(sources: Sequence[str]) -> list[str]:
-    """At most MOST_TEXTS texts, each once. A source that does not parse is passed over."""
-    strings: dict[str, None] = {}
-    names: dict[str, None] = {}
+    """At most MOST_TEXTS texts, each once. Strings stand as in the source, with their escapes."""
     texts: dict[str, None] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the environment's own code and patterns
-        for source in sources:
-            with suppress(SyntaxError, ValueError, RecursionError):
-                _read(ast.parse(source), strings, names)
-        for text in strings:
-            texts[text] = None
-            if re.search(r"[\\\[({.*+?^$|]", text) and (sample := _matching(text)):
-                texts[sample] = None
+    names: dict[str, None] = {}
+    for kind, text in itertools.chain.from_iterable(map(_tokens, sources)):
+        if kind == tokenize.NAME:
+            names[text] = None
+            continue
+        texts[text] = None
+        if text.isidentifier():
+            names[text] = None
+        elif sample := _matching(text):
+            texts[sample] = None
     texts |= names
     for assigned in ASSIGNED:
         texts |= {f"{assigned} = {name}": None for name in names if name != assigned}
     return list(texts)[:MOST_TEXTS]
 
 
-def _read(tree: ast.Module, strings: dict[str, None], names: dict[str, None]) -> None:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if 0 < len(node.value.strip()) <= LONGEST:
-                strings[node.value] = None
-                if node.value.isidentifier():
-                    names[node.value] = None
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names[node.id] = None
+def _tokens(source: str) -> Iterator[tuple[int, str]]:
+    """The strings of a source, and the names that it assigns, up to where it is no Python."""
+    last = ""
+    with suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.STRING and (match := STRING.fullmatch(token.string)):
+                if 0 < len(match[2].strip()) <= LONGEST:
+                    yield tokenize.STRING, match[2]
+            elif token.string == "=" and last.isidentifier() and not keyword.iskeyword(last):
+                yield tokenize.NAME, last
+            last = token.string
 
 
 def _matching(pattern: str) -> str:
     """A text that the pattern matches; "" if none is known."""
+    if LARGE.search(pattern) or not re.search(r"[\\\[({.*+?^$|]", pattern):
+        return ""
     sampler = rstr.Rstr(random.Random(0))
-    with suppress(re.error, ValueError, KeyError, IndexError, TypeError, RecursionError):
+    with suppress(re.error, FutureWarning, ValueError, LookupError, TypeError, RecursionError):
         # A star is up to 100 characters long: of spaces one is enough.
         return re.sub(r"(\s)\s+", r"\1", sampler.xeger(pattern))[:LONGEST]
     return ""
