@@ -54,7 +54,7 @@ class Sample(EnvironmentMultiTurn):
     dataset = TASKS
     turns = 0
 
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         return example.record["messages"]
 
     def max_episode_turns(self, example):
@@ -89,7 +89,7 @@ LEARNER = """
 from copy import copy
 
 from calculator import MAX_TURNS, Calculator
-from environments import EnvironmentAgent, EnvironmentEpisode, EnvironmentTurn
+from environments import EnvironmentAgent, EnvironmentEpisode
 from openai import OpenAI
 
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")
@@ -106,17 +106,16 @@ class Agent(EnvironmentAgent):
     def run(self, example, base_url, api_key, model):
         chat = CLIENT.with_options(base_url=base_url, api_key=api_key).chat.completions
         calculator = copy(self.calculator)
-        messages = calculator.start_episode(example, "")
-        turns = []
+        messages = calculator.start_episode(example)
+        prompt = len(messages)
         for _ in range(MAX_TURNS):
             text = chat.create(model=model, messages=messages).choices[0].message.content
-            turns.append(EnvironmentTurn("assistant", text))
             messages.append({"role": "assistant", "content": text})
             step = calculator.step_episode(example, messages, text)
             if step.done:
                 break
             messages += step.messages
-        return calculator.score_episode(example, EnvironmentEpisode(messages, text, turns))
+        return calculator.score_episode(example, EnvironmentEpisode(messages, text, prompt))
 
 
 def load_environment():

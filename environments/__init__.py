@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         EnvironmentMultiTurn,
         EnvironmentSingleTurn,
         EnvironmentStepResult,
-        EnvironmentTurn,
         RewardMetric,
         RewardResult,
         TaskExample,
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DatasetError", "Environment", "EnvironmentAgent", "EnvironmentCommand", "EnvironmentEpisode",
     "EnvironmentMultiTurn", "EnvironmentSingleTurn", "EnvironmentStepResult", "EnvironmentToolUse",
-    "EnvironmentTurn", "JudgeRubric", "RewardMetric", "RewardResult", "TaskExample", "load_dataset",
+    "JudgeRubric", "RewardMetric", "RewardResult", "TaskExample", "load_dataset",
 ]  # fmt: skip
 
 ELSEWHERE = {

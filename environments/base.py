@@ -2,13 +2,12 @@
 
 An environment is a folder with an `environment.py` that defines `load_environment(**kwargs)`. That
 function returns an object of a class that extends EnvironmentSingleTurn, EnvironmentMultiTurn or
-EnvironmentAgent. Any method may be `async def`. The names of the first two are those of the
-`freesolo` SDK, so a folder written for this contract also runs where that package is installed.
+EnvironmentAgent. Any method may be `async def`.
 
 One rollout of a multi-turn environment:
 
     episode = environment.new_episode(example)
-    messages = episode.start_episode(example, prompt_text)
+    messages = episode.start_episode(example)
     repeat: the model answers
             result = episode.step_episode(example, messages + [answer], answer_text)
     until result.done or the model has answered episode.max_episode_turns(example) times
@@ -27,14 +26,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+FULL_SCORE = 1.0 - 1e-6
+"""A score that is 1 but for rounding."""
 ChatMessage = dict[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": str, ...}"""
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 """An OpenAI function schema, or a typed Python function (see environments/tools.py)."""
-Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,6 @@ class TaskExample:
 
 
 @dataclass(frozen=True)
-class EnvironmentTurn:
-    """One message or event of an episode."""
-
-    role: str
-    content: Any
-    name: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True)
 class EnvironmentStepResult:
     """The environment's reply to one model turn. `messages` join the conversation unless `done`."""
 
@@ -73,11 +63,12 @@ class EnvironmentStepResult:
 
 @dataclass(frozen=True)
 class EnvironmentEpisode:
-    """A finished conversation: all `messages` with the prompt, and the final `response_text`."""
+    """A finished conversation: all `messages`, of which the first `prompt_length` are the prompt,
+    and the final `response_text`."""
 
     messages: Sequence[ChatMessage]
     response_text: str
-    turns: Sequence[EnvironmentTurn] = ()
+    prompt_length: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     latency_ms: int | None = None
     total_tokens: int | None = None
@@ -88,41 +79,27 @@ class RewardMetric:
     """A named component of a reward."""
 
     name: str
-    score: float | None = None
-    value: Any = None
-    success: bool | None = None
-    threshold: float | None = None
-    weight: float | None = None
-    reason: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    score: float
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of one answer or episode. Training uses `score`; evaluations report `success`."""
+    """The reward of one answer or episode. Training uses `score`; evaluations report `success`,
+    which is by default a score of at least 1 without an `error`. `metadata` is what `score_group`
+    gets of an agent's rollout.
+    """
 
     score: float
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    name: str = "environment_reward"
     success: bool | None = None
-    threshold: float | None = None
-    value: Any = None
     reason: str | None = None
     error: str | None = None
-    return_type: Literal["binary", "numeric"] = "numeric"
     metrics: Sequence[RewardMetric] = ()
-    latency_ms: int | None = None
-    total_tokens: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def resolved_success(self) -> bool:
-        """`success` if set, else no error and a score that reaches `threshold`, or is above 0."""
         if self.success is not None:
             return self.success
-        if self.error:
-            return False
-        if self.threshold is not None:
-            return self.score >= self.threshold
-        return self.score > 0.0
+        return not self.error and self.score >= FULL_SCORE
 
 
 class Environment(ABC):
@@ -194,7 +171,7 @@ class Environment(ABC):
         return [{"role": "assistant", "content": text}]
 
     @abstractmethod
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         """The first messages of the conversation: the prompt."""
 
     @abstractmethod
@@ -219,18 +196,15 @@ class EnvironmentSingleTurn(Environment):
     """One prompt, one answer: implement `build_prompt_messages` and `score_response`."""
 
     @abstractmethod
-    def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    def build_prompt_messages(self, example: TaskExample) -> list[ChatMessage]:
         """The prompt."""
 
     @abstractmethod
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
         """The reward of one answer. It must not raise, whatever the model wrote."""
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
-        messages = self.build_prompt_messages(example, prompt_text)
-        if prompt_text.strip() and all(message["role"] != "system" for message in messages):
-            return [{"role": "system", "content": prompt_text.strip()}, *messages]
-        return messages
+    def start_episode(self, example: TaskExample) -> list[ChatMessage]:
+        return self.build_prompt_messages(example)
 
     def max_episode_turns(self, example: TaskExample) -> int:
         return 1
@@ -273,7 +247,7 @@ class EnvironmentAgent(Environment):
         The key is this rollout's own. A request may continue any answered one, by its messages,
         the answer, and new messages; or begin anew. Up to 8 may wait at once."""
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         raise NotImplementedError("an agent's requests are its conversation")
 
     def max_episode_turns(self, example: TaskExample) -> int:

@@ -40,11 +40,11 @@ HELD = """
 import itertools, pathlib, time
 class Held(Vowels):
     opened = itertools.count(1)
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         number = next(self.opened)
         while pathlib.Path({flag!r}).exists() and (number > float("{after}") or pathlib.Path({saved!r}).exists()):
             time.sleep(0.02)
-        return super().start_episode(example, prompt_text)
+        return super().start_episode(example)
 def load_environment(train=12, held_out=5, question="Write"):
     return Held(train, held_out, question)
 """

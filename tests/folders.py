@@ -25,7 +25,7 @@ class Addition(EnvironmentSingleTurn):
     def __init__(self):
         self.dataset, self.eval_dataset = tasks(6), tasks(4, first=100)
 
-    def build_prompt_messages(self, example, prompt_text):
+    def build_prompt_messages(self, example):
         return [{"role": "user", "content": example.input}]
 
     def score_response(self, example, response_text):
@@ -39,7 +39,7 @@ class Echo(EnvironmentMultiTurn):
     def __init__(self):
         self.dataset = tasks()
 
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         return [{"role": "user", "content": example.input}]
 
     def max_episode_turns(self, example):

@@ -88,14 +88,14 @@ class Essays(Rows):
 class Hinted(Rows):
     """Its prompts end with a hint."""
 
-    def build_prompt_messages(self, example, prompt_text):
+    def build_prompt_messages(self, example):
         return [{"role": "user", "content": f"{example.input} {self.hint(example)}"}]
 
 
 class Dialogue(Rows, EnvironmentMultiTurn):
     """A conversation of at most three model turns, which the right answer ends."""
 
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         return [{"role": "user", "content": example.input}]
 
     def max_episode_turns(self, example):
@@ -120,7 +120,7 @@ BAD = {
     "any of many tags": (
         """
         class Sample(Addition):
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 return [{"role": "user", "content": example.input + " Write <answer>your answer</answer>."}]
             def sft_completion(self, example):
                 return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
@@ -212,7 +212,7 @@ BAD = {
     "the prompt holds the answer": (
         """
         class Sample(Addition):
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 return [{'role': 'user', 'content': f'{example.input} (It is {example.output}.)'}]
             def score_response(self, example, text):
                 return RewardResult(float(example.output in re.findall('[0-9]+', text or '')))
@@ -225,7 +225,7 @@ BAD = {
             def __init__(self):
                 super().__init__()
                 self.now = {}
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 self.now['answer'] = example.output
                 return [{'role': 'user', 'content': example.input}]
             def score_response(self, example, text):
@@ -239,7 +239,7 @@ BAD = {
             def __init__(self):
                 super().__init__()
                 self.generator = random.Random(0)
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 extra = self.generator.random()
                 return [{'role': 'user', 'content': f'{example.input} ({extra})'}]
         """,
@@ -333,9 +333,9 @@ BAD = {
             def __init__(self):
                 super().__init__()
                 self.said = []
-            def start_episode(self, example, prompt_text):
+            def start_episode(self, example):
                 self.said.clear()
-                return super().start_episode(example, prompt_text)
+                return super().start_episode(example)
             def step_episode(self, example, messages, assistant_response):
                 self.said.append(assistant_response)
                 return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(self.said)}])
@@ -607,11 +607,11 @@ BAD = {
         """,
         "empty",
     ),
-    "a threshold of 0": (
+    "success for all": (
         """
         class Sample(Capitals):
             def score_response(self, example, text):
-                return RewardResult(float(text == example.output), threshold=0.0)
+                return RewardResult(float(text == example.output), success=True)
         """,
         "junk",
     ),
@@ -741,9 +741,9 @@ BAD = {
     "a state that any call changes": (
         """
         class Sample(Dialogue):
-            def start_episode(self, example, prompt_text):
+            def start_episode(self, example):
                 self.saved = ""
-                return super().start_episode(example, prompt_text)
+                return super().start_episode(example)
             def step_episode(self, example, messages, assistant_response):
                 self.saved += assistant_response or ""
                 return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": "Saved."}])
@@ -761,7 +761,7 @@ GOOD = {
         """,
     "answers in tags, the last one counts": """
         class Sample(Addition):
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 return [{"role": "user", "content": example.input + " Write <answer>your answer</answer>."}]
             def sft_completion(self, example):
                 return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
@@ -853,7 +853,7 @@ GOOD = {
         """,
     "an example that is right once": """
         class Sample(Rows):
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 return [{"role": "user", "content": f"{example.input} Answer like this: <answer>81</answer>"}]
             def sft_completion(self, example):
                 return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
@@ -985,9 +985,9 @@ GOOD = {
         """,
     "a record that tools change": """
         class Sample(Dialogue):
-            def start_episode(self, example, prompt_text):
+            def start_episode(self, example):
                 self.saved = None
-                return super().start_episode(example, prompt_text)
+                return super().start_episode(example)
             def step_episode(self, example, messages, assistant_response):
                 call = re.fullmatch("<save>(.{1,40})</save>", assistant_response or "")
                 if not call:
@@ -1005,7 +1005,7 @@ GOOD = {
         """,
     "a game that deals by the episode's generator": """
         class Sample(Dialogue):
-            def start_episode(self, example, prompt_text):
+            def start_episode(self, example):
                 self.die = random.randint(1, 10**6)
                 return [{"role": "user", "content": f"{example.input} Write it after {self.die} and a space."}]
             def score_episode(self, example, episode):

@@ -529,11 +529,11 @@ def gold(self, example):
 def pay(self, text, example):
     return 0.0
 
-def build_prompt_messages(self, example, prompt_text):
+def build_prompt_messages(self, example):
     return [{"role": "user", "content": f"{example.input} {self.hint()}".strip()}]
 
-def start_episode(self, example, prompt_text):
-    return self.build_prompt_messages(example, prompt_text)
+def start_episode(self, example):
+    return self.build_prompt_messages(example)
 
 def sft_completion(self, example):
     return [{"role": "assistant", "content": self.gold(example)}]
@@ -593,7 +593,7 @@ class Sample(EnvironmentMultiTurn):
     def episode_tools(self, example):
         return self.part(example).tools
 
-    def start_episode(self, example, prompt_text): ...
+    def start_episode(self, example): ...
 
     def max_episode_turns(self, example): ...
 

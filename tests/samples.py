@@ -37,7 +37,7 @@ class Echo(EnvironmentSingleTurn):
         self.dataset = [TaskExample(record={}, input=f"say {n}", id=f"train-{n}", output=str(n)) for n in range(40)]
         self.eval_dataset = [TaskExample(record={}, input=f"go {n}", id=f"eval-{n}", output=str(n)) for n in range(60)]
 
-    def build_prompt_messages(self, example, prompt_text):
+    def build_prompt_messages(self, example):
         return [{"role": "user", "content": example.input}]
 
     def score_response(self, example, response_text):

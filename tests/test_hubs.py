@@ -21,7 +21,7 @@ class Sample(Echo):
 """
 BROKEN = """
 class Sample(Echo):
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         raise AssertionError("The number of players has to be 2, received 1")
 """
 

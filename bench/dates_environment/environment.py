@@ -32,9 +32,9 @@ class Dates(EnvironmentSingleTurn):
         self.dataset = rows[:TRAIN]
         self.eval_dataset = rows[TRAIN:]
 
-    def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[dict[str, str]]:
+    def build_prompt_messages(self, example: TaskExample) -> list[dict[str, str]]:
         return [
-            {"role": "system", "content": prompt_text or INSTRUCTIONS},
+            {"role": "system", "content": INSTRUCTIONS},
             {"role": "user", "content": example.input},
         ]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from environments.base import (
     Environment,
     EnvironmentEpisode,
     EnvironmentStepResult,
+    RewardMetric,
     RewardResult,
     TaskExample,
 )
@@ -49,9 +50,9 @@ def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, 
     source = source or _own_rows(loaded, "dataset") or _own_rows(loaded, "examples")
     held_out = _first_file(folder, EVAL_FILES) or _own_rows(loaded, "eval_dataset")
     contract = Path(str(args.get("contract_path") or contract))
-    prompt_text = contract.read_text(errors="replace") if contract.is_file() else ""
+    prompt = contract.read_text(errors="replace") if contract.is_file() else ""
     kind = GroupSdkEnvironment if _scores_groups(loaded) else SdkEnvironment
-    return kind(loaded, _tasks(source), _tasks(held_out), prompt_text)
+    return kind(loaded, _tasks(source), _tasks(held_out), prompt)
 
 
 def is_sdk_object(value: Any) -> bool:
@@ -63,10 +64,10 @@ class SdkEnvironment(Environment):
     """One object of the SDK, single-turn or multi-turn."""
 
     def __init__(
-        self, sdk: Any, train: list[TaskExample], held_out: list[TaskExample], prompt_text: str
+        self, sdk: Any, train: list[TaskExample], held_out: list[TaskExample], prompt: str
     ) -> None:
         self._sdk = sdk
-        self._prompt_text = prompt_text
+        self._system_prompt = prompt
         self._types = importlib.import_module("freesolo.environments")
         self._is_multi_turn = isinstance(sdk, self._types.EnvironmentMultiTurn)
         self._steps: list[Any] = []
@@ -74,9 +75,9 @@ class SdkEnvironment(Environment):
         self.eval_dataset = held_out
         self.max_score_concurrency = int(sdk.max_score_concurrency)
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         self._steps = []
-        opening = self._sdk.start_episode(_to_sdk(example), self._prompt_text or prompt_text)
+        opening = self._sdk.start_episode(_to_sdk(example), self._system_prompt)
         return list(map(_with_text, opening))
 
     def max_episode_turns(self, example: TaskExample) -> int:
@@ -111,10 +112,14 @@ class SdkEnvironment(Environment):
         return list(map(_reward, results))
 
     def _to_sdk_episode(self, episode: EnvironmentEpisode) -> Any:
-        make_turn = self._types.EnvironmentTurn
-        turns = (make_turn(role=turn.role, content=turn.content or "") for turn in episode.turns)
+        messages = tuple(map(_with_text, episode.messages))
+        turns: list[Any] = []
+        for message in messages[episode.prompt_length :]:
+            turns.append(
+                self._types.EnvironmentTurn(role=message["role"], content=message["content"])
+            )
         return self._types.EnvironmentEpisode(
-            messages=tuple(map(_with_text, episode.messages)),
+            messages=messages,
             response_text=episode.response_text or "",
             turns=tuple(turns),
             metadata=episode.metadata,
@@ -187,8 +192,14 @@ def _to_sdk(example: TaskExample) -> Any:
 
 
 def _reward(result: Any) -> RewardResult:
-    values = {field.name: getattr(result, field.name) for field in fields(RewardResult)}
-    return RewardResult(**values)
+    metrics: list[RewardMetric] = []
+    for metric in result.metrics:
+        numbers = (metric.score, metric.value, metric.success)
+        number = next((item for item in numbers if item is not None), math.nan)
+        metrics.append(RewardMetric(metric.name, number))
+    return RewardResult(
+        result.score, result.resolved_success(), result.reason, result.error, metrics
+    )
 
 
 def _with_text(message: ChatMessage) -> ChatMessage:

@@ -111,7 +111,7 @@ class GymEnvironment(EnvironmentMultiTurn):
         self._steps = 0
         self._invalid = 0
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> Any:
+    def start_episode(self, example: TaskExample) -> Any:
         seed = int(example.record["seed"])
 
         def begin(created: Any) -> Any:

@@ -39,7 +39,6 @@ LOCAL = "local"
 """The one kind of Inspect's sandboxes that needs no other program: files of this sandbox."""
 MAX_CALLS = 64
 MAX_REPLY_BYTES = 1 << 16
-SOLVED = 1.0 - 1e-6
 
 
 def adapt(task: Any) -> InspectEnvironment:
@@ -78,9 +77,7 @@ class InspectEnvironment(EnvironmentAgent):
             raise RuntimeError("Inspect gave no score: the task has no scorer")
         reward = sum(scores.values()) / len(scores)
         metrics = [RewardMetric(name, score=value) for name, value in scores.items()]
-        return RewardResult(
-            reward, success=reward >= SOLVED, metrics=metrics, reason=result["reason"]
-        )
+        return RewardResult(reward, reason=result["reason"], metrics=metrics)
 
 
 def _question(sample: Any) -> str:

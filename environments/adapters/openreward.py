@@ -35,7 +35,6 @@ from environments.base import (
 from environments.tools import TOOL_ERROR
 
 MAX_TURNS = 32
-SUCCESS_AT = 1.0
 
 
 def adapt(kind: Any) -> OrsEnvironment:
@@ -60,7 +59,7 @@ class OrsEnvironment(EnvironmentMultiTurn):
         self._reward = 0.0
         self._calls = 0
 
-    async def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    async def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         self._object = self._kind(task_spec=dict(example.record), secrets={})
         await _value(self._object.setup())
         return [{"role": "user", "content": _text(await _value(self._object.get_prompt()))}]
@@ -110,7 +109,7 @@ class OrsEnvironment(EnvironmentMultiTurn):
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         metrics = [RewardMetric("calls", score=float(self._calls))]
-        return RewardResult(self._reward, success=self._reward >= SUCCESS_AT, metrics=metrics)
+        return RewardResult(self._reward, metrics=metrics)
 
     async def close_episode(self) -> None:
         if self._object is not None:

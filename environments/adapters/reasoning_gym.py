@@ -33,6 +33,7 @@ from typing import Any, cast
 
 from environments import task_cache
 from environments.base import (
+    FULL_SCORE,
     ArgumentsError,
     ChatMessage,
     DatasetError,
@@ -64,7 +65,6 @@ SIZES_OF_SLOW = {
     "zebra_puzzles": (50, 20),
 }
 """Sizes of the train and eval splits, by default: those of slow datasets take some 6 s to make."""
-SOLVED = 1.0 - 1e-6
 WORTHLESS = ("", "?", "asdf qwer zxcv")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 INSTRUCTION = "Write the final answer, and nothing else, in tags: <answer>your answer</answer>."
@@ -151,7 +151,7 @@ class ReasoningGym(EnvironmentSingleTurn):
         gold = {str(task.output).strip() for task in (*self.dataset, *self.eval_dataset)}
         self.placeholders = set(_tagged(self.instruction)) - gold
 
-    def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    def build_prompt_messages(self, example: TaskExample) -> list[ChatMessage]:
         return [{"role": "user", "content": f"{example.input}\n\n{self.instruction}"}]
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
@@ -163,7 +163,7 @@ class ReasoningGym(EnvironmentSingleTurn):
         tagged = float(bool(answer))
         return RewardResult(
             score=self.tag_reward * tagged + (1 - self.tag_reward) * right,
-            success=right >= SOLVED,
+            success=right >= FULL_SCORE,
             reason=None if answer else "nothing between <answer> and </answer>",
             metrics=[RewardMetric("tagged", score=tagged), RewardMetric("right", score=right)],
         )
@@ -178,7 +178,7 @@ class ReasoningGym(EnvironmentSingleTurn):
         if example.input not in self.floors:
             self.floors[example.input] = max(self._paid(text, example) for text in WORTHLESS)
         floor = self.floors[example.input]
-        if floor >= SOLVED:
+        if floor >= FULL_SCORE:
             return float(example.output is not None and _same_text(answer, str(example.output)))
         return max(0.0, self._paid(answer, example) - floor) / (1.0 - floor)
 

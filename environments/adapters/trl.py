@@ -70,7 +70,7 @@ class FactoryEnvironment(EnvironmentToolUse):
         self._object: Any = None
         self._prompt: list[ChatMessage] = []
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         self._object = self._factory()
         messages = prompt_messages(example.record)
         if observation := self._object.reset(**example.record):

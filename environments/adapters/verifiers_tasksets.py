@@ -40,7 +40,6 @@ from environments.base import (
 MOST_TASKS = 1000
 """Taken from a taskset that has no end."""
 MAX_CALLS = 64
-SUCCESS_AT = 1.0
 HERE = ("subprocess", "prime")
 """Runtimes that a seat may name: this sandbox, and the default one, which it stands in for."""
 MESSAGES_FILE = "--initial-messages-file"
@@ -149,7 +148,6 @@ def _result(traces: Sequence[Any]) -> RewardResult:
     reward = fmean(trace.reward for trace in traces)
     return RewardResult(
         reward,
-        success=reward >= SUCCESS_AT,
         reason=", ".join(trace.stop_condition for trace in traces if trace.stop_condition) or None,
         metrics=[RewardMetric(name, score=fmean(result)) for name, result in values.items()],
     )

@@ -2,7 +2,7 @@
 
     endpoint = Endpoint(loop)                    # a server on 127.0.0.1 and a free port
     episode = AgentEpisode(agent, endpoint, call)
-    messages = await episode.start_episode(example, "")     # what the agent asked first
+    messages = await episode.start_episode(example)     # what the agent asked first
     reply = await episode.step_episode(example, [*messages, turn], turn["content"])
 
 Each request of the agent is a call, which waits for the model's turn. A call that continues the
@@ -75,7 +75,7 @@ class AgentEpisode(EnvironmentMultiTurn):
             raise EnvironmentFault("environment_error", what)
         return AgentEpisode(agent, self._endpoint, self._call)
 
-    async def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    async def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         session = self._session
         self._endpoint.sessions[session.key] = session
         self._running = asyncio.create_task(self._run(example))

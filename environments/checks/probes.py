@@ -57,7 +57,7 @@ STATED_SHARE = 0.9
 MOST_REWARD = 1000.0
 EVERY_GOLD_SHARE = 0.25
 """Of the time that is left, the share in which the gold answers of all tasks are played."""
-SUCCESS_FIX = "set success in RewardResult: by default any score > 0 is a success"
+SUCCESS_FIX = "set success in RewardResult: by default a score of at least 1 is a success"
 CUT_FIX = (
     "this is right if the first half of a gold answer says all; otherwise make the scorer require "
     "a whole answer"

@@ -98,6 +98,10 @@ FIX_OF_TEXT = {
     "exit calls, signals and crashes of native code",
 }
 """Fixes by a pattern of the fault's text, for faults that no exception of a method caused."""
+REWARD_FIX = (
+    "RewardResult takes score, success, reason, error, metrics and metadata, and RewardMetric name "
+    "and score"
+)
 METHODS = ("environment.py", *vars(Environment), *vars(EnvironmentSingleTurn))
 """Whose names a fix may repeat. Environment code can claim any name."""
 
@@ -130,6 +134,8 @@ def _fix(name: str, fault: EnvironmentFault) -> str:
 
 
 def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
+    if re.search(r"Reward(Result|Metric)\.__init__\(\)", what):
+        return REWARD_FIX
     called = re.search(r"(\w+)\(\) (?:takes|missing|got)", what)
     if error == "TypeError" and called and not called[1].startswith("_"):
         contract = getattr(EnvironmentSingleTurn, called[1], None)

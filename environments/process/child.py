@@ -48,8 +48,6 @@ from environments.base import (
     EnvironmentAgent,
     EnvironmentEpisode,
     EnvironmentStepResult,
-    EnvironmentTurn,
-    RewardMetric,
     RewardResult,
     TaskExample,
     UnsupportedError,
@@ -98,11 +96,6 @@ class Episode:
     prompt_length: int = 0
     final_text: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def turns(self) -> list[ChatMessage]:
-        """The messages after the prompt."""
-        return self.messages[self.prompt_length :]
 
 
 class MainThread(Executor):
@@ -262,7 +255,7 @@ class Child:
             raise _error(f"new_episode must return an environment, got {_kind(environment)}")
         opened = self._episodes[episode] = Episode(environment, example, generators)
         try:
-            prompt = await self._call(environment.start_episode, example, "")
+            prompt = await self._call(environment.start_episode, example)
             opened.messages = _messages(prompt, "start_episode", OPENING_ROLES)
             if not opened.messages:
                 raise _error("start_episode returned no messages")
@@ -406,7 +399,7 @@ class Child:
         return EnvironmentEpisode(
             messages=tuple(state.messages),
             response_text=await self._response_text(state),
-            turns=tuple(map(_turn, state.turns)),
+            prompt_length=state.prompt_length,
             metadata=state.metadata,
             latency_ms=latency_ms,
             total_tokens=total_tokens,
@@ -417,7 +410,7 @@ class Child:
         if state.final_text is not None:
             return state.final_text
         answer = ""
-        for turn in state.turns:
+        for turn in state.messages[state.prompt_length :]:
             if turn["role"] == "assistant":
                 answer = turn["content"]
         normalize = state.environment.normalize_response_text
@@ -618,12 +611,6 @@ def _assistant(text: str | None, tool_calls: list[dict[str, Any]]) -> ChatMessag
     return turn
 
 
-def _turn(message: ChatMessage) -> EnvironmentTurn:
-    calls = message.get("tool_calls")
-    metadata = {"tool_calls": calls} if calls else {}
-    return EnvironmentTurn(message["role"], message["content"], message.get("name"), metadata)
-
-
 def _tools(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise _error(f"tools must be a list of functions or schemas, got {_kind(value)}")
@@ -677,18 +664,11 @@ def _score(result: Any, must: str) -> dict[str, Any]:
     score: dict[str, Any] = {"reward": reward, "success": bool(result.resolved_success())}
     score["metrics"] = {}
     for metric in result.metrics:
-        if (value := _metric_value(metric)) is not None:
+        if (value := _finite(metric.score)) is not None:
             score["metrics"][metric.name] = value
     for name, text in (("reason", result.reason), ("error", result.error)):
         score[name] = None if text is None else _text(str(text), name)
     return score
-
-
-def _metric_value(metric: RewardMetric) -> float | None:
-    for item in (metric.score, metric.value, metric.success):
-        if (number := _finite(item)) is not None:
-            return number
-    return None
 
 
 def _finite(value: Any) -> float | None:

@@ -421,7 +421,7 @@ async def play(environment: GymEnvironment, answers: list[str]) -> tuple[list[st
     """What was shown, the reward, and the object that was played with."""
     example = environment.dataset[2]
     episode = environment.new_episode(example)
-    messages = await settled(episode.start_episode(example, ""))
+    messages = await settled(episode.start_episode(example))
     for answer in answers:
         messages.append({"role": "assistant", "content": answer})
         result = await settled(episode.step_episode(example, messages, answer))

@@ -58,9 +58,8 @@ def test_rows_keep_their_ids_and_get_stable_ones(tmp_path: Path) -> None:
     ("result", "success"),
     [
         (RewardResult(0.0), False),
-        (RewardResult(0.1), True),
-        (RewardResult(0.4, threshold=0.5), False),
-        (RewardResult(0.5, threshold=0.5), True),
+        (RewardResult(0.9), False),
+        (RewardResult(0.1 + 0.2 + 0.7), True),
         (RewardResult(1.0, error="broken"), False),
         (RewardResult(0.0, success=True), True),
         (RewardResult(1.0, success=False), False),
@@ -71,7 +70,7 @@ def test_success_is_given_or_derived(result: RewardResult, success: bool) -> Non
 
 
 class Upper(EnvironmentSingleTurn):
-    def build_prompt_messages(self, example, prompt_text):
+    def build_prompt_messages(self, example):
         return [{"role": "user", "content": example.input}]
 
     def score_response(self, example, response_text):
@@ -86,7 +85,7 @@ TASK = TaskExample({}, "shout", output="HEY")
 
 def test_a_single_turn_environment_is_an_episode_of_one_turn() -> None:
     environment = Upper()
-    assert environment.start_episode(TASK, "be loud")[0] == {"role": "system", "content": "be loud"}
+    assert environment.start_episode(TASK) == [{"role": "user", "content": "shout"}]
     assert environment.max_episode_turns(TASK) == 1
     step = environment.step_episode(TASK, [], " hey ")
     assert (step.done, step.final_response_text) == (True, "HEY")
@@ -109,7 +108,7 @@ async def test_a_scorer_that_would_never_be_called_is_refused_when_the_environme
 
 def test_a_scorer_of_many_that_its_own_scorer_of_one_calls_is_nobodys_business() -> None:
     class Batched(EnvironmentSingleTurn):
-        def build_prompt_messages(self, example, prompt_text):
+        def build_prompt_messages(self, example):
             return []
 
         def score_response(self, example, response_text):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import environments
-from environments import EnvironmentEpisode, EnvironmentTurn, RewardResult
+from environments import EnvironmentEpisode, RewardResult
 from flash_mcp.protocol.spec import read_toml, validate
 
 EXAMPLES = Path(environments.__file__).parent / "examples"
@@ -36,7 +36,7 @@ ASK, ANSWER = f"<calc>{TASK.record['expression']}</calc>", f"<answer>{TASK.outpu
 def play(*answers: str) -> tuple[list[str], RewardResult]:
     """What the calculator replied, and the reward, for a model that says `answers`."""
     episode = SUM.new_episode(TASK)
-    messages = episode.start_episode(TASK, "")
+    messages = episode.start_episode(TASK)
     prompt = len(messages)
     for answer in answers:
         messages.append({"role": "assistant", "content": answer})
@@ -44,9 +44,8 @@ def play(*answers: str) -> tuple[list[str], RewardResult]:
         if result.done:
             break
         messages += result.messages
-    turns = [EnvironmentTurn(message["role"], message["content"]) for message in messages[prompt:]]
-    reward = episode.score_episode(TASK, EnvironmentEpisode(messages, response_text=answers[-1], turns=turns))
-    return [turn.content for turn in turns if turn.role == "user"], reward
+    reward = episode.score_episode(TASK, EnvironmentEpisode(messages, answers[-1], prompt))
+    return [turn["content"] for turn in messages[prompt:] if turn["role"] == "user"], reward
 
 
 def test_asking_the_calculator_and_answering_earns_everything() -> None:

@@ -96,7 +96,7 @@ class Doubling(EnvironmentToolUse):
     def double(self, number: int) -> int:
         self.called += 1
         return 2 * number
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         self.called = 0
         return [{"role": "user", "content": example.input}]
     def score_episode(self, example, episode):
@@ -162,10 +162,10 @@ FAULTS = {
         "counts as a success, with reward 1",
     ),
     "a floor that makes everything a success": (
-        "def score_response(self, example, text): return RewardResult(1.0 if text == example.output else 0.01)",
+        "def score_response(self, example, text): return RewardResult(2.0 if text == example.output else 1.0)",
         {"junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "constants"},
         "empty",
-        "'' counts as a success, with reward 0.01",
+        "'' counts as a success, with reward 1",
     ),
     "a scorer that pays nearly all for nothing": (
         "def score_response(self, example, text):\n"
@@ -237,7 +237,7 @@ FAULTS = {
         "train[0]: the content of a assistant message of sft_completion must be a string, got int 3",
     ),
     "a prompt of the wrong shape": (
-        "def build_prompt_messages(self, example, prompt_text): return [{'role': 'user', 'text': 'hello'}]",
+        "def build_prompt_messages(self, example): return [{'role': 'user', 'text': 'hello'}]",
         {"prompts"},
         "prompts",
         "the content of a user message of start_episode must be a string, got None",
@@ -257,9 +257,9 @@ async def test_a_faulty_environment_fails_where_it_is_at_fault(tmp_path: Path, f
 
 
 FIXES = {
-    "start_episode": ("def start_episode(self, example): return []", "prompts",
-        "define it as the contract does: start_episode(self, example, prompt_text)"),
-    "prompt": ("def start_episode(self, example, prompt_text): return 1 / 0", "prompts",
+    "start_episode": ("def start_episode(self, example, prompt_text): return []", "prompts",
+        "define it as the contract does: start_episode(self, example)"),
+    "prompt": ("def start_episode(self, example): return 1 / 0", "prompts",
         "correct start_episode at the line named"),
     "step": ("def step_episode(self, example, messages, assistant_response): pass", "junk",
         "return what the evidence asks for on every path: one without a return gives None"),
@@ -275,6 +275,8 @@ FIXES = {
         "correct score_episode at the line named"),
     "junk": ("def score_response(self, example, text): return RewardResult(float(int(text) == 1))", "junk",
         "return a low score instead of raising, whatever the model wrote"),
+    "field": ("def score_response(self, example, text): return RewardResult(0.0, threshold=1.0)", "junk",
+        "RewardResult takes score, success, reason, error, metrics and metadata, and RewardMetric name and score"),
     "exit": ("def score_response(self, example, text): return text[:4] == 'asdf' and os._exit(3)", "junk",
         "raise or return instead of ending the process: look for exit calls, signals and crashes of native code"),
 }  # fmt: skip
@@ -351,7 +353,7 @@ async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:
     source = """
     class Sample(Echo):
         said = []
-        def start_episode(self, example, prompt_text):
+        def start_episode(self, example):
             self.said.clear()
             return [{"role": "user", "content": "go on"}]
         def step_episode(self, example, messages, assistant_response):
@@ -479,7 +481,7 @@ async def test_all_of_it_ends_at_its_deadline(tmp_path: Path) -> None:
 async def test_without_time_for_a_prompt_every_check_is_unfinished(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
-        def build_prompt_messages(self, example, prompt_text):
+        def build_prompt_messages(self, example):
             time.sleep(30)
     """
     folder = environment_folder(tmp_path, source)
@@ -491,9 +493,9 @@ async def test_without_time_for_a_prompt_every_check_is_unfinished(tmp_path: Pat
 async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
-        def build_prompt_messages(self, example, prompt_text):
+        def build_prompt_messages(self, example):
             time.sleep(1.5)
-            return super().build_prompt_messages(example, prompt_text)
+            return super().build_prompt_messages(example)
     """
     report = await check(environment_folder(tmp_path, source))
     assert report.verdict == "passed"

@@ -127,7 +127,7 @@ def test_a_message_is_read_with_its_calls() -> None:
 class Searcher(EnvironmentToolUse):
     tools = (search,)
 
-    def start_episode(self, example: Any, prompt_text: str) -> Any: ...
+    def start_episode(self, example: Any) -> Any: ...
     def score_episode(self, example: Any, episode: Any) -> Any: ...
 
 
@@ -156,14 +156,14 @@ class Counter(EnvironmentToolUse):
     def __init__(self):
         self.dataset = tasks()
         self.tools = [self.count]
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         self.counted = 0
         return [{"role": "user", "content": "count"}]
     def count(self) -> dict:
         self.counted += 1
         return {"counted": self.counted}
     def score_episode(self, example, episode):
-        calls = [turn.metadata.get("tool_calls") for turn in episode.turns]
+        calls = [turn.get("tool_calls") for turn in episode.messages[episode.prompt_length :]]
         return RewardResult(self.counted, reason=str(calls[0][0]["function"]["name"]))
     def sft_completion(self, example):
         return [{"role": "assistant", "content": None, "tool_calls": [{"name": "count"}]}]
@@ -197,7 +197,7 @@ async def test_a_tool_of_the_loaded_object_changes_only_its_own_episode(tmp_path
         ("def episode_tools(self, example): return 5", "tools must be a list"),
         ("def episode_tools(self, example): return [print]", "tools:"),
         (
-            "def start_episode(self, example, text): return [{'role': 'assistant', 'content': '', 'tool_calls': 5}]",
+            "def start_episode(self, example): return [{'role': 'assistant', 'content': '', 'tool_calls': 5}]",
             "tool_calls must be a list",
         ),
     ],

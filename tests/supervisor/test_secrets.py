@@ -57,7 +57,7 @@ open(os.path.join(tempfile.mkdtemp(), "key"), "w").write(KEY)
 class Sample(Echo):
     def __init__(self):
         self.dataset = tasks(3 * len(WAYS))
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         self.way, self.how = WAYS[self.dataset.index(example) % len(WAYS)], self.dataset.index(example) // len(WAYS)
         return [{"role": "user", "content": f"prompt {self.way}"}]
     def step_episode(self, example, messages, assistant_response):

@@ -43,7 +43,7 @@ class Numbers(EnvironmentSingleTurn):
         self.dataset += [TaskExample({}, "SAY  100 ", id="t40"), TaskExample({}, "hidden", id="t41")]
         self.eval_dataset = [TaskExample({}, f"Say {n}", id=f"e{n}") for n in range(100, 120)]
 
-    def build_prompt_messages(self, example, prompt_text):
+    def build_prompt_messages(self, example):
         text = "Say 101" if example.input == "hidden" else example.input
         return [*EXAMPLE, {"role": "user", "content": text}]
 

@@ -154,7 +154,7 @@ async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
 ) -> None:
     source = f"""
     class Sample(Addition):
-        def build_prompt_messages(self, example, prompt_text):
+        def build_prompt_messages(self, example):
             import {module}
     """
     folder = str(environment_folder(tmp_path, source))

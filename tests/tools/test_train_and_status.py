@@ -217,8 +217,8 @@ async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_t
 
 async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe, "OPENINGS_S", 0.3)
-    slow = "    def start_episode(self, example, prompt_text):\n        import time; time.sleep(1)\n"
-    slow += "        return super().start_episode(example, prompt_text)\n"
+    slow = "    def start_episode(self, example):\n        import time; time.sleep(1)\n"
+    slow += "        return super().start_episode(example)\n"
     push_echo(tmp_path, ENVIRONMENT.replace("    def score_response", f"{slow}    def score_response"))
     checked = await call("train", environment="echo", validate_only=True)
     assert checked["estimate"]["prompt_tokens_about"] == 0
@@ -227,9 +227,9 @@ async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(tmp_path: Pa
 
 async def test_one_task_that_cannot_be_opened_is_no_reason_to_refuse_a_run(tmp_path: Path):
     for broken, refuses in (("in ('train-0', 'train-2')", False), ("!= 'nothing'", True)):
-        fails = "    def start_episode(self, example, prompt_text):\n"
+        fails = "    def start_episode(self, example):\n"
         fails += f"        if str(self.dataset.index(example)) {broken}: raise ConnectionError\n"
-        fails += "        return super().start_episode(example, prompt_text)\n"
+        fails += "        return super().start_episode(example)\n"
         fails = fails.replace("('train-0', 'train-2')", "('0', '2')")
         push_echo(tmp_path, ENVIRONMENT.replace("    def score_response", f"{fails}    def score_response"))
         for algorithm in ("grpo", "sft"):

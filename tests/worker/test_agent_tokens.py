@@ -117,7 +117,7 @@ class InProcess:
         endpoint: Any = SimpleNamespace(sessions=self.agent.sessions, url="")
         example = TaskExample({}, "", id=f"{index}")
         episode = await AgentEpisode(self.agent, endpoint, call).new_episode(example)
-        messages = await episode.start_episode(example, "")
+        messages = await episode.start_episode(example)
         self.episodes[index] = (episode, example)
         turns = episode.max_episode_turns(example)
         return Opening(index, f"{index}", messages, turns, is_agent=True)

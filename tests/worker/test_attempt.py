@@ -396,11 +396,11 @@ def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_mo
 SOMETIMES = """
 import time
 class Sometimes(Vowels):
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         time.sleep({seconds})
         if int(example.id[1:]) % {every} == 0:
             raise ConnectionError("the simulator is busy")
-        return super().start_episode(example, prompt_text)
+        return super().start_episode(example)
     def sft_completion(self, example):
         return [{{"role": "assistant", "content": "a"}}]
 def load_environment(train=20, held_out=5, question="Write"):

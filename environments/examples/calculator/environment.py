@@ -59,11 +59,11 @@ class Calculator(EnvironmentMultiTurn):
         self.dataset = load_dataset(DATASETS / "train.jsonl")
         self.eval_dataset = load_dataset(DATASETS / "eval.jsonl")
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[dict[str, str]]:
+    def start_episode(self, example: TaskExample) -> list[dict[str, str]]:
         # Each episode has its own copy of this object, so this list belongs to one conversation.
         self.results: list[Fraction] = []
         return [
-            {"role": "system", "content": prompt_text or INSTRUCTIONS},
+            {"role": "system", "content": INSTRUCTIONS},
             *EXAMPLE,
             {"role": "user", "content": example.input},
         ]
@@ -89,7 +89,8 @@ class Calculator(EnvironmentMultiTurn):
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         gold = Fraction(str(example.output))
-        said = [turn.content or "" for turn in episode.turns if turn.role == "assistant"]
+        turns = episode.messages[episode.prompt_length :]
+        said = [turn["content"] or "" for turn in turns if turn["role"] == "assistant"]
         answer = ANSWER.search(said[-1]) if said else None
         parts = {
             "asked": any(CALC.search(text) for text in said),

@@ -31,8 +31,8 @@ class Questions(EnvironmentSingleTurn):
         self.dataset = load_dataset(DATASETS / "train.jsonl")
         self.eval_dataset = load_dataset(DATASETS / "eval.jsonl")
 
-    def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[dict[str, str]]:
-        question = f"{example.input}\n{prompt_text or INSTRUCTIONS}"
+    def build_prompt_messages(self, example: TaskExample) -> list[dict[str, str]]:
+        question = f"{example.input}\n{INSTRUCTIONS}"
         return [{"role": "user", "content": question}]
 
     def sft_completion(self, example: TaskExample) -> list[dict[str, str]]:

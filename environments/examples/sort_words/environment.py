@@ -39,9 +39,9 @@ class SortWords(EnvironmentSingleTurn):
         self.dataset = load_dataset(DATASETS / "train.jsonl")
         self.eval_dataset = load_dataset(DATASETS / "eval.jsonl")
 
-    def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[dict[str, str]]:
+    def build_prompt_messages(self, example: TaskExample) -> list[dict[str, str]]:
         return [
-            {"role": "system", "content": prompt_text or INSTRUCTIONS},
+            {"role": "system", "content": INSTRUCTIONS},
             *EXAMPLE,
             {"role": "user", "content": example.input},
         ]

@@ -68,11 +68,11 @@ class ToolCalculator(EnvironmentToolUse):
         self.results.append(result)
         return result
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[dict[str, Any]]:
+    def start_episode(self, example: TaskExample) -> list[dict[str, Any]]:
         # Each episode has its own copy of this object, so this list belongs to one conversation.
         self.results: list[int] = []
         return [
-            {"role": "system", "content": prompt_text or INSTRUCTIONS},
+            {"role": "system", "content": INSTRUCTIONS},
             # A small model imitates turns far better than it follows a description.
             {"role": "user", "content": "What is 3 + 4?"},
             call(3, "+", 4),

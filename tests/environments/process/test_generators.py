@@ -43,7 +43,7 @@ async def test_episodes_at_once_draw_what_they_draw_one_by_one(tmp_path: Path, d
     from random import choice
     from numpy.random import permutation
     class Sample(Echo):
-        {kind} start_episode(self, example, prompt_text):
+        {kind} start_episode(self, example):
             {"await asyncio.sleep(0.01)" if kind == "async def" else "time.sleep(0.01)"}
             return [{{"role": "user", "content": str(({DRAWS[drawn]}))}}]
         {kind} step_episode(self, example, messages, assistant_response):
@@ -67,7 +67,7 @@ async def test_what_load_environment_draws_is_no_episodes(tmp_path: Path) -> Non
     random.seed(7)
     drawn = random.random()
     class Sample(Echo):
-        def start_episode(self, example, prompt_text):
+        def start_episode(self, example):
             random.seed(1)
             return [{"role": "user", "content": "go on"}]
         def score_episode(self, example, episode): return RewardResult(drawn)

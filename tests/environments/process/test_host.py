@@ -46,10 +46,11 @@ async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
     class Sample(Echo):
         def score_episode(self, example, episode):
             roles = [message["role"] for message in episode.messages]
-            metrics = [RewardMetric("turns", value=len(episode.turns)), RewardMetric("told", success=True),
-                       RewardMetric("empty"), RewardMetric("bad", score=float("nan"))]
+            turns = episode.messages[episode.prompt_length:]
+            metrics = [RewardMetric("turns", len(turns)), RewardMetric("said", True),
+                       RewardMetric("empty", None), RewardMetric("bad", float("nan"))]
             reason = f"{roles} {episode.response_text} {episode.latency_ms} {episode.total_tokens}"
-            return RewardResult(score=0.25, threshold=0.2, metrics=metrics, reason=reason)
+            return RewardResult(score=0.25, success=True, metrics=metrics, reason=reason)
     """
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         opening = await host.open("train", 2)
@@ -60,7 +61,7 @@ async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
         await host.step(opening.episode, "six")
         score = await host.score(opening.episode, latency_ms=12, total_tokens=34)
         assert (score.reward, score.success, score.error) == (0.25, True, None)
-        assert score.metrics == {"turns": 4.0, "told": 1.0}
+        assert score.metrics == {"turns": 4.0, "said": 1.0}
         assert score.reason == "['user', 'assistant', 'user', 'assistant', 'user'] six 12 34"
         assert (await fault_of(host.step(opening.episode, "late"))).what.endswith("is not open")
 
@@ -96,7 +97,7 @@ async def test_the_episodes_of_a_task_are_scored_together_and_closed(tmp_path: P
             ended = [Ended(opening.episode, at, 10 * at) for at, opening in enumerate(openings)]
             scores = await host.score_group(ended)
             assert [score.reward for score in scores] == [0.5, 1.0, 0.0]
-            assert [score.success for score in scores] == [True, True, False]
+            assert [score.success for score in scores] == [False, True, False]
             drawn.update(score.reason for score in scores)
         (reason,) = drawn  # what a scorer draws depends on the task alone
         assert str(reason).startswith("[(0, 0), (1, 10), (2, 20)] 0.")
@@ -167,8 +168,8 @@ async def test_splits_tasks_and_gold_answers_are_known(tmp_path: Path) -> None:
 async def test_coroutine_methods_run_as_they_are(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
-        async def build_prompt_messages(self, example, prompt_text): return []
-        async def start_episode(self, example, prompt_text):
+        async def build_prompt_messages(self, example): return []
+        async def start_episode(self, example):
             await asyncio.sleep(0)
             return [{"role": "user", "content": "asynchronously"}]
         async def max_episode_turns(self, example): return 2
@@ -190,7 +191,7 @@ async def test_each_episode_has_state_of_its_own_and_is_closed_once(tmp_path: Pa
     source = """
     class Sample(Echo):
         closed = []
-        def start_episode(self, example, prompt_text):
+        def start_episode(self, example):
             self.said = []
             return [{"role": "user", "content": str(len(Sample.closed))}]
         def step_episode(self, example, messages, assistant_response):
@@ -290,7 +291,7 @@ async def test_calls_under_way_stay_within_their_bounds(
             steps.measure()
             return EnvironmentStepResult(done=True)
         def score_episode(self, example, episode):
-            return RewardResult(score=scores.measure(), metrics=[RewardMetric("steps", value=steps.most)])
+            return RewardResult(score=scores.measure(), metrics=[RewardMetric("steps", steps.most)])
     """
     async with await EnvironmentHost.start(environment_folder(tmp_path, source), concurrency=concurrency) as host:
 

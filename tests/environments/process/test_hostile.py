@@ -45,9 +45,9 @@ class Sample(Echo):
     def new_episode(self, example):
         Tasks.loaded = True
         return super().new_episode(example)
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         forge("start")
-        return super().start_episode(example, prompt_text)
+        return super().start_episode(example)
     def step_episode(self, example, messages, assistant_response):
         forge("step")
         return super().step_episode(example, messages, assistant_response)

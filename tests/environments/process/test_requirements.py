@@ -79,7 +79,7 @@ async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_our
         import six
 
         class Sample(Addition):
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 ours = [name for name in ("pydantic", "flash_mcp", "torch") if importlib.util.find_spec(name)]
                 return [{"role": "user", "content": f"{six.__version__} {ours} {sys.prefix}"}]
     """
@@ -354,7 +354,7 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
         import attacker
 
         class Sample(Addition):
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 told = [attacker.AT_BUILD, attacker.AT_START, attacker.POWERS]
                 return [{"role": "user", "content": json.dumps(told)}]
     """
@@ -518,7 +518,7 @@ async def test_a_build_sees_no_password_of_an_index(
         import attacker, private
 
         class Sample(Addition):
-            def build_prompt_messages(self, example, prompt_text):
+            def build_prompt_messages(self, example):
                 told = f"{attacker.FOUND} {attacker.SEEN > 1000} {private.ANSWER}"
                 return [{"role": "user", "content": told}]
     """

@@ -10,7 +10,7 @@ class Vowels(EnvironmentMultiTurn):
         self.dataset = [TaskExample({}, f"{question} {i}", id=f"t{i}") for i in range(train)]
         self.eval_dataset = [TaskExample({}, f"{question}! {i}", id=f"v{i}") for i in range(held_out)]
 
-    def start_episode(self, example, prompt_text):
+    def start_episode(self, example):
         return [{"role": "user", "content": example.input}]
 
     def max_episode_turns(self, example):

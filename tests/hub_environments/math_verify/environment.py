@@ -15,7 +15,7 @@ class Equal(EnvironmentSingleTurn):
             TaskExample({}, f"Write ${gold}$ in another way.", id=gold, output=f"${gold}$") for gold in GOLD
         ]
 
-    def build_prompt_messages(self, example, prompt_text):
+    def build_prompt_messages(self, example):
         return [{"role": "user", "content": example.input}]
 
     def score_response(self, example, response_text):
