@@ -36,8 +36,6 @@ from mcp_types import (
 )
 from mcp_types import Tool as WireTool
 from pydantic import ValidationError
-from starlette.applications import Starlette
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flash_mcp import __version__
 from flash_mcp.judgement.curve import Curve, png
@@ -177,12 +175,6 @@ class FlashServer(MCPServer[Any]):
             raise ToolError(str(error)) from error
         except ToolError as error:
             raise ToolError(_words_of(name, error)) from error.__cause__
-
-    def streamable_http_app(self, **options: Any) -> Starlette:
-        """The SDK's app, with blanks around header values removed."""
-        app = super().streamable_http_app(**options)
-        app.add_middleware(TrimmedHeaders)
-        return app
 
     def _check(self, name: str, arguments: dict[str, Any]) -> None:
         if name in self.contributed:
@@ -417,21 +409,6 @@ def build_server(*extensions: Extension, jobs: Sequence[Jobs] = ()) -> FlashServ
     _add_resources(built)
     add_completion(built)
     return built
-
-
-class TrimmedHeaders:
-    """Removes blanks around header values, as RFC 9110 section 5.5 asks: httptools leaves trailing
-    ones.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = [(name, value.strip(b" \t")) for name, value in scope["headers"]]
-            scope = {**scope, "headers": headers}
-        await self.app(scope, receive, send)
 
 
 def add_completion(server: MCPServer) -> None:
