@@ -242,7 +242,7 @@ def _shared_gpus() -> Outcome:
         fix = "set FLASH_DEVICE_LOCKS to one folder for all state directories of this machine"
         return "warning", "two state directories may use one GPU at a time", fix
     used: list[str] = []
-    for device in device_locks.names_of(gpus):
+    for device in devices.names_of(gpus):
         others = device_locks.users(device, home())
         used += [f"{device} is used by {other}" for other in others]
     if used:

@@ -15,8 +15,7 @@ import os
 import pwd
 import re
 import stat
-import subprocess
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,18 +73,6 @@ def users(device: str, home: Path) -> list[str]:
                 if not try_lock(descriptor):
                     results.append(_whose(descriptor))
     return results
-
-
-def names_of(gpus: Sequence[str]) -> list[str]:
-    """The UUID of each GPU that is named by its number; others keep their names."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    uuids: dict[str, str] = {}
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        for line in done.stdout.splitlines():
-            index, _, uuid = line.partition(",")
-            uuids[index.strip()] = uuid.strip()
-    return [uuids.get(gpu, gpu) for gpu in gpus]
 
 
 def _taken(what: str, **values: Any) -> FlashError:

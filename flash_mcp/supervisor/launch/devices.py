@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -48,13 +49,13 @@ def processor() -> Device:
 
 def gpus(timeout_s: float = 10.0) -> list[Device]:
     """NVIDIA GPUs as nvidia-smi tells; none where it is missing or fails."""
-    return [_gpu(line) for line in _ask(QUERY, timeout_s) if line.count(",") >= 3]
+    return [_gpu(line) for line in ask(QUERY, timeout_s) if line.count(",") >= 3]
 
 
 def drivers() -> list[Driver]:
     """What `gpus` are driven by, in the same order."""
     found: list[Driver] = []
-    for line in _ask("driver_version,compute_cap,name", 10.0):
+    for line in ask("driver_version,compute_cap,name", 10.0):
         version, capability, name = (part.strip() for part in line.split(",", 2))
         found.append(Driver(name, version, capability))
     return found
@@ -63,10 +64,19 @@ def drivers() -> list[Driver]:
 def free_memory() -> dict[str, float]:
     """{UUID: GiB} of each GPU, as nvidia-smi knows it."""
     results: dict[str, float] = {}
-    for line in _ask("uuid,memory.free", 10.0):
+    for line in ask("uuid,memory.free", 10.0):
         uuid, _, free = line.partition(",")
         results[uuid.strip()] = _from_mib(free.strip())
     return results
+
+
+def names_of(cards: Sequence[str]) -> list[str]:
+    """The UUID of each GPU that is named by its number; others keep their names."""
+    uuids: dict[str, str] = {}
+    for line in ask("index,uuid", 30.0):
+        index, _, uuid = line.partition(",")
+        uuids[index.strip()] = uuid.strip()
+    return [uuids.get(card, card) for card in cards]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -77,7 +87,8 @@ def numbers(version: str) -> tuple[int, ...]:
     return ()
 
 
-def _ask(query: str, timeout_s: float) -> list[str]:
+def ask(query: str, timeout_s: float) -> list[str]:
+    """The lines of nvidia-smi, one for each GPU; none where it is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
-from flash_mcp.supervisor.launch.devices import free_memory, installed
+from flash_mcp.supervisor.launch.devices import ask, free_memory, installed, names_of
 
 DEVICES = "devices.json"
 SIGNAL_TIMEOUT_S = 10.0
@@ -141,7 +140,7 @@ class LocalLauncher(Launcher):
     def __init__(self, records: Path, gpus: Sequence[str] | None = None) -> None:
         self.records = records
         self.gpus = find_gpus() if gpus is None else list(gpus)
-        self.devices = device_locks.names_of(self.gpus) if self.gpus else []
+        self.devices = names_of(self.gpus) if self.gpus else []
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         records.mkdir(parents=True, exist_ok=True)
         _write_devices(records.parent, self.devices)
@@ -319,13 +318,4 @@ def find_gpus() -> list[str]:
         return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
-    if not shutil.which("nvidia-smi"):
-        return []
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
-        return []
-    if process.returncode == 0:
-        return process.stdout.split()
-    return []
+    return ask("index", 30.0)
