@@ -34,7 +34,6 @@ MARK = "artifact:"
 ARTIFACT = re.compile(r"artifact:[0-9a-f]{64}")
 RUN_FOLDERS = "run-folders"
 """The folder of a storage that holds those of its runs."""
-CHUNK_BYTES = 4 << 20
 _IN_USE: dict[Path, int] = {}
 """File descriptors of lock files: the kernel lets go of them when the process ends."""
 

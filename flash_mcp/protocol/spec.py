@@ -211,13 +211,6 @@ class RunSpec(BaseModel):
         """Whether the run needs an engine."""
         return self.algorithm == "grpo" or self.evaluates
 
-    def steps_of(self, rows: int) -> int:
-        """Optimizer steps of the run, with `rows` rows to learn from."""
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None
-        return math.ceil(rows * self.epochs / self.batch_size)
-
 
 class ResolvedSpec(BaseModel):
     """What job.json holds: the spec, and `sources[field]` = where that value came from.

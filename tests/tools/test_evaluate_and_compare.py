@@ -579,7 +579,7 @@ async def test_env_test_samples_nothing_where_a_check_failed(client: Client, tmp
 def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(after: bool, every: int | None, count: int):
     spec = resolve(validate({"environment": "e", "steps": 20, "eval_before": True, "eval_after": after,
                              **({"eval_every": every} if every else {})})).spec  # fmt: skip
-    assert run_time._evaluations(spec, spec.steps_of(rows=0)) == count
+    assert run_time._evaluations(spec, 20) == count
 
 
 # -- measured before -------------------------------------------------------------------------------
