@@ -83,15 +83,11 @@ def _measured(store: Store, spec: RunSpec) -> int:
 
 def _computed(spec: RunSpec, card: ModelCard) -> int:
     """From the shapes of the linear layers, if the model lies ready."""
+    path = models_dir() / card.address / "config.json"
+    if not path.is_file():
+        path = models_dir() / card.name / "config.json"
     try:
-        text = (models_dir() / card.address / "config.json").read_text()
-    except OSError:
-        try:
-            text = (models_dir() / card.name / "config.json").read_text()
-        except OSError:
-            return 0
-    try:
-        config: dict[str, Any] = json.loads(text)
+        config: dict[str, Any] = json.loads(path.read_text())
         config = config.get("text_config") or config
         hidden = int(config["hidden_size"])
         heads = int(config["num_attention_heads"])
@@ -100,7 +96,7 @@ def _computed(spec: RunSpec, card: ModelCard) -> int:
         keys = int(config.get("num_key_value_heads") or heads) * head
         inner = int(config["intermediate_size"])
         layers = int(config["num_hidden_layers"])
-    except (KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError):
         return 0
     # Each linear layer gets one matrix at its input and one at its output.
     # Queries and output, then keys and values.
