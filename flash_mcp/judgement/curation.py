@@ -253,11 +253,9 @@ def _select(attempts: list[Attempt], plan: Plan) -> list[Attempt]:
     """
     correct = list(filter(plan.is_correct, attempts))
     match plan.select:
-        case "correct":
-            return sorted(correct, key=_best_first)[: plan.max_per_task]
         case "best":
             return sorted(correct, key=_best_first)[:1]
-        case "best-n":
+        case "correct" | "best-n":
             return sorted(correct, key=_best_first)[: plan.max_per_task]
         case "shortest":
             return sorted(correct, key=_shortest_first)[: plan.max_per_task or 1]

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,19 +59,15 @@ def _environment() -> Environment:
     cast(Any, environment).globals.update(
         across=Axis(0.0, 1.0, 4.0, 156.0),
         as_data=_as_data,
-        as_json=_as_json,
+        as_json=partial(json.dumps, ensure_ascii=False, default=str),
         clock=_clock,
         policy=_policy,
-        shorten=_shorten,
+        shorten=partial(shorten, limit=MESSAGE_CHARACTERS),
         text_of=text_of,
         utc=utc,
         most_messages=MESSAGES,
     )
     return environment
-
-
-def _as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _as_data(value: object) -> Markup:
@@ -96,10 +92,6 @@ def _policy(style: str, script: str, is_served: bool) -> str:
 def _hash(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"
-
-
-def _shorten(text: str) -> str:
-    return shorten(text, MESSAGE_CHARACTERS)
 
 
 def _shown(value: object) -> object:

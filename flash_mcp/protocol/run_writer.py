@@ -23,14 +23,11 @@ class RunWriter:
         """Claims the run. FlashError(fenced) if that attempt or a newer one has claimed it."""
         self.folder = folder
         self.epoch = epoch
-        self._claim()
+        folder.claim(epoch)
         self._events = 0
         self._saves = 0
         self._writes = 0
         self._shards = 0
-
-    def _claim(self) -> None:
-        self.folder.claim(self.epoch)
 
     def check_owner(self) -> None:
         """FlashError(fenced) once a newer attempt has claimed the run."""

@@ -133,7 +133,8 @@ class Connection:
         before = self.path.stat().st_size
         db = self._db.conn
         with _named_errors(self.path):
-            for _ in range(0, _pragma(db, "freelist_count"), PAGES_AT_ONCE):
+            (free_pages,) = db.execute("PRAGMA freelist_count").fetchone()
+            for _ in range(0, free_pages, PAGES_AT_ONCE):
                 alive()
                 with self.transaction():
                     # Each fetched row is one page that was given back.
@@ -240,11 +241,6 @@ def _hide_what_is_not_the_callers(db: Database) -> None:
         else:
             theirs = "false"
         execute(db, f"CREATE TEMP VIEW [{table}] AS SELECT * FROM main.[{table}] WHERE {theirs}")
-
-
-def _pragma(connection: Any, name: str) -> int:
-    (value,) = connection.execute(f"PRAGMA {name}").fetchone()
-    return value
 
 
 def _wait_for_locks(db: Database, seconds: float) -> None:

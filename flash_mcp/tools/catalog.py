@@ -190,7 +190,7 @@ def catalog(
         **shown,
         default_model=DEFAULT_MODEL if "models" in shown else None,
         disk=_disk(store) if "devices" in shown else None,
-        spent=_spent(store) if "devices" in shown else None,
+        spent=costs.spent(store.used_s_by_target(), store.base) if "devices" in shown else None,
         has_more=has_more,
         cursor=str(end) if has_more and kind else None,
         next=_next_step(kind, shown.get("environments"), has_more),
@@ -249,10 +249,6 @@ def _disk(store: Store) -> str:
     if caller().is_local and (taken := size_of(exports_dir(store.base))):
         sizes.append(f"exports take {in_words(taken)}")
     return f"{', '.join(sizes)}; {in_words(disk_usage(store.base).free)} free"
-
-
-def _spent(store: Store) -> str | None:
-    return costs.spent(store.used_s_by_target(), store.base)
 
 
 def _another(owner: str) -> str | None:

@@ -198,14 +198,11 @@ def _recorded(
     every = Recording(store.base, deployment).rollouts()
     rows = [row for row in reversed(every) if index in (None, row.index)]
     if contains:
-        rows = [row for row in rows if any(_holds(text_of(m), contains) for m in row.messages)]
+        part = contains.lower()
+        rows = [row for row in rows if any(part in text_of(m).lower() for m in row.messages)]
     page = rows[offset : offset + limit]
     more = len(rows) > offset + limit
     return _Found(store, deployment, "train", None, index, page, len(rows), more, is_recorded=True)
-
-
-def _holds(text: str, part: str) -> bool:
-    return part.lower() in text.lower()
 
 
 def _result(

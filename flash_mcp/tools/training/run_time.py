@@ -86,7 +86,9 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
     """From the newest run of the same model, algorithm and target, in this environment if there is
     one; else, with grpo, from the newest evaluation of the model. None if neither was run.
     """
-    ended = [run for run in store.runs(limit=LOOKED_AT) if _is_alike(run, work.spec)]
+    place = (work.spec.model, work.spec.target, work.spec.gpus)
+    recent = store.runs(limit=LOOKED_AT)
+    ended = [run for run in recent if (run.model, run.target, run.spec.gpus) == place]
     # Those of this environment first: their conversations are as long.
     ended.sort(key=lambda run: run.environment != work.environment)
     if result := _as_before(store, work, ended):
@@ -95,12 +97,6 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
         if run.algorithm == "eval" and (result := time_by_evaluation(store, work, run)):
             return result
     return None
-
-
-def _is_alike(run: Run, spec: RunSpec) -> bool:
-    """Whether it had the same model and as fast a machine."""
-    place = (run.model, run.target, run.spec.gpus)
-    return place == (spec.model, spec.target, spec.gpus)
 
 
 def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None:
