@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, MemoryLauncher
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
 from tests import engines, ray_cluster, slurm
+from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT
 from tests.refuse import refusing
 from tests.waiting import PATIENCE_S, wait_for

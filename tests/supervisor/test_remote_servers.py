@@ -30,7 +30,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.state.targets import Cards, key_of, new_target, remove_target, write_target
 from flash_mcp.supervisor import remote_servers
 from flash_mcp.supervisor.attempt import Timeouts
-from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, MemoryLauncher
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.launch.memory_need import cards_for
 from flash_mcp.supervisor.model_servers import Deployments
@@ -43,6 +43,7 @@ from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.deploy import chat, describe
 from flash_mcp.tools.snippets import snippets
 from tests import engines, slurm, sshd
+from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT
 from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run
 from tests.waiting import wait_for

@@ -21,13 +21,14 @@ from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
 from flash_mcp.supervisor.attempt import Attempt, Timeouts
 from flash_mcp.supervisor.ingest import Reader
-from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, MemoryLauncher, Target
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Target
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.reconciler import RunReconciler
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
+from tests.memory_launcher import MemoryLauncher
 
 HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
 TIMEOUT_S = 30.0

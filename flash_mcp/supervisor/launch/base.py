@@ -1,12 +1,13 @@
-"""The launcher seam: three methods, and an in-memory twin that documents them. A target is a
-launcher, and what an attempt needs to run there."""
+"""The launcher seam: three methods. A target is a launcher, and what an attempt needs to run
+there.
+"""
 
 from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,25 +136,3 @@ class Target(ABC):
     def log_tail(self, folder: RunFolder, attempt: int) -> str:
         """The end of an attempt's output, for the database; empty where the file can be read."""
         return folder.log_tail(attempt, LOG_TAIL_BYTES)
-
-
-@dataclass
-class MemoryLauncher(Launcher):
-    """The twin: attempts are entries of `hints`, shared by all launchers that are given the same
-    dict.
-    """
-
-    hints: dict[str, JobStatus] = field(default_factory=dict[str, JobStatus])
-
-    def submit(self, launch: Launch) -> Handle:
-        self.hints.setdefault(launch.key, JobStatus("alive"))
-        return Handle(launch.key, launch.key)
-
-    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
-        return {handle.key: self.hints.get(handle.key, JobStatus("gone")) for handle in handles}
-
-    def under_way(self) -> list[Handle]:
-        return [Handle(key, key) for key, hint in self.hints.items() if hint.state != "gone"]
-
-    def cancel(self, handle: Handle) -> None:
-        self.hints[handle.key] = JobStatus("gone", "cancelled")
