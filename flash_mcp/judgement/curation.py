@@ -241,10 +241,10 @@ def _without_duplicates(tasks: dict[Task, list[Attempt]]) -> dict[Task, list[Att
     for attempt in sorted(itertools.chain.from_iterable(tasks.values()), key=_best_first):
         first.setdefault(_digest(attempt.row()["messages"]), attempt)
     kept = {attempt.key for attempt in first.values()}
-    return {
-        task: [attempt for attempt in attempts if attempt.key in kept]
-        for task, attempts in tasks.items()
-    }
+    results: dict[Task, list[Attempt]] = {}
+    for task, attempts in tasks.items():
+        results[task] = [attempt for attempt in attempts if attempt.key in kept]
+    return results
 
 
 def _select(attempts: list[Attempt], plan: Plan) -> list[Attempt]:

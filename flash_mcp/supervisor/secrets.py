@@ -77,12 +77,8 @@ class Vault:
     def values(self, run_id: str, names: Sequence[str]) -> dict[str, str]:
         """What is known of these; what is not is left out."""
         with self._lock:
-            values = self._values.get(run_id, {})
-        return {
-            name: value
-            for name in names
-            if (value := values.get(name, os.environ.get(name))) is not None
-        }
+            values = {**os.environ, **self._values.get(run_id, {})}
+        return {name: values[name] for name in names if name in values}
 
     def lacking(self, run_id: str, names: Sequence[str]) -> list[str]:
         values = self.values(run_id, names)

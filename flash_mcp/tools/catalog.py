@@ -203,8 +203,9 @@ def _name(entry: Entry) -> str:
 
 
 def _models(_: Store) -> list[Model]:
-    return [
-        Model(
+    results: list[Model] = []
+    for card in MODELS.values():
+        model = Model(
             name=card.name,
             parameters=card.parameters,
             context=card.context,
@@ -215,8 +216,8 @@ def _models(_: Store) -> list[Model]:
             ready=(models_dir() / card.name / "config.json").is_file() or None,
             notes=card.notes or None,
         )
-        for card in MODELS.values()
-    ]
+        results.append(model)
+    return results
 
 
 def _devices(_: Store) -> list[Device]:
@@ -300,8 +301,9 @@ def _datasets(store: Store) -> list[Dataset]:
 
 
 def _deployments(store: Store) -> list[Deployment]:
-    return [
-        Deployment(
+    results: list[Deployment] = []
+    for row in store.deployments(LIVE_DEPLOYMENT):
+        deployment = Deployment(
             deployment=row.id,
             owner=_another(row.owner),
             state=row.state,
@@ -312,8 +314,8 @@ def _deployments(store: Store) -> list[Deployment]:
             base_url=row.base_url if row.state == "ready" and caller().is_local else None,
             idle_minutes=idle_minutes(row, store.base),
         )
-        for row in store.deployments(LIVE_DEPLOYMENT)
-    ]
+        results.append(deployment)
+    return results
 
 
 def _next_step(

@@ -220,8 +220,9 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
     if cursor is not None:
         rows = [row for row in rows if row.step < before]
     evaluated = {row.step: row.summary["success"] for row in store.evals(run_id)}
-    results = [
-        Checkpoint(
+    results: list[Checkpoint] = []
+    for row in rows[:limit]:
+        listed = Checkpoint(
             step=row.step,
             reward=rounded(row.metrics.get("reward/mean"), 4),
             success=rounded(row.metrics.get("success/rate"), 4),
@@ -233,8 +234,7 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
             path=row.path,
             saved=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.time)),
         )
-        for row in rows[:limit]
-    ]
+        results.append(listed)
     if results:
         step = results[0].step
         serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
