@@ -145,6 +145,7 @@ TROUBLES: dict[str, dict[str, Metric]] = {
     "entropy_collapse": {"entropy": lambda step: 1 / step**2},
     "policy_mismatch": {"is_ratio/mean": 1.4},
     "policy_spike": {"kl": lambda step: 3.0 if step == 17 else 0.02},
+    "stale_policy": {"is_ratio/clipped_share": 0.3, "is_ratio/effective_share": 0.9},
     "overfitting": {"eval_loss": lambda step: 1 + step / 10},
 }
 """Runs of 20 steps with one warning sign each, and others where these go together."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -111,6 +112,8 @@ class Session(Generic[S]):
         self._engine: VllmEngine | None = None
         self._generator: scheduler.Generator | None = None
         self._synced: int | None = None
+        self.swaps_mid_turn = False
+        """Whether turns go on when the policy changes."""
 
     @classmethod
     @contextmanager
@@ -213,13 +216,14 @@ class Session(Generic[S]):
         """
         started = time.monotonic()
         if self._synced != step and self.has_engine:
-            engine, _ = self.start_engine()
+            engine, generator = self.start_engine()
             policy = self.model.policy
             if isinstance(policy, Path):
                 check_effect(engine, policy, self.model.template.tokenizer)
                 engine.load_adapter(policy)
             elif policy is not None:
-                engine.load_policy(policy)
+                load = partial(engine.load_policy, policy, step, mid_turn=self.swaps_mid_turn)
+                self.runner.run(generator.between_steps(lambda: self.runner.call_waiting(load)))
             self._synced = step
         return time.monotonic() - started
 
@@ -232,17 +236,26 @@ class Session(Generic[S]):
         """One rollout per task under the policy that was synced last; calls `on_done` with each as
         it ends. Raises Cancelled.
         """
-        if not tasks:
+        return self.wait(self.collecting(tasks, limits, on_done))
+
+    async def collecting(
+        self,
+        tasks: list[Task],
+        limits: Limits,
+        on_done: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> list[Rollout]:
+        """`collect` on the event loop, for a session whose engine runs."""
+        if self._generator is None:
+            assert not tasks
             return []
-        _, generator = self.start_engine()
 
         def done(rollout: Rollout) -> None:
             self.heartbeat.advance()
             on_done(rollout)
 
         template = self.model.template
-        return self.wait(
-            scheduler.collect(tasks, self.host, generator, template, limits, on_done=done)
+        return await scheduler.collect(
+            tasks, self.host, self._generator, template, limits, on_done=done
         )
 
     def collect_blocks(

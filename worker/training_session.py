@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 from flash_mcp.protocol import records
 from flash_mcp.protocol.spec import RunSpec
 from worker.model import is_four_bit
-from worker.rollouts.metrics import summarize, summarize_evaluation
-from worker.rollouts.scheduler import Limits, Rollout, grouped, mixed_seed, task_groups
+from worker.rollouts.metrics import staleness, summarize, summarize_evaluation
+from worker.rollouts.scheduler import (
+    Limits,
+    Rollout,
+    StepsAhead,
+    Task,
+    grouped,
+    mixed_seed,
+    task_groups,
+)
 from worker.session import Session, check_errors
 from worker.training import memory
 from worker.training.checkpoints import Reporter
@@ -43,6 +51,12 @@ class TrainingSession(Session[RunSpec]):
         )
         self.resumed_at = 0
         """The step of the checkpoint that this attempt resumed from."""
+        self.swaps_mid_turn = spec.max_staleness > 0
+        self._steps_ahead = StepsAhead(lambda step: self.collecting(self._tasks(step), self.limits))
+
+    def close(self) -> None:
+        self.runner.run(self._steps_ahead.aclose())
+        super().close()
 
     def check_memory(self, prompt: int, turns: int, *, way: Way) -> float:
         """Report the memory that GRPO needs if the longest prompt has `prompt` tokens. Returns the
@@ -100,20 +114,11 @@ class TrainingSession(Session[RunSpec]):
         calls this.
         """
         spec = self.spec
-        examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
         self.heartbeat.enter("sync", step - 1)
         sync_s = self.sync(step - 1)
-        tasks = task_groups(
-            "train",
-            examples,
-            spec.rollouts_per_prompt,
-            lambda example, index, attempt: mixed_seed(spec.seed, step, index),
-        )
-        # A group stays on one rank: its advantages need all its rewards.
-        own = list(itertools.chain.from_iterable(self.own(grouped(tasks))))
-        self.heartbeat.enter("rollout", of=len(tasks))
+        self.heartbeat.enter("rollout", of=spec.conversations_per_step)
         started = time.monotonic()
-        rollouts = self.collect(own, self.limits)
+        rollouts = self.wait(self._steps_ahead.take(step, last_begun(spec, step)))
         every = self._from_all(rollouts)
         if self.ranks.is_first:
             self._report_rollouts(step, every, time.monotonic() - started, sync_s)
@@ -122,6 +127,19 @@ class TrainingSession(Session[RunSpec]):
             groups = self.ranks.mine(range(spec.batch_size))
             rollouts = [item for item in every if item.task.group in groups]
         return rollouts
+
+    def _tasks(self, step: int) -> list[Task]:
+        """Those of this rank."""
+        spec = self.spec
+        examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
+        tasks = task_groups(
+            "train",
+            examples,
+            spec.rollouts_per_prompt,
+            lambda example, index, attempt: mixed_seed(spec.seed, step, index),
+        )
+        # A group stays on one rank: its advantages need all its rewards.
+        return list(itertools.chain.from_iterable(self.own(grouped(tasks))))
 
     def _from_all(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts of all ranks, in the order of the step."""
@@ -157,6 +175,8 @@ class TrainingSession(Session[RunSpec]):
             "time/rollout_s": rollout_s,
             "time/sync_s": sync_s,
         }
+        if spec.max_staleness:
+            self.reporter.pending |= staleness(rollouts, step - 1)
 
     def evaluate(self, step: int) -> None:
         """Greedy rollouts of the eval split under the policy after `step` steps."""
@@ -205,6 +225,14 @@ def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:
     have."""
     places = range((step - 1) * count, step * count)
     return [_order(place // total, total, seed)[place % total] for place in places]
+
+
+def last_begun(spec: RunSpec, step: int) -> int:
+    """The last step whose rollouts begin when `step` is made. None is under way when the run saves
+    or evaluates: an attempt that resumes there has missed nothing."""
+    assert spec.steps is not None
+    ends = [-(-step // every) * every for every in (spec.save_every, spec.eval_every) if every]
+    return min(step + spec.max_staleness, spec.steps, *ends)
 
 
 @lru_cache(maxsize=2)

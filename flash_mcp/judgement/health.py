@@ -34,6 +34,8 @@ COLLAPSED = 0.9
 less often than that."""
 REFUSED = "refused/"
 """Begins the metrics that count the refusals of one kind."""
+TRUNCATED = 0.2
+"""Share of tokens with a truncated weight from which a policy is too far from its samples."""
 EMPTY: Mapping[str, float] = {}
 SPIKES = {"kl": 0.5, "sampling_kl": 0.05, "is_ratio/clipped_share": 0.05}
 """Metrics that may jump, each with the value below which a jump does not count."""
@@ -592,6 +594,19 @@ def _policy_mismatch(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
+def _stale_policy(steps: Steps, recent: Steps) -> Sign | None:
+    share = recent.share("is_ratio/clipped_share")
+    if share < TRUNCATED:
+        return None
+    effective = recent.share("is_ratio/effective_share")
+    return Sign(
+        f"{share:.0%} of the trained tokens of {recent} count less than their advantage says, "
+        f"because the policy has moved away from the one that sampled them; they weigh as much as "
+        f"{effective:.0%} of them would",
+        "train with a lower max_staleness or learning_rate",
+    )
+
+
 def _overfitting(steps: Steps, recent: Steps) -> Sign | None:
     losses = steps.column("eval_loss")
     if len(losses) < 3 or losses[-1] <= 1.05 * min(losses):
@@ -622,6 +637,7 @@ CHECKS: dict[str, Check] = {
     "policy_mismatch": _policy_mismatch,
     "policy_spike": _policy_spike,
     "overfitting": _overfitting,
+    "stale_policy": _stale_policy,
 }
 """In the order in which they are shown. A sample has the metrics of six of them."""
 DOUBTS = frozenset(

@@ -127,6 +127,9 @@ class RunSpec(BaseModel):
     """Correction for the mismatch of engine and trainer."""
     importance_sampling_clip: Annotated[float, Field(gt=1, le=100)] = 2.0
     """Upper bound of the correction ratio."""
+    max_staleness: Annotated[int, Field(ge=0, le=4)] = 0
+    """Steps by which a rollout may begin ahead of its own, so that no step waits for the longest
+    one; grpo only. Needs importance_sampling; saves and evaluations begin nothing ahead."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Gradients are scaled down to this norm."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
@@ -182,6 +185,10 @@ class RunSpec(BaseModel):
             raise ValueError("group_size is for algorithm='grpo'")
         if self.gpus > self.batch_size:
             raise ValueError(f"gpus={self.gpus} cannot share a batch of {self.batch_size}")
+        if self.max_staleness and self.algorithm == "sft":
+            raise ValueError("max_staleness is for algorithm='grpo'")
+        if self.max_staleness and self.importance_sampling == "none":
+            raise ValueError("max_staleness needs importance_sampling, which is 'none'")
         if self.loss_type == "cispo" and self.importance_sampling != "token_truncate":
             raise ValueError("loss_type='cispo' needs importance_sampling='token_truncate'")
         room = self.max_length

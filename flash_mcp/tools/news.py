@@ -53,6 +53,7 @@ FLAG_LETTERS = {
     "policy_spike": "q",
     "overfitting": "r",
     "contaminated_split": "s",
+    "stale_policy": "u",
 }
 """What a cursor calls each flag. Callers keep cursors, so a letter never gets another meaning."""
 

@@ -123,6 +123,7 @@ def test_a_healthy_run_has_no_flags():
         ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61% success"),
         ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15% to 65%"),
         ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
+        ("stale_policy", 5, {"is_ratio/clipped_share": [0.25] * 5}, "25% of the trained tokens of steps 1 to 5"),
     ],
 )
 def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
@@ -148,6 +149,7 @@ def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
         ),
         pytest.param(5, {"grad_norm": [0.0, 0.0, 0.1, 0.0, 0.0]}, id="a gradient now and then"),
         pytest.param(5, {"is_ratio/mean": [0.95] * 5}, id="a slight mismatch"),
+        pytest.param(5, {"is_ratio/clipped_share": [0.15] * 5}, id="some samples of an older policy"),
         pytest.param(12, {"kl": rising(0.0, 0.4, 12)}, id="a steady drift"),
         pytest.param(12, {"sampling_kl": [0.01] * 11 + [0.03]}, id="noise of the engine"),
         pytest.param(12, {"reward/mean": [0.3] * 12}, id="flat, but too short to tell"),

@@ -56,6 +56,8 @@ def test_values_from_a_file_are_told_from_arguments():
         ({"environment": "e", "learning_rate": 0}, "learning_rate"),
         ({"environment": "e", "algorithm": "ppo"}, "algorithm"),
         ({"environment": "e", "epochs": 1}, "epochs"),
+        ({"environment": "e", "max_staleness": 1, "importance_sampling": "none"}, "needs importance_sampling"),
+        ({"environment": "e", "max_staleness": 1, "algorithm": "sft"}, "algorithm='grpo'"),
         ({"environment": "e", "loss_type": "cispo", "importance_sampling": "none"}, "token_truncate"),
         ({"environment": "e", "algorithm": "sft", "group_size": 4}, "group_size"),
         ({"environment": "e", "max_tokens": 600, "max_length": 500}, "max_tokens=600"),

@@ -43,7 +43,7 @@ from worker.rollouts.transcript import ChatTemplate
 from worker.session import BLOCK
 from worker.survey import preflight
 from worker.training.sft import gold_rows
-from worker.training_session import TrainingSession, examples_of
+from worker.training_session import TrainingSession, examples_of, last_begun
 
 
 def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:
@@ -296,6 +296,41 @@ def test_steps_go_through_all_examples_again_and_again(total: int, count: int, s
     passes = [drawn[at : at + total] for at in range(0, len(drawn), total)]
     assert all(sorted(one) == list(range(total)) for one in passes) and {len(step) for step in steps} == {count}
     assert total < 8 or passes[0] != passes[1]
+
+
+@given(st.integers(1, 60), st.integers(0, 4), st.integers(1, 12), st.integers(0, 12))
+def test_no_step_begins_ahead_of_a_save_or_an_evaluation(step: int, ahead: int, save: int, evaluate: int) -> None:
+    spec = RunSpec(environment="e", steps=60, max_staleness=ahead, save_every=save, eval_every=evaluate)
+    last = last_begun(spec, step)
+    assert step <= last <= min(step + ahead, 60)
+    drains = [number for number in range(step, last) if not number % save or (evaluate and not number % evaluate)]
+    assert not drains
+    assert last == step + ahead or last == 60 or not last % save or not last % evaluate
+
+
+def test_conversations_go_on_in_the_next_step_and_a_killed_run_trains_every_task_once_a_pass(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Steps 3 and 4 begin while the ones before are made; the checkpoint of step 3 has none ahead."""
+    run = make_run(tmp_path / "run", tiny_model, steps=6, save_every=3, max_staleness=2, learning_rate=0.001)
+    with Attempt(run) as first:
+        first.wait_until(lambda: 4 in run.metric_steps() or 5 in run.rollout_steps())
+        first.process.kill()
+        first.process.wait()
+    assert run.checkpoints.newest_good() == 3
+    with Attempt(run, 2) as second:
+        assert second.wait() == 0, second.log_path.read_text()
+    assert finished(run)["step"] == 6
+    order = {step: [row["task_id"] for row in run.rollouts(step)][::8] for step in range(1, 7)}
+    passes = [order[1] + order[2] + order[3], order[4] + order[5] + order[6]]
+    assert all(len(set(tasks)) == 12 for tasks in passes), order
+    metrics = {step: run.metrics(step)["metrics"] for step in range(1, 7)}
+    ages = {step: metrics[step]["staleness/max"] for step in metrics}
+    assert ages[1] == 0 and ages[4] == 0, "a save leaves nothing under way"
+    assert max(ages.values()) >= 1 and all(age <= min(2, (step - 1) % 3) for step, age in ages.items()), ages
+    for step in metrics.values():
+        assert 0 <= step["staleness/mean"] <= step["staleness/max"]
+        assert 0.3 < step["is_ratio/effective_share"] <= 1.0001 and step["is_ratio/clipped_share"] < 0.2
 
 
 def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:

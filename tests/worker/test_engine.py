@@ -295,6 +295,42 @@ def test_a_policy_does_not_change_under_a_request(engine: VllmEngine, policy: An
     engine.load_policy(policy)
 
 
+@pytest.mark.parametrize("core", ["", "asynchronous"])
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_turns_go_on_under_a_policy_that_comes_in_mid_turn_and_each_token_keeps_its_own_log_probability(
+    engines: Engines, fp32_model: Path, sync: Sync, core: str
+) -> None:
+    """The second policy samples given its own keys and values of what the first one wrote."""
+    first, second = (load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32) for _ in range(2))
+    train(first, 1)
+    train(second, 2)
+    engine = engine_of(engines, fp32_model, sync, "float32", **({"core": core} if core else {}))
+    engine.load_policy(first, 1)
+    prompts = [PROMPT, PROMPT, *(PROMPT[number:] for number in range(6))]
+    for number, prompt in enumerate(prompts):
+        engine.submit(str(number), prompt, Sampling(40, seed=number))
+    done: dict[str, Completion] = {}
+    iterations = 0
+    while engine.unfinished():
+        if iterations == 15:
+            engine.load_policy(second, 2, mid_turn=True)
+        done.update(engine.step())
+        iterations += 1
+    counts = [dict(done[str(number)].policies) for number in range(len(prompts))]
+    assert sum(bool(count.get(1) and count.get(2)) for count in counts) >= 4 and not engine._sampled
+    for number, count in enumerate(counts):
+        prompt, completion = prompts[number], done[str(number)]
+        change = count.get(1, 0)
+        logprobs = torch.tensor(completion.logprobs)
+        of_first, of_second = (trainers_logprobs(policy, prompt, completion.token_ids) for policy in (first, second))
+        expected = torch.cat([of_first[:change], of_second[change:]])
+        assert len(logprobs) == sum(count.values()) and (logprobs - expected).abs().max() < 5e-6
+        assert len(logprobs) < change + 8 or (of_first - logprobs)[change:].abs().max() > 0.1
+    (after,) = generate(engine, (prompts[0], Sampling(8, seed=0)))
+    assert after.policies == {2: len(after.token_ids)}
+    assert difference(second, after) < 5e-6
+
+
 def test_a_sync_leaves_no_file_behind(
     by_adapter: VllmEngine, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

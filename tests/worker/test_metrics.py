@@ -16,7 +16,7 @@ from flash_mcp.tools.registry import TOOLS
 from tests.samples import read_in, started_run, supervised
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
-from worker.rollouts.metrics import length_correlation, repeated_share, summarize
+from worker.rollouts.metrics import length_correlation, repeated_share, staleness, summarize
 from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
@@ -55,6 +55,15 @@ def test_refusals_are_summed_also_of_failed_rollouts_and_a_thread_counts_in_no_s
     counts = {name: value for name, value in metrics.items() if name.startswith("refused/")}
     assert counts == {"refused/unknown_parameter: min_tokens": 3, "refused/thread_unsupported_request: thread": 2}
     assert "rollouts/refused_share" not in summarize([[rollout("a", 1.0)]])
+
+
+def test_the_age_of_a_step_is_that_of_its_tokens():
+    old, new = rollout("a", 1.0), rollout("b", 0.0)
+    for each, policies in ((old, {5: 30, 6: 10}), (new, {7: 40})):
+        assert each.transcript
+        each.transcript.policies.update(policies)
+    assert staleness([old, new], 7) == {"staleness/mean": 70 / 80, "staleness/max": 2}
+    assert staleness([rollout("a", 1.0)], 7) == {}
 
 
 def test_rollouts_that_the_environment_failed_count_for_nothing_but_the_errors():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from environments.process.host import Score, Step
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Generator, Limits, Rollout, StepsAhead, Task, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
@@ -188,6 +188,86 @@ def test_each_rollout_is_scored_and_told_as_soon_as_its_conversation_ends() -> N
     assert [r.task.index for r in rollouts] == list(range(24)) != [r.task.index for _, r in told]
     assert [moment for moment, _ in told] == [r.seconds for _, r in told]  # all had begun at 0
     assert len({moment for moment, _ in told}) > 12 and told[0][0] < told[-1][0] / 3
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**16), st.integers(0, 4))
+def test_steps_that_begin_ahead_have_the_rollouts_of_their_own_tasks_and_wait_less(seed: int, ahead: int) -> None:
+    """Ten steps of four conversations, training for a second after each."""
+    steps = 10
+
+    async def scenario(ahead: int) -> tuple[list[object], list[int], float]:
+        rng, engine = random.Random(seed), FakeEngine()
+        host, generator = FakeHost(lambda: rng.random()), Generator(engine, run_step=engine.run_step)
+        under_way: list[int] = []
+
+        async def of_step(step: int) -> list[Rollout]:
+            under_way.append(step)
+            wanted = [Task("train", 4 * step + index, 0, index, seed=4 * step + index) for index in range(4)]
+            return await collect(wanted, host, generator, TEMPLATE, LIMITS)
+
+        clock, waited, taken, most = asyncio.get_running_loop().time, 0.0, [], []
+        collections = StepsAhead(of_step)
+        for step in range(steps):
+            started = clock()
+            taken.append(essence(await collections.take(step, min(step + ahead, steps - 1))))
+            waited += clock() - started
+            most.append(max(under_way) - step)
+            await asyncio.sleep(1)
+        await collections.aclose()
+        await generator.aclose()
+        assert sorted(under_way) == list(range(steps)) and not engine.running and host.closed == set(host.opened)
+        return taken, most, waited
+
+    (exact, none_ahead, all_waited), _ = run_virtually(scenario(0))
+    (taken, most, waited), _ = run_virtually(scenario(ahead))
+    assert taken == exact and set(none_ahead) == {0} and max(most) == ahead
+    assert ahead == 0 or waited < all_waited
+
+
+def test_steps_ahead_that_are_dropped_leave_no_request_and_no_episode_behind() -> None:
+    async def scenario() -> None:
+        host, engine = FakeHost(lambda: 0.05), FakeEngine()
+        generator = Generator(engine, run_step=engine.run_step)
+        collections = StepsAhead(lambda step: collect(tasks(3 * step), host, generator, TEMPLATE, LIMITS))
+        await collections.take(1, 3)
+        assert host.closed < set(host.opened), "some of the later steps are under way"
+        await collections.aclose()
+        await generator.aclose()
+        assert not engine.running and host.closed == set(host.opened)
+
+    run_virtually(scenario())
+
+
+def test_nothing_is_submitted_while_the_policy_changes() -> None:
+    class Watched(FakeEngine):
+        changes = False
+
+        def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+            assert not self.changes
+            super().submit(request_id, prompt_ids, sampling)
+
+        def step(self) -> list[tuple[str, Completion]]:
+            assert not self.changes
+            return super().step()
+
+    async def scenario() -> list[Rollout]:
+        engine = Watched()
+        generator = Generator(engine, run_step=engine.run_step)
+
+        async def change() -> None:
+            engine.changes = True
+            await asyncio.sleep(0.2)
+            engine.changes = False
+
+        running = asyncio.create_task(collect(tasks(16), FakeHost(lambda: 0.03), generator, TEMPLATE, LIMITS))
+        while not running.done():
+            await generator.between_steps(change)
+            await asyncio.sleep(0.05)
+        await generator.aclose()
+        return running.result()
+
+    assert essence(run_virtually(scenario())[0]) == essence(run_virtually(roll(tasks(16), FakeHost(), FakeEngine()))[0])
 
 
 def test_an_engine_that_fails_fails_every_caller_with_its_error() -> None:

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -116,6 +116,10 @@ class VllmEngine:
                 engine.collective_rpc("close_listening_ports")
         self._adapter: LoRARequest | None = None
         self._versions = itertools.count(1)
+        self.policy_number = 0
+        """Of the policy that samples, as its owner counts them."""
+        self._sampled: dict[str, dict[int, int]] = {}
+        """Of turns that began under an earlier policy: {its number: tokens that it sampled}"""
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
@@ -155,34 +159,47 @@ class VllmEngine:
     def step(self) -> list[tuple[str, Completion]]:
         outputs: list[Any] = self._engine.step()
         done = [output for output in outputs if output.finished]
-        return [
-            (
-                output.request_id,
-                _completion(output.outputs[0], _SHARES.pop(output.request_id, None)),
-            )
-            for output in done
-        ]
+        return [(output.request_id, self._completion(output)) for output in done]
+
+    def _completion(self, output: Any) -> Completion:
+        shares = _SHARES.pop(output.request_id, None)
+        sampled = self._sampled.pop(output.request_id, {})
+        completion = _completion(output.outputs[0], shares)
+        rest = len(completion.token_ids) - sum(sampled.values())
+        return replace(completion, policies={**sampled, self.policy_number: rest})
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._engine.abort_request(list(request_ids))
         for request_id in request_ids:
             _SHARES.pop(request_id, None)
+            self._sampled.pop(request_id, None)
 
     def unfinished(self) -> int:
         """The number of requests that the engine still holds."""
         return self._engine.get_num_unfinished_requests()
 
-    def load_policy(self, policy: PeftModel) -> None:
-        """Sample from `policy` from now on. Raises RuntimeError while a request is under way."""
+    def load_policy(self, policy: PeftModel, number: int = 0, *, mid_turn: bool = False) -> None:
+        """Sample from `policy`, which has this number, from now on.
+
+        Raises RuntimeError while a request is under way, unless `mid_turn`: the request then goes
+        on under the new policy, which computes its tokens' keys and values anew. Their
+        log-probabilities stay those of the policy that sampled them."""
+        if not mid_turn:
+            self._check_idle()
+        engine = cast(Any, self._engine)
         if self._sync == "adapter":
             with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as folder:
                 save_adapter(policy, Path(folder))
-                self.load_adapter(Path(folder))
-            return
-        self._check_idle()
-        weights = {"weights_iterator": merged_weights(policy, self._prefix)}
-        cast(Any, self._engine).collective_rpc("reload_weights", kwargs=weights)
+                self._put_adapter(Path(folder))
+        else:
+            weights = {"weights_iterator": merged_weights(policy, self._prefix)}
+            engine.collective_rpc("reload_weights", kwargs=weights)
         self._forget_prefixes()
+        for request_id, request in engine.engine_core.engine_core.scheduler.requests.items():
+            sampled = self._sampled.setdefault(_own_id(request_id), {})
+            before = sum(sampled.values())
+            sampled[self.policy_number] = request.num_output_tokens - before
+        self.policy_number = number
 
     def load_adapter(self, folder: Path) -> None:
         """Sample from the base model with the adapter in `folder` from now on; `sync` must be
@@ -190,9 +207,13 @@ class VllmEngine:
 
         Raises RuntimeError while a request is under way.
         """
+        self._check_idle()
+        self._put_adapter(folder)
+        self._forget_prefixes()
+
+    def _put_adapter(self, folder: Path) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
-        self._check_idle()
         # The prefix cache tells adapters apart by name and path, not by content: each gets a new
         # name.
         request = LoRARequest(f"policy-{next(self._versions)}", 1, str(folder))
@@ -200,7 +221,6 @@ class VllmEngine:
             named = str(named_as(self._prefix, folder, Path(scratch), self._splits))
             # On a turn's own request, load_inplace would read the adapter again at every step.
             self._engine.add_lora(LoRARequest(request.lora_name, 1, named, load_inplace=True))
-        self._forget_prefixes()
         self._adapter = request
 
     def unload_adapter(self) -> None:
@@ -219,7 +239,8 @@ class VllmEngine:
             raise RuntimeError(f"{count} requests are under way: their policy cannot change")
 
     def _forget_prefixes(self) -> None:
-        if not self._engine.reset_prefix_cache():
+        """Requests under way are prefilled again."""
+        if not self._engine.reset_prefix_cache(reset_running_requests=self.unfinished() > 0):
             raise RuntimeError("vLLM kept cache entries of the policy before")
 
 
@@ -341,11 +362,10 @@ def _record_shares() -> None:
 
     def recording(scheduled: Any, grammar: Any, batch: Any, logits: Tensor) -> None:
         held = set(grammar.structured_output_request_ids)
-        # vLLM adds a random ending to the numbers of requests.
         rows = {
-            row: _SHARES[request_id.partition("-")[0]]
+            row: _SHARES[_own_id(request_id)]
             for row, request_id in enumerate(batch.req_ids)
-            if request_id in held and request_id.partition("-")[0] in _SHARES
+            if request_id in held and _own_id(request_id) in _SHARES
         }
         before = {row: _log_sum(logits[row], shares) for row, shares in rows.items()}
         apply(scheduled, grammar, batch, logits)
@@ -354,6 +374,11 @@ def _record_shares() -> None:
 
     cast(Any, recording).records_shares = True
     cast(Any, runner).apply_grammar_bitmask = recording
+
+
+def _own_id(request_id: str) -> str:
+    """The number of a request, to which vLLM adds a random ending."""
+    return request_id.partition("-")[0]
 
 
 def _log_sum(logits: Tensor, shares: Shares) -> float:

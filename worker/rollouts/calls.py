@@ -8,6 +8,7 @@ trained once, in the context that it was sampled in."""
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -24,6 +25,12 @@ class Call:
     transcript: Transcript
     shown: int
     """Tokens before the answer."""
+
+    @property
+    def policies(self) -> Counter[int]:
+        """Those that sampled the answer; the transcript's are also those of its parents."""
+        before = self.parent.transcript.policies if self.parent else Counter[int]()
+        return self.transcript.policies - before
 
     @property
     def line(self) -> list[Call]:
@@ -52,6 +59,7 @@ def merged(calls: Sequence[Call]) -> Transcript:
     created.logprobs = row.logprobs[first:]
     created.forks = row.forks
     created.truncated = any(call.transcript.truncated for call in calls)
+    created.policies = sum((call.policies for call in calls), Counter())
     created.branches = list(_branches(calls, main))
     return created
 

@@ -52,6 +52,18 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     }
 
 
+def staleness(rollouts: Sequence[Rollout], policy: int) -> dict[str, float]:
+    """By how much the number of the trained policy is above the numbers of those that sampled."""
+    counts = Counter[int]()
+    for rollout in rollouts:
+        if rollout.transcript:
+            counts.update(rollout.transcript.policies)
+    ages = [policy - number for number in counts.elements()]
+    if not ages:
+        return {}
+    return {"staleness/mean": statistics.fmean(ages), "staleness/max": max(ages)}
+
+
 def _tool_shares(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
     """The share of the rollouts with tools that had a call which could not be run."""
     with_tools = [

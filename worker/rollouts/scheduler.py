@@ -21,9 +21,9 @@ import itertools
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.checks.playing import together
@@ -209,6 +209,12 @@ class Generator:
         self._abandoned: list[str] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._driver: asyncio.Task[None] | None = None
+        self._engine_lock = asyncio.Lock()
+
+    async def between_steps(self, call: Callable[[], Awaitable[None]]) -> None:
+        """`call` while no iteration runs and no turn is submitted."""
+        async with self._engine_lock:
+            await call()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """One turn. A cancelled call aborts its request."""
@@ -235,10 +241,12 @@ class Generator:
         self._warm.clear()
         try:
             while self._waiting or self._abandoned:
-                self._take_in()
-                if not self._waiting:
-                    return
-                for request_id, completion in await self._run_step():
+                async with self._engine_lock:
+                    self._take_in()
+                    if not self._waiting:
+                        return
+                    finished = await self._run_step()
+                for request_id, completion in finished:
                     future = self._waiting.pop(request_id, None)
                     if future and not future.done():
                         future.set_result(completion)
@@ -278,6 +286,32 @@ class Generator:
                 if not future.done():
                     future.set_exception(error)
         self._warm |= fresh
+
+
+class StepsAhead:
+    """The rollouts of one step after the other, by `collect`. Those of later steps may begin before
+    their step, and go on from one call to the next.
+
+    A step always has the rollouts of its own tasks: one that waited for whatever ends first would
+    train the short ones first."""
+
+    def __init__(self, collect: Callable[[int], Coroutine[Any, Any, list[Rollout]]]) -> None:
+        self._collect = collect
+        self._under_way: dict[int, asyncio.Task[list[Rollout]]] = {}
+
+    async def take(self, step: int, last: int) -> list[Rollout]:
+        """The rollouts of `step`. Those of the steps up to `last` begin."""
+        for number in range(step, last + 1):
+            if number not in self._under_way:
+                self._under_way[number] = asyncio.create_task(self._collect(number))
+        return await self._under_way.pop(step)
+
+    async def aclose(self) -> None:
+        """Drop what has begun."""
+        under_way = self._under_way.values()
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 async def collect(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
@@ -287,6 +288,7 @@ PACKED = (
     "truncated",
     "forks",
     "branches",
+    "policies",
 )
 
 
@@ -312,6 +314,8 @@ class Transcript:
     on do not follow the token before, but the first `after` tokens."""
     branches: list[Json] = field(default_factory=list[Json])
     """Conversations beside `messages`, as records.Rollout has them."""
+    policies: Counter[int] = field(default_factory=Counter[int])
+    """{number of the policy: tokens that it sampled}"""
     _ended: bool = False
     _calls: int = 0
 
@@ -332,6 +336,7 @@ class Transcript:
         for name in PACKED:
             setattr(created, name, packed[name])
         created.forks = [(start, after) for start, after in created.forks]
+        created.policies = Counter({int(number): n for number, n in created.policies.items()})
         return created
 
     def __len__(self) -> int:
@@ -372,6 +377,7 @@ class Transcript:
         self.completion_ids += completion.token_ids
         self.mask += mask
         self.logprobs += logprobs
+        self.policies.update(completion.policies)
         self.truncated |= completion.finish_reason == "length"
         last = completion.token_ids[-1:]
         self._ended = bool(last) and last[0] in self.template.end_ids
@@ -391,6 +397,7 @@ class Transcript:
         created.completion_ids = [*self.completion_ids]
         created.mask = [*self.mask]
         created.logprobs = [*self.logprobs]
+        created.policies = self.policies.copy()
         return created
 
     def drop_unanswered(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 
@@ -49,6 +49,8 @@ class Completion:
     """For a turn with a grammar: of each token, the log-probability that the model gave to all the
     tokens that the grammar allowed there. None without a grammar, or if the engine cannot tell."""
     has_grammar: bool = False
+    policies: Mapping[int, int] = field(default_factory=dict[int, int])
+    """{number of the policy: tokens that it sampled}"""
 
 
 class RolloutEngine(Protocol):

@@ -32,6 +32,7 @@ REPORTED = (
     "kl",
     "is_ratio/mean",
     "is_ratio/clipped_share",
+    "is_ratio/effective_share",
     "sampling_kl",
     "sampling_logp_difference/mean",
 )

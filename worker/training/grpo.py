@@ -201,7 +201,10 @@ class Trainer(GRPOTrainer):
             tokens = Tokens.of(self._spec, pack, inputs, logps_N.detach(), known_GC)
             total = total + loss_of(self._spec, tokens, logps_N, metrics)
             metrics.add("entropy", entropies_N, 1)
-        for name, value in metrics.means().items():
+        means = metrics.means()
+        if (squared := means.pop("is_ratio/squared", 0.0)) > 0:
+            means["is_ratio/effective_share"] = means["is_ratio/mean"] ** 2 / squared
+        for name, value in means.items():
             cast(Any, self)._metrics["train"][name].append(value)
         return total if packs else no_loss(model)
 
@@ -301,6 +304,7 @@ def loss_of(
         metrics.add("kl", kl_N, 1)
     if spec.importance_sampling != "none":
         metrics.add("is_ratio/mean", weight_N, 1)
+        metrics.add("is_ratio/squared", weight_N**2, 1)
         metrics.add("is_ratio/clipped_share", (weight_N != ratio_N).float(), 1)
     # KL(engine | trainer) on what the engine sampled, by k3 too.
     metrics.add("sampling_kl", difference_N.exp() - 1 - difference_N, 1)
