@@ -237,7 +237,7 @@ def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(
     generate(merged, request)
     train(policy, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(merged._engine, "reset_prefix_cache", lambda: True)
+        patch.setattr(merged._engine, "reset_prefix_cache", lambda **_: True)
         merged.load_policy(policy)
     assert difference(policy, generate(merged, request)[0]) > 4 * BF16_NATS
     merged.load_policy(policy)
@@ -247,7 +247,7 @@ def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(
 def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(
     by_adapter: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_adapter._engine, "reset_prefix_cache", lambda: True)
+    monkeypatch.setattr(by_adapter._engine, "reset_prefix_cache", lambda **_: True)
     for step in (1, 2):
         train(policy, step)
         by_adapter.load_policy(policy)
