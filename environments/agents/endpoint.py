@@ -126,7 +126,7 @@ class AgentEpisode(EnvironmentMultiTurn):
         finally:
             asking.cancel()
         if session.has_lost:
-            what = "an answer of the model did not reach the agent, which did not ask again"
+            what = "an answer of the model reached no client, and its request was not sent again"
             raise EnvironmentFault("lost_call", what, refusals=self.refusals)
         if not session.was_refused:
             self._running.result()

@@ -54,7 +54,7 @@ CODES: dict[str, str] = {
     "dataset_invalid": "a dataset is missing, empty or has a malformed row",
     "upload_invalid": "a pushed folder or file exceeds a limit or has a path outside its folder",
     "adapter_mismatch": "the adapter does not match the run's model, rank or alpha, or is no LoRA",
-    "lost_call": "an agent left before the model's answer came, and did not ask for it again",
+    "lost_call": "the model's answer to a request of an agent reached no client",
     "prompt_too_long": "a prompt leaves no room for an answer in the context",
     "template_unsupported": "the tokenizer's chat template cannot be reproduced token by token",
     "tools_unsupported": "the model's chat template shows no tools, or its calls cannot be read",

@@ -354,35 +354,59 @@ async def test_an_agent_goes_on_after_a_request_that_was_too_long(tmp_path: Path
     assert json.loads(score.reason or "") == [400, "context_length_exceeded", "yes"]
 
 
-async def test_an_answer_that_reaches_nobody_drops_the_rollout(tmp_path: Path) -> None:
-    program = """
-        url = urlsplit(base_url)
-        body = json.dumps({"model": model, "messages": [user("x")]})
-        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
-        with socket.create_connection((url.hostname, url.port)) as left:
-            left.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
-            while not Path(__file__).with_name("go").exists():
-                time.sleep(0.01)
-        told.append(ask([user("y")])[0])
-        AGAIN
-    """
-    again = [program.replace("AGAIN", each) for each in ("", 'ask([user("x")])')]
-    async with agents(tmp_path / "agent", *again, source="from pathlib import Path") as host:
-        for index, end in enumerate(("lost_call", None)):
-            flag = tmp_path / "agent" / "go"
-            flag.unlink(missing_ok=True)
-            episode = (await host.open("train", index)).episode
-            flag.touch()
-            assert await host.next_call(episode) != "done"  # so it has left the first one
-            await host.answer_call(episode, 0, "x")
-            await host.answer_call(episode, 1, "y")
-            if end:
-                with pytest.raises(EnvironmentFault) as caught:
-                    await host.next_call(episode)
-                assert caught.value.code == end, caught.value.what
-            else:
-                assert await host.next_call(episode) == "done"
-                assert json.loads((await host.score(episode)).reason or "") == [200]
+LEFT = """
+    url = urlsplit(base_url)
+    body = json.dumps({"model": model, "messages": [user("x")]})
+    head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
+    with socket.create_connection((url.hostname, url.port)) as left:
+        left.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+        while not Path(__file__).with_name("go").exists():
+            time.sleep(0.01)
+        BEFORE
+    told.append(ask([user("y")])[0])
+    AFTER
+"""
+SAME = 'ask([user("x")])'
+RETRY = 'ask([user("x")], headers={"x_stainless_retry_count": "1"})'
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_lost"),
+    [
+        ("", "", True),
+        ("", SAME, False),
+        ("", 'ask([user("x")], max_tokens=5)', True),
+        (SAME, "", True),
+        (RETRY, "", True),
+    ],
+)
+async def test_an_answer_that_reaches_nobody_drops_the_rollout(
+    before: str, after: str, is_lost: bool, tmp_path: Path
+) -> None:
+    """`before` it left the request for x, and `after` that, the agent asks again."""
+    program = LEFT.replace("BEFORE", before).replace("AFTER", after)
+    async with agents(tmp_path / "agent", program, source="from pathlib import Path") as host:
+        episode = (await host.open("train", 0)).episode
+        (tmp_path / "agent" / "go").touch()
+        call = await host.next_call(episode)
+        if before:
+            assert isinstance(call, AgentCall)
+            await host.answer_call(episode, call.number, "another x")
+            call = await host.next_call(episode)
+        assert isinstance(call, AgentCall)  # for y, so it has left the first one
+        await host.answer_call(episode, 0, "x")
+        await host.answer_call(episode, call.number, "y")
+        if after and is_lost:
+            call = await host.next_call(episode)
+            assert isinstance(call, AgentCall) and call.number == 2
+            await host.answer_call(episode, 2, "short")
+        if is_lost:
+            with pytest.raises(EnvironmentFault) as caught:
+                await host.next_call(episode)
+            assert caught.value.code == "lost_call", caught.value.what
+        else:
+            assert await host.next_call(episode) == "done"
+            assert json.loads((await host.score(episode)).reason or "") == [200]
 
 
 async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_other(tmp_path: Path) -> None:
