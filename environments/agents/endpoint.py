@@ -160,6 +160,8 @@ class AgentEpisode(EnvironmentMultiTurn):
         session = self._session
         assert self._running is not None
         what = "the conversation is longer than the model's context"
+        if self._turns:
+            what = "the turns that were to be played are over"
         error = ApiError(400, "context_length_exceeded", what, "messages")
         if self._turns >= self._agent.max_calls:
             error = at_most(self._agent.max_calls)

@@ -55,6 +55,8 @@ class Played:
     prompt: list[ChatMessage]
     replies: list[ChatMessage]
     score: Score
+    is_cut: bool
+    """Whether the episode would have gone on after the last answer."""
 
 
 async def _unwatched(method: str, call: Awaitable[T]) -> T:
@@ -83,6 +85,7 @@ class Conversation:
             self._turns = min(len(answers), opening.max_turns)
         self._watch = watch
         self._taken = 0
+        self._is_done = False
         self._replies: list[ChatMessage] = []
 
     @property
@@ -101,11 +104,13 @@ class Conversation:
         step = await self._watch("step_episode", stepping)
         self._replies += step.messages
         if step.done:
+            self._is_done = True
             self._turns = self._taken
 
     async def score(self) -> Played:
         score = await self._watch("score_episode", self._host.score(self._opening.episode))
-        return Played(self._opening.messages, self._replies, score)
+        is_cut = not self._is_done and self._taken < self._opening.max_turns
+        return Played(self._opening.messages, self._replies, score, is_cut)
 
 
 async def play(

@@ -21,7 +21,7 @@ from environments.checks.answers import (
     parts,
 )
 from environments.checks.constants import best_constant
-from environments.checks.playing import Answers, Task, gold_turns
+from environments.checks.playing import Answers, Played, Task, gold_turns
 from environments.checks.report import reward_range, score_text, shown
 from environments.checks.splits import repeated_questions, shared_tasks
 from environments.checks.trial import (
@@ -58,6 +58,11 @@ MOST_REWARD = 1000.0
 EVERY_GOLD_SHARE = 0.25
 """Of the time that is left, the share in which the gold answers of all tasks are played."""
 SUCCESS_FIX = "set success in RewardResult: by default a score of at least 1 is a success"
+AGREE_FIX = "make the gold answer and the scorer agree; success must be true for it"
+SHORT_FIX = (
+    "give every turn of the model in sft_completion, for an agent one for each of its requests; if "
+    "none is missing, make the gold answer and the scorer agree"
+)
 CUT_FIX = (
     "this is right if the first half of a gold answer says all; otherwise make the scorer require "
     "a whole answer"
@@ -113,19 +118,25 @@ async def gold(trial: Trial) -> str:
         if len(answers) > limit:
             what = f"the gold answer of {task} has {len(answers)} turns, max_episode_turns allows"
             raise ProbeFailed(f"{what} {limit}", "allow as many turns, or give a shorter answer")
-    wrong = ""
+    wrong = fix = ""
     for (task, answers), played in zip(plans, await trial.play_all(plans), strict=True):
         if answers and played.score.success:
             trial.keep_gold(task, answers, played)
         elif not wrong:
-            earned = f"{shown(answers)} earned {score_text(played.score)}"
-            wrong = f"the gold answer of {task} is no success: {earned}"
+            wrong = f"the gold answer of {task} is no success: {_earned(answers, played)}"
+            fix = SHORT_FIX if played.is_cut else AGREE_FIX
     if wrong:
-        fix = "make the gold answer and the scorer agree; success must be true for it"
         raise ProbeFailed(wrong, fix)
     await _find_open_ends(trial)
     rewards = reward_range([played.score.reward for played in trial.played.values()])
     return f"{len(trial.played)} gold answers are successes, with rewards {rewards}"
+
+
+def _earned(answers: Answers, played: Played) -> str:
+    earned = f"{shown(answers)} earned {score_text(played.score)}"
+    if played.is_cut:
+        earned += f"; the episode goes on after turn {len(answers)}"
+    return earned
 
 
 async def _find_open_ends(trial: Trial) -> None:
@@ -166,7 +177,7 @@ async def every_gold(trial: Trial) -> str:
         plans = list(zip(batch, answers, strict=True))
         for (task, turns), played in zip(plans, await trial.play_all(plans), strict=True):
             if not played.score.success:
-                wrong[task] = f"{shown(turns)} earned {score_text(played.score)}"
+                wrong[task] = _earned(turns, played)
             elif turns:
                 trial.see(task, turns, played)
     done = len(everything) - len(rest)

@@ -425,6 +425,43 @@ async def test_a_gold_answer_whose_first_half_says_all_is_no_fault(tmp_path: Pat
     assert probe.passed is None and "says all" in probe.fix
 
 
+async def test_gold_that_has_fewer_turns_than_its_episode_is_told_so(tmp_path: Path) -> None:
+    source = """
+    import http.client, json
+    from urllib.parse import urlsplit
+    from environments import EnvironmentAgent
+
+    class Sample(EnvironmentAgent):
+        max_calls = 3
+        def __init__(self): self.dataset, self.eval_dataset = tasks(6), tasks(4, first=6)
+        def run(self, example, base_url, api_key, model):
+            url = urlsplit(base_url)
+            messages = [{"role": "user", "content": example.input}]
+            for _ in range(2):
+                connection = http.client.HTTPConnection(url.hostname, url.port)
+                body = json.dumps({"model": model, "messages": messages})
+                headers = {"Authorization": f"Bearer {api_key}"}
+                connection.request("POST", f"{url.path}/chat/completions", body, headers)
+                answer = json.loads(connection.getresponse().read())
+                if "error" in answer: raise RuntimeError(answer["error"]["message"])
+                message = answer["choices"][0]["message"]
+                messages += [message, {"role": "user", "content": "Are you sure?"}]
+            right = message["content"] == example.output
+            return RewardResult(float(right), success=right)
+        def sft_completion(self, example):
+            return [{"role": "assistant", "content": example.output}] * TURNS
+    """
+    for turns in (1, 2):
+        folder = environment_folder(tmp_path / str(turns), source.replace("TURNS", str(turns)))
+        (folder / "environment.toml").write_text("endpoint = true\n")
+        report = await check(folder)
+        (probe,) = [probe for probe in report.probes if probe.name == "gold"]
+        assert probe.passed == (turns == 2), probe
+        if turns == 1:
+            assert "goes on after turn 1" in probe.evidence and "every turn of the model" in probe.fix
+            assert "context" not in probe.evidence
+
+
 async def test_a_scorer_that_pays_for_a_beginning_is_found(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
