@@ -29,7 +29,7 @@ from environments.agents.dialects import (
     count_tokens,
     invalid,
 )
-from environments.agents.session import Session, Wait
+from environments.agents.session import Client, Session, Wait
 from environments.tools import as_object
 
 Json = dict[str, Any]
@@ -47,6 +47,11 @@ MOST_CONNECTIONS = 32
 """Requests of one session that are served at the same time."""
 READ_TIMEOUT_S = 60.0
 """A connection is closed if its request is not whole, or its answer not read, after so long."""
+MOST_SEEN_OFF = 256
+SEE_OFF_S = 5.0
+"""How long a client may take to close a connection whose answer it has been sent."""
+ESTABLISHED = 1
+"""The state of a connection (TCP_INFO) that both ends hold open."""
 COMMENT_EVERY_S = 5.0
 """How often a stream that waits for the model sends a comment: clients time out on silence."""
 UNCOUNTED = ("invalid_api_key", "context_length_exceeded", "rate_limit_exceeded")
@@ -72,6 +77,33 @@ class HttpRequest:
         return path
 
 
+class Connection(Client):
+    """A client, as the kernel knows it: the event loop may learn later that it has left."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.streams = False
+        self._reader = reader
+        self._socket: socket.socket = writer.get_extra_info("socket")
+        self._was_reset = False
+
+    @property
+    def has_left(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._reader.at_eof() or self._reader.exception():
+            return True
+        with suppress(OSError):  # it is closed
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            return info[0] != ESTABLISHED
+        return True
+
+    @property
+    def left_unread(self) -> bool:
+        """Many clients do not read the end of a stream, so nothing can be told of one."""
+        with suppress(OSError):
+            # Reading the error clears it.
+            self._was_reset |= self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        return not self.streams and (self._was_reset or self._reader.exception() is not None)
+
+
 class Endpoint:
     """The server. `sessions` are those of open episodes by their keys."""
 
@@ -81,6 +113,7 @@ class Endpoint:
         listening = socket.create_server(("127.0.0.1", port), backlog=128)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         self._unread: dict[asyncio.StreamWriter, None] = {}
+        self._seen_off: set[Exchange] = set()
         serving = asyncio.start_server(self._serve, sock=listening, limit=MAX_HEAD_BYTES)
         self._starting = loop.create_task(serving)
 
@@ -101,8 +134,14 @@ class Endpoint:
                     await exchange.read()
                 self._unread.pop(writer, None)
                 await exchange.serve()
+                if exchange.waits and len(self._seen_off) < MOST_SEEN_OFF:
+                    self._seen_off.add(exchange)
+                    await exchange.see_off()
         finally:
+            self._seen_off.discard(exchange)
             self._unread.pop(writer, None)
+            for wait in exchange.waits:
+                wait.leave()
             writer.close()
 
 
@@ -121,8 +160,11 @@ class Exchange:
         self._request = HttpRequest("GET", "/", {})
         self._refusal: ApiError | None = None
         """Why the request cannot be read."""
+        self._connection = Connection(reader, writer)
         self._streams = False
         """Whether the head of a stream has been sent."""
+        self.waits: list[Wait] = []
+        """For the answers to this request."""
         self._id = f"req_{secrets.token_hex(12)}"
 
     async def read(self) -> None:
@@ -238,31 +280,40 @@ class Exchange:
             return
         for kind in request.left_out:
             session.count_refusal(f"left out: the tool {kind}")
-        waits = session.ask(
+        self._connection.streams = request.streams
+        self.waits = session.ask(
             request.messages,
             request.tools,
             request.options,
             choices=request.choices,
             is_retry=self._request.headers.get("x-stainless-retry-count", "0") != "0",
+            client=self._connection,
         )
-        try:
-            answers = await self._awaited(waits, request)
-            is_instructed = bool(request.body.get("instructions"))
-            turn = answers[0].turn
-            session.kept[request.identity] = [*request.messages[is_instructed:], turn]
-            if request.streams:
-                self._begin_stream()
-                self._events(dialect.events(answers, request))
-                if dialect.ends_with:
-                    self._chunk(f"data: {dialect.ends_with}\n\n")
-                await self._end_stream()
-            else:
-                await self._send(200, dialect.whole(answers, request))
-            for wait in waits:
-                wait.delivered()
-        finally:
-            for wait in waits:
-                wait.leave()
+        answers = await self._awaited(self.waits, request)
+        is_instructed = bool(request.body.get("instructions"))
+        turn = answers[0].turn
+        session.kept[request.identity] = [*request.messages[is_instructed:], turn]
+        if self._connection.has_left:
+            raise ConnectionError("the client left")
+        if request.streams:
+            self._begin_stream()
+            self._events(dialect.events(answers, request))
+            if dialect.ends_with:
+                self._chunk(f"data: {dialect.ends_with}\n\n")
+            await self._end_stream()
+        else:
+            await self._send(200, dialect.whole(answers, request))
+        for wait in self.waits:
+            wait.delivered()
+
+    async def see_off(self) -> None:
+        """Wait until the client closes the connection: it does so otherwise if it left unread what
+        it was sent.
+        """
+        self._writer.write_eof()
+        async with asyncio.timeout(SEE_OFF_S):
+            while await self._reader.read(1 << 16):
+                pass
 
     async def _awaited(self, waits: list[Wait], request: ApiRequest) -> list[Answer]:
         """The model's answers. ConnectionError if the client leaves before they come: it may ask
@@ -290,6 +341,7 @@ class Exchange:
             return [call.result() for call in calls]
         finally:
             leaving.cancel()
+            await asyncio.wait((leaving,))  # only one may read at a time
 
     def _is_there(self, leaving: asyncio.Future[bytes]) -> bool:
         return leaving.exception() is None and bool(leaving.result())
@@ -346,5 +398,5 @@ class Exchange:
         self._writer.transport.set_write_buffer_limits(0)
         async with asyncio.timeout(READ_TIMEOUT_S):
             await self._writer.drain()
-        if self._writer.is_closing():
+        if self._writer.is_closing() or self._connection.left_unread:
             raise ConnectionError("the client left")

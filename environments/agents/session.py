@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from environments.agents.calls import ANSWER_ROLES, NO_OPTIONS, AgentCall, CallOptions, Usage
@@ -30,27 +30,48 @@ MOST_KINDS = 20
 """Kinds of refusals that are told apart."""
 
 
+Asks = tuple[list[Any], list[Json], CallOptions]
+"""What makes two requests the same: the essence of each message, the tools and the options."""
+
+
+class Client:
+    """The other end of a connection. Without one, nobody leaves and every answer is read."""
+
+    has_left = False
+    left_unread = False
+    """Whether it has left without reading all that was sent."""
+
+
 @dataclass(eq=False)
 class Call:
     """A request and what became of it."""
 
     request: AgentCall
+    asks: Asks
     said: list[Any]
     """The essence of each message of its conversation, with the answer once there is one."""
     answer: asyncio.Future[Answer]
-    waiting: int = 0
-    """Connections that wait for the answer."""
-    is_delivered: bool = False
-    """Whether the answer reached a client."""
+    waits: list[Wait] = field(default_factory=list["Wait"])
+    """Of the connections that are open."""
+    is_sent: bool = False
+    """Whether the answer was written to a client."""
+    is_read: bool = False
+    """Whether a client that has ended its connection had read it."""
 
     @property
     def is_answered(self) -> bool:
         return self.answer.done() and self.answer.exception() is None
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether a client waits for the answer."""
+        return any(wait.is_waiting for wait in self.waits)
+
+    @property
     def is_abandoned(self) -> bool:
         """Whether its clients left without the answer."""
-        return not self.waiting and not self.is_delivered and not self._has_failed
+        is_read = self.is_read or any(wait.is_read for wait in self.waits)
+        return not self.is_waiting and not is_read and not self._has_failed
 
     @property
     def _has_failed(self) -> bool:
@@ -58,17 +79,28 @@ class Call:
 
 
 class Wait:
-    """One connection that waits for a call."""
+    """One connection that waits for a call, or has been sent its answer."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, client: Client) -> None:
         self.call = call
-        call.waiting += 1
+        self._client = client
+        self._is_sent = False
+        call.waits.append(self)
+
+    @property
+    def is_waiting(self) -> bool:
+        return not self._is_sent and not self._client.has_left
+
+    @property
+    def is_read(self) -> bool:
+        return self._is_sent and not self._client.left_unread
 
     def delivered(self) -> None:
-        self.call.is_delivered = True
+        self._is_sent = self.call.is_sent = True
 
     def leave(self) -> None:
-        self.call.waiting -= 1
+        self.call.waits.remove(self)
+        self.call.is_read |= self.is_read
 
 
 class Session:
@@ -104,60 +136,38 @@ class Session:
         *,
         choices: int = 1,
         is_retry: bool = False,
+        client: Client | None = None,
     ) -> list[Wait]:
         """The calls that answer a request, one for each of its `choices`. Raises ApiError.
 
         A request that is sent again joins the call of the first, whose clients have left. While
         they wait, an equal request is a second sample."""
-        essences = [*map(_essence, messages)]
+        asks = [*map(_essence, messages)], tools, options
         waits: list[Wait] = []
         try:
             for _ in range(choices):
                 taken = [wait.call for wait in waits]
-                call = self._sent_before(essences, tools, options, taken, is_retry=is_retry)
-                if call is None:
-                    call = self._added(messages, essences, tools, options)
-                waits.append(Wait(call))
+                call = self._sent_before(asks, taken, is_retry=is_retry)
+                call = call or self._added(messages, asks)
+                waits.append(Wait(call, client or Client()))
         except ApiError:
             for wait in waits:
                 wait.leave()
             raise
         return waits
 
-    def _sent_before(
-        self,
-        essences: list[Any],
-        tools: list[Json],
-        options: CallOptions,
-        taken: Collection[Call],
-        *,
-        is_retry: bool,
-    ) -> Call | None:
+    def _sent_before(self, asks: Asks, taken: Collection[Call], *, is_retry: bool) -> Call | None:
         """The call that this request sends again: one whose clients left without an answer, or, if
         the client says that it tries again, the last one that was answered.
         """
-        size = len(essences)
-        same = [
-            call
-            for call in self._calls
-            if call not in taken
-            and len(call.said) == size + call.is_answered
-            and call.said[:size] == essences
-            and (call.request.tools, call.request.options) == (tools, options)
-        ]
+        same = [call for call in self._calls if call not in taken and call.asks == asks]
         for call in same:
             if call.is_abandoned:
                 return call
-        answered = [call for call in same if call.is_answered and not call.waiting]
+        answered = [call for call in same if call.is_answered and not call.is_waiting]
         return answered[-1] if is_retry and answered else None
 
-    def _added(
-        self,
-        messages: list[ChatMessage],
-        essences: list[Any],
-        tools: list[Json],
-        options: CallOptions,
-    ) -> Call:
+    def _added(self, messages: list[ChatMessage], asks: Asks) -> Call:
         if self.refusal is not None:
             self.was_refused = True
             raise self.refusal
@@ -168,11 +178,12 @@ class Session:
         if sum(not call.answer.done() for call in self._calls) >= MOST_AT_ONCE:
             what = f"{MOST_AT_ONCE} requests of this run wait already; send this one again later"
             raise ApiError(429, "rate_limit_exceeded", what, may_retry=True)
+        essences, tools, options = asks
         parent = self._parent_of(messages, essences, tools)
         start = len(parent.said) if parent else 0
         number = parent.request.number if parent else None
         request = AgentCall(len(self._calls), number, messages[start:], tools, options)
-        call = Call(request, essences, asyncio.get_running_loop().create_future())
+        call = Call(request, asks, essences, asyncio.get_running_loop().create_future())
         self._calls.append(call)
         self.asked.put_nowait(request)
         return call
@@ -246,8 +257,16 @@ class Session:
 
     @property
     def has_lost(self) -> bool:
-        """Whether an answer reached no client, and none asked for it again."""
-        return any(call.is_answered and call.is_abandoned for call in self._calls)
+        """Whether an answer was written to no client, and none asked for it again. One that did ask
+        while the first connection still lived has the answer of its own call.
+        """
+        return any(self._is_lost(call) for call in self._calls)
+
+    def _is_lost(self, call: Call) -> bool:
+        if not call.is_answered or call.is_sent or call.is_waiting:
+            return False
+        later = self._calls[call.request.number + 1 :]
+        return not any(other.is_sent and other.asks == call.asks for other in later)
 
 
 def at_most(calls: int) -> ApiError:

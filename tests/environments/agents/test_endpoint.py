@@ -527,6 +527,66 @@ async def test_requests_that_time_out_and_are_sent_again_lose_nothing(delay_s: f
         assert len({answer for _, answer in told_by}) == 2 * turns, "each gets its own answer"
 
 
+INTERRUPTED = """
+    import select
+    url = urlsplit(base_url)
+    def left(body, place):
+        # A client that sends its request, and leaves at this place.
+        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
+        sent = f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode()
+        with socket.create_connection((url.hostname, url.port)) as connection:
+            if place == "half a request":
+                connection.sendall(sent[:-9])
+                return
+            connection.sendall(sent)
+            if place == "an answer that lies unread":
+                select.select([connection], [], [])
+            if place == "a piece of the answer":
+                assert connection.recv(9)
+    places = ["half a request", "a whole request", "an answer that lies unread", "a piece of the answer"]
+    messages = []
+    for turn in range(20):
+        messages.append(user(f"turn {turn}"))
+        streams = turn >= 10
+        body = {"model": model, "messages": messages}
+        for retry in range(3):
+            left(json.dumps(body), places[(turn + retry * (turn // 4)) % 4])
+        status, content = post(base_url, api_key, {**body, "stream": streams})
+        assert status == 200, content
+        if streams:
+            parts = [json.loads(line[6:]) for line in content.splitlines() if line.startswith("data: {")]
+            said = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+        else:
+            said = json.loads(content)["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": said})
+        told.append(said)
+"""
+
+
+async def test_long_episodes_whose_clients_leave_at_every_place_are_not_lost(tmp_path: Path) -> None:
+    """No request says that it is sent again, and a retry that counted as a call would meet the limit."""
+    source = """
+        class Sample(Sample):
+            max_calls = 20
+    """
+
+    async def answered(host: EnvironmentHost, index: int) -> None:
+        opening = await host.open("train", index)
+        call: Any = opening.call
+        numbers: list[int] = []
+        while isinstance(call, AgentCall):
+            assert call.parent == (call.number - 1 if call.number else None)
+            numbers.append(call.number)
+            await host.answer_call(opening.episode, call.number, f"answer {call.number}")
+            call = await host.next_call(opening.episode)
+        assert call == "done" and numbers == list(range(20))
+        score = await host.score(opening.episode)
+        assert json.loads(score.reason or "") == [f"answer {number}" for number in range(20)]
+
+    async with agents(tmp_path / "agent", *[INTERRUPTED] * 8, source=source) as host:
+        await asyncio.gather(*(answered(host, index) for index in range(8)))
+
+
 async def test_a_stream_says_that_it_waits_and_tells_of_an_error(tmp_path: Path) -> None:
     program = """
         status, content = post(
