@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from functools import cache
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, cast
 
@@ -48,6 +49,10 @@ def plain_name(name: str) -> str:
 def number(name: str) -> int | None:
     """The number that a file's or folder's name is; None if it is none that we write."""
     return int(name) if _NUMBER.fullmatch(name) else None
+
+
+def ipv4(text: str) -> str:
+    return str(IPv4Address(text))
 
 
 RelativeName = Annotated[str, AfterValidator(plain_name)]
@@ -184,8 +189,8 @@ class KeyFile(File):
 class ListeningFile(File):
     """listening.N.json"""
 
-    addresses: Annotated[list[Annotated[str, Field(max_length=MAX_NAME)]], Field(max_length=100)]
-    port: Annotated[int, Field(gt=0, lt=65536)]
+    addresses: Annotated[list[Annotated[str, AfterValidator(ipv4)]], Field(max_length=100)]
+    port: Annotated[int, Field(ge=1024, lt=65536)]
     certificate: Text
     adapter: Text
     mac: Digest

@@ -18,6 +18,7 @@ import json
 import re
 import secrets
 import tomllib
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -82,6 +83,9 @@ class TargetSettings(BaseModel):
     """A shell file on the nodes that sets others, such as the keys of the store."""
     ssh: str = ""
     """Host that has the engine's commands; by default this machine."""
+    nodes: list[IPv4Network] = []
+    """Networks such as 10.1.0.0/16: model servers of nodes are reached nowhere else. By default
+    anywhere, since a node itself names its addresses."""
     options: list[str] = []
     """Arguments of sbatch. For a run with gpus=N, those that ask for GPUs ask for N."""
     address: str = ""
@@ -243,7 +247,7 @@ def _begun(line: str) -> str | None:
 def _table(name: str, settings: TargetSettings) -> str:
     """TOML's texts, lists and numbers are written as in JSON."""
     lines = [f"[{name}]"]
-    for field, value in settings.model_dump(exclude_defaults=True).items():
+    for field, value in settings.model_dump(mode="json", exclude_defaults=True).items():
         lines.append(_line(field, value))
     return "\n".join(lines) + "\n"
 

@@ -17,6 +17,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import find_target
+from flash_mcp.state.targets import TargetSettings, find_target
 from flash_mcp.supervisor.model_servers import idle_error, idle_minutes
 from flash_mcp.supervisor.server import ADMIN_KEY, STOP_TIMEOUT_S, Server
 from flash_mcp.supervisor.serving_health import EVERY_S, examine
@@ -185,7 +186,7 @@ class RemoteServer:
 
     def _connect(self, row: Deployment, run: Run, listening: Listening) -> bool:
         """Find an address that leads there, and load the adapter; whether one does."""
-        for address in listening.addresses:
+        for address in _allowed(find_target(self.home, row.target), listening):
             server = self._by(row, run, address, listening)
             if server is None:
                 continue
@@ -277,13 +278,25 @@ class RemoteServer:
         self.store.update_deployment(row.id, expected_states=(row.state,), **values)
 
 
+def _allowed(settings: TargetSettings, listening: Listening) -> list[str]:
+    """The addresses that the settings let a node name."""
+    if not settings.nodes:
+        return listening.addresses
+    return [
+        address
+        for address in listening.addresses
+        if any(IPv4Address(address) in network for network in settings.nodes)
+    ]
+
+
 def _unreachable(row: Deployment, listening: Listening) -> FlashError:
     name = row.target
     ways = f"{', '.join(listening.addresses)}, port {listening.port}"
     what = f"its server runs on a node of {name}, which cannot be reached from here: {ways}"
     fix = (
-        f"name a host that reaches the nodes: ssh of {name} in targets.toml; or leave target "
-        "out, and the checkpoint is served on the server's machine"
+        f"name a host that reaches the nodes: ssh of {name} in targets.toml; if nodes is set "
+        "there, let it hold their network; or leave target out, and the checkpoint is served on "
+        "the server's machine"
     )
     return FlashError("target_refused", what, target=name, fix=fix)
 

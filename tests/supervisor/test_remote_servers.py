@@ -27,7 +27,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import costs, queue
 from flash_mcp.state.serving import request, request_stop
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import Cards, key_of, new_target, remove_target, write_target
+from flash_mcp.state.targets import Cards, TargetSettings, find_target, key_of, new_target, remove_target, write_target
 from flash_mcp.supervisor import remote_servers
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
@@ -342,13 +342,41 @@ def test_a_node_that_cannot_be_reached_is_given_back(
     monkeypatch.setattr(remote_servers, "REACH_S", 0.2)
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     keys = node.get_keys()
-    where = Listening(["127.0.0.1"], 9, make_certificate(tmp_path, ["127.0.0.1"]), "/adapter")
+    where = Listening(["127.0.0.1"], node.port, make_certificate(tmp_path, ["127.0.0.1"]), "/adapter")
     node.writer.listens(where.signed(keys["FLASH_ADMIN_KEY"]))
     failed = bench.settle(asked, "failed")
     assert failed.error and failed.error["code"] == "target_refused"
-    assert "cannot be reached from here: 127.0.0.1, port 9" in failed.error["what"]
+    assert f"cannot be reached from here: 127.0.0.1, port {node.port}" in failed.error["what"]
     assert "ssh of lab in targets.toml" in failed.error["fix"]
     bench.until(lambda: bench.engine.hints[node.key].state == "gone")
+
+
+def test_a_node_names_no_address_outside_the_networks_of_its_target(
+    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_servers, "REACH_S", 0.2)
+    (bench.home / "targets.toml").unlink()
+    bench.settings = TargetSettings(**{**bench.settings.model_dump(), "nodes": ["10.9.0.0/16", "10.8.1.1"]})
+    write_target(bench.home, "lab", bench.settings)
+    assert [str(network) for network in find_target(bench.home, "lab").nodes] == ["10.9.0.0/16", "10.8.1.1/32"]
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    node.listen(node.get_keys())
+    failed = bench.settle(asked, "failed")
+    assert failed.error and failed.error["code"] == "target_refused" and "if nodes is set" in failed.error["fix"]
+    assert node.requests() == []
+
+
+@pytest.mark.parametrize(
+    "lie", [{"addresses": ["db.internal"]}, {"addresses": ["10.0.0.1:22"]}, {"addresses": ["::1"]}, {"port": 443}]
+)
+def test_what_is_no_address_of_a_node_counts_as_absent(lie: dict[str, Any], tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    writer = RunWriter(folder, 1)
+    said = Listening(["10.0.0.1"], 40000, "certificate", "/adapter").signed("key")
+    writer.listens(said)
+    assert folder.listening(1) == said
+    writer.listens({**said, **lie})
+    assert folder.listening(1) is None
 
 
 def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
