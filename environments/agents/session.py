@@ -257,16 +257,10 @@ class Session:
 
     @property
     def has_lost(self) -> bool:
-        """Whether an answer was written to no client, and none asked for it again. One that did ask
-        while the first connection still lived has the answer of its own call.
-        """
-        return any(self._is_lost(call) for call in self._calls)
-
-    def _is_lost(self, call: Call) -> bool:
-        if not call.is_answered or call.is_sent or call.is_waiting:
-            return False
-        later = self._calls[call.request.number + 1 :]
-        return not any(other.is_sent and other.asks == call.asks for other in later)
+        """Whether an answer was written to no client, and none asked for it again."""
+        return any(
+            call.is_answered and not call.is_sent and not call.is_waiting for call in self._calls
+        )
 
 
 def at_most(calls: int) -> ApiError:
