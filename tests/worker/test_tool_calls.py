@@ -16,7 +16,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from environments.process.host import EnvironmentHost
 from environments.tools import text_of
-from flash_mcp.protocol.chat_templates import tool_form, with_tools
+from flash_mcp.protocol.chat_templates import FORMS, tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from tests.places import ROOT, TOOL_CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
@@ -106,6 +106,7 @@ def test_the_page_names_the_parser_of_each_template_that_is_tried_and_marks_the_
         assert parser in ToolParserManager.list_registered(), family
         name = re.match(r"`?(\w+)", evidence)[1]
         if name == "untried":
+            assert parser in {form.parser for _, form in FORMS}, family
             continue
         text = CHATML if name == "ours" else (TEMPLATES / f"{name}.jinja").read_text()
         form = tool_form(with_tools(text))
