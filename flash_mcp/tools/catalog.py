@@ -31,6 +31,8 @@ class Model(ResultModel):
     name: str
     """Pass as train's `model`."""
     parameters: int | None = None
+    active: int | None = None
+    """Parameters that each token passes, where they are fewer."""
     context: int | None = None
     """Tokens."""
     thinking: bool | None = None
@@ -44,6 +46,8 @@ class Model(ResultModel):
     ready: bool | None = None
     """Whether it is in the model cache."""
     notes: str | None = None
+    unchecked: str | None = None
+    """Facts that were not read on the hub's own page."""
 
 
 class Environment(ResultModel):
@@ -151,7 +155,7 @@ class Catalog(Result):
 def catalog(
     kind: Kind | None = None,
     contains: Annotated[str | None, Field(max_length=100)] = None,
-    limit: Annotated[int, Field(ge=1, le=30)] = 12,
+    limit: Annotated[int, Field(ge=1, le=30)] = 15,
     cursor: str | None = None,
 ) -> Catalog:
     """List base models, published environments, curated datasets, this machine's devices,
@@ -203,21 +207,14 @@ def _name(entry: Entry) -> str:
 
 
 def _models(_: Store) -> list[Model]:
-    results: list[Model] = []
+    models: list[Model] = []
     for card in MODELS.values():
-        model = Model(
-            name=card.name,
-            parameters=card.parameters,
-            context=card.context,
-            thinking=card.thinking or None,
-            tools=card.tools,
-            licence=card.licence,
-            source=card.source,
-            ready=(models_dir() / card.name / "config.json").is_file() or None,
-            notes=card.notes or None,
-        )
-        results.append(model)
-    return results
+        is_ready = (models_dir() / card.name / "config.json").is_file()
+        facts: dict[str, Any] = {**vars(card), "ready": is_ready or None}
+        facts |= {"thinking": card.thinking or None, "notes": card.notes or None}
+        del facts["commit"], facts["twin"]
+        models.append(Model(**facts))
+    return models
 
 
 def _devices(_: Store) -> list[Device]:
@@ -254,9 +251,7 @@ def _disk(store: Store) -> str:
 
 def _another(owner: str) -> str | None:
     """The owner, if it is not the caller."""
-    if owner != caller().owner:
-        return owner
-    return None
+    return owner if owner != caller().owner else None
 
 
 def _environments(store: Store) -> list[Environment]:
@@ -284,20 +279,16 @@ def _environments(store: Store) -> list[Environment]:
 
 
 def _datasets(store: Store) -> list[Dataset]:
-    found: list[Dataset] = []
-    for dataset in datasets.newest_first(store.base):
-        counts = dataset.manifest["counts"]
-        environment = dataset.manifest["environment"]
-        found.append(
-            Dataset(
-                name=dataset.reference,
-                rows=counts["train_rows"],
-                holdout=counts["holdout_rows"],
-                environment=f"{environment['name']}@{environment['digest']}",
-                made=utc(dataset.made),
-            )
+    return [
+        Dataset(
+            name=dataset.reference,
+            rows=dataset.manifest["counts"]["train_rows"],
+            holdout=dataset.manifest["counts"]["holdout_rows"],
+            environment="{name}@{digest}".format(**dataset.manifest["environment"]),
+            made=utc(dataset.made),
         )
-    return found
+        for dataset in datasets.newest_first(store.base)
+    ]
 
 
 def _deployments(store: Store) -> list[Deployment]:

@@ -12,14 +12,30 @@ from flash_mcp.protocol.base_models import MODELS, find
 from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import DEFAULT_MODEL
+from flash_mcp.tools.catalog import Model, catalog
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 
 
 def test_every_card_says_what_a_user_has_to_know() -> None:
     assert DEFAULT_MODEL in MODELS
     for card in MODELS.values():
         assert card.scheme in ("pypi", "hub") and card.address
-        assert card.parameters and card.context and card.chat_template and card.licence
+        assert card.parameters and card.context and card.tools and card.licence
         assert card.name == card.name.lower()
+        assert (card.active or 0) < card.parameters
+        if card.unchecked:
+            assert set(card.unchecked.split(", ")) <= set(Model.model_fields)
+
+
+def test_the_catalog_shows_each_model_and_what_of_it_was_not_checked_within_one_result() -> None:
+    result = catalog(kind="models")
+    assert not result.has_more and len(to_text(result.model_dump())) < RESULT_CHARACTERS
+    models = {model.name: model for model in result.models or []}
+    assert list(models) == list(MODELS)
+    mixture = models["gpt-oss-20b"]
+    assert (mixture.source, mixture.active, mixture.thinking) == ("hub:openai/gpt-oss-20b", 3_600_000_000, True)
+    assert mixture.unchecked == "active, context" and "deployments only" in (mixture.notes or "")
+    assert models["qwen3-4b"].unchecked is None
 
 
 def test_the_default_model_needs_no_hub() -> None:
@@ -62,7 +78,7 @@ def test_a_folder_is_described_from_its_files(tiny_model: Path) -> None:
 
     card = find(str(tiny_model))
     assert card.name == str(tiny_model) and card.scheme == "folder"
-    assert (card.context, card.chat_template, card.thinking) == (4096, "chatml", False)
+    assert (card.context, card.tools, card.thinking) == (4096, "ours", False)
     assert card.parameters == AutoModelForCausalLM.from_pretrained(tiny_model).num_parameters()
 
 

@@ -97,7 +97,7 @@ async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool)
 
 def _check_tools(card: ModelCard) -> None:
     """FlashError(tools_unsupported) if the model is known to see no tools."""
-    if card.chat_template and card.tools is None:
+    if card.scheme == "folder" and card.tools is None:
         what = "the tasks have tools, which the model's chat template cannot show"
         fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
         raise FlashError("tools_unsupported", what, model=card.name, fix=fix)
