@@ -8,12 +8,24 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import variance
+from statistics import fmean, variance
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
 Z80 = 0.8416212335729143
 """One-sided 80 % quantile: the usual power of a study."""
+T95 = (
+    12.7062047364,
+    4.3026527297,
+    3.1824463053,
+    2.7764451052,
+    2.5705818356,
+    2.4469118511,
+    2.3646242516,
+)
+"""Two-sided 95 % quantiles of Student's t with 1, 2, 3 and more degrees of freedom."""
+MOST_MEASUREMENTS = len(T95) + 1
+"""That `mean_interval` takes."""
 RESAMPLES = 5000
 
 
@@ -46,6 +58,13 @@ def wilson(successes: float, count: float) -> Interval:
     half = Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
     # Rounding must not put the share itself outside.
     return Interval(max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Student's interval of a mean of 2 to MOST_MEASUREMENTS independent measurements."""
+    middle = fmean(values)
+    half = T95[len(values) - 2] * math.sqrt(variance(values) / len(values))
+    return Interval(middle - half, middle + half)
 
 
 def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:

@@ -123,6 +123,11 @@ class Run(Record):
         return self.lineage.get("note")
 
     @property
+    def seed_group(self) -> str | None:
+        """What the runs have in common that one call started with several seeds."""
+        return self.lineage.get("seed_group")
+
+    @property
     def environment_reference(self) -> str:
         """NAME@DIGEST."""
         return f"{self.environment}@{self.environment_digest}"

@@ -411,7 +411,7 @@ SDK_NAMES = {"id": "environment", "params": "environment_args"}
 def read_toml(path: Path) -> dict[str, Any]:
     """Fields of a run's TOML file. Tables only group fields for the reader: `[train] steps = 3` is
     `steps = 3`. Files written for the freesolo SDK may say `[environment] id = "NAME"` and
-    `seeds = [0]`.
+    `seeds = [0]`; several seeds stay there as `seeds`, with the first as `seed`.
 
     Raises FlashError(invalid_argument) for a missing or malformed file, an unknown field or a field
     given twice."""
@@ -432,13 +432,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         table = cast("dict[str, Any]", document.pop("environment"))
         document["environment.*"] = {SDK_NAMES.get(name, name): table[name] for name in table}
     fields: dict[str, Any] = {}
+    several: dict[str, Any] = {}
     for name, value in document.items():
         is_table = isinstance(value, dict) and name not in RunSpec.model_fields
         table = cast("dict[str, Any]", value if is_table else {name: value})
-        if seeds := cast("list[Any]", table.pop("seeds", None)):
-            if len(seeds) > 1:
-                raise refused(f"has {len(seeds)} seeds", "name one: each run has one seed")
-            table["seed"] = seeds[0]
+        if seeds := table.pop("seeds", None):
+            if not isinstance(seeds, list):
+                raise refused(f"has seeds = {seeds!r}, which is no list", "write `seeds = [1, 2]`")
+            seeds = cast("list[Any]", seeds)
+            several |= {"seeds": seeds} if len(seeds) > 1 else {}
+            table |= {"seed": seeds[0]}
         for field, inner in table.items():
             if field not in RunSpec.model_fields:
                 guess = did_you_mean(field, RunSpec.model_fields, count=1, also=OTHER_NAMES)
@@ -447,7 +450,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             if field in fields:
                 raise refused(f"gives {field!r} twice", "keep one of the two")
             fields[field] = inner
-    return fields
+    return fields | several
 
 
 def validate(fields: dict[str, Any]) -> RunSpec:

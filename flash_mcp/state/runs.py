@@ -76,6 +76,13 @@ class RunTable(Connection):
                  AND files_removed IS NULL ORDER BY created DESC, id DESC"""
         return self.records(Run, sql, [environment_digest])
 
+    def seed_runs(self, run: Run) -> list[Run]:
+        """All runs that one call started with several seeds, `run` among them, by seed."""
+        sql = """SELECT * FROM runs WHERE environment = ? AND environment_digest = ?
+                 AND json_extract(lineage, '$.seed_group') = ?
+                 ORDER BY json_extract(spec, '$.seed')"""
+        return self.records(Run, sql, [run.environment, run.environment_digest, run.seed_group])
+
     def active_runs(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
         sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) AND serves IS NULL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.next_steps import Compared, after_comparison, repeated
+from flash_mcp.tools.shared.seeds import spread_of
 from flash_mcp.tools.shared.tool_base import Result
 from flash_mcp.tools.shared.truncation import shorten, shorten_as_json
 
@@ -163,7 +165,7 @@ def compare(
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
     shown = better[:flips] + worse[:flips]
-    notes = _limits(pair)
+    notes = [*_limits(pair), *_spreads(store, pair)]
     if memory:
         notes.insert(0, f"CONTAMINATED: {memory.evidence}")
     result = Compare(
@@ -505,6 +507,12 @@ def _limits(pair: Pair) -> list[str]:
     if not any(item.success for item in valid):
         notes.append("nothing succeeded on either side: reward tells more than success here")
     return notes
+
+
+def _spreads(store: Store, pair: Pair) -> list[str]:
+    """What the runs with other seeds came to, of a side that is one of several."""
+    spreads = {side.run.seed_group: side.run for side in (pair.other, pair.base)}
+    return list(filter(None, map(functools.partial(spread_of, store), spreads.values())))
 
 
 def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str:

@@ -24,7 +24,8 @@ from flash_mcp.tools.news import (
 )
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on, verdict_of
+from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
+from flash_mcp.tools.shared.seeds import verdict_of
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, illustrate, longest_wait_s
 from flash_mcp.tools.shared.truncation import to_text, utc
 from flash_mcp.tools.shared.waiting import wait_for_change

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
@@ -31,6 +31,7 @@ from flash_mcp.tools.training.notes import notes_on
 from flash_mcp.tools.training.plan import Plan, enqueue, plan_of
 from flash_mcp.tools.training.resume import resume_run
 from flash_mcp.tools.training.run_time import RunTime, time_by_evaluation
+from flash_mcp.tools.training.seeds import Seeds, enqueue_each, key_of, note_on, seeds_of
 
 
 class Train(Result):
@@ -147,6 +148,7 @@ Settings = Annotated[
 async def train(
     *,
     settings: Settings = None,
+    seeds: Seeds | None = None,
     resume: Annotated[str | None, Field(min_length=1)] = None,
     fresh_optimizer: bool = False,
     config: str | None = None,
@@ -163,11 +165,11 @@ async def train(
     or a curated dataset.
 
     Loads the environment in a child process first and refuses a broken one. Fields left out take
-    the recipe's value. The run continues when the client ends. To
-    follow it, call status. To check an environment more thoroughly, call env_test; to publish one,
-    env_push.
+    the recipe's value. The run continues when the client ends. To follow it, call status. To check
+    an environment more thoroughly, call env_test; to publish one, env_push.
 
     Args:
+        seeds: A run for each; status reports their spread.
         resume: An ended run, to continue from its newest checkpoint; only steps, counted from its
             start, may be given with it.
         fresh_optimizer: With resume: go on even if the optimizer's state was deleted.
@@ -183,15 +185,15 @@ async def train(
     arguments = _arguments(fields, settings or {})
     label = Label(name, note)
     if resume is not None:
-        others = {"config": config, "validate_only": validate_only, "sample": sample}
-        arguments |= {field: value for field, value in others.items() if value}
+        more = {"config": config, "validate_only": validate_only, "sample": sample, "seeds": seeds}
+        arguments |= {field: value for field, value in more.items() if value}
         return await _resumed(resume, arguments, label, fresh_optimizer=fresh_optimizer)
     if (sample or price_per_hour is not None) and not (validate_only and sample):
-        what = "sample and price_per_hour need validate_only=true"
-        fix = "pass validate_only=true and sample=true together; then train without them"
-        raise FlashError("invalid_argument", what, fix=fix)
+        raise _alone()
     started = time.monotonic()
-    plan = await plan_of(arguments, config, idempotency_key, sample=sample)
+    several = await run_sync(seeds_of, seeds, config, arguments)
+    key = key_of(idempotency_key, several)
+    plan = await plan_of(arguments, config, key, sample=sample)
     if sample:
         sampled = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
         return _result(plan, sample=sampled, next=after_sample(sampled))
@@ -199,9 +201,30 @@ async def train(
         return _result(plan, next=_after_validation(plan))
     if not accept_failed_gate:
         plan.check_gate()
-    run, created = await run_sync(enqueue, plan, idempotency_key, label)
+    return await _started(plan, several, idempotency_key, label)
+
+
+async def _started(
+    plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
+) -> Train:
+    """Queue the run, or one for each seed."""
+    if seeds:
+        runs, created = await run_sync(enqueue_each, plan, seeds, idempotency_key, label)
+    else:
+        run, created = await run_sync(enqueue, plan, idempotency_key, label)
+        runs = [run]
+    run = runs[0]
     next_step = await _followed(plan.store, run, is_own=created)
-    return _result(plan, run_id=run.id, state=run.state, created=created, next=next_step)
+    result = _result(plan, run_id=run.id, state=run.state, created=created, next=next_step)
+    if seeds:
+        result.notes = [note_on(runs), *(result.notes or ())]
+    return result
+
+
+def _alone() -> FlashError:
+    what = "sample and price_per_hour need validate_only=true"
+    fix = "pass validate_only=true and sample=true together; then train without them"
+    return FlashError("invalid_argument", what, fix=fix)
 
 
 def _arguments(fields: Json, settings: Json) -> Json:

@@ -17,6 +17,15 @@ from flash_mcp.judgement import statistics
 COUNTS = [(0, 1), (0, 10), (1, 10), (5, 10), (10, 10), (37, 200), (199, 200), (500, 1000)]
 
 
+def test_the_interval_of_a_mean_is_scipys():
+    values: list[float] = [0.2, 0.5, 0.9, 0.4, 0.6, 0.1, 0.8, 0.3]
+    for count in range(2, statistics.MOST_MEASUREMENTS + 1):
+        some = values[:count]
+        theirs = scipy_stats.ttest_1samp(some, 0).confidence_interval(0.95)
+        ours = statistics.mean_interval(some)
+        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-6)
+
+
 @pytest.mark.parametrize(("successes", "count"), COUNTS)
 def test_wilsons_interval_is_scipys(successes: int, count: int):
     theirs = scipy_stats.binomtest(successes, count).proportion_ci(method="wilson")

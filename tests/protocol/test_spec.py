@@ -120,7 +120,9 @@ def test_a_toml_file_for_the_freesolo_sdk_is_understood(tmp_path: Path):
     asked = {"environment": "sums", "environment_args": {"hard": True}, "steps": 3, "seed": 7}
     assert read_toml(path) == asked
     path.write_text(f"{text}[7, 8]\n")
-    with pytest.raises(FlashError, match="has 2 seeds"):
+    assert read_toml(path) == {**asked, "seeds": [7, 8]}
+    path.write_text(f"{text}7\n")
+    with pytest.raises(FlashError, match="seeds = 7, which is no list"):
         read_toml(path)
 
 

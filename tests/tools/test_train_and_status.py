@@ -46,6 +46,7 @@ from tests.samples import (
     read_in,
     sample_rollout,
     save_adapter,
+    start,
     started_run,
     supervised,
 )
@@ -71,7 +72,7 @@ async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
     return body
 
 
-async def refused(name: str, **arguments: Any) -> FlashError:
+async def refused(name: str, /, **arguments: Any) -> FlashError:
     with pytest.raises(FlashError) as caught:
         await call(name, **arguments)
     assert caught.value.fix
@@ -948,6 +949,49 @@ async def test_a_run_with_the_same_values_that_is_alive_is_named(tmp_path: Path)
     await call("cancel", run_id=first["run_id"])
     again = await call("train", environment="echo", steps=3)
     assert not any("same values" in note for note in again["notes"])
+
+
+async def test_several_seeds_start_a_run_for_each_all_or_none(tmp_path: Path):
+    push_echo(tmp_path / "environment")
+    fields: dict[str, Any] = {"environment": "echo", "steps": 20, "name": "spread", "idempotency_key": "k"}
+    started = await call("train", **fields, seeds=[3, 1, 2])
+    runs = open_store().seed_runs(open_store().run(started["run_id"]))
+    assert [run.training.seed for run in runs] == [1, 2, 3] and {run.name for run in runs} == {"spread"}
+    assert started["run_id"] == runs[2].id and all(run.id in started["notes"][0] for run in runs)
+    again = await call("train", **fields, seeds=[3, 1, 2])
+    assert (again["created"], again["notes"][0]) == (False, started["notes"][0])
+    assert (await refused("train", **fields, seeds=[3, 4])).code == "idempotency_conflict"
+    assert "both" in (await refused("train", **fields, seeds=[3, 4], seed=3)).what
+    assert "twice" in (await refused("train", **fields, seeds=[3, 3])).what
+    assert (await refused("train", resume=started["run_id"], seeds=[3, 4])).code == "invalid_argument"
+    assert len(open_store().runs()) == 3
+    config = tmp_path / "rl.toml"
+    config.write_text('environment = "echo"\nseeds = [5, 6]\n')
+    assert "(seed 5)" in (await call("train", config=str(config)))["notes"][0]
+    config.write_text('environment = "echo"\nseeds = [5, -6]\n')
+    assert "-6" in (await refused("train", config=str(config))).what
+    one = await call("train", config=str(config), seed=9)
+    assert open_store().run(one["run_id"]).seed_group is None
+
+
+async def test_status_and_compare_report_how_far_seeds_spread(tmp_path: Path):
+    push_echo(tmp_path / "environment")
+    ids: list[str] = []
+    await call("train", environment="echo", steps=20, seeds=[1, 2, 3])
+    for run, solved in zip(reversed(open_store().runs()), (60, 90, 75), strict=True):
+        ids.append(run.id)
+        view = (await call("status", run_id=run.id))["run"]
+        assert view["seeds"].startswith(("3 seeds, none", "held-out success of"))
+        writer = start(run.id)
+        evaluate(writer, 0, 20)
+        learn(writer, range(1, 21))
+        evaluate(writer, 20, solved)
+        end(writer, run.id, 20)
+    said = (await call("status", run_id=ids[0]))["run"]["seeds"]
+    spread = "held-out success of 3 of 3 seeds: mean 0.750, 95 % interval over seeds 0.377 to 1.000: "
+    assert said.startswith(spread)
+    assert f"{ids[1]} (seed 2) succeeded, 0.900, improved" in said
+    assert said in (await call("compare", base=ids[0], other=ids[1]))["notes"]
 
 
 async def test_only_grpo_is_judged_by_a_sample(tmp_path: Path):

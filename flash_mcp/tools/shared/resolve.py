@@ -118,6 +118,7 @@ def resolved_spec(
     store: Store, arguments: dict[str, Any], config: str | None
 ) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
     from_file = read_toml(Path(config).expanduser()) if config else {}
+    from_file.pop("seeds", None)  # `train` starts a run for each
     if "environment" not in from_file | arguments:
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
         what = "environment: missing, here and in the config file"

@@ -31,6 +31,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of
+from flash_mcp.tools.shared.seeds import spread_of
 from flash_mcp.tools.shared.truncation import shorten, without_empty
 from flash_mcp.tools.shared.waiting import obstacles
 
@@ -162,6 +163,8 @@ class RunView(ResultModel):
     """Evaluations; the first, and the newest few."""
     verdict: Verdict | None = None
     """Whether training helped on held-out examples."""
+    seeds: str | None = None
+    """Where one call started several seeds: how far their held-out success spreads."""
     newest: dict[str, float] | None = None
     """Other metrics of the newest step."""
     checkpoint: int | None = None
@@ -211,6 +214,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     history = store.load(run_id)
     judged = _judge(history)
     view = _view(store, history, judged, blocked)
+    view.seeds = spread_of(store, history.run)
     if history.run.used_s:
         view.cost = costs.cost(history.run, store.base)
     if history.run.state == "queued":
@@ -230,15 +234,6 @@ def view_of(store: Store, run_id: str) -> RunView:
     if history.run.used_s:
         view.cost = costs.cost(history.run, store.base)
     return view
-
-
-def verdict_of(store: Store, run: Run, evaluations: Sequence[Evaluation]) -> Verdict | None:
-    """The verdict on a training run, by those of its evaluations that can be judged."""
-    if len(evaluations) < 2 or evaluations[0].step != 0:
-        return None
-    pairs = store.pairs(run.id, evaluations)
-    change = comparison.compare_evaluations(evaluations[0], evaluations[-1], pairs)
-    return comparison.verdict(change, run.lineage.get("overlap"), evaluations[-1])
 
 
 # -- the judgement ---------------------------------------------------------------------------------

@@ -80,11 +80,15 @@ class Plan:
         return FlashError("gate_failed", what, fix=fix)
 
 
-def enqueue(plan: Plan, idempotency_key: str | None, label: Label) -> tuple[Run, bool]:
+def enqueue(
+    plan: Plan, idempotency_key: str | None, label: Label, seed_group: str | None = None
+) -> tuple[Run, bool]:
     """Queue it; (run, whether this call made it)."""
     dataset = plan.inputs.dataset
     shared = plan.probe.shared
     lineage: Json = {"gate": str(plan.gate), "tasks": plan.probe.splits}
+    if seed_group:
+        lineage["seed_group"] = seed_group
     if shared.shared:
         lineage["overlap"] = {
             "shared": shared.shared,
