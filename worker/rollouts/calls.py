@@ -59,7 +59,7 @@ def merged(calls: Sequence[Call]) -> Transcript:
     created.logprobs = row.logprobs[first:]
     created.forks = row.forks
     created.truncated = any(call.transcript.truncated for call in calls)
-    created.policies = sum((call.policies for call in calls), Counter())
+    created.policies = sum((call.policies for call in calls), Counter[int]())
     created.branches = list(_branches(calls, main))
     return created
 
