@@ -41,6 +41,10 @@ ROLE = 11
 DETAILS = ("failures", "metrics", "lineage", "values", "sources", "log_tail")
 """Fields of a detailed report, which follow the report as they are."""
 COLUMNS = ("SUCCESS", "95 % INTERVAL", "REWARD", "CONSTANT", "CUT OFF", "ERRORS")
+CHECKPOINT_COLUMNS = (
+    *("STEP", "HELD OUT", "HELD-OUT LOSS", "SUCCESS", "REWARD", "LOSS"),
+    *("SIZE", "DIGEST", "SAVED (UTC)"),
+)
 SHARES = {
     "groups/uniform_share": "{} of groups score alike",
     "rollouts/truncated_share": "{} cut off",
@@ -221,8 +225,8 @@ def _run(page: Page, view: RunView) -> None:
     if view.outlook and view.state != "succeeded":
         page.line()
         page.prose(f"Worth continuing? {view.outlook}")
-    details = {name: value for name in DETAILS if (value := view.model_dump(mode="json").get(name))}
-    if details:
+    body = view.model_dump(mode="json", include=set(DETAILS), exclude_none=True)
+    if details := {name: body[name] for name in DETAILS if body.get(name)}:
         page.line()
         page.lines += map(visible, render(details))
 
@@ -236,9 +240,8 @@ def _progress(view: RunView) -> str:
     if view.eta_s is not None:
         parts.append(f"{duration(view.eta_s)} left")
     if view.step_s:
-        parts.append(
-            f"{duration(view.step_s) if view.step_s >= 10 else number(view.step_s) + ' s'} each"
-        )
+        step = duration(view.step_s) if view.step_s >= 10 else f"{number(view.step_s)} s"
+        parts.append(f"{step} each")
     if view.queued_ahead:
         parts.append(f"{view.queued_ahead} before it")
     if view.attempt:
@@ -414,7 +417,6 @@ def _checkpoints(page: Page, result: Checkpoints) -> None:
                 row.saved,
             ]
         )
-    columns = "STEP HELD-OUT HELD-OUT-LOSS SUCCESS REWARD LOSS SIZE DIGEST SAVED-(UTC)"
-    page.table([name.replace("-", " ") for name in columns.split()], lines)
+    page.table(CHECKPOINT_COLUMNS, lines)
     page.line()
     page.line(f"The first is in {rows[0].path}")
