@@ -52,8 +52,8 @@ FLAG_LETTERS = {
     "policy_mismatch": "p",
     "policy_spike": "q",
     "overfitting": "r",
-    "contaminated_split": "s",
     "stale_policy": "u",
+    "contaminated_split": "s",
 }
 """What a cursor calls each flag. Callers keep cursors, so a letter never gets another meaning."""
 

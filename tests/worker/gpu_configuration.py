@@ -17,7 +17,11 @@ import torch
 from vllm import platforms
 
 sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
-from vllm.platforms import cuda  # noqa: E402  needs the line above
+kernels: Any = types.ModuleType("vllm.vllm_flash_attn")
+kernels.flash_attn_varlen_func = kernels.get_scheduler_metadata = None
+kernels.compile_flash_attn_varlen_func_from_specs = None
+sys.modules["vllm.vllm_flash_attn"] = kernels
+from vllm.platforms import cuda  # noqa: E402  needs the lines above
 
 platforms._current_platform = cuda.NvmlCudaPlatform()
 from vllm import EngineArgs  # noqa: E402  keeps the platform that it finds
