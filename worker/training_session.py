@@ -228,7 +228,7 @@ def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:
 
 
 def last_begun(spec: RunSpec, step: int) -> int:
-    """The last step whose rollouts begin when `step` is made. None is under way when the run saves
+    """The last step whose rollouts begin during `step`. None is under way when the run saves
     or evaluates: an attempt that resumes there has missed nothing."""
     assert spec.steps is not None
     ends = [-(-step // every) * every for every in (spec.save_every, spec.eval_every) if every]

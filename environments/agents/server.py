@@ -87,7 +87,7 @@ class Connection(Client):
         self._was_reset = False
 
     @property
-    def has_left(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def has_left(self) -> bool:
         if self._reader.at_eof() or self._reader.exception():
             return True
         with suppress(OSError):  # it is closed
@@ -97,7 +97,7 @@ class Connection(Client):
 
     @property
     def left_unread(self) -> bool:
-        """Many clients do not read the end of a stream, so nothing can be told of one."""
+        """Always false of a stream: many clients do not read its end."""
         with suppress(OSError):
             # Reading the error clears it.
             self._was_reset |= self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0

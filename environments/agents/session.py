@@ -37,9 +37,14 @@ Asks = tuple[list[Any], list[Json], CallOptions]
 class Client:
     """The other end of a connection. Without one, nobody leaves and every answer is read."""
 
-    has_left = False
-    left_unread = False
-    """Whether it has left without reading all that was sent."""
+    @property
+    def has_left(self) -> bool:
+        return False
+
+    @property
+    def left_unread(self) -> bool:
+        """Whether it has left without reading all that was sent."""
+        return False
 
 
 @dataclass(eq=False)
@@ -257,7 +262,7 @@ class Session:
 
     @property
     def has_lost(self) -> bool:
-        """Whether an answer was written to no client, and none asked for it again."""
+        """Whether an answer was written to no client, and its request was not repeated."""
         return any(
             call.is_answered and not call.is_sent and not call.is_waiting for call in self._calls
         )

@@ -62,7 +62,7 @@ WORDS = (
     *("\\boxed{}", "\\boxed{0}", "{}", '{"answer": ""}', "import os", "assert True", "exit", "42"),
 )
 SENTENCES = (
-    "The task has a clear goal. We begin with what is known! Which step comes first? "
+    "The task has a clear goal. We begin with the simple part! Which step comes first? "
     "A careful reader checks every part twice. Numbers, names and dates deserve attention. "
     "Several paths lead to one result. None of them should be chosen by chance. "
     "Small errors often hide between long words. Therefore each line was read again. "

@@ -432,7 +432,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         table = cast("dict[str, Any]", document.pop("environment"))
         document["environment.*"] = {SDK_NAMES.get(name, name): table[name] for name in table}
     fields: dict[str, Any] = {}
-    several: dict[str, Any] = {}
     for name, value in document.items():
         is_table = isinstance(value, dict) and name not in RunSpec.model_fields
         table = cast("dict[str, Any]", value if is_table else {name: value})
@@ -440,8 +439,9 @@ def read_toml(path: Path) -> dict[str, Any]:
             if not isinstance(seeds, list):
                 raise refused(f"has seeds = {seeds!r}, which is no list", "write `seeds = [1, 2]`")
             seeds = cast("list[Any]", seeds)
-            several |= {"seeds": seeds} if len(seeds) > 1 else {}
-            table |= {"seed": seeds[0]}
+            table["seed"] = seeds[0]
+            if len(seeds) > 1:
+                fields["seeds"] = seeds
         for field, inner in table.items():
             if field not in RunSpec.model_fields:
                 guess = did_you_mean(field, RunSpec.model_fields, count=1, also=OTHER_NAMES)
@@ -450,7 +450,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             if field in fields:
                 raise refused(f"gives {field!r} twice", "keep one of the two")
             fields[field] = inner
-    return fields | several
+    return fields
 
 
 def validate(fields: dict[str, Any]) -> RunSpec:

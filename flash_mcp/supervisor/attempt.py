@@ -117,8 +117,10 @@ class Attempt:
         if self.read_at is None or self.result_at is not None or hint.state == "gone":
             return True
         silent_s = self.watched_s - self.read_at
-        if self.beat is None or silent_s >= read_every_s:
-            return silent_s >= read_every_s
+        if silent_s >= read_every_s:
+            return True
+        if self.beat is None:
+            return False
         is_stale = self.watched_s - self.beat_at > STALE_S and silent_s > STALE_S
         return self.beat["writes"] != self.writes_read or is_stale
 

@@ -313,11 +313,12 @@ class RunReconciler:
         if attempt.has_secrets or run.cancel_requested or not is_known:
             return
         if offer := attempt.folder.offer(attempt.number):
-            values = self.vault.values(run.id, run.spec.secrets)
             if run.serves:  # imported only if there is something to serve
                 from flash_mcp.supervisor.remote_servers import keys_of  # noqa: PLC0415
 
                 values = keys_of(self.base, run)
+            else:
+                values = self.vault.values(run.id, run.spec.secrets)
             if sealed := self.target.seal(run, offer, values):
                 attempt.folder.put_sealed(attempt.number, sealed)
             attempt.has_secrets = True

@@ -168,8 +168,8 @@ class Server:
         """End the server, and what is left of its process group: a killed server's engine outlives
         it.
 
-        The server alone is asked: it ends its engine, which leaves its shared memory behind when it
-        is told as well."""
+        Only the server gets SIGTERM: it ends its engine, which would leave its shared memory behind
+        if it got the signal too."""
         if record := self._record:
             if record.is_alive():
                 with suppress(ProcessLookupError):

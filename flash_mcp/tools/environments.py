@@ -62,7 +62,7 @@ from flash_mcp.tools.shared.preflight import (
     Sample,
     sample_groups,
 )
-from flash_mcp.tools.shared.source_texts import read_sources, source_texts
+from flash_mcp.tools.shared.source_texts import folder_texts
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
 from flash_mcp.tools.shared.truncation import json_characters, shorten
 from flash_mcp.tools.table import read_table
@@ -573,15 +573,11 @@ async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
     ) as host:
         left = min(hunting.DEADLINE_S, max(1.0, deadline - time.monotonic()))
         tasks = range(host.splits["train"])
-        texts = await run_sync(_source_texts, subject.path)
+        texts = await run_sync(folder_texts, subject.path)
         result = await hunting.hunt(
             host, "train", tasks, deadline_s=left, on_progress=report, source_texts=texts
         )
     return hunting.probe(result)
-
-
-def _source_texts(folder: Path) -> list[str]:
-    return source_texts(read_sources(folder))
 
 
 def _best_of_n(sample: Sample) -> GateProbe:

@@ -11,7 +11,7 @@ import pytest
 from environments.checks import hunt as hunting
 from environments.checks.hunt import Hunt, hunt
 from environments.process.host import EnvironmentHost
-from flash_mcp.tools.shared.source_texts import read_sources, source_texts
+from flash_mcp.tools.shared.source_texts import folder_texts, source_texts
 from tests.folders import environment_folder
 from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
 
@@ -77,7 +77,7 @@ def test_texts_of_a_source_are_its_strings_what_its_patterns_match_and_its_names
     bombs = ['"' + "(" * 9 + "a{99})" + "{99})" * 7 + '"', '"a{999999999}"', "(" * 100_000, '"[[a]]"']
     (tmp_path / "broken.py").write_text("\n".join(bombs))
     (tmp_path / "link.py").symlink_to(__file__)
-    texts = source_texts(read_sources(tmp_path))
+    texts = folder_texts(tmp_path)
     assert "henceforth" in texts and "SIGN" in texts and "answer = SIGN" in texts
     assert any(re.fullmatch(r"Upshot\d\s*:", text) for text in texts)
     assert not any("strings" in text for text in texts)

@@ -58,10 +58,11 @@ def staleness(rollouts: Sequence[Rollout], policy: int) -> dict[str, float]:
     for rollout in rollouts:
         if rollout.transcript:
             counts.update(rollout.transcript.policies)
-    ages = [policy - number for number in counts.elements()]
-    if not ages:
+    counts = +counts  # without those that sampled nothing
+    if not counts:
         return {}
-    return {"staleness/mean": statistics.fmean(ages), "staleness/max": max(ages)}
+    mean_number = statistics.fmean(counts.keys(), weights=counts.values())
+    return {"staleness/mean": policy - mean_number, "staleness/max": policy - min(counts)}
 
 
 def _tool_shares(transcripts: Sequence[Transcript]) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
 """Texts that an environment's own source suggests as answers: its strings, texts that match its
 patterns, and the names that it assigns.
 
-    source_texts(read_sources(folder))
+    folder_texts(folder)
 
 A scorer that pays for a word has that word in its source; one that runs answers has the gold answer
 under a name. The source is foreign: it is cut into tokens, never parsed, since parsing deep nesting
@@ -34,7 +34,12 @@ LARGE = re.compile(r"\)[*+{]|\{\d{3}")
 """What lets a short pattern match texts of any size only."""
 
 
-def read_sources(folder: Path) -> list[str]:
+def folder_texts(folder: Path) -> list[str]:
+    """`source_texts` of the Python files of a folder."""
+    return source_texts(_read_sources(folder))
+
+
+def _read_sources(folder: Path) -> list[str]:
     """The first Python files of a folder, without links, which may lead out of it, and without
     those that cannot be read.
     """
@@ -79,7 +84,7 @@ def _tokens(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _matching(pattern: str) -> str:
-    """A text that the pattern matches; "" if none is known."""
+    """A text that the pattern matches, or ""."""
     if LARGE.search(pattern) or not re.search(r"[\\\[({.*+?^$|]", pattern):
         return ""
     sampler = rstr.Rstr(random.Random(0))

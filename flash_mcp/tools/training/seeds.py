@@ -56,7 +56,7 @@ def key_of(idempotency_key: str | None, seeds: Sequence[int]) -> str | None:
 def enqueue_each(
     plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
 ) -> tuple[list[Run], bool]:
-    """Queue all or none; (runs in the order of `seeds`, whether this call made them)."""
+    """Queue all or none; (runs in the order of `seeds`, whether they are new)."""
     runs: list[Run] = []
     created: set[bool] = set()
     resolved = plan.inputs.resolved
