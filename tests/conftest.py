@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from flash_mcp.protocol.paths import models_dir
+from flash_mcp.state import database
 from flash_mcp.supervisor.launch.devices import installed
 from flash_mcp.tools.shared import waiting
 from tests import reaper
@@ -24,6 +26,8 @@ SHARED_MODELS = models_dir()  # read before any test has a home of its own: real
 SLOW_FOLDERS = ("clients", "gpu", "worker")
 SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
 """A test in one of these folders, or with one of these fixtures, is slow without being marked."""
+SLOW_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+"""What a file of slow tests alone has."""
 
 # The tests' models are tiny, and four tests run at a time: a second thread would spin for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -68,8 +72,13 @@ def is_long(item: pytest.Item) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collecting imports: even that would load torch."""
-    return True if config.getoption("fast") and in_slow_folder(collection_path) else None
+    """Collecting imports: even that would load torch, in each of pytest-xdist's processes."""
+    if not config.getoption("fast"):
+        return None
+    if in_slow_folder(collection_path):
+        return True
+    is_test = collection_path.is_file() and collection_path.name.startswith("test_")
+    return True if is_test and SLOW_FILE.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -141,6 +150,19 @@ def no_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(NO_TORCH), *([inherited] if inherited else [])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+
+
+@pytest.fixture
+def durable() -> None:
+    """Let the test write as the product does, through to the disk."""
+
+
+@pytest.fixture(autouse=True)
+def unsynced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process not wait for the disk: nothing here has to survive the machine."""
+    if "durable" not in request.fixturenames:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+        monkeypatch.setattr(database, "SYNCHRONOUS", "OFF")
 
 
 @pytest.fixture

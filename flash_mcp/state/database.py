@@ -32,6 +32,8 @@ from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPr
 
 RecordKind = TypeVar("RecordKind", bound=Record)
 BUSY_TIMEOUT_S = 10
+SYNCHRONOUS = "FULL"
+"""A caller was told that its run is queued: that has to survive a power cut."""
 PAGES_AT_ONCE = 1000
 ENCODED = JSON_COLUMNS | NAMES
 """Columns that are decoded when they are read."""
@@ -99,9 +101,7 @@ class Connection:
             # guesses.
             db.conn.isolation_level = None
             _wait_for_locks(db, BUSY_TIMEOUT_S)
-            # A caller was told that its run is queued: that has to survive a power
-            # cut.
-            execute(db, "PRAGMA synchronous=FULL")
+            execute(db, f"PRAGMA synchronous={SYNCHRONOUS}")
             if kind == "own":
                 _hide_what_is_not_the_callers(db)
             on_error.pop_all()

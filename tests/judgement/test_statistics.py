@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats as scipy_stats
 
 from flash_mcp.judgement import statistics
+
+
+@pytest.fixture(scope="module")
+def scipy_stats() -> Any:
+    """It takes a second to import."""
+    return importlib.import_module("scipy.stats")
+
 
 COUNTS = [(0, 1), (0, 10), (1, 10), (5, 10), (10, 10), (37, 200), (199, 200), (500, 1000)]
 
 
-def test_the_interval_of_a_mean_is_scipys():
+def test_the_interval_of_a_mean_is_scipys(scipy_stats: Any):
     values: list[float] = [0.2, 0.5, 0.9, 0.4, 0.6, 0.1, 0.8, 0.3]
     for count in range(2, statistics.MOST_MEASUREMENTS + 1):
         some = values[:count]
@@ -27,7 +35,7 @@ def test_the_interval_of_a_mean_is_scipys():
 
 
 @pytest.mark.parametrize(("successes", "count"), COUNTS)
-def test_wilsons_interval_is_scipys(successes: int, count: int):
+def test_wilsons_interval_is_scipys(scipy_stats: Any, successes: int, count: int):
     theirs = scipy_stats.binomtest(successes, count).proportion_ci(method="wilson")
     ours = statistics.wilson(successes, count)
     assert (ours.low, ours.high) == (pytest.approx(theirs.low), pytest.approx(theirs.high))
@@ -74,7 +82,7 @@ def test_no_attempts_say_nothing():
 
 
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_draws_of_k_with_a_success(case: tuple[int, int, int]):
+def test_pass_at_k_is_the_share_of_draws_of_k_with_a_success(scipy_stats: Any, case: tuple[int, int, int]):
     attempts, correct, k = case
     # Without a success: all k are drawn from the failures, which is hypergeometric.
     missed = scipy_stats.hypergeom(attempts, correct, k).pmf(0)
@@ -92,14 +100,14 @@ def test_pass_at_more_than_was_attempted_cannot_be_told(k: int):
 
 
 @given(st.integers(0, 200), st.integers(0, 200))
-def test_mcnemar_is_the_exact_binomial_test_of_the_changed_pairs(won: int, lost: int):
+def test_mcnemar_is_the_exact_binomial_test_of_the_changed_pairs(scipy_stats: Any, won: int, lost: int):
     expected = scipy_stats.binomtest(won, won + lost, 0.5).pvalue if won + lost else 1.0
     assert statistics.mcnemar(won, lost) == pytest.approx(expected)
 
 
 @settings(max_examples=8)
 @given(st.lists(st.floats(-1, 1), min_size=20, max_size=40), st.integers(0, 5))
-def test_the_bootstrap_interval_is_scipys_but_for_the_draws(values: list[float], seed: int):
+def test_the_bootstrap_interval_is_scipys_but_for_the_draws(scipy_stats: Any, values: list[float], seed: int):
     theirs = scipy_stats.bootstrap(
         (values,), lambda x, axis: x.mean(axis=axis), n_resamples=5000, method="percentile", rng=seed
     ).bootstrap_distribution

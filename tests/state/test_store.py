@@ -52,7 +52,7 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
     assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [{"name": "0.1.0"}]
 
 
-def test_the_store_is_durable_and_its_sqlite_has_no_known_corruption_bug(store: Store) -> None:
+def test_the_store_is_durable_and_its_sqlite_has_no_known_corruption_bug(durable: None, store: Store) -> None:
     version = store.query("SELECT sqlite_version() AS version")[0]["version"]
     assert tuple(map(int, version.split("."))) >= (3, 51, 3)
     assert store.query("PRAGMA journal_mode")[0]["journal_mode"] == "wal"
