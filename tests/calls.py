@@ -1,4 +1,4 @@
-"""Calls of tools over a client, as tests make them."""
+"""Calls of tools as tests make them: in this process, and over a client."""
 
 from __future__ import annotations
 
@@ -7,10 +7,39 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from mcp import Client
 
-from flash_mcp.protocol.errors import CODES
+from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
+
+
+async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
+    """A tool's result as it is sent, made in this process."""
+    result = TOOLS[tool].function(**arguments)
+    body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
+    assert len(to_text(body)) <= RESULT_CHARACTERS
+    assert list(body)[-1] == "next"
+    return body
+
+
+async def refused(tool: str, /, **arguments: Any) -> FlashError:
+    """The error of a call in this process; it says what to do."""
+    with pytest.raises(FlashError) as caught:
+        await call(tool, **arguments)
+    assert caught.value.fix
+    return caught.value
+
+
+async def call_over(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    """A tool's result, whole."""
+    result = await client.call_tool(tool, arguments)
+    assert not result.is_error, result.content
+    assert result.structured_content is not None
+    assert len(to_text(result.structured_content)) <= RESULT_CHARACTERS
+    assert "cut" not in result.structured_content
+    return result.structured_content
 
 
 async def refusal(client: Client, tool: str, **arguments: Any) -> str:

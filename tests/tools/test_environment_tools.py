@@ -19,6 +19,7 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import env_push, env_test
 from flash_mcp.tools.shared import playbook
+from tests.calls import call_over as call
 from tests.calls import refusal
 from tests.folders import allow, environment_folder
 
@@ -29,13 +30,6 @@ pytestmark = pytest.mark.anyio
 async def client() -> AsyncGenerator[Client]:
     async with Client(server) as connected:
         yield connected
-
-
-async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    result = await client.call_tool(tool, arguments)
-    assert not result.is_error, result.content
-    assert result.structured_content is not None
-    return result.structured_content
 
 
 def files_in(folder: Path) -> list[str]:

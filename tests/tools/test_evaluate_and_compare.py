@@ -24,8 +24,8 @@ from flash_mcp.supervisor import keeper
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.loop import Supervisor
-from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from flash_mcp.tools.training import run_time
+from tests.calls import call_over as call
 from tests.calls import refusal
 from tests.folders import environment_folder
 from tests.places import TESTS
@@ -65,15 +65,6 @@ async def client(tmp_path: Path) -> AsyncGenerator[Client]:
     push_echo(tmp_path / "echo", ECHO)
     async with Client(server) as connected:
         yield connected
-
-
-async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    result = await client.call_tool(tool, arguments)
-    assert not result.is_error, result.content
-    assert result.structured_content is not None
-    assert len(to_text(result.structured_content)) <= RESULT_CHARACTERS
-    assert "cut" not in result.structured_content
-    return result.structured_content
 
 
 async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.retention import drop_optimizers
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
+from tests.calls import refused
 from tests.samples import (
     end,
     finished_run,
@@ -40,13 +41,6 @@ def no_supervisor(flash_home: Path) -> Iterator[None]:
 
 async def train(**arguments: Any) -> dict[str, Any]:
     return (await TOOLS["train"].function(**arguments)).model_dump(mode="json")
-
-
-async def refused(**arguments: Any) -> FlashError:
-    with pytest.raises(FlashError) as caught:
-        await train(**arguments)
-    assert caught.value.fix
-    return caught.value
 
 
 def stopped_run(folder: Path, state: str, **fields: Any) -> Run:
@@ -101,7 +95,7 @@ async def test_a_run_that_never_started_starts_over(tmp_path: Path):
 async def test_a_deleted_optimizer_is_said_and_done_without_only_on_demand(tmp_path: Path):
     run = stopped_run(tmp_path, "failed")
     assert drop_optimizers(run) > 0
-    error = await refused(resume=run.id)
+    error = await refused("train", resume=run.id)
     assert "optimizer's state" in error.what and "fresh_optimizer=true" in error.fix
     assert open_store().run(run.id).state == "failed"
     body = await train(resume=run.id, fresh_optimizer=True)
@@ -126,12 +120,12 @@ async def test_what_cannot_be_resumed_is_refused_with_another_way(tmp_path: Path
         "to be checked only": {"steps": 40, "validate_only": True},
     }
     for what, arguments in wrong.items():
-        assert (await refused(resume=run.id, **arguments)).code == "invalid_argument", what
+        assert (await refused("train", resume=run.id, **arguments)).code == "invalid_argument", what
     running, _ = started_run(tmp_path / "running")
-    assert (await refused(resume=running.id, steps=99)).code == "not_ready"
+    assert (await refused("train", resume=running.id, steps=99)).code == "not_ready"
     sql = "UPDATE runs SET files_removed = ? WHERE id = ?"
     open_store().execute(sql, [time.time(), run.id])
-    assert (await refused(resume=run.id, steps=40)).code == "unknown_checkpoint"
+    assert (await refused("train", resume=run.id, steps=40)).code == "unknown_checkpoint"
     assert open_store().run(run.id).state == "succeeded"
 
 
@@ -144,4 +138,4 @@ async def test_a_warm_start_takes_the_adapters_rank_and_alpha_unless_told(tmp_pa
     values = (await train(**asked))["values"]
     assert (values["lora_rank"], values["lora_alpha"]) == (8, 24)
     assert (await train(**asked))["sources"]["adapter"] == ["lora_rank", "lora_alpha"]
-    assert (await refused(**asked, lora_rank=16)).code == "adapter_mismatch"
+    assert (await refused("train", **asked, lora_rank=16)).code == "adapter_mismatch"

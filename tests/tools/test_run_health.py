@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +18,7 @@ from flash_mcp.state.queue import code_version
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.curate import read_attempts
-from flash_mcp.tools.registry import TOOLS
-from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
+from tests.calls import call
 from tests.places import ROOT
 from tests.samples import (
     ENVIRONMENT,
@@ -45,13 +43,6 @@ SAME_IDS = ENVIRONMENT.replace('f"eval-{n}"', 'f"train-{n}"')
 def supervised(flash_home: Path):
     with supervised_by_the_test():
         yield
-
-
-async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
-    result = TOOLS[tool].function(**arguments)
-    body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
-    assert len(to_text(body)) <= RESULT_CHARACTERS
-    return body
 
 
 def environment_folder(folder: Path, code: str) -> Path:

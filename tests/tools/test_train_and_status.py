@@ -26,13 +26,12 @@ from flash_mcp.state.references import find_subject
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.devices import Device
-from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
-from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
+from flash_mcp.tools.shared.truncation import to_text
 from flash_mcp.tools.training import probe
 from flash_mcp.tools.training.run_time import RunTime
-from tests.calls import named_calls
+from tests.calls import call, named_calls, refused
 from tests.places import AGENT_CALCULATOR, TOOL_CALCULATOR
 from tests.samples import (
     ENVIRONMENT,
@@ -60,23 +59,6 @@ def no_supervisor(flash_home: Path):
     """Queued runs stay queued: this test is the supervisor."""
     with supervised():
         yield
-
-
-async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
-    """A tool's result as it is sent."""
-    function = TOOLS[tool].function
-    result = function(**arguments)
-    body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
-    assert len(to_text(body)) <= RESULT_CHARACTERS
-    assert list(body)[-1] == "next"
-    return body
-
-
-async def refused(name: str, /, **arguments: Any) -> FlashError:
-    with pytest.raises(FlashError) as caught:
-        await call(name, **arguments)
-    assert caught.value.fix
-    return caught.value
 
 
 def is_file(*parts: str) -> bool:
