@@ -68,7 +68,6 @@ class FactoryEnvironment(EnvironmentToolUse):
         self._functions = functions
         self._success_at = success_at
         self._object: Any = None
-        self._prompt: list[ChatMessage] = []
 
     def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         self._object = self._factory()
@@ -76,7 +75,6 @@ class FactoryEnvironment(EnvironmentToolUse):
         if observation := self._object.reset(**example.record):
             last = messages[-1]
             messages = [*messages[:-1], {**last, "content": last["content"] + observation}]
-        self._prompt = messages
         return messages
 
     def episode_tools(self, example: TaskExample) -> Sequence[Callable[..., Any]]:
@@ -87,8 +85,8 @@ class FactoryEnvironment(EnvironmentToolUse):
         columns = {name: [value] for name, value in example.record.items() if name != "prompt"}
         arguments: dict[str, Any] = {
             **columns,
-            "prompts": [self._prompt],
-            "completions": [list(episode.messages[len(self._prompt) :])],
+            "prompts": [list(episode.messages[: episode.prompt_length])],
+            "completions": [list(episode.messages[episode.prompt_length :])],
             "environments": [self._object],
         }
         for function in self._functions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -78,11 +79,12 @@ async def tasks(trial: Trial) -> str:
     train = await trial.host.tasks("train")
     held_out = await trial.host.tasks("eval")
     for split, rows in (("train", train), ("eval", held_out)):
-        repeated = _repeated([task_id for task_id, _ in rows])
-        if repeated:
-            what = f"{len(repeated)} of {len(rows)} {split} tasks repeat an id"
+        counts = Counter(task_id for task_id, _ in rows)
+        if len(counts) < len(rows):
+            what = f"{len(rows) - len(counts)} of {len(rows)} {split} tasks repeat an id"
             fix = "give each row its own id, or no id: load_dataset derives one from the row"
-            raise ProbeFailed(f"{what}, for instance {plain_name(repeated[0])}", fix)
+            repeated, _ = counts.most_common(1)[0]
+            raise ProbeFailed(f"{what}, for instance {plain_name(repeated)}", fix)
         if copies := repeated_questions(rows):
             example = " = ".join(map(plain_name, copies[0]))
             what = f"{len(copies)} of {len(rows)} {split} tasks ask what another one asks"
@@ -449,14 +451,3 @@ async def leaks(trial: Trial) -> str:
         rows.append(likeness.Row(task_id, prompt, inner, task.split, task.index))
     skip_if([sign(rows) for sign in likeness.SIGNS])
     return f"{len(rows)} tasks: no sign that answers can be had without solving them"
-
-
-def _repeated(ids: Sequence[str]) -> list[str]:
-    """The ids that were there before, in order."""
-    seen: set[str] = set()
-    repeated: list[str] = []
-    for task_id in ids:
-        if task_id in seen:
-            repeated.append(task_id)
-        seen.add(task_id)
-    return repeated

@@ -525,11 +525,6 @@ def _normal(name: str) -> str:
 # -- room on the disk ------------------------------------------------------------------------------
 
 
-def interpreters_bytes() -> int:
-    """The disk that all interpreters use."""
-    return sum(map(_bytes_in, _installed(interpreters_dir())))
-
-
 def hold(python: Path) -> IO[str] | None:
     """Keep an interpreter from being removed until the returned file is closed; None if it is not
     one of ours. Raises EnvironmentFault(not_ready) if it has just been removed.
