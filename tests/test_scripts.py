@@ -107,14 +107,14 @@ def test_shaky():
 
 
 def ci(
-    folder: Path, failures: int, *, engines: str = "echo ENGINES", lint: str = "", minutes: int = 40
+    folder: Path, failures: int, *, engines: str = "echo ENGINES", lint: str = "", minutes: int = 38
 ) -> tuple[int, list[str]]:
     """Runs .ci/run beside two tests of which one fails so many times, and returns what it prints."""
     for name in (".ci", "scripts"):
         (folder / name).mkdir()
     run = folder / ".ci" / "run"
     shutil.copy(ROOT / ".ci" / "run", run)
-    run.write_text(run.read_text().replace("40 * 60", f"{minutes} * 60"))
+    run.write_text(run.read_text().replace("38 * 60", f"{minutes} * 60"))
     tests = f'exec {sys.executable} -m pytest -c /dev/null --rootdir=. "$@"'
     tests = f'if [ "${{1-}}" = --long ]; then echo LONG; else {tests}; fi'
     commands = {"install": "", "lint": lint, "test": tests, "test-engines": engines}
