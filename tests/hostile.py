@@ -18,6 +18,7 @@ KINDS = {
     "surroundings": "mounts, namespaces, another root, leaving the cgroup",
     "rights": "other processes: signals, memory, descriptors; its own limits and rights",
     "machine": "the machine and its kernel: clock, modules, log, crashes, keys",
+    "calls": "each of the system calls that are not on the list of those allowed",
     "sockets": "sockets of every family, by every system call",
     "odd ends": "ending, hanging or raising in ways that look like a defect or advice of ours",
     "state": "state behind links, terminals, homes, inherited descriptors, more than one folder to write to",

@@ -1,14 +1,15 @@
-"""The system calls that environment code may make: a seccomp filter."""
+"""The system calls that environment code may make: a seccomp filter that allows those of
+system_calls.py, some of them only with some arguments."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import platform
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from environments.sandbox.kernel import checked, libc
+from environments.sandbox.system_calls import allowed_calls
 
 PR_SET_SECCOMP = 22
 # The instructions of the filter, as in linux/bpf_common.h.
@@ -32,71 +33,16 @@ IPPROTO_TCP = 6
 SOCK_SEQPACKET = 5
 PRIO_PROCESS = 0
 IOPRIO_WHO_PROCESS = 1
-CLONE_NEWUSER = 0x10000000
-FIRST_X32_CALL = 0x40000000
-IO_URING_SETUP = 425
-"""io_uring makes sockets past any filter."""
+SCHEDULING = ("sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
+NAMESPACES = 0x7E020000
+"""The flags of clone that ask for namespaces."""
 CLONE3 = 435
 """Its flags are in memory, where no filter sees them. Where it is missing, programs call clone."""
+PERSONALITIES = (0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
+"""Linux, Linux with 32 bits, both also with the kernel's name as 2.6, and to ask which it is."""
 
 Step = tuple[int, int, int, int]
 """Instruction, steps to skip if true, steps to skip if false, operand."""
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """An architecture's number, and its numbers of system calls."""
-
-    architecture: int
-    socket: int
-    socketpair: int
-    prlimit: int
-    setpriority: int
-    ioprio_set: int
-    scheduling: tuple[int, ...]
-    """sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr."""
-    clone: int
-    unshare: int
-    refused: tuple[int, ...]
-    """add_key, request_key, keyctl: the keys of the user's session. open_by_handle_at: a file by
-    its number, past the folders that lead to it. inotify_init, inotify_init1: the names of files
-    that others change, in folders that Landlock hides. perf_event_open, bpf, userfaultfd: parts of
-    the kernel that attacks begin with. syslog: what the kernel says of other programs.
-    """
-    shared: tuple[int, ...]
-    """shm*, sem*, msg* of System V, and mq_*. Their memory is counted for nobody, outlives the
-    processes that made it, and may belong to others.
-    """
-
-
-MACHINES = {
-    "x86_64": _Calls(
-        0xC000003E,
-        socket=41,
-        socketpair=53,
-        prlimit=302,
-        setpriority=141,
-        ioprio_set=251,
-        scheduling=(142, 144, 203, 314),
-        clone=56,
-        unshare=272,
-        refused=(248, 249, 250, 304, 253, 294, 298, 321, 323, 103),
-        shared=(29, 30, 31, *range(64, 72), 220, 240, 241),
-    ),
-    "aarch64": _Calls(
-        0xC00000B7,
-        socket=198,
-        socketpair=199,
-        prlimit=261,
-        setpriority=140,
-        ioprio_set=30,
-        scheduling=(118, 119, 122, 274),
-        clone=220,
-        unshare=97,
-        refused=(217, 218, 219, 265, 26, 241, 280, 282, 116),
-        shared=(180, 181, *range(186, 198)),
-    ),
-}
 
 
 class _Program(ctypes.Structure):
@@ -105,36 +51,38 @@ class _Program(ctypes.Structure):
 
 def filter_calls(*, allow_sockets: bool, allow_tcp: bool, has_processes: bool) -> str:
     """Why system calls cannot be refused; "" if they are. `allow_tcp` allows TCP over IPv4 alone.
+    Sockets of Unix are never allowed alone: they reach other programs through files.
 
     `has_processes`: the code has a PID namespace, so that it finds no process of others."""
-    machine = platform.machine()
-    if machine not in MACHINES:
+    try:
+        architecture, calls = allowed_calls()
+    except KeyError as machine:
         return f"the system calls of {machine} are not known here"
-    calls = MACHINES[machine]
     steps = [
         (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, calls.architecture),
+        (EQUAL, 1, 0, architecture),
         _refuse(errno.ENOSYS),
         (LOAD, 0, 0, CALL_NUMBER),
-        (AT_LEAST, 0, 1, FIRST_X32_CALL),
-        _refuse(errno.ENOSYS),
+        *_for(CLONE3, [_refuse(errno.ENOSYS)]),
     ]
-    for number in (IO_URING_SETUP, CLONE3, *calls.shared):
-        steps += _for(number, [_refuse(errno.ENOSYS)])
-    for number in calls.refused:
-        steps += _for(number, [_refuse(errno.EPERM)])
-    for number in (calls.clone, calls.unshare):
-        steps += _for(number, _without(CLONE_NEWUSER))
     families = (AF_INET, AF_INET6) if allow_sockets else ()
-    steps += _for(calls.socket, _tcp_only() if allow_tcp else _families(families))
-    steps += _for(calls.socketpair, _connected_pair())
-    steps += _for(calls.prlimit, _limits_of_others())
+    conditions = {
+        "socket": _tcp_only() if allow_tcp else _one_of(families, errno.EACCES),
+        "socketpair": _connected_pair(),
+        "clone": _without(NAMESPACES),
+        "personality": _one_of(PERSONALITIES, errno.EPERM),
+        "prlimit64": _limits_of_others(),
+    }
     if not has_processes:
-        for number in calls.scheduling:
-            steps += _for(number, _only(0))
-        steps += _for(calls.setpriority, _only(PRIO_PROCESS, 0))
-        steps += _for(calls.ioprio_set, _only(IOPRIO_WHO_PROCESS, 0))
-    steps += [(RETURN, 0, 0, ALLOW)]
+        conditions |= dict.fromkeys(SCHEDULING, _only(0))
+        conditions["setpriority"] = _only(PRIO_PROCESS, 0)
+        conditions["ioprio_set"] = _only(IOPRIO_WHO_PROCESS, 0)
+    for name, condition in conditions.items():
+        steps += _for(calls[name], condition)
+    for first, last in _runs(calls.values()):
+        steps += [(AT_LEAST, 0, 2, first), (AT_LEAST, 1, 0, last + 1), (RETURN, 0, 0, ALLOW)]
+    # A program takes a call that is newer than all of these for missing and does without.
+    steps += [(AT_LEAST, 0, 1, max(calls.values())), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     program = _Program(len(steps), code)
     try:
@@ -153,12 +101,23 @@ def _for(number: int, steps: list[Step]) -> list[Step]:
     return [(EQUAL, 0, len(steps), number), *steps]
 
 
-def _families(allowed: tuple[int, ...]) -> list[Step]:
-    """The families of sockets. Those of Unix reach other programs through files."""
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of numbers without a gap."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def _one_of(values: tuple[int, ...], error: int) -> list[Step]:
+    """The first argument must be one of these."""
     steps: list[Step] = [(LOAD, 0, 0, ARGUMENTS[0])]
-    for family in allowed:
-        steps += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
-    return [*steps, _refuse(errno.EACCES)]
+    for value in values:
+        steps += [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
+    return [*steps, _refuse(error)]
 
 
 def _tcp_only() -> list[Step]:
@@ -191,11 +150,11 @@ def _connected_pair() -> list[Step]:
     ]
 
 
-def _without(flag: int) -> list[Step]:
-    """The first argument must not have this flag."""
+def _without(flags: int) -> list[Step]:
+    """The first argument must have none of these flags."""
     return [
         (LOAD, 0, 0, ARGUMENTS[0]),
-        (AND, 0, 0, flag),
+        (AND, 0, 0, flags),
         (EQUAL, 1, 0, 0),
         _refuse(errno.EPERM),
         (RETURN, 0, 0, ALLOW),
