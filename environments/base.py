@@ -247,6 +247,18 @@ class EnvironmentAgent(Environment):
         The key is this rollout's own. A request may continue any answered one, by its messages,
         the answer, and new messages; or begin anew. Up to 8 may wait at once."""
 
+    def gold_turn(
+        self, example: TaskExample, messages: list[ChatMessage], number: int
+    ) -> ChatMessage | None:
+        """The gold answer to request `number`, counted from 0, whose conversation is `messages`.
+        None if it has none: the agent can then ask no more.
+
+        By default that turn of `sft_completion`, which fits an agent that asks one thing after the
+        other. Override it for an agent of several roles or of requests at once."""
+        gold = self.sft_completion(example)
+        turns = [message for message in gold if message["role"] == "assistant"]
+        return turns[number] if number < len(turns) else None
+
     def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         raise NotImplementedError("an agent's requests are its conversation")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,10 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
         del splits["holdout"]  # measuring it costs a pass over its rows at each checkpoint
     for name, split in splits.items():
         session.heartbeat.enter("dataset", of=host.splits.get(split, 0))
-        rows[name] = session.wait(gold_rows(host, session.model.template, split, **watched))
-        if missing := host.splits.get(split, 0) - len(rows[name]):
+        model = session.model
+        by_task = session.wait(gold_rows(host, model.template, split, model.max_length, **watched))
+        rows[name] = list(chain.from_iterable(by_task))
+        if missing := host.splits.get(split, 0) - len(by_task):
             what = f"{missing} {split} tasks failed in environment code and were left out"
             session.writer.event("warning", what)
     return rows

@@ -93,6 +93,11 @@ class AgentEpisode(EnvironmentMultiTurn):
     async def sft_completion(self, example: TaskExample) -> list[ChatMessage]:
         return await self._begin(self._agent.sft_completion, example)
 
+    async def gold_turn(self, example: TaskExample, number: int) -> ChatMessage | None:
+        """The gold answer to a request, which may be one that waits."""
+        messages = [dict(message) for message in self._session.messages(number)]
+        return await self._begin(self._agent.gold_turn, example, messages, number)
+
     def max_episode_turns(self, example: TaskExample) -> int:
         return self._agent.max_calls
 

@@ -52,6 +52,8 @@ class Call:
     """A request and what became of it."""
 
     request: AgentCall
+    messages: list[ChatMessage]
+    """All of its conversation, without the answer."""
     asks: Asks
     said: list[Any]
     """The essence of each message of its conversation, with the answer once there is one."""
@@ -188,7 +190,8 @@ class Session:
         start = len(parent.said) if parent else 0
         number = parent.request.number if parent else None
         request = AgentCall(len(self._calls), number, messages[start:], tools, options)
-        call = Call(request, asks, essences, asyncio.get_running_loop().create_future())
+        answer = asyncio.get_running_loop().create_future()
+        call = Call(request, messages, asks, essences, answer)
         self._calls.append(call)
         self.asked.put_nowait(request)
         return call
@@ -249,6 +252,10 @@ class Session:
         self.refusal = error
         for call in self._calls:
             self.fail(call.request.number, error)
+
+    def messages(self, number: int) -> list[ChatMessage]:
+        """The conversation that a call continues."""
+        return self._calls[number].messages
 
     def count_refusal(self, what: str) -> None:
         """Count something that the API refused or left out."""

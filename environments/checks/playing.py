@@ -24,11 +24,21 @@ class Turn(str):
     """The text of a model's turn, with the tool calls that go with it."""
 
     tool_calls: list[dict[str, Any]]
+    by_request: bool
+    """Whether it is gold that depends on the request, and is asked for again where it is played:
+    which of an agent's requests comes first may be chance."""
 
-    def __new__(cls, text: str, tool_calls: list[dict[str, Any]]) -> Self:
+    def __new__(
+        cls, text: str, tool_calls: list[dict[str, Any]], *, by_request: bool = False
+    ) -> Self:
         turn = super().__new__(cls, text)
         turn.tool_calls = tool_calls
+        turn.by_request = by_request
         return turn
+
+    @classmethod
+    def of(cls, message: ChatMessage, *, by_request: bool = False) -> Self:
+        return cls(message["content"], message.get("tool_calls", []), by_request=by_request)
 
 
 Answers = Sequence[str | None]
@@ -98,6 +108,9 @@ class Conversation:
 
     async def take_turn(self) -> None:
         text = self._answers[min(self._taken, len(self._answers) - 1)]
+        if isinstance(text, Turn) and text.by_request:
+            gold = await self._host.gold_turn(self.episode, self._taken)
+            text = text if gold is None else Turn.of(gold)
         self._taken += 1
         calls = text.tool_calls if isinstance(text, Turn) else []
         stepping = self._host.step(self._opening.episode, text, calls)
@@ -187,11 +200,29 @@ async def read_prompt(host: EnvironmentHost, task: Task) -> str:
 
 async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     """The model's turns of the gold answer; () if it has none."""
+    if host.plays_gold:
+        return await _played_gold(host, task)
+    gold = await host.gold(task.split, task.index)
+    messages = [message for message in gold if message["role"] == "assistant"]
+    # A turn without calls is a plain text: probes compare and cut it.
+    return tuple(
+        Turn.of(message) if message.get("tool_calls") else message["content"]
+        for message in messages
+    )
+
+
+async def _played_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
+    """The same of an agent whose gold depends on its requests, in their order."""
+    opening = await host.open(task.split, task.index)
     turns: list[str] = []
-    for message in await host.gold(task.split, task.index):
-        if message["role"] == "assistant":
-            calls = message.get("tool_calls")
-            turns.append(Turn(message["content"], calls) if calls else message["content"])
+    try:
+        while gold := await host.gold_turn(opening.episode, len(turns)):
+            turns.append(Turn.of(gold, by_request=True))
+            step = await host.step(opening.episode, gold["content"], gold.get("tool_calls", []))
+            if step.done or len(turns) >= opening.max_turns:
+                break
+    finally:
+        await host.close(opening.episode)
     return tuple(turns)
 
 

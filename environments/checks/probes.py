@@ -61,8 +61,8 @@ EVERY_GOLD_SHARE = 0.25
 SUCCESS_FIX = "set success in RewardResult: by default a score of at least 1 is a success"
 AGREE_FIX = "make the gold answer and the scorer agree; success must be true for it"
 SHORT_FIX = (
-    "give every turn of the model in sft_completion, for an agent one for each of its requests; if "
-    "none is missing, make the gold answer and the scorer agree"
+    "give every turn of the model in sft_completion, for an agent one for each of its requests, or "
+    "define gold_turn; if none is missing, make the gold answer and the scorer agree"
 )
 CUT_FIX = (
     "this is right if the first half of a gold answer says all; otherwise make the scorer require "

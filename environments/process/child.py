@@ -182,7 +182,9 @@ class Child:
                 "environments.adapters.gym.GymEnvironment wraps objects with reset and step"
             )
         scores_groups = type(environment).score_group is not Environment.score_group
+        plays_gold = False
         if isinstance(environment, EnvironmentAgent):
+            plays_gold = type(environment).gold_turn is not EnvironmentAgent.gold_turn
             environment = _served(environment, self._call)
             self._is_agent = True
         self._environment = environment
@@ -194,6 +196,7 @@ class Child:
             "splits": {name: len(examples) for name, examples in self._splits.items()},
             "max_score_concurrency": score_concurrency,
             "scores_groups": scores_groups,
+            "plays_gold": plays_gold,
             "generated": task_cache.names(),
         }
 
@@ -432,6 +435,10 @@ class Child:
         Generators(f"{split} {_task_id(example)}").use()
         gold = await self._call(self._loaded.sft_completion, example)
         return _messages(gold, "sft_completion", OPENING_ROLES)
+
+    async def op_gold_turn(self, episode: int, call: int) -> list[ChatMessage]:
+        turn = await self._agent(episode).gold_turn(self._episode(episode).example, call)
+        return _messages([] if turn is None else [turn], "gold_turn", ("assistant",))
 
     async def op_abandon(self, target: int) -> dict[str, Any]:
         """Cancel a call. `stuck` means that it still runs: in a thread, or as a coroutine that

@@ -167,6 +167,8 @@ class EnvironmentHost:
         """{protection: "" if it works, else why it does not}, as the warden found them."""
         self.scores_groups = False
         """Whether the environment defines `score_group`."""
+        self.plays_gold = False
+        """Whether it is an agent that defines `gold_turn`: `gold` then has nothing."""
         self._generated: list[str] = []
         self._known_as = known_as
         self._args = dict(args)
@@ -369,6 +371,11 @@ class EnvironmentHost:
             child = await self._live_child()
             return await self._call(child, "sft_completion", split=split, index=index)
 
+    async def gold_turn(self, episode: int, call: int) -> ChatMessage | None:
+        """The gold answer to a request of an agent; None if it has none."""
+        async with self._places:
+            return await self._call(self._home(episode), "gold_turn", episode=episode, call=call)
+
     async def tasks(self, split: str) -> list[tuple[str, str]]:
         """(task id, digest of the question) of every task of a split, in order."""
         child = await self._live_child()
@@ -436,6 +443,7 @@ class EnvironmentHost:
             self._score_places = asyncio.Semaphore(most)
         self.splits = loaded["splits"]
         self.scores_groups = loaded["scores_groups"]
+        self.plays_gold = loaded["plays_gold"]
         self._generated = loaded["generated"]
         self.sandbox = child.sandbox
         return child

@@ -53,6 +53,7 @@ METHODS = (
     "score_group",
     "close_episode",
     "sft_completion",
+    "gold_turn",
 )
 """What user code is called through. Another name is not repeated."""
 
@@ -115,8 +116,8 @@ class Reader:
     # -- one method for each op --------------------------------------------------------------------
 
     def _load(self, value: Any) -> dict[str, Any]:
-        splits, concurrency, scores_groups, generated = _fields(
-            value, "splits", "max_score_concurrency", "scores_groups", "generated"
+        splits, concurrency, scores_groups, plays_gold, generated = _fields(
+            value, "splits", "max_score_concurrency", "scores_groups", "plays_gold", "generated"
         )
         names = [_string(name) for name in _items(generated)]
         if len(names) > task_cache.MAX_NAMES or not all(map(task_cache.is_name, names)):
@@ -129,6 +130,7 @@ class Reader:
             },
             "max_score_concurrency": _whole(concurrency, 1),
             "scores_groups": _truth(scores_groups),
+            "plays_gold": _truth(plays_gold),
             "generated": names,
         }
 
@@ -222,6 +224,12 @@ class Reader:
 
     def _sft_completion(self, value: Any) -> list[ChatMessage]:
         return self._messages(value, OPENING_ROLES)
+
+    def _gold_turn(self, value: Any) -> ChatMessage | None:
+        turns = self._messages(value, ("assistant",))
+        if len(turns) > 1:
+            raise ForgedError
+        return turns[0] if turns else None
 
     def _abandon(self, value: Any) -> dict[str, Any]:
         stuck, method, traceback = _fields(value, "stuck", "method", "traceback")

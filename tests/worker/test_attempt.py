@@ -458,7 +458,7 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
         watched = {"max_error_share": 0.1, "advance": lambda: looks.append(1)}
         assert await preflight(host, template, 256, 20, **watched) == (27, 2)
         assert len(looks) == 20, "each look is progress"
-        assert len(await gold_rows(host, template, "train", **watched)) == 18
+        assert len(await gold_rows(host, template, "train", 400, **watched)) == 18
         with pytest.raises(FlashError, match=r"2 of 11 train tasks.*number 0: ") as caught:
             await preflight(host, template, 256, 11, **watched)
         assert caught.value.code == "environment_error"

@@ -39,8 +39,8 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
     async with await EnvironmentHost.start(CALCULATOR) as host:
-        rows = await gold_rows(host, template, "eval", max_error_share=0.0, advance=lambda: None)
-        for index, row in enumerate(rows):
+        rows = await gold_rows(host, template, "eval", 4000, max_error_share=0.0, advance=lambda: None)
+        for index, (row,) in enumerate(rows):
             opening = await host.open("eval", index)
             await host.close(opening.episode)
             gold = await host.gold("eval", index)

@@ -262,8 +262,8 @@ async def test_a_call_that_does_not_parse_is_text_and_noted() -> None:
 async def test_sft_learns_every_token_of_the_gold_calls_and_answers_and_no_other() -> None:
     chat = template()
     async with await EnvironmentHost.start(TOOL_CALCULATOR) as host:
-        rows = await gold_rows(host, chat, "eval", max_error_share=0.0, advance=lambda: None)
-        for index, row in enumerate(rows[:20]):
+        rows = await gold_rows(host, chat, "eval", 4000, max_error_share=0.0, advance=lambda: None)
+        for index, (row,) in enumerate(rows[:20]):
             opening = await host.open("eval", index)
             await host.close(opening.episode)
             gold = await host.gold("eval", index)

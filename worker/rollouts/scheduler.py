@@ -404,7 +404,7 @@ class _Conversation:
             self.episode = opening.episode
             rollout.task_id = opening.task_id
             if opening.is_agent:
-                serving = _AgentCalls(
+                serving = _SampledCalls(
                     rollout, self._template, self._host, self._generator, self._limits
                 )
                 rollout.finish = await serving.serve(opening)
@@ -502,21 +502,15 @@ def _too_long(transcript: Transcript, limits: Limits) -> EnvironmentFault:
     return EnvironmentFault("prompt_too_long", what)
 
 
-class _AgentCalls:
-    """Answers the calls of one agent, as many at once as it makes."""
+class AgentCalls:
+    """Answers the calls of one agent, as many at once as it makes. `complete` says with what."""
 
     def __init__(
-        self,
-        rollout: Rollout,
-        template: ChatTemplate,
-        host: Host,
-        generator: Generator,
-        limits: Limits,
+        self, rollout: Rollout, template: ChatTemplate, host: Host, limits: Limits
     ) -> None:
         self._rollout = rollout
         self._template = template
         self._host = host
-        self._generator = generator
         self._limits = limits
         self._answered: dict[int, Call] = {}
         self._prompts: Counter[int] = Counter()
@@ -584,15 +578,8 @@ class _AgentCalls:
         grammar, stop = transcript.template.limits_of(options)
         sampling = _sampling(budget, limits, key)
         sampling = replace(sampling, stop=(*limits.stop, *stop), grammar=grammar)
-        try:
-            completion = await self._generator.generate(prompt, sampling)
-            if grammar is not None and not completion.token_ids:
-                raise ValueError("vLLM cannot compile it")
-        except ValueError as error:
-            if grammar is None:
-                raise
-            what = f"the model cannot be held to this format: {error!s:.300}"
-            await self._host.refuse_call(episode, asked.number, "invalid_value", what)
+        completion = await self.complete(episode, call, sampling)
+        if completion is None:
             return
         turn = transcript.add_answer(completion, reads_calls=options.tool_choice != "none")
         self._answered[asked.number] = call
@@ -602,6 +589,10 @@ class _AgentCalls:
             text = text.partition(str(completion.stopped_by))[0]
         usage = self._usage(prompt, completion, transcript.template, options)
         await self._host.answer_call(episode, asked.number, text, turn.tool_calls, usage)
+
+    async def complete(self, episode: int, call: Call, sampling: Sampling) -> Completion | None:
+        """The answer to a call; None if it was refused."""
+        raise NotImplementedError
 
     def _usage(
         self,
@@ -637,3 +628,32 @@ class _AgentCalls:
             transcript = parent.transcript.copy()
             transcript.add_environment(call.messages)
         return Call(call.number, parent, transcript, len(transcript))
+
+
+class _SampledCalls(AgentCalls):
+    """Answers them with what the model samples."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        template: ChatTemplate,
+        host: Host,
+        generator: Generator,
+        limits: Limits,
+    ) -> None:
+        super().__init__(rollout, template, host, limits)
+        self._generator = generator
+
+    async def complete(self, episode: int, call: Call, sampling: Sampling) -> Completion | None:
+        grammar = sampling.grammar
+        try:
+            completion = await self._generator.generate(call.transcript.ids, sampling)
+            if grammar is not None and not completion.token_ids:
+                raise ValueError("vLLM cannot compile it")
+        except ValueError as error:
+            if grammar is None:
+                raise
+            what = f"the model cannot be held to this format: {error!s:.300}"
+            await self._host.refuse_call(episode, call.number, "invalid_value", what)
+            return None
+        return completion

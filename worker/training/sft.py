@@ -26,16 +26,19 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from environments.base import ChatMessage
-from environments.process.host import EnvironmentHost
+from environments.process.host import EnvironmentHost, Opening
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.ranks import ALONE, Ranks
+from worker.rollouts.calls import Call
+from worker.rollouts.scheduler import AgentCalls, Limits, Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
+from worker.rollouts.turns import Completion, Sampling
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
-from worker.training.packing import Pack, Way, packs_of
+from worker.training.packing import Pack, Way, packs_of, paths_of
 from worker.training.parallel import Passes, combine, no_loss
 
 Row = dict[str, list[int]]
@@ -45,17 +48,64 @@ GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 
 
 async def gold_rows(
-    host: EnvironmentHost, template: ChatTemplate, split: str, **watched: Any
-) -> list[Row]:
-    """{"input_ids", "labels"} of every task of a split. `watched` and errors as of `survey`."""
+    host: EnvironmentHost, template: ChatTemplate, split: str, max_length: int, **watched: Any
+) -> list[list[Row]]:
+    """{"input_ids", "labels"} of every task of a split: a row, or of an agent a row for each of its
+    conversations. `watched` and errors as of `survey`.
+    """
 
-    async def one(index: int) -> Row:
+    async def one(index: int) -> list[Row]:
         opening = await host.open(split, index)
-        await host.close(opening.episode)
+        try:
+            if opening.is_agent:
+                return await _GoldCalls(host, template, max_length).rows(split, opening)
+        finally:
+            await host.close(opening.episode)
         transcript = Transcript(template, opening.messages, opening.tools)
-        return _row(f"{split} task {opening.task_id}", transcript, await host.gold(split, index))
+        name = f"{split} task {opening.task_id}"
+        return [_row(name, transcript, await host.gold(split, index))]
 
     return await survey(split, host.splits.get(split, 0), one, **watched)
+
+
+class _GoldCalls(AgentCalls):
+    """Answers the calls of an agent with its gold answers, so that each is learnt in the context
+    that the model will see.
+    """
+
+    def __init__(self, host: EnvironmentHost, template: ChatTemplate, max_length: int) -> None:
+        limits = Limits(max_tokens=max_length, max_length=max_length)
+        super().__init__(Rollout(Task("", 0, 0, 0, 0), ""), template, host, limits)
+        self._gold_turn = host.gold_turn
+        self._name = ""
+
+    async def rows(self, split: str, opening: Opening) -> list[Row]:
+        """A row for each path through the calls. A token that several have in common is learnt in
+        the first of these.
+        """
+        self._name = f"{split} task {opening.task_id}"
+        await self.serve(opening)
+        transcript = self._rollout.transcript
+        assert transcript is not None
+        ids = transcript.ids
+        trained = [False] * len(transcript.prompt_ids) + [mark == 1 for mark in transcript.mask]
+        rows: list[Row] = []
+        for path in paths_of(len(ids), transcript.forks):
+            labels = [ids[place] if trained[place] else IGNORED for place in path]
+            for place in path:
+                trained[place] = False
+            rows.append({"input_ids": [ids[place] for place in path], "labels": labels})
+        return rows
+
+    async def complete(self, episode: int, call: Call, sampling: Sampling) -> Completion | None:
+        gold = await self._gold_turn(episode, call.number)
+        if gold is None:
+            what = "there is no gold answer to this request"
+            await self._host.refuse_call(episode, call.number, "no_gold", what)
+            return None
+        template = call.transcript.template
+        _check(self._name, gold, [], template)
+        return template.answer(gold["content"], gold.get("tool_calls") or ())
 
 
 def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
@@ -225,10 +275,7 @@ def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
         if message["role"] != "assistant":
             between.append(message)
             continue
-        before = [] if answered else between
-        if wrong := _wrong(message, before, calls=bool(transcript.template.tools)):
-            fix = "begin with an answer, and let every answer be text or calls of declared tools"
-            raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
+        _check(name, message, [] if answered else between, transcript.template)
         if answered:
             # Even if nothing was said in between: each answer of a rollout has its own turn.
             transcript.add_environment(between)
@@ -239,6 +286,13 @@ def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
     for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True):
         labels.append(token if mine else IGNORED)
     return {"input_ids": transcript.ids, "labels": labels}
+
+
+def _check(name: str, answer: ChatMessage, before: list[Json], template: ChatTemplate) -> None:
+    """FlashError(dataset_invalid) if no rollout could hold this gold answer; see `_wrong`."""
+    if wrong := _wrong(answer, before, calls=bool(template.tools)):
+        fix = "begin with an answer, and let every answer be text or calls of declared tools"
+        raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
 
 
 def _wrong(answer: ChatMessage, before: list[Json], *, calls: bool) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from environments.checks.playing import Task, gold_turns
 from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.untrusted_text import plain_name
@@ -87,7 +88,7 @@ async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool)
                 # SFT trains on gold answers: better to learn now that there are
                 # none.
                 if gold:
-                    await host.gold("train", index)
+                    await gold_turns(host, Task("train", index))
             except EnvironmentFault as fault:
                 faults.append(fault)
     if len(faults) == tasks:

@@ -76,7 +76,13 @@ def forger(args):
 """
 
 USER = {"role": "user", "content": "x"}
-LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1, "scores_groups": False, "generated": []}
+LOADED = {
+    "splits": {"train": 6, "eval": 0},
+    "max_score_concurrency": 1,
+    "scores_groups": False,
+    "plays_gold": False,
+    "generated": [],
+}
 OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1, "tools": [], "is_agent": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -1,0 +1,148 @@
+"""Gold answers of agents: they are played through the agent, and what is learnt is what it asks."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from environments.checks import playing
+from environments.process.host import EnvironmentHost
+from tests.folders import environment_folder
+from tests.places import AGENT_CALCULATOR
+from tests.tiny import make_tokenizer
+from tests.virtual import FakeEngine
+from worker.rollouts.scheduler import Generator, Limits, Task, collect
+from worker.rollouts.transcript import ChatTemplate
+from worker.rollouts.turns import Completion, Sampling
+from worker.training.sft import IGNORED, Row, gold_rows
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.anyio,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
+]
+TEMPLATE = ChatTemplate(make_tokenizer())
+LENGTH = 2000
+TEAM = """
+import http.client, json, threading
+from urllib.parse import urlsplit
+from environments import EnvironmentAgent
+
+
+class Sample(EnvironmentAgent):
+    '''A planner splits a sum, workers add the parts at once, and a merger adds what they say.'''
+
+    def __init__(self):
+        self.dataset = [
+            TaskExample({}, f"{n} {n + 1} {n + 2}", id=f"t{n}", output=str(3 * n + 3)) for n in range(20)
+        ]
+
+    def run(self, example, base_url, api_key, model):
+        def ask(role, text):
+            url = urlsplit(base_url)
+            connection = http.client.HTTPConnection(url.hostname, url.port)
+            messages = [{"role": "user", "content": f"{role}: {text}"}]
+            headers = {"Authorization": f"Bearer {api_key}"}
+            body = json.dumps({"model": role, "messages": messages})
+            connection.request("POST", url.path + "/chat/completions", body, headers)
+            answer = json.loads(connection.getresponse().read())
+            connection.close()
+            return answer["choices"][0]["message"]["content"]
+
+        parts = dict.fromkeys(ask("plan", example.input).split(", "), "")
+
+        def work(part):
+            parts[part] = ask("add", part)
+
+        workers = [threading.Thread(target=work, args=(part,)) for part in parts]
+        for worker in workers: worker.start()
+        for worker in workers: worker.join()
+        right = ask("merge", " ".join(parts.values())) == example.output
+        return RewardResult(float(right), success=right)
+
+    def gold_turn(self, example, messages, number):
+        role, _, text = messages[-1]["content"].partition(": ")
+        numbers = [int(word) for word in text.split()]
+        said = f"{numbers[0]} {numbers[1]}, {numbers[2]}" if role == "plan" else str(sum(numbers))
+        return {"role": "assistant", "content": said}
+"""
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Path:
+    folder = environment_folder(tmp_path / "team", TEAM)
+    (folder / "environment.toml").write_text("endpoint = true\n")
+    return folder
+
+
+def contexts(rows: Sequence[Row]) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(tokens before it, tokens) of every answer that is learnt."""
+    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    for row in rows:
+        ids = row["input_ids"]
+        learnt = [label != IGNORED for label in row["labels"]]
+        starts = [at for at in range(1, len(ids)) if learnt[at] and not learnt[at - 1]]
+        for start in starts:
+            end = learnt.index(False, start) if False in learnt[start:] else len(ids)
+            found[tuple(ids[:start]), tuple(ids[start:end])] += 1
+    return found
+
+
+class Learnt(FakeEngine):
+    """Answers each prompt as it was learnt, and keeps it. KeyError for one that was not learnt."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__()
+        self.answers = dict(contexts(rows).keys())
+        self.asked: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+
+    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        answer = self.answers[tuple(prompt_ids)]
+        self.asked[tuple(prompt_ids), answer] += 1
+        self.running[request_id] = []
+        self.wanted[request_id] = Completion(list(answer), [0.0] * len(answer), "stop")
+
+
+@pytest.mark.parametrize("name", ["team", "agent_calculator"])
+async def test_sft_learns_the_prompts_of_rollouts_and_no_others(name: str, team: Path) -> None:
+    tasks = 6
+    folder = team if name == "team" else AGENT_CALCULATOR.parent
+    async with await EnvironmentHost.start(folder) as host:
+        host.splits["train"] = tasks
+        rows = await gold_rows(host, TEMPLATE, "train", LENGTH, max_error_share=0.0, advance=lambda: None)
+        learnt = [row for task in rows for row in task]
+        engine = Learnt(learnt)
+        generator = Generator(engine, run_step=engine.run_step)
+        plan = [Task("train", number, number, number, number) for number in range(tasks)]
+        rollouts = await collect(plan, host, generator, TEMPLATE, Limits(LENGTH, LENGTH))
+        await generator.aclose()
+    assert [rollout.reward for rollout in rollouts] == [1.0] * tasks
+    assert engine.asked == contexts(learnt)
+    assert sum(engine.asked.values()) == tasks * (4 if name == "team" else 2)
+    assert [len(task) for task in rows] == [4 if name == "team" else 1] * tasks
+
+
+async def test_the_gate_plays_gold_that_depends_on_the_request(team: Path) -> None:
+    async with await EnvironmentHost.start(team) as host:
+        tasks = [playing.Task("train", number) for number in range(host.splits["train"])]
+        plans = [(task, await playing.gold_turns(host, task)) for task in tasks]
+        assert {len(turns) for _, turns in plans} == {4}
+        for played in await playing.interleave(host, plans):
+            assert played.score.success and not played.is_cut
+        cut = await playing.play(host, tasks[0], plans[0][1][:3], repeat=False)
+        assert cut.is_cut and not cut.score.success
+
+
+async def test_a_request_without_gold_ends_what_is_learnt(team: Path) -> None:
+    source = team / "environment.py"
+    silent = "        return None if role == 'merge' else {"
+    source.write_text(source.read_text().replace('        return {"role": "assistant"', silent + '"role": "assistant"'))
+    async with await EnvironmentHost.start(team) as host:
+        host.splits["train"] = 1
+        (rows,) = await gold_rows(host, TEMPLATE, "train", LENGTH, max_error_share=0.0, advance=lambda: None)
+    texts = sorted(TEMPLATE.tokenizer.decode(answer) for _, answer in contexts(rows))
+    assert texts == ["0 1, 2<|im_end|>", "1<|im_end|>", "2<|im_end|>"]
