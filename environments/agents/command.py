@@ -48,12 +48,18 @@ class EnvironmentCommand(EnvironmentAgent):
 
     The program runs in an empty folder. It finds the model in the variables that the packages of
     OpenAI and Anthropic read (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-    ANTHROPIC_API_KEY), and its name in MODEL, OPENAI_MODEL and ANTHROPIC_MODEL. It cannot read the
-    environment's datasets/, and ends with its rollout."""
+    ANTHROPIC_API_KEY), and its name in MODEL, OPENAI_MODEL and ANTHROPIC_MODEL. Of the environment
+    it reads the files that its command names, and `files`. It ends with its rollout."""
 
     @abstractmethod
     def command(self, example: TaskExample) -> Sequence[str]:
         """The program and its arguments."""
+
+    def files(self, example: TaskExample) -> Sequence[str]:
+        """Further files and folders that the program reads, as paths from the environment's folder
+        or absolute ones. Python imports modules only from a folder that is named as a whole.
+        """
+        return ()
 
     def variables(self, example: TaskExample) -> dict[str, str]:
         """Further environment variables of the program."""
@@ -92,7 +98,8 @@ class EnvironmentCommand(EnvironmentAgent):
         env = {**os.environ, **arguments}
         # A file, as a program in the background may hold a pipe open.
         with tempfile.TemporaryFile() as printed:
-            process = await start(list(self.command(example)), place, env, printed)
+            command, files = list(self.command(example)), self.files(example)
+            process = await start(command, place, env, printed, files)
             try:
                 code = await process.wait()
             finally:

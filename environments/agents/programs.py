@@ -1,12 +1,12 @@
 """Programs that environment code starts for one rollout, each kept from those of the others.
 
     async with room() as folder:
-        process = await start(command, folder, os.environ, file_that_it_prints_to)
+        process = await start(command, folder, os.environ, file_that_it_prints_to, files)
 
 All programs of an environment run as one user. A program gets Landlock rules of its own, within
-the sandbox of the environment: it opens its own folder, nothing of the others and not the answers
-in the environment's datasets/, and it can neither trace nor signal a process that it did not start.
-Where /proc is the sandbox's own, it does not see them either."""
+the sandbox of the environment: it opens its own folder, the files that its command names and
+`files`, and nothing else of the environment's or of other rollouts'. It can neither trace nor
+signal a process that it did not start. Where /proc is the sandbox's own, it does not see them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,18 @@ def _made_room() -> Path:
     return folder
 
 
+def _opened(command: Sequence[str], files: Sequence[str], environment: str) -> list[str]:
+    """The files that a command names, and those that its environment declares for it."""
+    named = [path for path in map(Path, command) if path.is_absolute() and path.is_file()]
+    return [*map(str, named), *(str(Path(environment, name)) for name in files)]
+
+
 async def start(
-    command: Sequence[str], folder: Path, env: Mapping[str, str], printed: IO[bytes]
+    command: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    printed: IO[bytes],
+    files: Sequence[str] = (),
 ) -> Process:
     """Start the program that has this room, in `work`, as the first process of a group. OSError if
     there is no such program; it is killed if it cannot be run or cannot be kept apart.
@@ -72,7 +82,7 @@ async def start(
     rules: tuple[int, ...] = ()
     # Without Landlock the operator has let code run unprotected.
     if bounds is not None and landlock_version() >= 1:
-        rules = (program_rules(bounds, folder, folder.parent),)
+        rules = (program_rules(bounds, folder, _opened(command, files, bounds.folder)),)
         command = [sys.executable, "-I", "-S", "-c", LAUNCH, str(*rules), *command]
     try:
         return await asyncio.create_subprocess_exec(

@@ -10,7 +10,7 @@ import ctypes
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,6 @@ READ = EXECUTE | READ_FILE | READ_DIR
 OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 SCOPE_ABSTRACT_SOCKETS = 1
 SCOPE_SIGNALS = 2
-SYSTEM = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/proc", "/sys",
-)  # fmt: skip
 SETTINGS = """
 alternatives ca-certificates ca-certificates.conf debian_version fonts gai.conf group host.conf
 hosts ld.so.cache ld.so.conf ld.so.conf.d locale.alias localtime mime.types nsswitch.conf os-release
@@ -55,8 +52,6 @@ passwd pki/tls/certs pki/ca-trust protocols resolv.conf services ssl/certs ssl/o
 DEVICES = ("null", "zero", "full", "random", "urandom")
 TERMINALS = ("tty", "ptmx", "pts")
 SHARED_MEMORY = Path("/dev/shm")
-ANSWERS = "datasets"
-"""The folder of an environment that programs of its agents cannot read."""
 
 
 def knows_ports() -> bool:
@@ -82,29 +77,25 @@ def restrict_files(bounds: Bounds, mounts: Mounts, port: int) -> tuple[str, str]
     return "", f"this kernel has Landlock {version}, which leaves signals alone; 6 does not"
 
 
-def program_rules(bounds: Bounds, folder: Path, unseen: Path) -> int:
-    """The descriptor of Landlock rules for a program that the code starts: it may do what the code
-    may, but in the scratch folder it writes to `folder` alone, and opens nothing else of `unseen`
-    and nothing of ANSWERS. The rules also keep it from all processes but those that it starts.
-    OSError if this kernel has no Landlock.
+def program_rules(bounds: Bounds, folder: Path, files: Sequence[str]) -> int:
+    """The descriptor of Landlock rules for a program that the code starts: it may run what is
+    installed and write to `folder`. Of the environment's folder, of the scratch folder and of what
+    the operator opens to the code it reads only `files`. The rules also keep it from all processes
+    but those that it starts. OSError if this kernel has no Landlock.
     """
-    # The code's own rules hold too, so these hide nothing else.
-    inner = replace(bounds, hidden=os.devnull, written=(str(folder),))
-    answers = _real(Path(bounds.folder, ANSWERS))
+    inner = replace(bounds, folder=str(folder), written=(str(folder),), readable=tuple(files))
+    opened = {_real(folder), *map(_real, files)}
+    closed = (_real(bounds.folder), _real(bounds.scratch))
 
     def rules(handled: int) -> Iterator[tuple[Path, int]]:
         for path, rights in _rules(inner, Mounts(terminals=True), handled):
             if path == SHARED_MEMORY:
                 rights &= ~READ_DIR  # without the names in there it finds nothing of others
             parts = [path]
-            if rights & READ_FILE and answers.is_relative_to(path):
-                # A folder that may not be listed is left whole.
-                parts = _without(path, answers) or parts
+            if _real(path) not in opened:
+                parts = _outside(path, closed)
             for part in parts:
                 yield part, rights
-        for entry in Path(bounds.scratch).iterdir():
-            if entry != unseen:
-                yield entry, READ
 
     return _ruleset(checked(landlock_version()), rules)
 
@@ -154,7 +145,7 @@ def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path,
     if not hidden.is_relative_to(_real(package.parent)):
         yield package.parent, READ_DIR
     executable = Path(sys.executable).resolve().parent
-    readable = [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]
+    readable = [*bounds.system, *(f"/etc/{name}" for name in SETTINGS)]
     readable += [sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable)]
     readable += [entry for entry in sys.path if entry and Path(entry) != package.parent]
     readable += [*bounds.readable, str(package), bounds.folder]
@@ -173,6 +164,23 @@ def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path,
     if mounts.shm:
         shared = handled
     yield SHARED_MEMORY, shared
+
+
+def installed(bounds: Bounds) -> tuple[str, ...]:
+    """The folders of installed programs, or their parts that do not lead to what is hidden. Within
+    the sandbox a folder that holds it cannot be listed.
+    """
+    hidden = _real(bounds.hidden)
+    return tuple(str(part) for root in bounds.system for part in _without(_real(root), hidden))
+
+
+def _outside(path: Path, places: tuple[Path, ...]) -> list[Path]:
+    """The parts of `path` that lie in none of these places."""
+    parts = [path]
+    for place in places:
+        outer = [part for part in parts if not part.is_relative_to(place)]
+        parts = [part for root in outer for part in _without(root, place)]
+    return parts
 
 
 def _without(root: Path, hidden: Path) -> list[Path]:

@@ -14,6 +14,10 @@ from environments.settings import FILE as SETTINGS_FILE
 from environments.settings import EnvironmentSettings, read_toml
 
 FILE = "environment.toml"
+SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/proc", "/sys",
+)  # fmt: skip
+"""Where installed programs are, and what the kernel tells them."""
 READABLE_VARIABLE = "FLASH_READABLE"
 """More folders that environment code may read, separated by colons: data sets too large to push."""
 
@@ -76,6 +80,7 @@ class Bounds:
     hidden: str
     needs: dict[str, Any] = field(default_factory=dict[str, Any])
     threads: int = 32
+    system: tuple[str, ...] = SYSTEM
     readable: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     """Folders in `scratch`, if the code may not write to all of it."""

@@ -32,6 +32,7 @@ import struct
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,6 +46,7 @@ from environments.sandbox.kernel import (
     set_dumpable,
     set_subreaper,
 )
+from environments.sandbox.landlock import installed
 from environments.sandbox.namespaces import Mounts, Own, enter_namespaces, own_mounts, pids_by_user
 from environments.sandbox.needs import Bounds
 
@@ -332,6 +334,7 @@ def _take_pipes() -> tuple[int, int]:
 
 def main() -> None:
     bounds = Bounds.load(sys.argv[2])
+    bounds = replace(bounds, system=installed(bounds))
     interpreter = sys.argv[3]
     die_with_parent(int(sys.argv[1]), by=signal.SIGTERM)
     sys.stdout.write(json.dumps(enclose(bounds)) + "\n")

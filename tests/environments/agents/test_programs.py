@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -13,7 +16,10 @@ from typing import Any
 import pytest
 
 from environments.process.host import EnvironmentHost
+from environments.sandbox.landlock import knows_ports
 from tests.folders import environment_folder
+from tests.places import ROOT
+from tests.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,20 +28,30 @@ pytestmark = [
 ]
 PROGRAMS = """
 import sys
+import tempfile
 from environments import EnvironmentCommand
 
 
 class Sample(EnvironmentCommand):
     dataset = [TaskExample({}, "", id="victim.py"), TaskExample({}, "", id="attacker.py")]
 
+    def __init__(self):
+        with open(os.path.join(tempfile.gettempdir(), "written"), "w") as file:
+            file.write("answers")
+        open(os.path.join(tempfile.gettempdir(), "prompt"), "w").close()
+
     def command(self, example):
         return [sys.executable, f"{os.path.dirname(__file__)}/{example.id}"]
+
+    def files(self, example):
+        return ["client", os.path.join(tempfile.gettempdir(), "prompt")]
 """
 CLIENT = """
 import ctypes, glob, http.client, json, os, signal, socket, sys, tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+ENVIRONMENT = os.path.dirname(__file__)
 KEY = os.environ["OPENAI_API_KEY"]
 url = urlsplit(os.environ["OPENAI_BASE_URL"])
 
@@ -71,6 +87,8 @@ ACTS: dict[str, str] = {
     "its command line": "open(f'/proc/{VICTIM}/cmdline').read()",
     "its memory": "open(f'/proc/{VICTIM}/mem', 'rb').read(0)",
     "its descriptors": "os.listdir(f'/proc/{VICTIM}/fd')",
+    "where its descriptors lead": "os.readlink(f'/proc/{VICTIM}/fd/1')",
+    "what its descriptors read": "open(f'/proc/{VICTIM}/fd/1').read()",
     "its folder by its process": "os.listdir(f'/proc/{VICTIM}/cwd/')",
     "its memory by a system call": "vm_read(VICTIM)",
     "tracing it": "trace(VICTIM)",
@@ -78,7 +96,8 @@ ACTS: dict[str, str] = {
     "its end": "os.kill(VICTIM, signal.SIGKILL)",
     "the server's environment": "open(f'/proc/{SERVER}/environ').read()",
     "the server's memory": "open(f'/proc/{SERVER}/mem', 'rb').read(0)",
-    "the server's pipes": "os.listdir(f'/proc/{SERVER}/fd')",
+    "the server's descriptors": "os.listdir(f'/proc/{SERVER}/fd')",
+    "the server's pipes": "[open(f'/proc/{SERVER}/fd/{number}') for number in range(3, 9)]",
     "the server's memory by a system call": "vm_read(SERVER)",
     "tracing the server": "trace(SERVER)",
     "the server's end": "os.kill(SERVER, signal.SIGKILL)",
@@ -96,12 +115,23 @@ ACTS: dict[str, str] = {
     "a room beside its own": "os.mkdir(os.path.dirname(ROOM) + '/more')",
     "the names in shared memory": "os.listdir('/dev/shm')",
     "all processes": "others()",
-    "the answers": "open(os.path.dirname(__file__) + '/datasets/eval.jsonl').read()",
-    "the answers by a link": "open(os.path.dirname(__file__) + '/linked/eval.jsonl').read()",
+    "the answers": "open(ENVIRONMENT + '/datasets/eval.jsonl').read()",
+    "the answers by a link": "open(ENVIRONMENT + '/linked/eval.jsonl').read()",
+    "the answers beside it": "open(ENVIRONMENT + '/tasks.jsonl').read()",
+    "the answers in the environment's code": "open(ENVIRONMENT + '/environment.py').read()",
+    "the answers by its process": "open('/proc/self/root' + ENVIRONMENT + '/tasks.jsonl').read()",
+    "another program beside it": "open(ENVIRONMENT + '/victim.py').read()",
+    "the names beside it": "os.listdir(ENVIRONMENT)",
+    "what the operator lets the environment read": "open(ENVIRONMENT + '/../readable/rows').read()",
+    "the names in that": "os.listdir(ENVIRONMENT + '/../readable')",
+    "a file that the environment wrote": "open(os.path.dirname(os.path.dirname(ROOM)) + '/written').read()",
+    "the environment's temporary folder": "os.listdir(os.path.dirname(os.path.dirname(ROOM)))",
     "inherited descriptors": "inherited()",
 }
 """What an attacker tries with a victim that runs, whose process and room it knows. An act that is
 refused raises OSError."""
+SHOWN_BY_PROC = {"all processes", "its command line", "its descriptors", "the server's descriptors"}
+"""Where no /proc of its own can be had: who runs, with which arguments, and the numbers of open files."""
 REQUESTS = {
     "no key": 'ask(key="")',
     "a key of its own choice": 'ask(key="sk-" + "0" * 48)',
@@ -157,8 +187,11 @@ for name, act in {ACTS!r}.items():
         found[name] = type(error).__name__
 for name, request in {REQUESTS!r}.items():
     found[name] = eval(request)[0]
-source = open(os.path.dirname(__file__) + "/victim.py").read(9)
-found["itself"] = [source, os.listdir(f"/proc/{{os.getpid()}}/cwd/"), os.kill(os.getpid(), 0)]
+source = open(ENVIRONMENT + "/attacker.py").read(9)
+sys.path.insert(0, ENVIRONMENT + "/client")
+import declared
+open(os.path.dirname(os.path.dirname(ROOM)) + "/prompt").close()
+found["itself"] = [source, os.listdir(f"/proc/{{os.getpid()}}/cwd/"), os.kill(os.getpid(), 0), declared.NAME]
 end(reason=json.dumps(found))
 """
 )
@@ -171,37 +204,67 @@ async def programs(folder: Path, **sources: str) -> AsyncGenerator[EnvironmentHo
     (folder / "datasets").mkdir()
     (folder / "datasets" / "eval.jsonl").write_text("{}")
     (folder / "linked").symlink_to(folder / "datasets")
+    (folder / "tasks.jsonl").write_text("{}")
+    (folder / "client").mkdir()
+    (folder / "client" / "declared.py").write_text("NAME = 'declared'")
+    readable = folder.parent / "readable"
+    readable.mkdir()
+    (readable / "rows").write_text("{}")
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
-    async with await EnvironmentHost.start(folder) as host:
-        yield host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASH_READABLE", str(readable))
+        async with await EnvironmentHost.start(folder) as host:
+            yield host
 
 
-@pytest.fixture(scope="module")
-def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+async def played(folder: Path) -> dict[str, Any]:
     """What became of each act; and what the victim told at its end."""
+    async with programs(folder, victim=VICTIM, attacker=ATTACKER) as host:
+        victim = (await host.open("train", 0)).episode
+        await host.answer_call(victim, 0, "a0")
+        told = await host.next_call(victim)
+        assert not isinstance(told, str)
+        attacker = (await host.open("train", 1)).episode
+        await host.answer_call(attacker, 0, told.messages[-1]["content"])
+        assert await host.next_call(attacker) == "done"
+        found = json.loads((await host.score(attacker)).reason or "")
+        await host.answer_call(victim, 1, "a1")
+        assert await host.next_call(victim) == "done"
+        return {**found, "victim": (await host.score(victim)).reason, "sandbox": host.sandbox}
 
-    async def play() -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("attack")
-        async with programs(folder, victim=VICTIM, attacker=ATTACKER) as host:
-            victim = (await host.open("train", 0)).episode
-            await host.answer_call(victim, 0, "a0")
-            told = await host.next_call(victim)
-            assert not isinstance(told, str)
-            attacker = (await host.open("train", 1)).episode
-            await host.answer_call(attacker, 0, told.messages[-1]["content"])
-            assert await host.next_call(attacker) == "done"
-            found = json.loads((await host.score(attacker)).reason or "")
-            await host.answer_call(victim, 1, "a1")
-            assert await host.next_call(victim) == "done"
-            return {**found, "victim": (await host.score(victim)).reason}
 
-    return asyncio.run(play())
+CONTAINER = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+"""As most rented machines are: root without namespaces, as `capsh --drop=cap_sys_admin` makes it too."""
+PLAY = """
+import asyncio, json, sys
+from pathlib import Path
+from tests.environments.agents.test_programs import played
+print(json.dumps(asyncio.run(played(Path(sys.argv[1])))))
+"""
+
+
+@pytest.fixture(scope="module", params=["namespaces", "container"])
+def attack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("attack") / "environment"
+    if request.param == "namespaces":
+        return asyncio.run(played(folder))
+    if os.getuid() != 0 or not shutil.which("setpriv") or not knows_ports():
+        pytest.skip("only root can give powers up, and agents without namespaces need Linux 6.7")
+    command = [*CONTAINER, sys.executable, "-c", PLAY, folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert "no PID namespace can be had" in told["sandbox"]["process_tree"]
+    return told
 
 
 @pytest.mark.hostile("sessions")
 @pytest.mark.parametrize("act", ACTS)
 def test_a_program_learns_nothing_of_another_rollouts(attack: dict[str, Any], act: str) -> None:
+    if act in SHOWN_BY_PROC and attack["sandbox"]["proc"]:
+        assert attack[act] == "done", "docs/security.md says so"
+        return
     assert attack[act] in ("PermissionError", "ProcessLookupError", "FileNotFoundError", "OSError")
 
 
@@ -212,6 +275,7 @@ def test_a_key_opens_no_other_session(attack: dict[str, Any], act: str) -> None:
 
 
 def test_who_attacks_and_who_is_attacked_work_as_before(attack: dict[str, Any]) -> None:
-    source, listed, signalled = attack["itself"]
+    source, listed, signalled, declared = attack["itself"]
     assert source == "\nimport c" and listed and signalled is None
+    assert declared == "declared", "a folder that it declares is read, and so is a file elsewhere"
     assert attack["victim"].startswith("sk-") and "tmp/secret" in attack["victim"]
