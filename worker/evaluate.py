@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,7 +75,8 @@ def evaluate(
             writer.event("sampling", f"{done} of {len(tasks)} attempts are done", step=done)
             recorder.start()
             try:
-                session.collect_blocks(missing, session.limits, recorder.add)
+                limits = replace(session.limits, system_prompt=spec.system_prompt)
+                session.collect_blocks(missing, limits, recorder.add)
             finally:
                 recorder.flush()
             constant = session.constant_level(spec.split, spec.tasks)

@@ -16,6 +16,7 @@ POSITIONAL: dict[str, tuple[str, ...]] = {
     "env_test": ("folder",),
     "evaluate": ("environment",),
     "status": ("run_id",),
+    "tournament": ("environment",),
     "train": ("config",),
     "undeploy": ("deployment",),
 }

@@ -39,6 +39,7 @@ EXAMPLES = {
     "evaluate": "evaluate calculator --model run-2f9k1c8d@100 --follow",
     "rollouts": "rollouts run-2f9k1c8d --worst 3",
     "status": "status run-2f9k1c8d --follow",
+    "tournament": 'tournament calculator --arms \'[{"model": "run-2f9k1c8d@100"}, {}]\'',
     "train": "train configs/rl.toml --set steps=300 --follow",
     "undeploy": "undeploy dep-2f9k1c8d",
 }

@@ -142,6 +142,7 @@ def settings(run: Run) -> dict[str, Any]:
         "max_length": spec.max_length or _default_length(run.model),
         "stop_sequences": spec.stop_sequences,
         "thinking": spec.thinking,
+        "system_prompt": getattr(spec, "system_prompt", None),
         "environment_args": spec.environment_args,
     }
 

@@ -35,6 +35,7 @@ CODES: dict[str, str] = {
     "unknown_checkpoint": "the run has no checkpoint at that step",
     "unknown_dataset": "no dataset of that name or digest exists",
     "unknown_deployment": "no deployment has that id",
+    "unknown_tournament": "no tournament has that id",
     "unknown_page": "flash-mcp ui has no page of that address",
     "gate_failed": "env_test found the environment faulty, and the run does not accept that",
     "environment_invalid": "environment.py does not import or does not follow the contract",

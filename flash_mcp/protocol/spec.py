@@ -255,6 +255,8 @@ class EvalSpec(BaseModel):
     max_length: int | None
     stop_sequences: list[str]
     thinking: bool
+    system_prompt: str | None = None
+    """In place of the environment's; an empty one takes that away."""
     seed: int
     lora_rank: int
     lora_alpha: int

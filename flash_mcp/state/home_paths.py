@@ -16,6 +16,7 @@ PATH_COLUMNS = {
     "checkpoints": ("path",),
     "environments": ("path",),
     "deployments": ("adapter_path",),
+    "tournaments": ("spec",),
 }
 NAMES = frozenset[str]().union(*PATH_COLUMNS.values())
 

@@ -91,7 +91,7 @@ def enqueue(
             return first, False
         _check_quota(store)
         _check_still_there(store, environment, init_adapter, dataset)
-        run_id, now = _new_id(store), time.time()
+        run_id, now = new_id(store), time.time()
         lineage = {"code": code_version(), **(lineage or {})}
         if commit := _commit_before(store, spec, init_adapter):
             lineage["model_commit"] = commit
@@ -134,7 +134,7 @@ def enqueue_server(
     """Add the run that serves a deployment on a target; its id. The caller is in the transaction
     that writes the deployment. FlashError(unknown_target | targets_invalid).
     """
-    run_id, now = _new_id(store, "srv"), time.time()
+    run_id, now = new_id(store, "srv"), time.time()
     store.insert(
         "runs",
         {
@@ -557,7 +557,8 @@ def _check_quota(store: Store) -> None:
     raise FlashError("quota_exceeded", what, limit=limit, fix=fix)
 
 
-def _new_id(store: Store, prefix: str = "run") -> str:
+def new_id(store: Store, prefix: str = "run") -> str:
+    """An id that no run has."""
     while True:
         run_id = f"{prefix}-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(8))
         if not store.query("SELECT 1 FROM main.runs WHERE id = ?", [run_id]):

@@ -129,14 +129,16 @@ class RunTable(Connection):
         return self.records(Run, sql, [target])
 
     def active_targets(self) -> set[str]:
-        """Targets with runs of any owner that have not ended. Only indexes are read: many may be
-        queued.
+        """Targets with runs or tournaments of any owner that have not ended. Only indexes are read:
+        many may be queued.
         """
         sql = """SELECT DISTINCT target FROM main.runs INDEXED BY runs_queued
                  WHERE state = 'queued'
                  UNION
                  SELECT DISTINCT target FROM main.runs INDEXED BY runs_taken
-                 WHERE state IN ('starting', 'running')"""
+                 WHERE state IN ('starting', 'running')
+                 UNION
+                 SELECT target FROM main.tournaments WHERE state = 'running'"""
         return set(self.column(sql))
 
     def overlap(self, run: Run) -> Json | None:

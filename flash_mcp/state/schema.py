@@ -21,6 +21,7 @@ JSON_COLUMNS = frozenset(
         "lineage",
         "error",
         "reported_error",
+        "rounds",
         "metrics",
         "summary",
         "data",
@@ -88,6 +89,11 @@ CREATE TABLE checkpoints (
 -- The end of what the newest attempt printed, of runs whose folders are elsewhere.
 CREATE TABLE logs (
     run_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, tail TEXT NOT NULL);
+CREATE TABLE tournaments (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL DEFAULT '{LOCAL_OWNER}', state TEXT NOT NULL,
+    target TEXT NOT NULL, spec TEXT NOT NULL, rounds TEXT NOT NULL, error TEXT,
+    idempotency_key TEXT, created REAL NOT NULL, ended REAL);
+CREATE INDEX tournaments_live ON tournaments (target) WHERE state = 'running';
 -- Run folders in the storage of targets that are to be deleted.
 CREATE TABLE removed_folders (
     place TEXT PRIMARY KEY, target TEXT NOT NULL, looks INTEGER NOT NULL, due REAL NOT NULL);

@@ -21,7 +21,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT
 from flash_mcp.protocol.spec import LOCAL_TARGET
-from flash_mcp.state import removed_folders
+from flash_mcp.state import removed_folders, tournaments
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Launcher, Target
@@ -101,6 +101,7 @@ class Supervisor(RunReconciler):
                 self.vault.forget(ended)
         targets = self.store.active_targets()
         self.attend(self.store.taken_runs(LOCAL_TARGET))
+        tournaments.advance_all(self.store)
         self._tend_elsewhere(set(targets))
         return self._serve() or bool(targets)
 

@@ -16,11 +16,12 @@ from flash_mcp.judgement.attempts import Metric
 from flash_mcp.judgement.comparison import Change, Outcome
 from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Evaluation, Json, Run, Try, text_of
+from flash_mcp.protocol.records import Evaluation, Run, Try
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared.failed_attempts import conversation, last_prompt
 from flash_mcp.tools.shared.next_steps import Compared, after_comparison, repeated
 from flash_mcp.tools.shared.seeds import spread_of
 from flash_mcp.tools.shared.tool_base import Result
@@ -466,21 +467,7 @@ def _flip(store: Store, task: str, pair: Pair, characters: int) -> Flip:
 def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
     index = next(item.index for item in side.tasks[task] if item.success == success)
     row = store.transcript(side.run.id, side.row.step, index)
-    start = row.prompt_messages
-    prompt = row.messages[:start]
-    last = ""
-    if prompt:
-        last = text_of(prompt[-1])
-    return Shown(index, last, _conversation(row.messages[start:]))
-
-
-def _conversation(messages: Sequence[Json]) -> str:
-    """The model's turns as they are, what answered them in brackets."""
-    turns: list[str] = []
-    for message in messages:
-        text = text_of(message)
-        turns.append(text if message["role"] == "assistant" else f"[{text}]")
-    return "\n".join(turns)
+    return Shown(index, last_prompt(row), conversation(row))
 
 
 def _limits(pair: Pair) -> list[str]:

@@ -22,6 +22,7 @@ from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.memory_need import need_of
 from flash_mcp.tools.shared import resolve
+from flash_mcp.tools.shared.failed_attempts import FailedAttempt, worst_attempts
 from flash_mcp.tools.shared.loading import (
     Arguments,
     RunName,
@@ -37,6 +38,7 @@ from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
 
+SystemPrompt = Annotated[str | None, Field(max_length=20_000)]
 LOAD_TIMEOUT_S = 20.0
 MOST_ATTEMPTS = 50_000
 SHOWN = {
@@ -46,6 +48,7 @@ SHOWN = {
     "max_length",
     "stop_sequences",
     "thinking",
+    "system_prompt",
     "seed",
 }
 """Fields of the spec that are shown as `values`."""
@@ -75,6 +78,8 @@ class Evaluate(Result):
     """How it is sampled and limited."""
     scores: Scores | None = None
     """Once it has finished."""
+    worst: list[FailedAttempt] | None = None
+    """Failed attempts with the lowest rewards."""
     error: str | None = None
     """Why it failed."""
     notes: list[str] | None = None
@@ -94,6 +99,7 @@ async def evaluate(
     max_length: Annotated[int | None, Field(ge=16)] = None,
     stop_sequences: Annotated[list[str] | None, Field(max_length=16)] = None,
     thinking: bool | None = None,
+    system_prompt: SystemPrompt = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
     environment_args: Arguments = None,
     secrets: Secrets = None,
@@ -125,6 +131,7 @@ async def evaluate(
         max_length: Tokens of a conversation; default the run's, else at most 4096.
         stop_sequences: Strings that end a turn.
         thinking: With thinking; default the run's.
+        system_prompt: In place of the environment's; empty: without one.
         target: As for train.
         gpus: To share a model too large for one.
         seed: Default 0.
@@ -134,10 +141,9 @@ async def evaluate(
     """
     values: Json = {"temperature": temperature, "top_p": top_p, "seed": seed, "thinking": thinking}
     values |= {"max_tokens": max_tokens, "max_length": max_length}
-    values |= {"stop_sequences": stop_sequences}
+    values |= {"stop_sequences": stop_sequences, "system_prompt": system_prompt}
     values |= {"environment_args": environment_args, "secrets": secrets, "target": target}
-    if gpus > 1:
-        values["gpus"] = gpus
+    values["gpus"] = gpus
     request = Asked(split, task_ids, limit, attempts, again, Label(name, note))
     return await _measure(environment, model, request, values, idempotency_key, wait_s)
 
@@ -166,7 +172,7 @@ async def _measure(
     started = time.monotonic()
     store = open_store()
     subject = await run_sync(references.find_subject, store, model)
-    reference = _environment_of(environment, subject)
+    reference = environment_of(environment, subject)
     row = await run_sync(references.environment, store, reference)
     if arguments["target"] != AUTO:
         check_target(store, arguments["target"] or LOCAL_TARGET)
@@ -183,7 +189,7 @@ async def _measure(
     await report("loading the environment in a child process")
     names = await task_names(row, request.split, values.environment_args, values.secrets)
     tasks = _chosen(names, request)
-    asked_for, why = await run_sync(_placed, store, subject, resolved(tasks=tasks), idempotency_key)
+    asked_for, why = await run_sync(place, store, resolved(tasks=tasks), idempotency_key)
     run, created, trouble = await submit(
         store,
         asked_for,
@@ -204,8 +210,8 @@ async def _measure(
     return result
 
 
-def _placed(
-    store: Store, subject: Subject, resolved: ResolvedEval, key: str | None
+def place(
+    store: Store, resolved: ResolvedEval, key: str | None = None
 ) -> tuple[ResolvedEval, str | None]:
     """With a target in place of "auto", and why that one."""
     first = queue.asked_before(store, resolved, key)
@@ -217,7 +223,8 @@ def _placed(
     return chosen
 
 
-def _environment_of(environment: str | None, subject: Subject) -> str:
+def environment_of(environment: str | None, subject: Subject) -> str:
+    """The environment's name, by default that of the model's run. FlashError(invalid_argument)."""
     if environment is not None:
         return environment
     if subject.run is None:
@@ -295,6 +302,7 @@ def _describe(store: Store, run: Run, subject: Subject, total: int, created: boo
         done=run.step,
         values=without_empty(spec.model_dump(include=SHOWN)),
         scores=measured,
+        worst=worst_attempts(store, run) if measured else None,
         error=error_text(run.error, 1500),
         notes=notes or None,
         next=next_of(RunContext(run=run, near=store.near(run))),

@@ -12,6 +12,7 @@ from flash_mcp.tools.evaluate import evaluate
 from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.shared.tool_base import Tool
 from flash_mcp.tools.status import status
+from flash_mcp.tools.tournament import tournament
 from flash_mcp.tools.train import RARE, train
 
 _TOOLS = (
@@ -33,6 +34,12 @@ _TOOLS = (
     Tool(rollouts, title="Read transcripts", read_only=True),
     Tool(evaluate, title="Evaluate a model", open_world=True),
     Tool(compare, title="Compare evaluations", read_only=True),
+    Tool(
+        tournament,
+        title="Find the best of several",
+        open_world=True,
+        changes_with=("arms", "stop"),
+    ),
     Tool(curate, title="Make a dataset from attempts", idempotent=True),
     Tool(deploy, title="Serve a checkpoint", idempotent=True),
     Tool(undeploy, title="Stop serving", destructive=True, idempotent=True),

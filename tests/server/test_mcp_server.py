@@ -78,7 +78,7 @@ def body_of(result: CallToolResult) -> dict[str, Any]:
 async def test_every_tool_is_listed_with_schemas_annotations_and_a_description(client: Client):
     listed = {tool.name: tool for tool in (await client.list_tools()).tools}
     assert list(listed) == list(TOOLS)
-    assert len(listed) <= 15
+    assert len(listed) <= 16
     for tool in listed.values():
         assert tool.title
         assert tool.description
@@ -111,8 +111,8 @@ async def test_the_schemas_of_all_tools_take_few_tokens(client: Client):
     tokenizer = Tokenizer.from_file(str(models_dir() / DEFAULT_MODEL / "tokenizer.json"))
     tools = (await client.list_tools()).tools
     for limit, schemas in (
-        (5800, [to_text(tool.input_schema) for tool in tools]),
-        (6500, [to_text(tool.output_schema) for tool in tools]),
+        (6500, [to_text(tool.input_schema) for tool in tools]),
+        (8000, [to_text(tool.output_schema) for tool in tools]),
     ):
         taken = sum(len(tokenizer.encode(schema).ids) for schema in schemas)
         assert taken <= limit, taken

@@ -5,8 +5,6 @@ makes the attempts.
 from __future__ import annotations
 
 import re
-import sys
-import threading
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
@@ -21,43 +19,20 @@ from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import keeper
-from flash_mcp.supervisor.attempt import Timeouts
-from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.tools.training import run_time
 from tests.calls import call_over as call
 from tests.calls import refusal
 from tests.folders import environment_folder
-from tests.places import TESTS
-from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run, supervised
-from tests.waiting import wait_for
+from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run
+from tests.scripted_supervisor import ECHO, let_go, scripted
 
 pytestmark = pytest.mark.anyio
-WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
-ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
 
 
 @pytest.fixture(autouse=True)
 def supervisor(flash_home: Path) -> Generator[None]:
-    """A supervisor in a thread whose workers follow a script."""
-    with supervised():
-        patience = Timeouts(poll_s=0.02, leave_s=0.5, retry_delay_s=0.01)
-        launcher = LocalLauncher(flash_home / "attempts", gpus=[])
-        made = Supervisor(flash_home, launcher=launcher, worker=WORKER, patience=patience)
-        done = threading.Event()
-
-        def work() -> None:
-            while not done.wait(patience.poll_s):
-                made.tick()
-
-        thread = threading.Thread(target=work)
-        thread.start()
+    with scripted(flash_home):
         yield
-        for run in open_store().active_runs():
-            let_go(run.id)
-        wait_for(lambda: not open_store().active_runs())
-        done.set()
-        thread.join()
 
 
 @pytest.fixture
@@ -71,13 +46,6 @@ async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dic
     """A finished evaluation in which the first `solved` tasks are successes."""
     script = {"solved": list(range(solved)), **arguments.pop("script", {})}
     return await call(client, "evaluate", **{"environment": "echo", "environment_args": script, **arguments})
-
-
-def let_go(run_id: str) -> None:
-    """Have a worker that holds go on."""
-    folder = Path(open_store().run(run_id).folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "go").touch()
 
 
 # -- evaluate --------------------------------------------------------------------------------------

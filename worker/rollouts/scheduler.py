@@ -118,6 +118,17 @@ class Limits:
     temperature: float = 1.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
+    system_prompt: str | None = None
+    """In place of the environment's; an empty one takes that away."""
+
+    def prompted(self, messages: list[Json]) -> list[Json]:
+        """The first messages of a conversation, with this system prompt."""
+        if self.system_prompt is None:
+            return messages
+        rest = [message for message in messages if message["role"] != "system"]
+        if self.system_prompt:
+            return [{"role": "system", "content": self.system_prompt}, *rest]
+        return rest
 
 
 @dataclass
@@ -409,7 +420,8 @@ class _Conversation:
                 )
                 rollout.finish = await serving.serve(opening)
             else:
-                rollout.transcript = Transcript(self._template, opening.messages, opening.tools)
+                messages = self._limits.prompted(opening.messages)
+                rollout.transcript = Transcript(self._template, messages, opening.tools)
                 rollout.finish = await _take_turns(
                     rollout, opening, self._host, self._generator, self._limits
                 )
@@ -620,7 +632,8 @@ class AgentCalls:
     def _call(self, call: AgentCall) -> Call:
         parent = None
         if call.parent is None:
-            transcript = Transcript(self._template, call.messages, call.tools)
+            messages = self._limits.prompted(call.messages)
+            transcript = Transcript(self._template, messages, call.tools)
         else:
             parent = self._answered.get(call.parent)
             if parent is None:

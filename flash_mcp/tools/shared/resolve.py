@@ -85,6 +85,7 @@ def resolve_eval(
         else:
             values[name] = default_of(name)
             sources[name] = "recipe"
+    values["system_prompt"] = given.get("system_prompt")
     if given.get("temperature") is None:
         values["temperature"] = 0.0 if attempts == 1 else 1.0
     room: int | None = values["max_length"] or (

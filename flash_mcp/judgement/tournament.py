@@ -1,0 +1,151 @@
+"""Which of several fixed policies (prompts, checkpoints, models, decoding) is best: a tournament
+that may be looked at after every round. Pure functions of outcomes.
+
+All arms attempt the same tasks, and each round takes tasks that no earlier round used. Only tasks
+that one arm solved and the other did not count. `evidence` of them is an e-process (the mixture
+sign test), and so is a mean of e-processes: the chance that the best arm is ever eliminated is at
+most `alpha`, whatever the number of arms and of looks (Ville's inequality). An arm is eliminated
+once the mean over its rivals reaches 1/alpha. A winner is claimed only when one arm is left."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import permutations
+from statistics import fmean
+
+from flash_mcp.judgement.statistics import Interval
+
+ALPHA = 0.05
+FIRST_ROUND = 25
+"""Tasks of the first round."""
+LARGEST_LOG = 600.0
+"""exp() of more would overflow."""
+BETS = tuple(step / 20 for step in range(1, 20))
+"""Shares of the largest bet, over which `difference` takes the mean."""
+HALVINGS = 12
+"""Of the range in which `difference` looks for each end."""
+
+Outcomes = Mapping[str, bool]
+"""Success by task id. Attempts that failed in environment code are left out."""
+
+
+def round_size(used: int, total: int) -> int:
+    """Tasks of the next round, after `used` of `total`. Rounds grow: each costs every arm the start
+    of a model.
+    """
+    return min(max(FIRST_ROUND, used // 2), total - used)
+
+
+@cache
+def evidence(wins: int, losses: int) -> float:
+    """The logarithm of the evidence that an arm is better than another, from the tasks that it
+    alone solved and those that the other alone solved.
+
+    E = 2^(m+1) B(w+1, l+1) P(Bin(m+1, 1/2) <= w): the likelihood ratio of a coin that shows wins
+    more often than not, with a uniform prior, to a fair one. Computed in whole numbers."""
+    tosses = wins + losses + 1
+    term = 1
+    tail = 1
+    for number in range(wins):
+        term = term * (tosses - number) // (number + 1)
+        tail += term
+    return math.log(tail) - math.log(tosses * math.comb(tosses - 1, wins))
+
+
+def difference(wins: int, losses: int, ties: int, alpha: float = ALPHA) -> Interval:
+    """An interval of the difference of two arms' success, which holds at every look at once: all
+    differences against which no mean of fixed bets has won 1/alpha times its stake.
+    """
+    middle = 0.999 * (wins - losses) / max(wins + losses + ties, 1)
+    ends: list[float] = []
+    for outside in (-1.0, 1.0):
+        inside = middle
+        for _ in range(HALVINGS):
+            between = (inside + outside) / 2
+            if _won(between, wins, losses, ties) < 1 / alpha:
+                inside = between
+            else:
+                outside = between
+        ends.append(outside)
+    return Interval(*ends)
+
+
+def _won(value: float, wins: int, losses: int, ties: int) -> float:
+    """What the bets against this difference have won, as a multiple of the stake."""
+    results: list[float] = []
+    for share in BETS:
+        for bet in (share / (1 + value), -share / (1 - value)):
+            log = wins * math.log1p(bet * (1 - value))
+            log += ties * math.log1p(-bet * value)
+            log += losses * math.log1p(-bet * (1 + value))
+            results.append(math.exp(min(log, LARGEST_LOG)))
+    return fmean(results)
+
+
+@dataclass
+class Standing:
+    """Where a tournament is after some rounds. Arms are numbered from 0."""
+
+    arms: int
+    alpha: float = ALPHA
+    out: dict[int, int] = field(default_factory=dict[int, int])
+    """{eliminated arm: the round that did it}, rounds counted from 1."""
+    wins: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
+    """{(b, a): tasks that b alone solved}"""
+    ties: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
+    """{(b, a): tasks that both solved, or neither}"""
+    solved: Counter[int] = field(default_factory=Counter[int])
+    attempted: Counter[int] = field(default_factory=Counter[int])
+
+    @property
+    def left(self) -> list[int]:
+        return [arm for arm in range(self.arms) if arm not in self.out]
+
+    @property
+    def leader(self) -> int:
+        """The arm that is left with the highest success; the first of equal ones."""
+        return max(self.left, key=self.success)
+
+    def success(self, arm: int) -> float:
+        return self.solved[arm] / max(self.attempted[arm], 1)
+
+    def against(self, arm: int) -> float:
+        """The evidence that some rival is better than this arm: it goes at 1/alpha."""
+        ratios: list[float] = []
+        for rival in range(self.arms):
+            if rival != arm:
+                log = evidence(self.wins[rival, arm], self.wins[arm, rival])
+                ratios.append(math.exp(min(log, LARGEST_LOG)))
+        return fmean(ratios)
+
+    def behind(self, arm: int, leader: int) -> Interval:
+        """The interval of `arm`'s success less the leader's, on the tasks of both."""
+        counts = self.wins[arm, leader], self.wins[leader, arm], self.ties[arm, leader]
+        return difference(*counts, self.alpha)
+
+    def add(self, number: int, outcomes: Mapping[int, Outcomes]) -> None:
+        """Count round `number`, by arm, and eliminate. The leader stays."""
+        for arm, tasks in outcomes.items():
+            self.solved[arm] += sum(tasks.values())
+            self.attempted[arm] += len(tasks)
+        for arm, rival in permutations(outcomes, 2):
+            for task in outcomes[arm].keys() & outcomes[rival].keys():
+                solved = outcomes[arm][task]
+                self.wins[arm, rival] += solved > outcomes[rival][task]
+                self.ties[arm, rival] += solved == outcomes[rival][task]
+        leader = self.leader
+        for arm in self.left:
+            if arm != leader and self.against(arm) >= 1 / self.alpha:
+                self.out[arm] = number
+
+
+def standing(arms: int, rounds: Sequence[Mapping[int, Outcomes]], alpha: float = ALPHA) -> Standing:
+    """The standing after these rounds."""
+    result = Standing(arms, alpha)
+    for number, outcomes in enumerate(rounds, start=1):
+        result.add(number, outcomes)
+    return result

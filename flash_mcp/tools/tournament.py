@@ -1,0 +1,286 @@
+"""tournament: which of several fixed policies is best, claimed only where there is evidence."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from anyio.to_thread import run_sync
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flash_mcp.judgement.tournament import ALPHA, Standing
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json, without_none
+from flash_mcp.protocol.result_model import ResultModel, Rounded
+from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, EvalSpec, explain
+from flash_mcp.state import references, tournaments
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor import keeper
+from flash_mcp.tools.evaluate import SystemPrompt, environment_of, place, task_names
+from flash_mcp.tools.shared import resolve
+from flash_mcp.tools.shared.failed_attempts import FailedAttempt, worst_attempts
+from flash_mcp.tools.shared.loading import Arguments, Secrets, check_target
+from flash_mcp.tools.shared.next_steps import after_tournament
+from flash_mcp.tools.shared.tool_base import Result, report
+from flash_mcp.tools.shared.truncation import error_text
+from flash_mcp.tools.shared.waiting import deadline_after, wait_until
+
+MOST_ARMS = 12
+
+
+class Arm(BaseModel):
+    """What one arm is; the fields of evaluate."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str | None, Field(min_length=1, max_length=40)] = None
+    model: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
+    system_prompt: SystemPrompt = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None
+    max_length: Annotated[int | None, Field(ge=16)] = None
+    stop_sequences: Annotated[list[str] | None, Field(max_length=16)] = None
+    thinking: bool | None = None
+    environment_args: Arguments = None
+
+
+FIELDS = ", ".join(Arm.model_fields)
+Arms = Annotated[
+    list[dict[str, Any]] | None,
+    Field(min_length=2, max_length=MOST_ARMS, description=f"Each with some of: {FIELDS}."),
+]
+
+
+class ArmView(ResultModel):
+    """One arm, as far as the rounds that have ended tell."""
+
+    name: str
+    of: str
+    """The model, in words."""
+    out: int | None = None
+    """The round that eliminated it."""
+    success: Rounded | None = None
+    tasks: int
+    """Tasks that it attempted."""
+    low: Rounded | None = None
+    """Its success less the leader's: interval that holds at every look."""
+    high: Rounded | None = None
+    evidence: float | None = None
+    """That some rival is better: the arm goes at 1/alpha."""
+    run_id: str | None = None
+    """Its newest evaluation, for rollouts."""
+
+
+class Tournament(Result):
+    """A tournament, finished or under way."""
+
+    tournament_id: str
+    state: str
+    """running, finished, failed or cancelled."""
+    verdict: Literal["winner", "no_difference"] | None = None
+    """Once finished. no_difference: none that this budget can show between the arms left."""
+    winner: str | None = None
+    """The only arm left."""
+    explanation: str
+    created: bool
+    """False for one that exists."""
+    environment: str
+    """NAME@DIGEST."""
+    split: str
+    round: int
+    tasks: int
+    """Tasks of all rounds so far."""
+    budget: int
+    """Tasks there are."""
+    attempts: int
+    """Made in the rounds that have ended; all arms on all tasks would be `attempts_in_full`."""
+    attempts_in_full: int
+    arms: list[ArmView]
+    """The leader first."""
+    worst: list[FailedAttempt] | None = None
+    """Failed attempts of the leader."""
+    error: str | None = None
+
+
+async def tournament(
+    environment: Annotated[str | None, Field(min_length=1)] = None,
+    arms: Arms = None,
+    settings: dict[str, Any] | None = None,
+    tournament_id: Annotated[str | None, Field(min_length=1)] = None,
+    stop: bool = False,
+    split: Literal["eval", "train"] = "eval",
+    limit: Annotated[int | None, Field(ge=2)] = None,
+    alpha: Annotated[float, Field(gt=0, le=0.5)] = ALPHA,
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0,
+    secrets: Secrets = None,
+    target: Annotated[str | None, Field(min_length=1)] = None,
+    idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
+    wait_s: Annotated[float, Field(ge=0, le=3600)] = 35.0,
+) -> Tournament:
+    """Find the best of several prompts, checkpoints, models or samplings; trains nothing.
+
+    In each round the arms attempt the same new tasks, and an arm that has lost is eliminated. The
+    best arm is eliminated with a chance of at most alpha, however many arms and looks. A winner is
+    claimed only when one arm is left. It goes on without the client. For two arms on all tasks:
+    evaluate and compare.
+
+    Args:
+        environment: As for evaluate.
+        settings: What every arm has unless it says otherwise, in the same fields.
+        tournament_id: One that exists: wait for it, report it.
+        stop: With tournament_id: end it.
+        split: The tasks' split; they come in random order.
+        limit: Only so many tasks.
+        alpha: Chance of a wrong elimination.
+        seed: Of order and sampling.
+        target: As for train.
+        idempotency_key: A repeated key returns the first.
+        wait_s: Seconds to wait for the end.
+    """
+    store = open_store()
+    deadline = deadline_after(wait_s)
+    created = False
+    if tournament_id is None:
+        if arms is None or stop:
+            fix = "pass arms=[{...}, {...}] to start one, or tournament_id=... to follow or stop it"
+            raise FlashError("invalid_argument", "neither a new nor an old tournament", fix=fix)
+        common = {"split": split, "limit": limit, "alpha": alpha, "seed": seed}
+        common |= {"secrets": secrets, "target": target}
+        spec = await _spec(store, environment, _arms(arms, settings or {}), common)
+        first = spec["arms"][0]["resolved"]["spec"]["target"]
+        row, created = await run_sync(tournaments.start, store, spec, first, idempotency_key)
+        tournament_id = row.id
+        await run_sync(keeper.look_after, store)
+    elif stop:
+        await run_sync(tournaments.stop, store, tournament_id)
+    row = await wait_until(
+        lambda: tournaments.find_tournament(store, tournament_id),
+        lambda row: row.state != "running",
+        deadline,
+        _progress,
+    )
+    return await run_sync(_view, store, row, created)
+
+
+def _arms(arms: Sequence[Json], settings: Json) -> list[Json]:
+    """The arms with a name each. FlashError(invalid_argument) for one that is not valid, or is
+    there twice.
+    """
+    chosen: dict[str, Json] = {}
+    named: list[Json] = []
+    for number, arm in enumerate(arms, start=1):
+        try:
+            fields = without_none(vars(Arm.model_validate({**settings, **arm})))
+        except ValidationError as error:
+            fix = f"use fields of: {FIELDS}"
+            what = f"arm {number}: {explain(error)}"
+            raise FlashError("invalid_argument", what, fix=fix) from error
+        name = fields.pop("name", None) or f"arm-{number}"
+        if name in chosen or fields in chosen.values():
+            what = f"arm {number} ({name}) is there twice"
+            raise FlashError("invalid_argument", what, fix="give each another name and setting")
+        chosen[name] = fields
+        named.append({"name": name, **fields})
+    return named
+
+
+async def _spec(store: Store, environment: str | None, arms: Sequence[Json], common: Json) -> Json:
+    """What is stored of a new tournament: every value of every arm, and the order of the tasks."""
+    split = common["split"]
+    if common["target"] != AUTO:
+        check_target(store, common["target"] or LOCAL_TARGET)
+    subjects = [await run_sync(references.find_subject, store, arm["model"]) for arm in arms]
+    reference = environment_of(environment, subjects[0])
+    row = await run_sync(references.environment, store, reference)
+    entries: list[Json] = []
+    for arm, subject in zip(arms, subjects, strict=True):
+        given = {**common, **arm}
+        resolved = resolve.resolve_eval(
+            subject, row, split=split, tasks=[], attempts=1, given=given
+        )
+        resolved, _ = await run_sync(place, store, resolved)
+        entry = {"name": arm["name"], "of": subject.name, "adapter": subject.adapter}
+        entries.append({**entry, "resolved": resolved.model_dump()})
+    first = EvalSpec.model_construct(**entries[0]["resolved"]["spec"])
+    await report("loading the environment in a child process")
+    names = await task_names(row, split, first.environment_args, first.secrets)
+    order = random.Random(f"tournament/{common['seed']}").sample(range(len(names)), len(names))
+    spec = {"arms": entries, "environment": row.reference, "order": order[: common["limit"]]}
+    return {**spec, "split": split, "alpha": common["alpha"]}
+
+
+def _progress(row: tournaments.Tournament) -> tuple[str, float]:
+    left = len(row.standing.left)
+    share = row.used / len(row.spec["order"])
+    return f"{row.id}: round {len(row.rounds)}, {left} arms left", share
+
+
+def _view(store: Store, row: tournaments.Tournament, created: bool) -> Tournament:
+    standing = row.standing
+    leader = standing.leader
+    names = [arm["name"] for arm in row.spec["arms"]]
+    is_over = row.state == "finished"
+    one = is_over and len(standing.left) == 1
+    shown = row.newest_run(leader) if standing.attempted[leader] else None
+    run = store.first("SELECT * FROM runs WHERE id = ?", [shown]) if shown else None
+    budget = len(row.spec["order"])
+    return Tournament(
+        tournament_id=row.id,
+        state=row.state,
+        verdict=("winner" if one else "no_difference") if is_over else None,
+        winner=names[leader] if one else None,
+        explanation=_explanation(row, standing, names),
+        created=created,
+        environment=row.spec["environment"],
+        split=row.spec["split"],
+        round=len(row.rounds),
+        tasks=row.used,
+        budget=budget,
+        attempts=sum(standing.attempted.values()),
+        attempts_in_full=budget * len(names),
+        arms=list(map(functools.partial(_arm, row, standing), _order(standing))),
+        worst=worst_attempts(store, store.run(shown)) if shown and run else None,
+        error=error_text(row.error, 1500),
+        next=after_tournament(row, one, is_over),
+    )
+
+
+def _order(standing: Standing) -> list[int]:
+    """The leader, then those that are left, then those that went last."""
+
+    def key(arm: int) -> tuple[bool, int, float]:
+        return arm in standing.out, -standing.out.get(arm, 0), -standing.success(arm)
+
+    return sorted(range(standing.arms), key=key)
+
+
+def _arm(row: tournaments.Tournament, standing: Standing, arm: int) -> ArmView:
+    entry = row.spec["arms"][arm]
+    count = standing.attempted[arm]
+    view = ArmView(name=entry["name"], of=entry["of"], out=standing.out.get(arm), tasks=count)
+    view.run_id = row.newest_run(arm)
+    if count:
+        view.success = standing.success(arm)
+        view.evidence = float(f"{standing.against(arm):.3g}")
+        if arm != standing.leader:
+            behind = standing.behind(arm, standing.leader)
+            view.low, view.high = behind.low, behind.high
+    return view
+
+
+def _explanation(row: tournaments.Tournament, standing: Standing, names: Sequence[str]) -> str:
+    left = list(map(names.__getitem__, standing.left))
+    order = len(row.spec["order"])
+    used = f"{row.used} of {order} tasks"
+    if row.state == "finished" and len(left) == 1:
+        error = f"a better arm was eliminated with a chance of at most {row.spec['alpha']:g}"
+        return f"{left[0]} is best: the others were eliminated on {used}; {error}"
+    if row.state == "finished":
+        what = f"no difference between {', '.join(left)} that {order} tasks can show"
+        return f"{what}: low and high say how large it may be"
+    if row.state == "running":
+        return f"round {len(row.rounds)}, {used}: {len(left)} of {len(names)} arms are left"
+    return f"it ended as {row.state} after {used}: {', '.join(left)} were left, nothing is claimed"

@@ -1,0 +1,155 @@
+"""tournament, through a real MCP client and a real queue; a scripted worker makes the attempts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.server.mcp_server import server
+from flash_mcp.state import tournaments
+from flash_mcp.state.owners import Caller, Limits, acting_as
+from flash_mcp.state.store import open_store
+from tests.calls import call as made
+from tests.calls import call_over as call
+from tests.calls import refusal, refused
+from tests.samples import push_echo
+from tests.scripted_supervisor import ECHO, let_go, scripted
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+ALL, NONE = {"solved": list(range(60))}, {"solved": list[int]()}
+HALF = {"solved": list(range(0, 60, 2))}
+
+
+@pytest.fixture(autouse=True)
+def supervisor(flash_home: Path) -> Generator[None]:
+    with scripted(flash_home):
+        yield
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncGenerator[Client]:
+    push_echo(tmp_path / "echo", ECHO)
+    async with Client(server) as connected:
+        yield connected
+
+
+def arm(name: str, script: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"name": name, "environment_args": script, **fields}
+
+
+async def test_an_arm_that_loses_goes_and_the_last_one_left_is_the_winner(client: Client):
+    arms = [arm("none", NONE), arm("all", ALL), arm("half", HALF)]
+    body = await call(client, "tournament", environment="echo", arms=arms)
+    assert (body["state"], body["verdict"], body["winner"], body["created"]) == ("finished", "winner", "all", True)
+    assert [row["name"] for row in body["arms"]] == ["all", "half", "none"]
+    first, second, last = body["arms"]
+    assert first["success"] == 1 and "out" not in first and "low" not in first
+    assert last["out"] == 1 and last["high"] < -0.5 and last["tasks"] == 25 and last["evidence"] >= 20
+    assert second["low"] < -0.5 < second["high"] < 0
+    assert body["attempts"] < body["attempts_in_full"] == 180
+    assert "worst" not in body  # the winner never failed
+    row = tournaments.find_tournament(open_store(), body["tournament_id"])
+    tasks = [open_store().run(entry["runs"]["1"]).evaluation.tasks for entry in row.rounds]
+    used = [task for part in tasks for task in part]
+    assert len(used) == len({*used}) == body["tasks"], "no round takes the tasks of another"
+    again = await call(client, "tournament", tournament_id=body["tournament_id"])
+    assert again == {**body, "created": False}
+
+
+async def test_equal_arms_end_without_a_claim_and_with_intervals(client: Client):
+    arms = [arm("half", HALF, system_prompt="Be right."), arm("as good", HALF, system_prompt="")]
+    body = await call(client, "tournament", environment="echo", arms=arms)
+    assert (body["verdict"], body["tasks"], body["round"]) == ("no_difference", 60, 3)
+    assert "winner" not in body and "no difference" in body["explanation"]
+    other = body["arms"][1]
+    assert other["low"] < 0 < other["high"] and other["tasks"] == 60
+    worst = body["worst"][0]
+    assert worst["prompt"].startswith("say ") and worst["text"] == "It is unknown"
+    specs = [open_store().run(row["run_id"]).evaluation for row in body["arms"]]
+    assert [spec.system_prompt for spec in specs] == ["Be right.", ""]
+    assert specs[0].tasks == specs[1].tasks and specs[0].seed == specs[1].seed
+    listed = (await call(client, "status"))["runs"][0]
+    assert listed["name"] == f"{body['tournament_id']} round 3: as good"
+
+
+async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: Client):
+    held = {"hold": True, **HALF}
+    arms = [arm("a", held), arm("b", {**held, "say": "b"})]
+    asked = {"environment": "echo", "arms": arms, "idempotency_key": "once", "wait_s": 0}
+    body = await call(client, "tournament", **asked)
+    assert (body["state"], body["created"], body["tasks"], body["attempts"]) == ("running", True, 25, 0)
+    same = await call(client, "tournament", **asked)
+    assert (same["tournament_id"], same["created"]) == (body["tournament_id"], False)
+    assert "idempotency_conflict" in await refusal(client, "tournament", **{**asked, "limit": 30})
+    runs = tournaments.find_tournament(open_store(), body["tournament_id"]).run_ids
+    for run in runs:
+        let_go(run)
+    await until(lambda: len(tournaments.find_tournament(open_store(), body["tournament_id"]).rounds) == 2)
+    body = await call(client, "tournament", tournament_id=body["tournament_id"], stop=True, wait_s=0)
+    assert body["state"] == "cancelled" and "nothing is claimed" in body["explanation"]
+    assert body["attempts"] == 50
+    store = open_store()
+    newest = tournaments.find_tournament(store, body["tournament_id"]).run_ids
+    await until(lambda: all(store.run(run).state == "cancelled" for run in newest))
+    assert not store.active_targets()
+
+
+async def test_an_arm_that_cannot_run_ends_it_with_the_reason(client: Client):
+    failing = {"failing": list(range(60))}
+    arms = [arm("good", ALL), arm("cancelled", {"hold": True})]
+    body = await call(client, "tournament", environment="echo", arms=arms, wait_s=0)
+    held = tournaments.find_tournament(open_store(), body["tournament_id"]).run_ids[1]
+    await call(client, "cancel", run_id=held)
+    body = await call(client, "tournament", tournament_id=body["tournament_id"])
+    assert body["state"] == "failed" and held in body["error"] and "'cancelled'" in body["error"]
+    # Attempts that environment code failed count for nobody.
+    body = await call(client, "tournament", environment="echo", arms=[arm("a", failing), arm("b", ALL)])
+    assert body["verdict"] == "no_difference"
+    assert {row["name"]: row["tasks"] for row in body["arms"]} == {"b": 60, "a": 0}
+
+
+async def test_the_rounds_of_an_owner_are_theirs_and_wait_for_a_place_in_their_queue(tmp_path: Path):
+    arms = [arm("a", HALF), arm("b", {**HALF, "say": "b"})]
+    open_store()
+    with acting_as(Caller("ann", limits=Limits(queued_runs=2))):
+        push_echo(tmp_path / "ann", ECHO)
+        body = await made("tournament", environment="echo", arms=arms)
+        assert body["verdict"] == "no_difference"
+        assert {open_store().run(row["run_id"]).owner for row in body["arms"]} == {"ann"}
+        with pytest.raises(FlashError, match="quota_exceeded"):
+            await made("tournament", environment="echo", arms=[*arms, arm("c", NONE)], limit=25)
+        assert open_store().column("SELECT id FROM tournaments") == [body["tournament_id"]]
+    with acting_as(Caller("bob")):
+        assert (await refused("tournament", tournament_id=body["tournament_id"])).code == "unknown_tournament"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "neither a new nor an old"),
+        ({"arms": [{"name": "a"}, {"name": "b"}]}, "there twice"),
+        ({"arms": [{"name": "a"}, {"name": "a", "top_p": 0.5}]}, "there twice"),
+        ({"arms": [{}, {"temprature": 1}]}, "arm 2: temprature"),
+        ({"arms": [{}, {"temperature": 3}]}, "arm 2: temperature"),
+        ({"tournament_id": "tour-nothing0"}, "unknown_tournament"),
+    ],
+)
+async def test_what_cannot_be_played_is_refused(client: Client, arguments: dict[str, Any], says: str):
+    assert says in await refusal(client, "tournament", environment="echo", **arguments)
+    assert not open_store().query("SELECT id FROM tournaments")
+
+
+async def test_the_worst_attempts_come_with_an_evaluation(client: Client):
+    body = await call(client, "evaluate", environment="echo", environment_args=HALF, system_prompt="Be brief.")
+    assert body["values"]["system_prompt"] == "Be brief."
+    assert [row["text"] for row in body["worst"]] == ["It is unknown"] * 2
+    other = await call(client, "evaluate", environment="echo", environment_args=HALF)
+    assert other["created"] and "system_prompt" not in other["values"]
+    compared = await call(client, "compare", base=other["run_id"], other=body["run_id"])
+    assert any("system_prompt None and Be brief." in note for note in compared["notes"])
