@@ -21,19 +21,20 @@ if TYPE_CHECKING:
         TaskExample,
         load_dataset,
     )
-    from environments.judge import JudgeRubric
+    from environments.judge import JudgeRubric, Rubric
     from environments.tools import EnvironmentToolUse
 
 __all__ = [
     "DatasetError", "Environment", "EnvironmentAgent", "EnvironmentCommand", "EnvironmentEpisode",
     "EnvironmentMultiTurn", "EnvironmentSingleTurn", "EnvironmentStepResult", "EnvironmentToolUse",
-    "JudgeRubric", "RewardMetric", "RewardResult", "TaskExample", "load_dataset",
+    "JudgeRubric", "RewardMetric", "RewardResult", "Rubric", "TaskExample", "load_dataset",
 ]  # fmt: skip
 
 ELSEWHERE = {
     "EnvironmentCommand": "environments.agents.command",
     "EnvironmentToolUse": "environments.tools",
     "JudgeRubric": "environments.judge",
+    "Rubric": "environments.judge",
 }
 """The names that are not in environments.base."""
 

@@ -52,7 +52,7 @@ class EnvironmentToolUse(EnvironmentMultiTurn):
     The episode ends at the first turn without a call. What a tool returns is shown to the model:
     a string as it is, anything else as JSON. What it raises is shown as an error, and so are calls
     of unknown tools or with wrong arguments. To keep state, return methods from `episode_tools`:
-    they belong to the object that serves the episode."""
+    they belong to the object that serves the episode. `call_tool` runs tools that are schemas."""
 
     max_turns: int = 8
     """The episode ends after this many model turns."""
@@ -66,32 +66,38 @@ class EnvironmentToolUse(EnvironmentMultiTurn):
         calls = messages[-1].get("tool_calls")
         if not calls:
             return EnvironmentStepResult(done=True)
-        functions: dict[str, Callable[..., Any]] = {}
-        for tool in self.episode_tools(example):
-            if not callable(tool):
-                what = "a tool of EnvironmentToolUse must be a function"
-                raise TypeError(f"{what}; override step_episode to answer calls of other tools")
-            functions[tool.__name__] = self._own(tool)
-        return EnvironmentStepResult(False, [_answer(call, functions) for call in calls])
+        tools = self.episode_tools(example)
+        if type(self).call_tool is EnvironmentToolUse.call_tool and not all(map(callable, tools)):
+            what = "a tool of EnvironmentToolUse must be a function"
+            raise TypeError(f"{what}; override call_tool to run those that are schemas")
+        schemas = tool_schemas(tools)
+        return EnvironmentStepResult(
+            False, [self._answer(example, call, schemas) for call in calls]
+        )
+
+    def call_tool(self, example: TaskExample, name: str, arguments: Json) -> Any:
+        """What a tool returns. By default it is the function of that name."""
+        functions = map(
+            self._own, cast("Sequence[Callable[..., Any]]", self.episode_tools(example))
+        )
+        return next(item for item in functions if item.__name__ == name)(**arguments)
 
     def _own(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function; for a method of the loaded object, that of this episode's copy."""
         owner = getattr(function, "__self__", None)
         return getattr(self, function.__name__) if isinstance(owner, Environment) else function
 
-
-def _answer(call: Json, functions: Mapping[str, Callable[..., Any]]) -> ChatMessage:
-    schemas = [schema_of(function) for function in functions.values()]
-    name = call["function"]["name"]
-    if problem := problem_of(call, schemas):
-        content = f"{TOOL_ERROR}{problem}"
-    else:
-        try:
-            result = functions[name](**json.loads(call["function"]["arguments"]))
-            content = result if isinstance(result, str) else json.dumps(result, default=str)
-        except Exception as error:  # the model may call again, in another way
-            content = f"{TOOL_ERROR}{error or type(error).__name__}"
-    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+    def _answer(self, example: TaskExample, call: Json, schemas: Sequence[Json]) -> ChatMessage:
+        name = call["function"]["name"]
+        if problem := problem_of(call, schemas):
+            content = f"{TOOL_ERROR}{problem}"
+        else:
+            try:
+                result = self.call_tool(example, name, json.loads(call["function"]["arguments"]))
+                content = result if isinstance(result, str) else json.dumps(result, default=str)
+            except Exception as error:  # the model may call again, in another way
+                content = f"{TOOL_ERROR}{error or type(error).__name__}"
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
 
 # -- schemas ---------------------------------------------------------------------------------------

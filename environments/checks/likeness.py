@@ -85,7 +85,7 @@ def alike(rows: Sequence[Row]) -> str:
         if row.split != "eval":
             continue
         for other in train[_key(row)][:MOST_COMPARED]:
-            if _share(row.prompt, other.prompt) >= ALIKE:
+            if share_of_words(row.prompt, other.prompt) >= ALIKE:
                 pairs.append((other, row))
                 break
     held_out = sum(row.split == "eval" for row in rows)
@@ -103,7 +103,8 @@ def _key(row: Row) -> tuple[str, tuple[str, ...]]:
     return row.gold, tuple(sorted(re.findall(r"\d+", row.prompt)))
 
 
-def _share(one: str, other: str) -> float:
+def share_of_words(one: str, other: str) -> float:
+    """Of the words of either text, the share that both have."""
     words, others = (set(re.findall(r"\w+", text.casefold())) for text in (one, other))
     return len(words & others) / max(1, len(words | others))
 

@@ -53,7 +53,7 @@ from environments.base import (
     UnsupportedError,
 )
 from environments.faults import EnvironmentFault
-from environments.judge import JudgeRubric
+from environments.judge import JudgeRubric, Rubric
 from environments.process.clock import SHIFT_VARIABLE, shift_clock
 from environments.process.generators import Generators, switch_global_generators
 from environments.process.replies import (
@@ -390,6 +390,7 @@ class Child:
     async def op_judge(self, split: str, index: int, answers: list[str]) -> list[int] | None:
         """How the environment's judge ranks these answers; None without a judge."""
         values: list[Any] = list(vars(self._loaded).values())
+        values += [value.judge for value in values if isinstance(value, Rubric)]
         judges = [value for value in values if isinstance(value, JudgeRubric)]
         if not judges:
             return None

@@ -36,7 +36,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
 from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.environments import TEMPLATES
+from flash_mcp.tools.starters import TEMPLATES
 
 HELD_OUT = ("n", "success", "low", "high")
 SIDE = ("tasks", "success", "low", "high")

@@ -82,7 +82,8 @@ class RunSpec(BaseModel):
     """grpo: reinforcement learning from the environment's reward. sft: fine-tuning on its gold
     answers, or on a dataset."""
     dataset: Annotated[str | None, Field(min_length=1)] = None
-    """Conversations to learn from (NAME@DIGEST of curate), sft only; else gold answers."""
+    """Conversations to learn from, sft only: NAME@DIGEST of curate, a file of rows as env_setup
+    takes it, or hub:OWNER/NAME; else gold answers."""
 
     steps: Annotated[int | None, Field(ge=1, le=100_000, default_factory=_of_recipe("steps"))]
     """Optimizer steps; with sft, overrides epochs."""

@@ -22,6 +22,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import loaded
 from flash_mcp.tools.shared.next_steps import passed_on
+from flash_mcp.tools.shared.table import is_rows, keep_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten
 
@@ -58,8 +59,8 @@ class Curate(Result):
     """False where the same rows had been kept under that name."""
     path: str | None = None
     """Folder with train.jsonl, holdout.jsonl and manifest.json."""
-    environment: str
-    """NAME@DIGEST that all attempts were made in."""
+    environment: str | None = None
+    """NAME@DIGEST that all attempts were made in; none with rows of a file."""
     models: list[str]
     """Base models that wrote the attempts."""
     counts: Counts
@@ -93,7 +94,8 @@ async def curate(
     dataset. Reading transcripts: rollouts.
 
     Args:
-        runs: Runs, evaluations and recorded deployments to take attempts from.
+        runs: Runs, evaluations and recorded deployments to take attempts from; or one file of rows
+            or hub:OWNER/NAME, with a column messages, or question and answer.
         name: Name to keep the dataset under; only dry_run goes without.
         filter: Which tasks, default every: comparisons of avg, best, worst (rewards), n,
             n_correct and pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'.
@@ -121,7 +123,26 @@ async def curate(
         allow_eval_tasks=allow_eval_tasks,
     )
     _check(name, plan, dry_run)
+    if any(map(is_rows, runs)):
+        return await run_sync(_of_rows, runs, name, holdout)
     return await _curated(runs, plan, None if dry_run else name)
+
+
+def _of_rows(runs: Sequence[str], name: str | None, holdout: float) -> Curate:
+    """The rows of one file as a dataset."""
+    if len(runs) > 1 or name is None:
+        fix = "pass one file, a name, and no dry_run"
+        raise FlashError("invalid_argument", "rows of a file are curated alone", fix=fix)
+    kept = keep_conversations(runs[0], name, holdout)
+    return Curate(
+        dataset=kept.reference,
+        path=str(kept.path),
+        models=[],
+        counts=Counts(**kept.manifest["counts"]),
+        examples=[],
+        next=f"train(environment=..., algorithm='sft', dataset={kept.reference!r}, "
+        "validate_only=true)",
+    )
 
 
 async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
 from pydantic import Field
 
-import environments
 from environments.checks import gate
 from environments.checks import hunt as hunting
 from environments.checks.hunt import HUNT
+from environments.checks.playing import Task, play
 from environments.checks.report import Probe as GateProbe
 from environments.checks.report import Report as GateReport
 from environments.checks.splits import Overlap, overlap
-from environments.process.host import EnvironmentFault
+from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox.confinement import describe
 from environments.sandbox.needs import Needs
 from environments.settings import identity
+from environments.untrusted_text import plain_name
 from flash_mcp.judgement.attempts import by_task
-from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, did_you_mean, disk_error
+from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, did_you_mean, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json
+from flash_mcp.protocol.result_model import Rounded
 from flash_mcp.state import references
-from flash_mcp.state.owners import caller, refuse_server_side
+from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import (
@@ -44,7 +44,6 @@ from flash_mcp.state.versions import (
     keep_generated,
     staged,
 )
-from flash_mcp.tools.shared import playbook
 from flash_mcp.tools.shared.loading import (
     INSTALL_TIMEOUT_S,
     Arguments,
@@ -64,15 +63,8 @@ from flash_mcp.tools.shared.preflight import (
 )
 from flash_mcp.tools.shared.source_texts import folder_texts
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
-from flash_mcp.tools.shared.truncation import json_characters, shorten
-from flash_mcp.tools.table import read_table
+from flash_mcp.tools.shared.truncation import shorten
 
-Template = Literal["calculator", "sort_words"]
-
-TEMPLATES = Path(environments.__file__).parent / "examples"
-INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "configs/rl.toml")
-"""Files of a starter that are returned where none can be written, in order of their worth."""
-INLINE_CHARACTERS = 7_500
 LOAD_TIMEOUT_S = 25.0
 TRACEBACK = "\n| Traceback"
 """How a traceback begins within evidence."""
@@ -80,41 +72,6 @@ CALL_TIMEOUT_S = 15.0
 TEST_DEADLINE_S = 38.0
 HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
-
-
-class DataRead(ResultModel):
-    """What env_setup made of a file of rows."""
-
-    columns: list[str]
-    """Its columns."""
-    question: str
-    """The column of the questions."""
-    answer: str
-    """The column of the answers."""
-    train_tasks: int
-    """Rows of the train split."""
-    eval_tasks: int
-    """Rows of the eval split."""
-    dropped: dict[str, int] | None = None
-    """Rows that were left out, by reason."""
-    example: dict[str, str]
-    """The first train task."""
-
-
-class EnvSetup(Result):
-    """A starter project."""
-
-    folder: str | None = None
-    """The folder, absolute."""
-    name: str
-    """The environment's name in its configs; push it under this name."""
-    files: list[str]
-    """Its files, relative to the folder."""
-    data: DataRead | None = None
-    """With data: what was read of it."""
-    contents: dict[str, str] | None = None
-    """Without folder: the texts of the files that a starter needs; of the datasets the first rows.
-    """
 
 
 class EnvPush(Result):
@@ -153,6 +110,18 @@ class Probe(ResultModel):
     """What to change."""
 
 
+class Scored(ResultModel):
+    """What an answer earned."""
+
+    answer: str
+    """The answer, shortened."""
+    reward: Rounded
+    success: bool
+    reason: str | None = None
+    """Why, in the environment's words."""
+    metrics: dict[str, Rounded] | None = None
+
+
 class EnvTest(Result):
     """What the checks found."""
 
@@ -174,151 +143,10 @@ class EnvTest(Result):
     """Every check, in order."""
     sandbox: str | None = None
     """What of this machine is protected from the environment's code; absent if it did not load."""
+    scored: list[Scored] | None = None
+    """With answers: what each of them earned."""
     sample: Sample | None = None
     """With model: its attempts at a few train tasks."""
-
-
-# -- env_setup -------------------------------------------------------------------------------------
-
-
-def env_setup(
-    folder: Annotated[str | None, Field(min_length=1)] = None,
-    template: Template = "calculator",
-    data: Annotated[str | None, Field(min_length=1)] = None,
-    question: str | None = None,
-    answer: str | None = None,
-) -> EnvSetup:
-    """Write a starter project that trains as it is: environment.py, datasets, configs and the
-    playbook TRAINING.md. Without folder, return its files instead.
-
-    If one of its files exists, nothing is written. Change environment.py and the datasets to your
-    task. Then check them with env_test and publish them with env_push.
-
-    Args:
-        folder: Folder on the server to write to; created if missing. A remote caller leaves it out.
-        template: calculator: several turns with a tool that the environment answers for.
-            sort_words: one prompt, one answer.
-        data: Instead of template: a CSV, TSV, JSON, JSONL or parquet file on the server whose rows
-            become the tasks. Its answers are compared as texts or numbers.
-        question: With data: the column of the questions, if its name does not tell.
-        answer: With data: the column of the answers.
-    """
-    if data is not None:
-        return _of_data(folder, data, question, answer)
-    if question is not None or answer is not None:
-        fix = "pass data='/path/of/rows.csv' too, or leave them out"
-        raise FlashError("invalid_argument", "question and answer need data", fix=fix)
-    if folder is None:
-        return _inline(template)
-    target, name, files = _named_starter(folder, template)
-    _write_new(target, files)
-    check = f"then env_test(folder={str(target)!r})"
-    return EnvSetup(
-        folder=str(target),
-        name=name,
-        files=sorted(files),
-        next=f"change environment.py and datasets/ to your task (see TRAINING.md); {check}",
-    )
-
-
-def _of_data(folder: str | None, data: str, question: str | None, answer: str | None) -> EnvSetup:
-    """A starter whose tasks are the rows of a file."""
-    refuse_server_side("a file", "write its rows into datasets/*.jsonl of a starter", data=data)
-    if folder is None:
-        fix = "pass folder='/path/to/write/to'"
-        raise FlashError("invalid_argument", "with data, folder is needed", fix=fix)
-    table = read_table(Path(data).expanduser().absolute(), question, answer)
-    target, name, files = _named_starter(folder, "dataset")
-    files |= table.files()
-    _write_new(target, files)
-    return EnvSetup(
-        folder=str(target),
-        name=name,
-        files=sorted(files),
-        data=DataRead(
-            columns=table.columns,
-            question=table.question,
-            answer=table.answer,
-            train_tasks=len(table.train),
-            eval_tasks=len(table.held_out),
-            dropped=table.dropped or None,
-            example={key: shorten(value, 300) for key, value in table.train[0].items()},
-        ),
-        next=f"env_test(folder={str(target)!r}); if an answer is right in other forms too, change "
-        "is_right in environment.py first",
-    )
-
-
-def _named_starter(folder: str, template: str) -> tuple[Path, str, dict[str, bytes]]:
-    """The absolute folder, the environment's name, and its files."""
-    target = Path(folder).expanduser().absolute()
-    name = target.name if NAME.fullmatch(target.name) else template
-    return target, name, _starter(template, name)
-
-
-def _inline(template: str) -> EnvSetup:
-    """The starter as env_push takes it in `files`, short enough for a result."""
-    files = _starter(template, template)
-    contents = _texts(files, INLINE, rows=3)
-    if sum(map(json_characters, contents.values())) > INLINE_CHARACTERS:
-        contents = _texts(files, INLINE[:3], rows=1)
-    changed = "change environment.py to your task, write rows into datasets/"
-    return EnvSetup(
-        name=template,
-        files=sorted(files),
-        contents=contents,
-        next=f"{changed}, then env_push(name={template!r}, files={{path: text}}); the resource "
-        "flash://playbook has the contract",
-    )
-
-
-def _texts(files: Mapping[str, bytes], paths: Sequence[str], *, rows: int) -> dict[str, str]:
-    """Texts of files, and of datasets the first rows."""
-    texts: dict[str, str] = {}
-    for path in paths:
-        lines = files[path].decode().splitlines(keepends=True)
-        if path.endswith(".jsonl"):
-            lines = lines[:rows]
-        texts[path] = "".join(lines)
-    return texts
-
-
-def _starter(template: str, name: str) -> dict[str, bytes]:
-    source = TEMPLATES / template
-    files = {"TRAINING.md": playbook.text().encode()}
-    for path in source.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            files[path.relative_to(source).as_posix()] = path.read_bytes()
-    named = f'environment = "{name}"'.encode()
-    for path in ("configs/rl.toml", "configs/sft.toml"):
-        files[path] = re.sub(rb'(?m)^environment = ".*"$', named, files[path])
-    return files
-
-
-def _write_new(target: Path, files: dict[str, bytes]) -> None:
-    what = ""
-    if taken := [path for path in sorted(files) if os.path.lexists(target / path)]:
-        what = f"{', '.join(taken)} exists in {target} already; nothing was written"
-    elif os.path.lexists(target) and not target.is_dir():
-        what = f"{target} is no folder; nothing was written"
-    if what:
-        fix = "choose another folder, or move these files away"
-        raise FlashError("invalid_argument", what, folder=target, fix=fix)
-    written: list[Path] = []
-    try:
-        for path, content in files.items():
-            (target / path).parent.mkdir(parents=True, exist_ok=True)
-            with (target / path).open("xb") as stream:
-                written.append(target / path)
-                stream.write(content)
-    except OSError as error:
-        for path in written:
-            path.unlink(missing_ok=True)
-        if isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)):
-            fix = "choose a folder that the server may write to"
-            what = f"cannot write there: {error}"
-            raise FlashError("invalid_argument", what, folder=target, fix=fix) from error
-        raise disk_error(error, target) from error
 
 
 # -- env_push --------------------------------------------------------------------------------------
@@ -449,6 +277,8 @@ async def env_test(
     call_timeout_s: Annotated[float, Field(gt=0, le=20)] = 5.0,
     time_s: Annotated[float, Field(gt=0, le=3600)] = TEST_DEADLINE_S,
     accept: list[str] | None = None,
+    answers: Annotated[list[str] | None, Field(min_length=1, max_length=100)] = None,
+    task_id: str | None = None,
     model: Annotated[str | None, Field(min_length=1)] = None,
     max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
     hunt: bool = False,
@@ -471,16 +301,13 @@ async def env_test(
         call_timeout_s: Seconds for one call into environment code.
         time_s: Seconds for all checks. Ask for over 40 only if your client waits that long.
         accept: Names of checks whose failure you take: the verdict passes and names them.
+        answers: Texts to score instead of the checks.
+        task_id: The task of answers; default the first.
         model: If all checks pass, a base model that plays a few train groups, to see whether
             training could teach it anything.
         max_tokens: With model: tokens per turn; default 512.
-        hunt: Also search up to 40 s for a cheap answer that pays: junk, magic words, length,
-            repetition, all answers at once, parts of the prompt; with model, its best of n.
+        hunt: Also search up to 40 s for a cheap answer that pays; with model, its best of n.
     """
-    if (environment is None) == (folder is None):
-        fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
-        what = "either environment or folder is needed, not both"
-        raise FlashError("invalid_argument", what, fix=fix)
     started = time.monotonic()
     values = secret_values(secrets)
     arguments = {"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets}
@@ -488,6 +315,8 @@ async def env_test(
     with contextlib.ExitStack() as stack:
         what, known_as, path = await run_sync(_locate, environment, folder, stack)
         subject = _Subject(what, known_as, path, environment_args, values, call_timeout_s)
+        if answers is not None:
+            return await _scored(subject, answers, task_id)
         result = await _checked(subject, time_s, max_tokens, _checks(accept or []))
         if hunt and result.splits:
             result.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
@@ -560,7 +389,8 @@ async def _checked(
         raise as_flash_error(fault, subject.what, "env_test again") from fault
 
 
-async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
+@contextlib.asynccontextmanager
+async def _opened(subject: _Subject, fix: str) -> AsyncGenerator[EnvironmentHost]:
     async with hosted(
         subject.path,
         subject.what,
@@ -569,8 +399,13 @@ async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
         secrets=subject.secrets,
         call_timeout_s=subject.call_timeout_s,
         start_timeout_s=LOAD_TIMEOUT_S,
-        fix="env_test again without hunt",
+        fix=fix,
     ) as host:
+        yield host
+
+
+async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
+    async with _opened(subject, "env_test again without hunt") as host:
         left = min(hunting.DEADLINE_S, max(1.0, deadline - time.monotonic()))
         tasks = range(host.splits["train"])
         texts = await run_sync(folder_texts, subject.path)
@@ -578,6 +413,49 @@ async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
             host, "train", tasks, deadline_s=left, on_progress=report, source_texts=texts
         )
     return hunting.probe(result)
+
+
+async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None) -> EnvTest:
+    started = time.monotonic()
+    results: list[Scored] = []
+    async with _opened(subject, "return a low score instead of raising") as host:
+        task = await _task(host, task_id)
+        for answer in answers:
+            score = (await play(host, task, [answer])).score
+            shown = shorten(answer, 200)
+            metrics = score.metrics or None
+            results.append(
+                Scored(
+                    answer=shown,
+                    reward=score.reward,
+                    success=score.success,
+                    reason=score.reason,
+                    metrics=metrics,
+                )
+            )
+        splits = host.splits
+    return EnvTest(
+        environment=subject.what,
+        train_tasks=splits["train"],
+        eval_tasks=splits["eval"],
+        seconds=round(time.monotonic() - started, 2),
+        probes=[],
+        scored=results,
+        next="if an answer is scored wrongly, correct the scorer; without answers the checks run",
+    )
+
+
+async def _task(host: EnvironmentHost, task_id: str | None) -> Task:
+    """The task of that id; the first one without it."""
+    if task_id is None:
+        return Task("train", 0)
+    names: list[str] = []
+    for split in host.splits:
+        names = [name for name, _ in await host.tasks(split)]
+        if task_id in names:
+            return Task(split, names.index(task_id))
+    fix = f"use an id like {', '.join(map(plain_name, nearest(task_id, names) or names[:3]))}"
+    raise FlashError("invalid_argument", f"there is no task {task_id!r:.100}", fix=fix)
 
 
 def _best_of_n(sample: Sample) -> GateProbe:
@@ -630,6 +508,10 @@ def _locate(
     """What is tested: its name, its name in settings.toml, and its folder. Generated files exist
     until `stack` is closed.
     """
+    if (environment is None) == (folder is None):
+        fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
+        what = "either environment or folder is needed, not both"
+        raise FlashError("invalid_argument", what, fix=fix)
     reference = environment or folder or ""
     if files := references.files_of(reference):
         name = references.published_name(reference)

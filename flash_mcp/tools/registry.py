@@ -7,10 +7,11 @@ from flash_mcp.tools.checkpoints import cancel, checkpoints
 from flash_mcp.tools.compare import compare
 from flash_mcp.tools.curate import curate
 from flash_mcp.tools.deploy import chat, deploy, undeploy
-from flash_mcp.tools.environments import env_push, env_setup, env_test
+from flash_mcp.tools.environments import env_push, env_test
 from flash_mcp.tools.evaluate import evaluate
 from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.shared.tool_base import Tool
+from flash_mcp.tools.starters import env_setup
 from flash_mcp.tools.status import status
 from flash_mcp.tools.tournament import tournament
 from flash_mcp.tools.train import RARE, train

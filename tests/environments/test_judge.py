@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from environments import RewardMetric, RewardResult, TaskExample
 from environments.checks.gate import check
 from environments.checks.report import Probe
-from environments.judge import JudgeError, JudgeRubric
+from environments.judge import JudgeError, JudgeRubric, Rubric
 from tests.folders import allow, environment_folder
 
 pytestmark = pytest.mark.slow
@@ -69,6 +70,44 @@ def test_answers_are_scored_by_their_rank_and_each_group_is_judged_once(monkeypa
     path, key, body = asked[0]
     assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer key", "m")
     assert "Prefer long answers." in body["messages"][0]["content"]
+
+
+def has_vowel(example: TaskExample, text: str) -> bool:
+    return any(letter in "aeiou" for letter in text)
+
+
+def is_short(example: TaskExample, text: str) -> float:
+    return min(1.0, 4 / max(1, len(text)))
+
+
+def test_a_rubric_weighs_functions_and_shows_its_judge_only_what_passes_all_of_them() -> None:
+    task = TaskExample({}, "?")
+    plain = Rubric([has_vowel, is_short], [3, 1])
+    assert plain.score(task, "bcdfghjk") == RewardResult(
+        0.125, success=False, metrics=[RewardMetric("has_vowel", 0.0), RewardMetric("is_short", 0.5)]
+    )
+    assert [result.score for result in plain.rank(task, ["a", "", "aaaaaaaa"])] == [1.0, 0.25, 0.875]
+    asked: list[Any] = []
+    with endpoint(longest_first, asked) as url:
+        judged = Rubric([has_vowel, is_short], [3, 1], JudgeRubric(url, "m", ""))
+        assert judged.score(task, "a").score == 0.75
+        assert not asked
+        results = judged.rank(task, ["bcdf", "a", "aa", "aaaaaaaa"])
+    assert [(result.score, result.success) for result in results] == [
+        (0.125, False), (0.5, True), (1.0, True), (0.4375, False)
+    ]  # fmt: skip
+    assert all("aaaaaaaa" not in body["messages"][0]["content"] for _, _, body in asked)
+
+
+@pytest.mark.parametrize(("reply", "agrees"), [("I first thought no. Yes", True), ("No.", False)])
+def test_a_judge_says_whether_an_answer_means_the_same(reply: str, agrees: bool) -> None:
+    asked: list[Any] = []
+    with endpoint(lambda _: reply, asked) as url:
+        assert JudgeRubric(url, "m", "Names only.").agrees("Who?", "Ada", "Mrs Lovelace") is agrees
+    prompt = asked[0][2]["messages"][0]["content"]
+    assert all(text in prompt for text in ("Names only.", "Who?", "Ada", "Mrs Lovelace"))
+    with endpoint(lambda _: "perhaps") as url, pytest.raises(JudgeError, match="neither yes nor no"):
+        JudgeRubric(url, "m", "").agrees("?", "a", "b")
 
 
 def test_the_place_of_an_answer_earns_nothing() -> None:

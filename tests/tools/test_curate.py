@@ -452,3 +452,38 @@ async def test_what_a_deployment_recorded_is_shown_and_learnt_but_for_eval_tasks
     assert code == "dataset_invalid"
     code, _ = await refused(client, "rollouts", run_id="dep-2")
     assert code == "unknown_deployment"
+
+
+# -- rows of a file --------------------------------------------------------------------------------
+
+
+async def test_rows_of_a_file_are_conversations_to_learn(client: Client, tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    turns += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q2"}]
+    turns += [{"role": "assistant", "content": "a2"}]
+    rows = [{"messages": turns}, {"messages": turns}, {"messages": turns[1:3]}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    body = body_of(await client.call_tool("curate", {"runs": [str(tmp_path / "chats.jsonl")], "name": "chats"}))
+    assert (body["counts"]["attempts"], body["counts"]["duplicates"], body["counts"]["train_rows"]) == (3, 1, 2)
+    kept = sorted(datasets.find(body["dataset"]).rows(), key=lambda row: len(row["messages"]))
+    assert [(row["messages"], row["prompt_messages"]) for row in kept] == [(turns[1:3], 1), (turns, 2)]
+
+    (tmp_path / "pairs.csv").write_text("question,answer\n" + "".join(f"q{n},a{n}\n" for n in range(40)))
+    body = body_of(
+        await client.call_tool("curate", {"runs": [str(tmp_path / "pairs.csv")], "name": "pairs", "holdout": 0.3})
+    )
+    assert body["counts"]["train_rows"] + body["counts"]["holdout_rows"] == 40
+    assert 0 < len(datasets.find(body["dataset"]).rows("holdout.jsonl")) < 30
+
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}')
+    code, text = await refused(client, "curate", runs=[str(tmp_path / "bad.jsonl")], name="bad")
+    assert code == "invalid_argument" and "row 1: messages holds no conversation" in text
+
+
+@pytest.mark.usefixtures("numbers")
+async def test_sft_takes_a_file_of_rows(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "Says Things.csv").write_text("prompt,completion\n" + "".join(f"Say {n},{n}!\n" for n in range(40)))
+    sft = {"environment": "numbers", "algorithm": "sft", "validate_only": True}
+    body = body_of(await client.call_tool("train", {**sft, "dataset": str(tmp_path / "Says Things.csv")}))
+    assert re.fullmatch("says-things@[0-9a-f]{16}", body["values"]["dataset"])
+    assert body["estimate"]["dataset_rows"] == 40

@@ -11,6 +11,7 @@ import pytest
 from mcp import Client
 
 from environments import load_dataset
+from environments.checks import gate
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.spec import read_toml, validate
@@ -94,6 +95,74 @@ async def test_env_setup_names_the_templates_there_are(client: Client, tmp_path:
     text = await refusal(client, "env_setup", folder=str(tmp_path), template="chess")
     assert "calculator" in text
     assert "sort_words" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", ["tool_use", "mcp_server", "agent"])
+async def test_templates_with_tools_pass_their_test(client: Client, template: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tools"
+    await call(client, "env_setup", folder=str(folder), template=template)
+    tested = await gate.check(folder, deadline_s=600)
+    assert tested.passed, tested.probes
+
+
+SERVER = """
+from mcp.server import MCPServer
+
+server = MCPServer("weather")
+
+
+@server.tool()
+def reverse(text: str, times: int = 1) -> str:
+    "Turn a text around."
+    return text[::-1] if times % 2 else text
+
+
+@server.tool()
+def fail(city: str) -> str:
+    "Never works."
+    raise ValueError(city)
+
+
+server.run()
+"""
+
+
+@pytest.mark.slow
+async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SERVER)
+    folder = tmp_path / "mine"
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=str(tmp_path / "mine.py"))
+    assert (folder / "server.py").read_text() == SERVER
+    tested = await gate.check(folder, deadline_s=600, timeout_s=20)
+    assert tested.passed, tested.probes
+    assert sum(tested.splits.values()) > 100
+    command = await call(client, "env_setup", template="mcp_server", data="mcp-server-time --local-timezone UTC")
+    assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
+
+
+async def test_a_published_version_comes_back_as_a_folder(client: Client, tmp_path: Path) -> None:
+    source = environment_folder(tmp_path / "source", "", returns="Addition()")
+    pushed = await call(client, "env_push", name="sums", folder=str(source))
+    back = await call(client, "env_setup", folder=str(tmp_path / "back"), environment=pushed["environment"])
+    assert (back["name"], back["files"]) == ("sums", files_in(source))
+    again = await call(client, "env_push", name="sums", folder=str(tmp_path / "back"))
+    assert (again["environment"], again["created"]) == (pushed["environment"], False)
+    shown = await call(client, "env_setup", environment="sums")
+    assert shown["contents"]["environment.py"] == (source / "environment.py").read_text()
+
+
+async def test_given_answers_are_scored_instead_of_the_checks(client: Client, tmp_path: Path) -> None:
+    await call(client, "env_setup", folder=str(tmp_path / "sort"), template="sort_words")
+    row = json.loads((tmp_path / "sort" / "datasets" / "eval.jsonl").read_text().splitlines()[3])
+    asked = {"folder": str(tmp_path / "sort"), "answers": [row["output"], "nothing"], "task_id": row["id"]}
+    tested = await call(client, "env_test", **asked)
+    assert [(item["answer"], item["success"]) for item in tested["scored"]] == [
+        (row["output"], True),
+        ("nothing", False),
+    ]
+    assert tested["scored"][0]["reward"] == 1.0 and tested["probes"] == []
+    assert "there is no task 'no'" in await refusal(client, "env_test", **{**asked, "task_id": "no"})
 
 
 # -- env_push --------------------------------------------------------------------------------------

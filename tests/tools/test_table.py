@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -13,8 +19,8 @@ from pyarrow import parquet
 from environments import load_dataset
 from environments.checks import gate
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.tools.environments import env_setup
-from flash_mcp.tools.table import read_table
+from flash_mcp.tools.shared.table import read_table
+from flash_mcp.tools.starters import env_setup
 
 ROWS = [
     {"Question": f"How many minutes are {hours} hours and {minutes} minutes?", "Answer": str(60 * hours + minutes)}
@@ -32,6 +38,15 @@ def csv_file(folder: Path, rows: list[dict[str, str]] = ROWS) -> Path:
     return path
 
 
+@pytest.mark.parametrize(("scorer", "right"), [("exact", [False, True]), ("tolerant", [True, True])])
+def test_the_scorer_of_rows_is_chosen(tmp_path: Path, scorer: Any, right: list[bool]) -> None:
+    folder = tmp_path / scorer
+    env_setup(str(folder), data=str(csv_file(tmp_path)), scorer=scorer)
+    names: dict[str, Any] = {"__file__": str(folder / "environment.py")}
+    exec((folder / "environment.py").read_text(), names)
+    assert [names["is_right"](answer, "Yes") for answer in (" yes ", "Yes")] == right
+
+
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_csv_becomes_an_environment_that_passes_the_gate(tmp_path: Path) -> None:
@@ -47,7 +62,7 @@ async def test_a_csv_becomes_an_environment_that_passes_the_gate(tmp_path: Path)
 
 
 def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
-    expected = read_table(csv_file(tmp_path), None, None)
+    expected = read_table(str(csv_file(tmp_path)), None, None)
     tabs = tmp_path / "rows.tsv"
     tabs.write_text("\n".join("\t".join(row.values()) for row in [{"a": "Question", "b": "Answer"}, *ROWS]))
     lines = tmp_path / "rows.jsonl"
@@ -57,14 +72,61 @@ def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
     columns = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), columns)
     for path in (tabs, lines, whole, columns):
-        assert read_table(path, None, None) == expected, path.name
+        assert read_table(str(path), None, None) == expected, path.name
+
+
+@contextmanager
+def hub(folder: Path) -> Generator[str]:
+    """A server that lists parquet files of the datasets in `folder` as the hub does."""
+    (folder / "api" / "datasets" / "o" / "minutes").mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "0.parquet")
+
+    class Files(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(folder))
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        splits = {"default": {"test": [f"{url}/none"], "train": [f"{url}/0.parquet"]}}
+        (folder / "api" / "datasets" / "o" / "minutes" / "parquet").write_text(json.dumps(splits))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield url
+        server.shutdown()
+
+
+def test_a_dataset_of_the_hub_gives_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(tmp_path) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        expected = read_table(str(tmp_path / "0.parquet"), None, None)
+        assert read_table("hub:o/minutes", None, None) == expected
+        assert read_table("hub:o/minutes/default", None, None) == expected
+        with pytest.raises(FlashError, match=r"no configuration 'other'.*default"):
+            read_table("hub:o/minutes/other", None, None)
+        with pytest.raises(FlashError, match=r"the hub does not serve it.*404"):
+            read_table("hub:o/nothing", None, None)
+
+
+def test_near_copies_come_into_one_split_unless_all_rows_have_that_form(tmp_path: Path) -> None:
+    def rows(form: str, answer: str, count: int) -> list[dict[str, str]]:
+        names = ["".join(letters) for letters in itertools.islice(itertools.product("abcdefgh", repeat=4), count)]
+        return [{"question": form.format(name), "answer": answer} for name in names]
+
+    near = rows("Tell me now, please: is the old grey animal {} by any chance a cat or is it not one?", "yes", 12)
+    others = [{"question": f"What about {number}?", "answer": str(number)} for number in range(40)]
+    form = rows("Tell me now, please: is the young grey animal {} by any chance a dog or is it not one?", "no", 100)
+    table = read_table(str(csv_file(tmp_path, [*near, *others, *form])), None, None)
+    splits = {name for name in ("train", "held_out") for row in getattr(table, name) if row["output"] == "yes"}
+    assert len(splits) == 1
+    assert 15 < sum(row["output"] == "no" for row in table.held_out) < 31
 
 
 def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path) -> None:
     rows = [*ROWS, *ROWS[:7], {"Question": ROWS[0]["Question"], "Answer": "0"}, {"Question": "  ", "Answer": "5"}]
     rows += [{"Question": f"{row['Question'][:-1].upper()}, please... no!", "Answer": row["Answer"]} for row in ROWS]
     rows += [{"Question": f"Please, no: {row['Question']}", "Answer": row["Answer"]} for row in ROWS]
-    table = read_table(csv_file(tmp_path, rows), None, None)
+    table = read_table(str(csv_file(tmp_path, rows)), None, None)
     assert table.dropped == {"copies": 7, "other answer to the same question": 1, "empty": 1}
     assert len(table.train) + len(table.held_out) == 3 * len(ROWS)
 
@@ -79,7 +141,7 @@ def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path
 
 REFUSALS = {
     "rows.csv": ("id,weight\n1,2\n", "no column is called question or input or prompt", "'id', 'weight'"),
-    "few.csv": ("question,answer\na,b\n", "has 1 different questions", "at least 10"),
+    "few.csv": ("question,answer\na,b\n", "there are 1 different questions", "at least 10"),
     "bad.jsonl": ('{"question": 1}\n[2]\n', "row 2 is no object", "JSONL (an object a line)"),
     "cut.json": ("[{", "cannot be read", "in UTF-8"),
     "object.json": ("{}", "it holds no list of rows", "in UTF-8"),
@@ -101,10 +163,12 @@ def test_a_file_that_holds_no_tasks_is_refused_with_what_to_do(tmp_path: Path, n
 def test_columns_are_named_where_their_names_do_not_tell(tmp_path: Path) -> None:
     rows = [{"frage": row["Question"], "antwort": row["Answer"]} for row in ROWS]
     path = csv_file(tmp_path, rows)
-    assert read_table(path, "frage", "antwort").answer == "antwort"
+    assert read_table(str(path), "frage", "antwort").answer == "antwort"
     with pytest.raises(FlashError, match="did you mean 'frage'"):
-        read_table(path, "fragen", "antwort")
-    with pytest.raises(FlashError, match="question and answer need data"):
+        read_table(str(path), "fragen", "antwort")
+    with pytest.raises(FlashError, match="a dataset needs data"):
         env_setup(str(tmp_path / "new"), question="frage")
     with pytest.raises(FlashError, match="folder is needed"):
         env_setup(data=str(path))
+    with pytest.raises(FlashError, match="a dataset needs data"):
+        env_setup(str(tmp_path / "new"), template="dataset")

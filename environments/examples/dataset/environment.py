@@ -10,11 +10,26 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
-from environments import EnvironmentSingleTurn, RewardResult, TaskExample, load_dataset
+from environments import (
+    EnvironmentSingleTurn,
+    JudgeRubric,
+    RewardResult,
+    TaskExample,
+    load_dataset,
+)
 
 DATASETS = Path(__file__).parent / "datasets"
 INSTRUCTIONS = "Write your answer as <answer>...</answer>."
+SCORER: str = "tolerant"
+"""exact: the answer is the row's, letter by letter. tolerant: whatever its case and spacing;
+numbers may differ by TOLERANCE. judge: as tolerant, and then a language model says whether another
+answer means the same.
+"""
+JUDGE: dict[str, Any] = {"base_url": "http://127.0.0.1:8000/v1", "model": "a-model", "criteria": ""}
+"""With SCORER = "judge": an OpenAI-compatible endpoint, such as a deployment, and what counts. Its
+key comes from the variable that `secret` names here and in environment.toml."""
 FORM = 0.1
 """What a wrong answer in the right form earns, so that the form is learnt first."""
 NUMBER = r"[-+]?[0-9]{1,15}([.][0-9]{1,15})?"
@@ -23,13 +38,12 @@ TOLERANCE = 1e-6
 
 
 class Questions(EnvironmentSingleTurn):
-    """The last answer in tags counts. It is right if it is the row's answer, whatever its case and
-    spacing; numbers may differ by TOLERANCE.
-    """
+    """The last answer in tags counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, **judge: Any) -> None:
         self.dataset = load_dataset(DATASETS / "train.jsonl")
         self.eval_dataset = load_dataset(DATASETS / "eval.jsonl")
+        self.judge = JudgeRubric(**{**JUDGE, **judge}) if SCORER == "judge" else None
 
     def build_prompt_messages(self, example: TaskExample) -> list[dict[str, str]]:
         question = f"{example.input}\n{INSTRUCTIONS}"
@@ -43,10 +57,14 @@ class Questions(EnvironmentSingleTurn):
         if not answers:
             return RewardResult(score=0.0, success=False)
         right = is_right(answers[-1], example.output)
+        if self.judge and answers[-1].strip() and not right:
+            right = self.judge.agrees(example.input, example.output, answers[-1])
         return RewardResult(score=1.0 if right else FORM, success=right)
 
 
 def is_right(answer: str, gold: str) -> bool:
+    if SCORER == "exact":
+        return answer == gold
     answer, gold = plain(answer), plain(gold)
     if re.fullmatch(NUMBER, answer) and re.fullmatch(NUMBER, gold):
         return math.isclose(float(answer), float(gold), rel_tol=TOLERANCE)
@@ -57,5 +75,5 @@ def plain(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def load_environment() -> Questions:
-    return Questions()
+def load_environment(**judge: Any) -> Questions:
+    return Questions(**judge)

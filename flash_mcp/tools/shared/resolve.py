@@ -34,6 +34,7 @@ from flash_mcp.state.references import Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import fetch_adapter, served_model
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.table import is_rows, keep_conversations
 from flash_mcp.tools.shared.truncation import without_empty
 
 TAKEN_FROM_RUN = (
@@ -129,7 +130,10 @@ def resolved_spec(
     fields = shape | fields
     spec = validate(fields)
     card = base_model(spec.model)
-    dataset = datasets.find(spec.dataset) if spec.dataset else None
+    dataset = None
+    if spec.dataset:
+        find = keep_conversations if is_rows(spec.dataset) else datasets.find
+        dataset = find(spec.dataset)
     pinned = {"model": card.name, "dataset": dataset.reference if dataset else None}
     # A relative folder or another spelling has to mean the same everywhere.
     if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:

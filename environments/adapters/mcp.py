@@ -1,0 +1,106 @@
+"""A server of the Model Context Protocol whose tools a model learns to call.
+
+    server = McpServer(["python", "server.py"], Path(__file__).parent)
+    server.tools                            # OpenAI function schemas
+    server.call("add", {"a": 1, "b": 2})    # "3"
+
+The server is a program in the environment's sandbox, spoken to over its standard input and output.
+Calls wait for one another. Written with the standard library alone: an environment has no other
+package unless it names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+Json = dict[str, Any]
+PROTOCOL = "2025-06-18"
+NO_METHOD = {"code": -32601, "message": "this client serves no requests"}
+
+
+class McpError(RuntimeError):
+    """The server refused a request, reported a failure of its tool, or has ended."""
+
+
+class McpServer:
+    """A running server. It ends with the environment's process, or at `close`."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        bin_folder = Path(sys.executable).parent
+        program = sys.executable if command[0] == "python" else command[0]
+        path = f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        self._process = subprocess.Popen(
+            [program, *command[1:]],
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._lock = threading.Lock()
+        self._requests = 0
+        client = {"name": "flash-mcp", "version": "1"}
+        hello = {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": client}
+        self._request("initialize", hello)
+        self._send({"method": "notifications/initialized"})
+        self.tools = list(map(_function, self._listed()))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text that the tool returns. Raises McpError."""
+        result = self._request("tools/call", {"name": name, "arguments": arguments})
+        parts = cast("list[Json]", result.get("content", []))
+        text = "\n".join(part["text"] for part in parts if part.get("type") == "text")
+        if result.get("isError"):
+            raise McpError(text or "the tool failed")
+        return text
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _listed(self) -> Iterator[Json]:
+        page: Json = {}
+        while True:
+            result = self._request("tools/list", page)
+            yield from result["tools"]
+            if not result.get("nextCursor"):
+                return
+            page = {"cursor": result["nextCursor"]}
+
+    def _request(self, method: str, parameters: Json) -> Json:
+        with self._lock:
+            self._requests += 1
+            number = self._requests
+            self._send({"id": number, "method": method, "params": parameters})
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                message = json.loads(line)
+                if "method" in message and "id" in message:
+                    is_ping = message["method"] == "ping"
+                    answer: Json = {"result": {}} if is_ping else {"error": NO_METHOD}
+                    self._send({"id": message["id"], **answer})
+                elif message.get("id") == number:
+                    if "error" in message:
+                        raise McpError(f"{method}: {message['error'].get('message')}")
+                    return message["result"]
+        raise McpError(f"the MCP server ended, with exit code {self._process.wait()}")
+
+    def _send(self, message: Json) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            code = self._process.wait()
+            raise McpError(f"the MCP server ended, with exit code {code}") from error
+
+
+def _function(tool: Json) -> Json:
+    """The OpenAI function schema of a tool."""
+    body = {"name": tool["name"], "description": tool.get("description") or ""}
+    return {"type": "function", "function": {**body, "parameters": tool["inputSchema"]}}

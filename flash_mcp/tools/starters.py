@@ -1,0 +1,260 @@
+"""env_setup: an environment to start from, of a template, of rows, or of a published version."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+import environments
+from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.state.store import open_store
+from flash_mcp.state.versions import NAME, folder_files
+from flash_mcp.tools.shared import playbook
+from flash_mcp.tools.shared.table import read_table
+from flash_mcp.tools.shared.tool_base import Result, ResultModel
+from flash_mcp.tools.shared.truncation import json_characters, shorten
+
+Template = Literal[
+    "calculator", "sort_words", "dataset", "multi_turn", "tool_use", "mcp_server", "agent"
+]
+Scorer = Literal["tolerant", "exact", "judge"]
+
+TEMPLATES = Path(environments.__file__).parent / "examples"
+FOLDERS = {
+    "multi_turn": "calculator",
+    "tool_use": "tool_calculator",
+    "agent": "agent_calculator",
+}
+"""The folder of a template, where it has another name."""
+INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "configs/rl.toml")
+"""Files of a starter that are returned where none can be written, in order of their worth."""
+INLINE_CHARACTERS = 7_500
+INLINE_ROWS = 3
+TEXTS = {".py", ".toml", ".jsonl", ".txt", ".md", ".json"}
+
+
+class DataRead(ResultModel):
+    """What env_setup made of rows."""
+
+    columns: list[str]
+    """Their columns."""
+    question: str
+    """The column of the questions."""
+    answer: str
+    """The column of the answers."""
+    train_tasks: int
+    """Rows of the train split."""
+    eval_tasks: int
+    """Rows of the eval split."""
+    dropped: dict[str, int] | None = None
+    """Rows that were left out, by reason."""
+    example: dict[str, str]
+    """The first train task."""
+
+
+class EnvSetup(Result):
+    """A starter project."""
+
+    folder: str | None = None
+    """The folder, absolute."""
+    name: str
+    """The environment's name in its configs; push it under this name."""
+    files: list[str]
+    """Its files, relative to the folder."""
+    data: DataRead | None = None
+    """With data: what was read of it."""
+    contents: dict[str, str] | None = None
+    """Without folder: the texts of the files that a starter needs; of the datasets the first rows.
+    """
+
+
+def env_setup(
+    folder: Annotated[str | None, Field(min_length=1)] = None,
+    template: Template = "calculator",
+    environment: Annotated[str | None, Field(min_length=1)] = None,
+    data: Annotated[str | None, Field(min_length=1)] = None,
+    question: str | None = None,
+    answer: str | None = None,
+    scorer: Scorer = "tolerant",
+) -> EnvSetup:
+    """Write a starter project that trains as it is: environment.py, datasets, configs and the
+    playbook TRAINING.md. Without folder, return its files instead.
+
+    If one of its files exists, nothing is written. Change environment.py and the datasets to your
+    task. Then check them with env_test and publish them with env_push.
+
+    Args:
+        folder: Folder on the server to write to; created if missing. A remote caller leaves it out.
+        template: multi_turn (or calculator): a tool that the environment answers for. sort_words:
+            one prompt, one answer. agent: your program that calls a model's API. mcp_server: an
+            MCP server's tools. dataset: rows of data.
+        environment: Instead of template: NAME@DIGEST, to get a published version's files back.
+        data: File of rows on the server (CSV, TSV, JSON, JSONL, parquet) or hub:OWNER/NAME. With
+            mcp_server: its .py file, or the command that starts it.
+        question: The column of the questions, if its name does not tell.
+        answer: The column of the answers.
+        scorer: How answers are compared with those of data.
+    """
+    if environment is not None:
+        return _pulled(folder, environment)
+    if data is not None:
+        refuse_server_side("data", "write rows into datasets/*.jsonl of a starter", data=data)
+    if template == "mcp_server":
+        return _of_server(folder, data)
+    if data is not None:
+        return _of_data(folder, data, question, answer, scorer)
+    if template == "dataset" or question is not None or answer is not None:
+        fix = "pass data='/path/of/rows.csv' or data='hub:OWNER/NAME' too"
+        raise FlashError("invalid_argument", "a dataset needs data", fix=fix)
+    name = _name(folder, template)
+    check = "change environment.py and datasets/ to your task (see TRAINING.md)"
+    return _written(folder, name, _starter(template, name), check)
+
+
+def _pulled(folder: str | None, reference: str) -> EnvSetup:
+    """The files of a published version."""
+    version = open_store().environment(reference)
+    files: dict[str, bytes] = {}
+    for path, source in folder_files(Path(version.path)).items():
+        files[path] = source if isinstance(source, bytes) else source.read_bytes()
+    return _written(folder, version.name, files, f"these are the files of {version.reference}")
+
+
+def _of_server(folder: str | None, data: str | None) -> EnvSetup:
+    """A starter with the tools of an MCP server: its own one, or that of `data`."""
+    name = _name(folder, "mcp_server")
+    files = _starter("mcp_server", name)
+    if data is not None:
+        path = Path(data).expanduser()
+        command = shlex.split(data)
+        if path.is_file():
+            files["server.py"] = path.read_bytes()
+            command = ["python", "server.py"]
+        source = re.sub(r"(?m)^SERVER = .*$", f"SERVER = {command!r}", _text(files))
+        files["environment.py"] = source.encode()
+    packages = "name the server's packages in requirements.txt, if it has any"
+    return _written(folder, name, files, packages)
+
+
+def _of_data(
+    folder: str | None, data: str, question: str | None, answer: str | None, scorer: Scorer
+) -> EnvSetup:
+    """A starter whose tasks are rows."""
+    if folder is None:
+        fix = "pass folder='/path/to/write/to'"
+        raise FlashError("invalid_argument", "with data, folder is needed", fix=fix)
+    table = read_table(data, question, answer)
+    name = _name(folder, "dataset")
+    files = _starter("dataset", name) | table.files()
+    source = re.sub(r"(?m)^SCORER: .*$", f'SCORER: str = "{scorer}"', _text(files))
+    files["environment.py"] = source.encode()
+    change = "if an answer is right in other forms too, change is_right in environment.py first"
+    if scorer == "judge":
+        files["environment.toml"] = b"network = true\n"
+        change = "name the judge in JUDGE of environment.py, and allow it the network"
+    result = _written(folder, name, files, change)
+    result.data = DataRead(
+        columns=table.columns,
+        question=table.question,
+        answer=table.answer,
+        train_tasks=len(table.train),
+        eval_tasks=len(table.held_out),
+        dropped=table.dropped or None,
+        example={key: shorten(value, 300) for key, value in table.train[0].items()},
+    )
+    return result
+
+
+def _name(folder: str | None, template: str) -> str:
+    """The environment's name: that of its folder, or else its template's."""
+    name = Path(folder).expanduser().absolute().name if folder else template
+    return name if NAME.fullmatch(name) else template
+
+
+def _starter(template: str, name: str) -> dict[str, bytes]:
+    source = TEMPLATES / FOLDERS.get(template, template)
+    files = {"TRAINING.md": playbook.text().encode()}
+    for path in source.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files[path.relative_to(source).as_posix()] = path.read_bytes()
+    named = f'environment = "{name}"'.encode()
+    for path in ("configs/rl.toml", "configs/sft.toml"):
+        files[path] = re.sub(rb'(?m)^environment = ".*"$', named, files[path])
+    return files
+
+
+def _text(files: Mapping[str, bytes]) -> str:
+    return files["environment.py"].decode()
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _written(folder: str | None, name: str, files: dict[str, bytes], change: str) -> EnvSetup:
+    """The result, with the files in `folder`, or without it in `contents`."""
+    paths = sorted(files)
+    if folder is None:
+        first = [path for path in INLINE if path in files]
+        return EnvSetup(
+            name=name,
+            files=paths,
+            contents=_inline(files, dict.fromkeys([*first, *paths])),
+            next=f"{change}; then env_push(name={name!r}, files={{path: text}}); the resource "
+            "flash://playbook has the contract",
+        )
+    target = Path(folder).expanduser().absolute()
+    _write_new(target, files)
+    following = f"{change}; then env_test(folder={str(target)!r})"
+    return EnvSetup(folder=str(target), name=name, files=paths, next=following)
+
+
+def _inline(files: Mapping[str, bytes], paths: Iterable[str]) -> dict[str, str]:
+    """Texts as env_push takes them in `files`, as many as a result has room for; of datasets the
+    first rows.
+    """
+    contents: dict[str, str] = {}
+    room = INLINE_CHARACTERS
+    for path in paths:
+        if Path(path).suffix not in TEXTS or path == "TRAINING.md":
+            continue
+        lines = files[path].decode(errors="replace").splitlines(keepends=True)
+        if path.endswith(".jsonl"):
+            lines = lines[:INLINE_ROWS]
+        text = "".join(lines)
+        if json_characters(text) <= room:
+            room -= json_characters(text)
+            contents[path] = text
+    return contents
+
+
+def _write_new(target: Path, files: dict[str, bytes]) -> None:
+    what = ""
+    if taken := [path for path in sorted(files) if os.path.lexists(target / path)]:
+        what = f"{', '.join(taken)} exists in {target} already; nothing was written"
+    elif os.path.lexists(target) and not target.is_dir():
+        what = f"{target} is no folder; nothing was written"
+    if what:
+        fix = "choose another folder, or move these files away"
+        raise FlashError("invalid_argument", what, folder=target, fix=fix)
+    written: list[Path] = []
+    try:
+        for path, content in files.items():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            with (target / path).open("xb") as stream:
+                written.append(target / path)
+                stream.write(content)
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)):
+            fix = "choose a folder that the server may write to"
+            what = f"cannot write there: {error}"
+            raise FlashError("invalid_argument", what, folder=target, fix=fix) from error
+        raise disk_error(error, target) from error
