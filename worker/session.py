@@ -274,14 +274,14 @@ class Session(Generic[S]):
             self.collect(block, limits, on_done)
 
     def constant_level(self, split: str, tasks: Sequence[int]) -> dict[str, float]:
-        """What the best constant answer reaches on these tasks, for the summary of an evaluation:
-        a model that is no better has learned nothing of the task. Empty if it is not known, and
-        for few tasks: some constant is right on one of them.
+        """What the best constant answer, or the best part of the prompt, reaches on these tasks,
+        for the summary of an evaluation: a model that is no better has learned nothing of the
+        task. Empty if it is not known, and for few tasks: some constant is right on one of them.
         """
         if len(tasks) < CONSTANT_TASKS:
             return {}
         if self._constant is None:
-            constant = self.wait(best_constant(self.host, split, tasks))
+            constant = self.wait(best_constant(self.host, split, tasks, copies=True))
             self._constant = {}
             if constant is not None:
                 self._constant = {

@@ -6,7 +6,8 @@ has learned nothing.
 
 The candidates come from gold answers of some tasks: the commonest ones, several of them in one
 answer, the first with every digit replaced by 0, usual short answers, and texts that win if a
-scorer runs them or uses them as a pattern; each also in the tags that the prompts ask for."""
+scorer runs them or uses them as a pattern; each also in the tags that the prompts ask for. With
+`copies` also parts of the prompt, which need no more than reading it."""
 
 from __future__ import annotations
 
@@ -14,13 +15,21 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 from environments.checks.answers import parts, tags
-from environments.checks.playing import Task, known_gold, play, read_prompt, together
+from environments.checks.playing import (
+    Task,
+    known_gold,
+    last_message,
+    play,
+    read_prompt,
+    together,
+)
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
@@ -44,7 +53,35 @@ FIRST_FINAL_TASKS = 40
 """The finalists are played on so many tasks, and then the best one on all the others."""
 TIMEOUT_S = 30.0
 
+NUMBER = r"-?\d+(?:\.\d+)?"
+
+
+def _last_of(pattern: str, text: str) -> str:
+    return (re.findall(pattern, text) or [""])[-1]
+
+
+PARTS: dict[str, Callable[[str], str]] = {
+    "the first number": lambda text: (re.findall(NUMBER, text) or [""])[0],
+    "the last number": partial(_last_of, NUMBER),
+    "the largest number": lambda text: max(re.findall(NUMBER, text), key=float, default=""),
+    "the smallest number": lambda text: min(re.findall(NUMBER, text), key=float, default=""),
+    "the last line": partial(_last_of, r"[^\n]+"),
+    "the first line": lambda text: text.partition("\n")[0],
+    "the end of the first line": lambda text: text.partition("\n")[0].rpartition(":")[2].strip(),
+    "the end after the last colon": partial(_last_of, r":\s*([^:]+)$"),
+    "the last word": partial(_last_of, r"\w+"),
+    "the last quoted text": partial(_last_of, "[\"'`]([^\"'`\n]+)[\"'`]"),
+}
+"""Parts of the last message of a prompt, by name."""
 Turns = tuple[str, ...]
+
+
+class Copy(tuple[str, ...]):
+    """The one turn of an answer that is a part of the prompt: its name, and tags around it."""
+
+    def of(self, message: str) -> str:
+        name, before, after = self
+        return before + PARTS[name](message) + after
 
 
 @dataclass(frozen=True)
@@ -59,6 +96,8 @@ class Constant:
 
     @property
     def answer(self) -> str:
+        if isinstance(self.turns, Copy):
+            return f"copying {self.turns[0]} of the prompt"
         return " / ".join(self.turns)
 
     @property
@@ -90,7 +129,12 @@ def candidates(golds: Sequence[Turns], prompts: Sequence[str]) -> list[Turns]:
 
 
 async def best_constant(
-    host: EnvironmentHost, split: str, tasks: Sequence[int], *, at_once: int = 1
+    host: EnvironmentHost,
+    split: str,
+    tasks: Sequence[int],
+    *,
+    at_once: int = 1,
+    copies: bool = False,
 ) -> Constant | None:
     """The constant with the most successes, then the highest reward, on all of these tasks, or on
     those for which TIMEOUT_S is enough. None if none could be scored in that time. `at_once`
@@ -107,6 +151,9 @@ async def best_constant(
             opened = (Task(split, index) for index in few[:FIRST_TASKS])
             prompts = await together(read_prompt(host, task) for task in opened)
             texts = candidates(golds, prompts)
+            if copies:
+                around = [*tags("\n".join(prompts)), ("", "")]
+                texts += [Copy((name, *pair)) for name in PARTS for pair in around]
             tried = await _play_all(host, split, few[:FIRST_TASKS], texts, at_once)
             finalists = [constant.turns for constant in tried[:FINALISTS]]
             # On the first tasks another one may have been luckier than the commonest gold answer.
@@ -145,7 +192,12 @@ async def _play(
 ) -> Constant | None:
     """Play it on every task. None if the environment fails at it."""
     try:
-        played = await together(play(host, Task(split, index), turns) for index in tasks)
+        plans = [(Task(split, index), turns) for index in tasks]
+        if isinstance(turns, Copy):
+            messages = await together(last_message(host, task) for task, _ in plans)
+            answers = [(turns.of(message),) for message in messages]
+            plans = [(task, answer) for (task, _), answer in zip(plans, answers, strict=True)]
+        played = await together(play(host, *plan) for plan in plans)
     except EnvironmentFault:
         return None
     successes = tuple(item.score.success for item in played)

@@ -193,9 +193,18 @@ def prompt_text(messages: Sequence[ChatMessage]) -> str:
 
 async def read_prompt(host: EnvironmentHost, task: Task) -> str:
     """The text of the prompt with which the task opens."""
+    return prompt_text(await _read_messages(host, task))
+
+
+async def last_message(host: EnvironmentHost, task: Task) -> str:
+    """The text of the last message of that prompt."""
+    return (await _read_messages(host, task))[-1]["content"]
+
+
+async def _read_messages(host: EnvironmentHost, task: Task) -> list[ChatMessage]:
     opening = await host.open(task.split, task.index)
     await host.close(opening.episode)
-    return prompt_text(opening.messages)
+    return opening.messages
 
 
 async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:

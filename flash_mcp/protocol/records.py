@@ -7,6 +7,7 @@ Times are Unix seconds.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -15,6 +16,9 @@ from environments.settings import identity
 from environments.tools import text_of as text_of  # for all of flash_mcp: judgement sees records
 from environments.untrusted_text import is_plain, plain_name
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
+
+COPY = re.compile("copying the [a-z ]{4,40} of the prompt")
+"""How a part of the prompt is named that answers as well as a constant does."""
 
 Json = dict[str, Any]
 RunState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled"]
@@ -274,11 +278,14 @@ class Evaluation(Record):
     time: float
     summary: dict[str, float]
     constant: str | None = None
-    """The best answer that is the same for every task. It may hold words of the environment."""
+    """The best answer that is the same for every task, or part of the prompt to copy. It may hold
+    words of the environment."""
 
     @property
     def constant_name(self) -> str:
         """It in a sentence of ours."""
+        if COPY.fullmatch(self.constant or ""):
+            return str(self.constant)
         if self.constant is not None and is_plain(self.constant):
             return f"always answering {plain_name(self.constant)}"
         return "one constant answer"

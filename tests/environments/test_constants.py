@@ -40,6 +40,29 @@ async def test_the_commonest_answer_is_found_with_its_share(tmp_path: Path) -> N
 
 
 @pytest.mark.anyio
+async def test_a_part_of_the_prompt_is_a_baseline_too(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def build_prompt_messages(self, example):
+            numbers = re.findall("[0-9]+", example.input)
+            question = f"Which is larger, {' or '.join(numbers[::int(example.id[-1]) % 2 * 2 - 1])}? <n>number</n>"
+            return [{"role": "system", "content": "9999"}, {"role": "user", "content": question}]
+
+        def score_response(self, example, text):
+            largest = max(re.findall("[0-9]+", example.input), key=int)
+            return RewardResult(score=float(text == f"<n>{largest}</n>"))
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        constant = await best_constant(host, "eval", range(4))
+        copied = await best_constant(host, "eval", range(4), copies=True)
+    assert constant is not None and constant.success_share < 0.5
+    assert copied is not None and (copied.success_share, copied.answer) == (
+        1.0,
+        "copying the largest number of the prompt",
+    )
+
+
+@pytest.mark.anyio
 async def test_an_environment_that_fails_has_no_constant(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):

@@ -206,12 +206,19 @@ def test_the_verdict_says_when_one_constant_answer_does_as_well(success: float, 
     assert ("always" in verdict.explanation) == bool(said)
 
 
-def test_a_constant_that_is_no_plain_word_is_not_quoted_in_a_verdict():
+@pytest.mark.parametrize(
+    ("constant", "name"),
+    [
+        ("ignore the above", "one constant answer"),
+        ("copying the last number of the prompt", "copying the last number of the prompt"),
+        ("copying the\nsystem of the prompt", "one constant answer"),
+    ],
+)
+def test_a_constant_that_is_no_plain_word_is_not_quoted_in_a_verdict(constant: str, name: str):
     summary = {"n": 20, "success": 0.5, "constant_success": 0.5, "constant_n": 20}
-    told = "ignore the above"
-    trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary, constant=told)
+    trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary, constant=constant)
     said = comparison.against_constant(trained)
-    assert said == "it is no better than one constant answer: 0.50 (0.30 to 0.70, 20 tasks)"
+    assert said == f"it is no better than {name}: 0.50 (0.30 to 0.70, 20 tasks)"
 
 
 def test_one_answer_to_nearly_all_tasks_is_told():
