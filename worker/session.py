@@ -243,8 +243,11 @@ class Session(Generic[S]):
         tasks: list[Task],
         limits: Limits,
         on_done: Callable[[Rollout], None] = lambda rollout: None,
+        host: EnvironmentHost | None = None,
     ) -> list[Rollout]:
-        """`collect` on the event loop, for a session whose engine runs."""
+        """`collect` on the event loop, for a session whose engine runs; `host` is another
+        environment than the run's.
+        """
         if self._generator is None:
             assert not tasks
             return []
@@ -255,7 +258,7 @@ class Session(Generic[S]):
 
         template = self.model.template
         return await scheduler.collect(
-            tasks, self.host, self._generator, template, limits, on_done=done
+            tasks, host or self.host, self._generator, template, limits, on_done=done
         )
 
     def collect_blocks(

@@ -87,7 +87,7 @@ def train(
                 max_completion=spec.max_tokens,
                 **common,
             )
-        return _optimize(trainer, session, resume_from)
+        return _optimize(trainer, session, resume_from, job.get("regression"))
 
 
 def _report_way(session: TrainingSession, way: Way) -> None:
@@ -146,24 +146,36 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
     return rows
 
 
-def _optimize(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
+def _optimize(
+    trainer: Any,
+    session: TrainingSession,
+    resume_from: tuple[int, Path] | None,
+    regression: Json | None,
+) -> int:
     if not session.ranks.is_first:
-        return _steps(trainer, session, resume_from)
+        return _steps(trainer, session, resume_from, regression)
     trackers = Trackers(session.spec, session.writer, trainer.args)
     session.reporter.tell = trackers.tell
     try:
-        return _steps(trainer, session, resume_from)
+        return _steps(trainer, session, resume_from, regression)
     finally:
         trackers.close()
 
 
-def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
+def _steps(
+    trainer: Any,
+    session: TrainingSession,
+    resume_from: tuple[int, Path] | None,
+    regression: Json | None,
+) -> int:
     """Evaluate, train (`TrainingSession` evaluates between steps), evaluate. After a cancel, save
     the step.
     """
     spec = session.spec
     if spec.eval_before and resume_from is None:
         session.evaluate(0)
+    if resume_from is None:
+        session.try_regression(regression, 0)
     heartbeat = session.heartbeat
     heartbeat.enter("train")
     try:
@@ -180,6 +192,7 @@ def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path]
     is_due = spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)
     if is_due and not heartbeat.cancelled.is_set():
         session.evaluate(step)
+    session.try_regression(regression, step)
     return step
 
 

@@ -9,9 +9,14 @@ import random
 import time
 from dataclasses import asdict, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from environments.faults import EnvironmentFault
+from environments.process.host import EnvironmentHost
+from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
+from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
 from worker.model import is_four_bit
 from worker.rollouts.metrics import staleness, summarize, summarize_evaluation
@@ -24,7 +29,7 @@ from worker.rollouts.scheduler import (
     mixed_seed,
     task_groups,
 )
-from worker.session import Session, check_errors
+from worker.session import PLACE_TIMEOUT_S, Session, check_errors
 from worker.training import memory
 from worker.training.checkpoints import Reporter
 from worker.training.trackers import eval_metrics
@@ -34,6 +39,9 @@ if TYPE_CHECKING:
     from worker.training.sft import Row
 
 log = logging.getLogger("worker")
+MOST_REGRESSION_TASKS = 200
+REGRESSION_TOKENS = 64
+"""Of one answer there; the package's tasks need a third of it."""
 
 
 class TrainingSession(Session[RunSpec]):
@@ -207,6 +215,41 @@ class TrainingSession(Session[RunSpec]):
         self.writer.evaluation(step, summary, [row.fields() for row in rows])
         self.reporter.tell(step, eval_metrics(summary))
         log.info("step %s: eval %s", step, summary)
+
+    def try_regression(self, split: Json | None, step: int) -> None:
+        """What the policy after `step` steps does on tasks of other kinds, as an event. Trouble
+        with that environment is a warning: the run goes on.
+        """
+        if not split or self.heartbeat.cancelled.is_set():
+            return
+        self.sync(step)  # on every rank: they may share the model
+        if not self.ranks.is_first:
+            return
+        self.heartbeat.enter("regression", step)
+        try:
+            rollouts = self.wait(self._regression(split))
+        except (EnvironmentFault, OSError) as error:
+            self.writer.event("warning", f"the regression split was not tried: {error!s:.300}")
+            return
+        outcomes = {item.task_id: item.success for item in rollouts if item.error is None}
+        solved = f"{sum(outcomes.values())} of {len(outcomes)} regression tasks"
+        self.writer.event("regression", f"solved {solved}", step=step, outcomes=outcomes)
+
+    async def _regression(self, split: Json) -> list[Rollout]:
+        owner = split.get("owner", LOCAL_OWNER)
+        host = await EnvironmentHost.start(
+            Path(split["path"]),
+            known_as=identity(owner, split["name"]),
+            timeout_s=self.spec.env_timeout_s,
+            place_timeout_s=PLACE_TIMEOUT_S,
+        )
+        async with host:
+            total = range(min(host.splits.get("eval", 0), MOST_REGRESSION_TASKS))
+            tasks = task_groups("eval", total, 1, lambda example, index, attempt: index)
+            # A model that thinks needs the run's own room.
+            room = self.limits.max_tokens if self.spec.thinking else REGRESSION_TOKENS
+            limits = Limits(room, self.limits.max_length, temperature=0.0)
+            return await self.collecting(tasks, limits, host=host)
 
     def _before_step(self, step: int, steps: int) -> None:
         """After `step` steps of `steps`, before the next one."""

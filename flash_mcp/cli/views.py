@@ -265,6 +265,7 @@ def _numbers(page: Page, view: RunView) -> None:
         page.table(("HELD OUT", *COLUMNS), rows)
     if view.verdict:
         page.prose(view.verdict.explanation)
+    page.prose(view.regression or "", label="elsewhere  ")
     page.prose(view.seeds or "")
     if view.scores:
         _scores(page, view.scores)

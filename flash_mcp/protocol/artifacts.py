@@ -188,6 +188,7 @@ PLACES = (
     ("environment", "path"),
     ("init_adapter", "path"),
     ("dataset", "path"),
+    ("regression", "path"),
     ("code", "path"),
 )
 """Where a job names a folder. `model` names one too, if it is a path."""

@@ -147,6 +147,9 @@ class RunSpec(BaseModel):
     """Evaluate the trained model on the eval split last."""
     eval_examples: Annotated[int, Field(ge=1, le=100_000)] = 200
     """Rows of the eval split used, from the start."""
+    regression: Literal["auto", "on", "off"] = "auto"
+    """Try a hundred short tasks of other kinds before and after, to see what was forgotten; auto:
+    where they are at most a tenth of the run's conversations."""
     init_from_adapter: str | None = None
     """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer. Its
     rank and alpha apply."""
@@ -217,7 +220,7 @@ class RunSpec(BaseModel):
     @property
     def generates(self) -> bool:
         """Whether the run needs an engine."""
-        return self.algorithm == "grpo" or self.evaluates
+        return self.algorithm == "grpo" or self.evaluates or self.regression == "on"
 
 
 class ResolvedSpec(BaseModel):

@@ -12,7 +12,7 @@ from flash_mcp.protocol.records import Json
 
 HERE = ".//"
 PATH_COLUMNS = {
-    "runs": ("folder", "environment_path", "init_adapter", "dataset", "spec"),
+    "runs": ("folder", "environment_path", "init_adapter", "dataset", "spec", "lineage"),
     "checkpoints": ("path",),
     "environments": ("path",),
     "deployments": ("adapter_path",),

@@ -213,6 +213,7 @@ def job(run: Run) -> Json:
         "model": run.model,
         "init_adapter": run.init_adapter,
         "dataset": run.dataset,
+        "regression": run.lineage.get("regression"),
         "lineage": run.lineage,
         "created": run.created,
     }

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import environments
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
-from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.state.owners import LOCAL_OWNER, caller, refuse_server_side
 from flash_mcp.state.serving import fetch_adapter, find_deployment
 from flash_mcp.state.store import Store
-from flash_mcp.state.versions import Files, inline_files, staged
+from flash_mcp.state.versions import Files, folder_files, inline_files, staged
 
 SOURCE = "reasoning-gym"
 REQUIREMENT = "reasoning-gym==0.1.25"
+REGRESSION = "regression"
+REGRESSION_FOLDER = Path(environments.__file__).parent / "regression"
+OF_THE_PACKAGE = {"package": "flash-mcp"}
+"""What is recorded of an environment that nobody pushed."""
 DATASETS = """
 ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation
 binary_matrix bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic chain_sum circuit_logic
@@ -74,19 +80,41 @@ def published_name(reference: str) -> str:
 
 
 def environment(store: Store, reference: str) -> EnvironmentVersion:
-    """The version that a reference of any kind means; `reasoning-gym:DATASET` is published if it
-    was not yet.
+    """The version that a reference of any kind means; `reasoning-gym:DATASET` and the package's
+    `regression` are published if they were not yet.
 
     FlashError(unknown_environment).
     """
     files = files_of(reference)
+    data: Json = {}
+    if reference == REGRESSION and _own_regression(store) is None:
+        files = folder_files(REGRESSION_FOLDER)
+        data = OF_THE_PACKAGE
     if files is None:
         return store.environment(reference)
     with staged(published_name(reference), files, base=store.base) as stage:
         for row in store.environments():
             if row.path == str(stage.parent / stage.digest):
                 return row
-        return store.publish(stage)[0]
+        return store.publish(stage, data)[0]
+
+
+def regression_split(store: Store) -> Json:
+    """The tasks that runs of the caller try before and after, as job.json names them: those of an
+    environment of theirs called `regression`, or the package's.
+    """
+    row = _own_regression(store)
+    if row:
+        return {"name": row.name, "path": row.path, "owner": row.owner}
+    return {"name": REGRESSION, "path": str(REGRESSION_FOLDER), "owner": LOCAL_OWNER}
+
+
+def _own_regression(store: Store) -> EnvironmentVersion | None:
+    for row in store.environments():
+        is_own = row.name == REGRESSION and row.owner == caller().owner
+        if is_own and row.data != OF_THE_PACKAGE:
+            return row
+    return None
 
 
 RUN = re.compile(r"(?P<run>run-[0-9a-z]+)(?:@(?P<step>\d+))?")

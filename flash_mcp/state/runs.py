@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import ACTIVE, Json, Run
@@ -169,6 +169,20 @@ class RunTable(Connection):
         sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
                  FROM runs WHERE used_s > 0 AND (?1 IS NULL OR serves = ?1) GROUP BY target"""
         return dict(self.two_columns(sql, [deployment_id]))
+
+    def ledger(self, by: Literal["day", "name"]) -> list[Json]:
+        """What runs and servers took, of each day on which they started (UTC), or of each name and
+        tournament: {"what", "target", "runs", "gpu_s"}; the newest day or the dearest name first.
+        """
+        if by == "day":
+            what, order = "date(started, 'unixepoch')", "what DESC"
+        else:
+            name = "json_extract(lineage, '$.tournament'), json_extract(lineage, '$.name'), serves"
+            what, order = f"coalesce({name}, 'without a name')", "gpu_s DESC"
+        sql = f"""SELECT {what} AS what, target, count(*) AS runs,
+                  sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
+                  FROM runs WHERE used_s > 0 GROUP BY what, target ORDER BY {order}"""
+        return self.query(sql)
 
     def recent_targets(self) -> set[str]:
         """Targets that ran something in the last RECENT_S."""

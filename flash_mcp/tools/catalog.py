@@ -1,4 +1,4 @@
-"""catalog: models, environments, datasets, devices, targets and deployments."""
+"""catalog: models, environments, datasets, devices, targets and deployments, and a ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flash_mcp.supervisor.model_servers import idle_minutes
 from flash_mcp.tools.shared.tool_base import Result, ResultModel
 from flash_mcp.tools.shared.truncation import utc
 
-Kind = Literal["models", "environments", "datasets", "devices", "targets", "deployments"]
+Kind = Literal["models", "environments", "datasets", "devices", "targets", "deployments", "ledger"]
 
 
 class Model(ResultModel):
@@ -128,7 +128,18 @@ class Deployment(ResultModel):
     """It ends after so many minutes in which nobody used its server; 0: never."""
 
 
-Entry = Model | Environment | Dataset | Device | Target | Deployment
+class Spent(ResultModel):
+    """What the runs of a day or of a name took."""
+
+    name: str
+    """The day on which they started, in UTC; a run's name, a tournament, or a deployment."""
+    runs: int
+    hours: float
+    """Of GPUs, or of machines without any."""
+    cost: str | None = None
+
+
+Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent
 
 
 class Catalog(Result):
@@ -141,6 +152,8 @@ class Catalog(Result):
     devices: list[Device] | None = None
     targets: list[Target] | None = None
     deployments: list[Deployment] | None = None
+    ledger: list[Spent] | None = None
+    """By day, then by name."""
     disk: str | None = None
     """What is taken and free."""
     spent: str | None = None
@@ -164,7 +177,7 @@ def catalog(
     For runs call status, for a run's saved adapters checkpoints.
 
     Args:
-        kind: Only this kind; default: all.
+        kind: Only this kind; default: all but the ledger, which adds up hours and cost.
         contains: Only names that contain this text.
         limit: Entries per kind.
         cursor: With kind: `cursor` of the previous page.
@@ -178,6 +191,8 @@ def catalog(
         "targets": _targets,
         "deployments": _deployments,
     }
+    if kind == "ledger":
+        readers[kind] = _ledger
     requested = (contains or "").lower()
     start = 0
     if kind and cursor and cursor.isdigit():
@@ -289,6 +304,15 @@ def _datasets(store: Store) -> list[Dataset]:
         )
         for dataset in datasets.newest_first(store.base)
     ]
+
+
+def _ledger(store: Store) -> list[Spent]:
+    lines: list[Spent] = []
+    for row in costs.ledger(store):
+        hours = round(sum(row.used_s.values()) / 3600, 2)
+        cost = costs.cost_of(row.used_s, store.base)
+        lines.append(Spent(name=row.what, runs=row.runs, hours=hours, cost=cost))
+    return lines
 
 
 def _deployments(store: Store) -> list[Deployment]:

@@ -118,7 +118,8 @@ async def evaluate(
     keeps every transcript for rollouts (split='eval'). It trains nothing. Comparing two: compare.
 
     Args:
-        environment: NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, for a run.
+        environment: NAME, NAME@DIGEST, reasoning-gym:DATASET or regression (see train); default:
+            the run's, for a run.
         model: Base model; a run's checkpoint, RUN@STEP (@0: before training) or, its newest, RUN;
             or a deployment.
         split: The tasks' split.
@@ -141,9 +142,8 @@ async def evaluate(
     """
     values: Json = {"temperature": temperature, "top_p": top_p, "seed": seed, "thinking": thinking}
     values |= {"max_tokens": max_tokens, "max_length": max_length}
-    values |= {"stop_sequences": stop_sequences, "system_prompt": system_prompt}
+    values |= {"stop_sequences": stop_sequences, "system_prompt": system_prompt, "gpus": gpus}
     values |= {"environment_args": environment_args, "secrets": secrets, "target": target}
-    values["gpus"] = gpus
     request = Asked(split, task_ids, limit, attempts, again, Label(name, note))
     return await _measure(environment, model, request, values, idempotency_key, wait_s)
 

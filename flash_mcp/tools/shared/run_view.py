@@ -29,6 +29,7 @@ from flash_mcp.state.references import split_size
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
+from flash_mcp.tools.shared.regression import regression_of
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of
 from flash_mcp.tools.shared.seeds import spread_of
@@ -163,6 +164,8 @@ class RunView(ResultModel):
     """Evaluations; the first, and the newest few."""
     verdict: Verdict | None = None
     """Whether training helped on held-out examples."""
+    regression: str | None = None
+    """Whether it got worse at other kinds of tasks."""
     seeds: str | None = None
     """Where one call started several seeds: how far their held-out success spreads."""
     newest: dict[str, float] | None = None
@@ -214,6 +217,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     history = store.load(run_id)
     judged = _judge(history)
     view = _view(store, history, judged, blocked)
+    view.regression = regression_of(store, history.run)
     view.seeds = spread_of(store, history.run)
     if history.run.used_s:
         view.cost = costs.cost(history.run, store.base)

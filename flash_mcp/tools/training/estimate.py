@@ -38,6 +38,8 @@ class Estimate(ResultModel):
     tokens_at_most: int | None = None
     """Tokens generated if every rollout had one turn as long as max_tokens and max_length let
     it be."""
+    regression: str | None = None
+    """Whether the regression split is tried before and after."""
     disk: str | None = None
     """What checkpoints take, and what is free."""
     time: RunTime | None = None

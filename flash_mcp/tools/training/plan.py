@@ -89,6 +89,8 @@ def enqueue(
     lineage: Json = {"gate": str(plan.gate), "tasks": plan.probe.splits}
     if seed_group:
         lineage["seed_group"] = seed_group
+    if plan.work.regression.startswith("on"):
+        lineage["regression"] = references.regression_split(plan.store)
     if shared.shared:
         lineage["overlap"] = {
             "shared": shared.shared,
@@ -126,6 +128,7 @@ async def plan_of(
     check_lengths(spec, inputs.card, shown.prompt_tokens)
     estimate = estimate_of(spec, shown, dataset)
     work = work_of(spec, environment.name, estimate.steps, estimate.eval_tasks)
+    estimate.regression = work.regression or None
     if time := await run_sync(expected_time, store, work):
         estimate.time = time.priced(store, spec, None)
     if disk := await run_sync(_disk_need, store, inputs, estimate.steps):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from flash_mcp.judgement import attempts, statistics
@@ -22,6 +22,10 @@ for SmolLM2-135M on a CPU, and is not known elsewhere.
 """
 LOOKED_AT = 50
 """Newest runs among which an earlier one of the model is looked for."""
+REGRESSION_ROLLOUTS = 200
+"""A hundred tasks before and after."""
+REGRESSION_SHARE = 0.1
+"""Of the run's conversations: with more, they are tried only if the caller says so."""
 SCATTERED = 3
 """So many earlier runs show how far their times scatter."""
 
@@ -69,7 +73,9 @@ class Work:
     environment: str
     steps: int
     held_out: int
-    """Held-out attempts of all its evaluations."""
+    """Held-out attempts of all its evaluations, and those at the regression split."""
+    regression: str = ""
+    """Why that is tried or not, in words; empty for a run without an engine."""
 
     @property
     def rollouts(self) -> int:
@@ -79,7 +85,15 @@ class Work:
 def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Work:
     """`eval_tasks` is the size of the eval split."""
     held_out = _evaluations(spec, steps) * min(spec.eval_examples, eval_tasks)
-    return Work(spec, environment, steps, held_out)
+    work = Work(spec, environment, steps, held_out)
+    if not spec.generates or spec.regression == "off":
+        return work
+    share = REGRESSION_ROLLOUTS / (work.rollouts + held_out)
+    size = f"{REGRESSION_ROLLOUTS} short rollouts, {share:.1%} of the run's number"
+    if spec.regression == "auto" and share > REGRESSION_SHARE:
+        return replace(work, regression=f"off: {size}; regression='on' tries them")
+    held_out += REGRESSION_ROLLOUTS
+    return replace(work, held_out=held_out, regression=f"on: {size}")
 
 
 def expected_time(store: Store, work: Work) -> RunTime | None:

@@ -1,0 +1,36 @@
+"""The regression split by a real worker: before and after a run, whatever its own environment is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.references import REGRESSION_FOLDER
+from tests.attempts import Attempt, make_run
+
+SPLIT = {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local"}
+
+
+def events_of(run: RunFolder, kind: str) -> list[dict[str, Any]]:
+    events = [run.event(name) or {} for name in run.event_names()]
+    return [event for event in events if event["kind"] == kind]
+
+
+def test_a_run_tries_the_split_before_and_after_and_goes_on_without_one_that_fails(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", tiny_model, job={"regression": SPLIT}, steps=1)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    first, last = events_of(run, "regression")
+    assert (first["step"], last["step"]) == (0, 1)
+    assert len(first["outcomes"]) == 100 and first["outcomes"].keys() == last["outcomes"].keys()
+    assert first["message"] == f"solved {sum(first['outcomes'].values())} of 100 regression tasks"
+    assert run.evaluation(0) is None, "it is no evaluation of the run's own split"
+    gone = {**SPLIT, "path": str(tmp_path / "nowhere")}
+    run = make_run(tmp_path / "other", tiny_model, job={"regression": gone}, steps=1)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    assert run.result()["state"] == "succeeded" and not events_of(run, "regression")
+    assert "the regression split was not tried" in events_of(run, "warning")[0]["message"]
