@@ -74,6 +74,8 @@ class News(ResultModel):
     """New evaluations."""
     verdict: Verdict | None = None
     """With a new evaluation: whether training helped on held-out examples."""
+    regression: str | None = None
+    """At the end: whether it got worse at other kinds of tasks."""
     checkpoint: int | None = None
     """Step of the newest checkpoint, if it is new."""
     outlook: str | None = None
@@ -253,6 +255,7 @@ def news_of(report: Report, cursor: NewsCursor) -> News:
         news.outlook = view.outlook
     if is_over:
         news.trends = _trends(view)
+        news.regression = view.regression
         news.scores = view.scores
     if is_over or report.blocked:
         news.warnings = view.warnings

@@ -73,6 +73,11 @@ def test_evidence_is_the_mean_likelihood_ratio_over_coins_that_favour_wins() -> 
         with np.errstate(divide="ignore"):
             ratios = np.exp(wins * np.log(2 * coins) + losses * np.log(np.maximum(2 * (1 - coins), 1e-300)))
         assert math.exp(evidence(wins, losses)) == pytest.approx(np.trapezoid(ratios, coins) * 2, rel=1e-3)
+        # Both directions together are the two-sided beta-binomial mixture, 2^m B(w+1, l+1).
+        whole = (wins + losses) * math.log(2) + math.lgamma(wins + 1) + math.lgamma(losses + 1)
+        whole -= math.lgamma(wins + losses + 2)
+        both = np.logaddexp(evidence(wins, losses), evidence(losses, wins))
+        assert both - math.log(2) == pytest.approx(whole, abs=1e-9)
     assert evidence(5, 5) < 0 < evidence(30, 5) < evidence(3000, 5)
 
 

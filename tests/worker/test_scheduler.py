@@ -73,6 +73,23 @@ def test_the_rollouts_of_a_group_render_their_prompt_once(monkeypatch: pytest.Mo
     assert second == template.prompt_ids([{"role": "user", "content": "q"}])
 
 
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        (None, ["system", "user", "assistant", "user"]),
+        ("x", ["system", "user", "assistant", "user"]),
+        ("", ["user", "assistant", "user"]),
+    ],
+)
+def test_a_system_prompt_stands_in_place_of_the_environments(text: str | None, roles: list[str]) -> None:
+    messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+    shown = Limits(1, 1, system_prompt=text).prompted(messages)
+    assert [message["role"] for message in shown] == roles
+    assert shown[0]["content"] == {None: "system", "x": "x", "": "user"}[text]
+    assert Limits(1, 1, system_prompt="x").prompted(messages[1:]) == Limits(1, 1, system_prompt="x").prompted(messages)
+    assert len(messages) == 4
+
+
 def fault(call: str, example: int) -> str | None:
     faults = {
         ("open", 1): "environment_error",
