@@ -502,6 +502,7 @@ def test_a_look_at_the_queue_takes_no_longer_with_many_runs_in_it(store: Store) 
         "claim": lambda: queue.claim(store),
         "runs that may have to wait": lambda: store.may_have_to_wait("local"),
         "runs with secrets": store.active_with_secrets,
+        "runs that advice depends on": lambda: store.near(store.runs(limit=1)[0]),
     }
     few = {name: steps_of(store, look) for name, look in looks.items()}
     for owner in ("a", "b"):
