@@ -148,6 +148,13 @@ FILES = {
     "a file of root's": "os.chown(own, 0, 0) if os.getuid() else None",
     "a program with rights": "os.setxattr(own, 'security.capability', struct.pack('<IIIII', 0x02000001, 2, 0, 0, 0))",
     "the shared memory of others": "open(SHARED, 'r+')",
+    "a file of the state": "open(STATE)",
+    "that a file of the state is there": "os.stat(STATE)",
+    "that it is there, from the working directory": "os.stat(os.path.relpath(STATE))",
+    "that it is there, by the process's root": "os.stat('/proc/self/root' + STATE)",
+    "where a link of the state leads": "os.readlink(STATE + '.link')",
+    "the names in the state": "os.listdir(os.path.dirname(STATE))",
+    "a file beside the state": "open(STATE + '.new', 'w')",
 }
 
 MOUNTS = {
@@ -268,6 +275,12 @@ ABSENT = {
     "the tracing of another's process": "ESRCH",
     "moving another's memory": "ESRCH",
     "a list of the machine's connections": "ENOENT",
+    # An empty folder is in place of the state directory.
+    "a file of the state": "ENOENT",
+    "that a file of the state is there": "ENOENT",
+    "that it is there, from the working directory": "ENOENT",
+    "that it is there, by the process's root": "ENOENT",
+    "where a link of the state leads": "ENOENT",
     "a file of root's": "EINVAL",
     "root": "EINVAL",
     # Its /proc shows none that it may not trace.
@@ -279,6 +292,10 @@ ABSENT = {
 """{act: what it is told where there is no such thing, as in a namespace of its own}"""
 
 NEEDS = {
+    "that a file of the state is there": "attributes",
+    "that it is there, from the working directory": "attributes",
+    "that it is there, by the process's root": "attributes",
+    "where a link of the state leads": "attributes",
     "the times of a secret": "attributes",
     "an attribute of a secret": "attributes",
     "the shared memory of others": "attributes",
@@ -324,7 +341,10 @@ FAULTS = {
 """What ends in a fault of the environment, and never in a defect of ours or in our advice."""
 
 OPEN = {
-    "that a file is there, its size and times": ("os.stat(SECRET)", "Landlock does not restrict it"),
+    "that a file is there, its size and times": (
+        "os.stat(SECRET)",
+        "Landlock does not restrict it; in a mount namespace nothing of `FLASH_HOME` is there",
+    ),
     "where a link leads": ("os.readlink(LINK)", "Landlock does not restrict it"),
     "the load and memory of the machine": (
         "open('/proc/loadavg'); open('/proc/meminfo')",

@@ -1,4 +1,4 @@
-"""The tables of TRAINING.md, docs/next.md and docs/reliability.md that code and tests decide.
+"""The tables of TRAINING.md, docs/next.md, docs/reliability.md and docs/security.md that code and tests decide.
 `python -m tests.docs` writes them anew.
 """
 
@@ -16,6 +16,7 @@ from tests import hostile
 
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
 RELIABILITY = Path(__file__).parent.parent / "docs" / "reliability.md"
+SECURITY = Path(__file__).parent.parent / "docs" / "security.md"
 NEXT = Path(__file__).parent.parent / "docs" / "next.md"
 
 
@@ -23,6 +24,9 @@ def tables(page: Path) -> dict[str, str]:
     if page == RELIABILITY:
         acts = table(("acts", "held", "what they try", "tests"), hostile.rows())
         return {"hostile": acts, "open": table(("open act", "reason"), hostile.reasons())}
+    if page == SECURITY:
+        acts_of_all, held, *_ = hostile.rows()[-1]
+        return {"acts": f"{acts_of_all} acts, {held} of them held. Those that are not are listed there."}
     if page == NEXT:
         return {"next": following()}
     return {"fields": fields(), "codes": codes(), "tools": tools()}
@@ -73,5 +77,5 @@ def wrapped() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for page in (PLAYBOOK, NEXT, RELIABILITY):
+    for page in (PLAYBOOK, NEXT, RELIABILITY, SECURITY):
         page.write_text(filled(page))

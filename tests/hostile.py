@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -67,6 +68,7 @@ KINDS = {
 """{kind: what such acts try}"""
 
 
+@cache
 def rows() -> list[tuple[object, ...]]:
     """Lines of the table: acts, how many are held, what they try, where the tests are."""
     command = [sys.executable, "-m", "tests.hostile"]

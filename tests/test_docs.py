@@ -22,7 +22,7 @@ from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
-from tests.docs import NEXT, PLAYBOOK, RELIABILITY, filled, wrapped
+from tests.docs import NEXT, PLAYBOOK, RELIABILITY, SECURITY, filled, wrapped
 from tests.folders import allow
 from tests.places import AGENT_CALCULATOR, ROOT
 
@@ -94,7 +94,9 @@ def test_the_instructions_name_only_tools_that_exist():
     assert len(mentioned) >= 8
 
 
-@pytest.mark.parametrize("page", [PLAYBOOK, NEXT, pytest.param(RELIABILITY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "page", [PLAYBOOK, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (RELIABILITY, SECURITY))]
+)
 def test_the_generated_tables_are_up_to_date(page: Path):
     assert filled(page) == page.read_text(), "run: python -m tests.docs"
 

@@ -52,6 +52,7 @@ passwd pki/tls/certs pki/ca-trust protocols resolv.conf services ssl/certs ssl/o
 DEVICES = ("null", "zero", "full", "random", "urandom")
 TERMINALS = ("tty", "ptmx", "pts")
 SHARED_MEMORY = Path("/dev/shm")
+PACKAGE = Path(__file__).parents[1]
 
 
 def knows_ports() -> bool:
@@ -139,17 +140,12 @@ def _ruleset(
 
 def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
     """The paths that it may use, each with its rights."""
-    package = Path(__file__).parents[1]
     hidden = _real(bounds.hidden)
     # Python looks for the package there. There may be more in it than packages.
-    if not hidden.is_relative_to(_real(package.parent)):
-        yield package.parent, READ_DIR
-    executable = Path(sys.executable).resolve().parent
-    readable = [*bounds.system, *(f"/etc/{name}" for name in SETTINGS)]
-    readable += [sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable)]
-    readable += [entry for entry in sys.path if entry and Path(entry) != package.parent]
-    readable += [*bounds.readable, str(package), bounds.folder]
-    for root in readable:
+    if not hidden.is_relative_to(_real(PACKAGE.parent)):
+        yield PACKAGE.parent, READ_DIR
+    system = [*bounds.system, *(f"/etc/{name}" for name in SETTINGS)]
+    for root in (*system, *read_by(bounds)):
         for path in _without(_real(root), hidden):
             yield path, READ
     yield Path(bounds.folder), READ_DIR
@@ -164,6 +160,14 @@ def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path,
     if mounts.shm:
         shared = handled
     yield SHARED_MEMORY, shared
+
+
+def read_by(bounds: Bounds) -> list[str]:
+    """What the code reads beside the system's folders. What is hidden may lie within it."""
+    executable = Path(sys.executable).resolve().parent
+    readable = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable)]
+    readable += [entry for entry in sys.path if entry and Path(entry) != PACKAGE.parent]
+    return [*readable, *bounds.readable, str(PACKAGE), bounds.folder]
 
 
 def installed(bounds: Bounds) -> tuple[str, ...]:

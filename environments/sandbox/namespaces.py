@@ -31,6 +31,7 @@ from environments.sandbox.kernel import (
     set_mount_attributes,
     works_in_a_fork,
 )
+from environments.sandbox.needs import Bounds
 
 PR_SET_KEEPCAPS = 8
 PR_SET_SECUREBITS = 28
@@ -198,9 +199,10 @@ class Mounts:
     proc: str = attributes
 
 
-def own_mounts(writable: tuple[str, ...], shm_bytes: int, own: Own) -> Mounts:
-    """Make every mount read-only except `writable`. Landlock does not forbid changes of modes and
-    times.
+def own_mounts(bounds: Bounds, read: list[str], own: Own) -> Mounts:
+    """Make every mount read-only except what the code writes, and let nothing be in what is hidden
+    but what it writes and reads. Landlock does not forbid changes of modes and times, and shows
+    whether a file exists.
 
     /dev/shm, where multiprocessing keeps its locks, also holds the shared memory of all other
     programs, and /dev/pts their terminals."""
@@ -217,7 +219,9 @@ def own_mounts(writable: tuple[str, ...], shm_bytes: int, own: Own) -> Mounts:
         flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
         proc = _refused("/proc", flags, kind="proc", options="hidepid=ptraceable")
     attributes = ""
+    writable = bounds.writable
     try:
+        _hide(bounds, [*read, *writable])
         for folder in writable:
             mount(folder, MS_BIND, source=folder)
         set_mount_attributes("/", AT_RECURSIVE, on=MOUNT_ATTR_RDONLY)
@@ -225,12 +229,36 @@ def own_mounts(writable: tuple[str, ...], shm_bytes: int, own: Own) -> Mounts:
             set_mount_attributes(folder, 0, off=MOUNT_ATTR_RDONLY)
     except OSError as error:
         attributes = f"mounts cannot be made read-only: {error}"
-    options = f"size={shm_bytes},mode=1777"
+    options = f"size={bounds.memory_bytes // 2},mode=1777"
     shm = not _refused("/dev/shm", MS_NOSUID | MS_NODEV, kind="tmpfs", options=options)
     options = "newinstance,ptmxmode=0666,mode=0600"
     terminals = not _refused("/dev/pts", MS_NOSUID, kind="devpts", options=options)
     terminals = terminals and not _refused("/dev/ptmx", MS_BIND, source="/dev/pts/ptmx")
     return Mounts(shm, terminals, attributes, proc)
+
+
+def _hide(bounds: Bounds, kept: list[str]) -> None:
+    """Put an empty folder in place of what is hidden, with the parts of it that are `kept`."""
+    hidden, working = os.path.realpath(bounds.hidden), Path.cwd()
+    sources: dict[str, int] = {}
+    for path in kept:
+        # It may lie elsewhere and be reached by a link in there, or the other way round.
+        if path.startswith((hidden, bounds.hidden)) or os.path.realpath(path).startswith(hidden):
+            with suppress(OSError):
+                sources[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    mount(hidden, MS_NOSUID | MS_NODEV, kind="tmpfs", options="size=1m,mode=755")
+    for path, descriptor in sources.items():
+        source, place = Path(f"/proc/self/fd/{descriptor}"), Path(path)
+        if source.is_dir():
+            place.mkdir(parents=True, exist_ok=True)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+        mount(path, MS_BIND | MS_REC, source=str(source))
+        os.close(descriptor)
+    os.chdir("/")
+    with suppress(OSError):
+        os.chdir(working)  # until now it was the folder that is covered
 
 
 def _refused(target: str, flags: int, **options: str) -> str:

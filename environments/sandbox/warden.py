@@ -46,7 +46,7 @@ from environments.sandbox.kernel import (
     set_dumpable,
     set_subreaper,
 )
-from environments.sandbox.landlock import installed
+from environments.sandbox.landlock import installed, read_by
 from environments.sandbox.namespaces import Mounts, Own, enter_namespaces, own_mounts, pids_by_user
 from environments.sandbox.needs import Bounds
 
@@ -89,7 +89,7 @@ def enclose(bounds: Bounds) -> dict[str, str]:
         # If memory runs out, the kernel kills these processes before the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
     is_grouped = group is not None and group.enter()
-    mounts = own_mounts(bounds.writable, bounds.memory_bytes // 2, own)
+    mounts = own_mounts(bounds, read_by(bounds), own)
     if own.has_processes:
         child = os.fork()
         if child:

@@ -299,6 +299,11 @@ def _sandbox() -> Outcome:
     if not any(missing.values()):
         return ok(describe(missing))
     fixes = {FIXES[name]: None for name, why in missing.items() if why and name in FIXES}
+    if missing["process_tree"] and missing["attributes"] and not missing["files"]:
+        what = "no namespaces can be had, as in most containers: environments run all the same, "
+        what += "held by Landlock and seccomp; not protected: "
+        what += ", ".join(name for name, why in missing.items() if why)
+        return "warning", what, NAMESPACES
     is_allowed = False
     with suppress(ValueError):  # `_settings` names what is wrong
         is_allowed = load_settings().environments.without_file_protection

@@ -58,8 +58,11 @@ class Told:
 @contextmanager
 def at_stake(base: Path, before: list[str]) -> Generator[dict[str, object]]:
     """What the acts are after: files of the server's user and a process of it."""
-    hidden = base / "home" / "hidden"
+    hidden, state = base / "hidden", base / "home" / "state"
     hidden.mkdir(parents=True)
+    state.parent.mkdir(exist_ok=True)
+    state.write_text("planted")
+    state.with_name("state.link").symlink_to("/planted")
     secret, program, link = hidden / "secret", hidden / "program", hidden / "link"
     secret.write_text("planted")
     program.write_text("#!/bin/sh\n")
@@ -72,6 +75,7 @@ def at_stake(base: Path, before: list[str]) -> Generator[dict[str, object]]:
             "SECRET": str(secret),
             "PROGRAM": str(program),
             "LINK": str(link),
+            "STATE": str(state),
             "SHARED": shared.name,
             "VICTIM": victim.pid,
         }
@@ -84,7 +88,8 @@ def at_stake(base: Path, before: list[str]) -> Generator[dict[str, object]]:
 
 
 def tried(base: Path, before: list[str], python: list[str], *more: str, **variables: str) -> Told:
-    folder = environment_folder(base / "folder", acts.ATTACKER)
+    # As a version that was pushed: within the state directory.
+    folder = environment_folder(base / "home" / "environments" / "folder", acts.ATTACKER)
     with at_stake(base, before if before == WITHOUT_RIGHTS else []) as names:
         command = [*before, *python, folder, json.dumps(names), *more]
         done = subprocess.run(

@@ -115,8 +115,11 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(publi
         assert not any({**attack.host.sandbox, **REFUSED_IN_CONTAINERS}.values()), describe(attack.host.sandbox)
         for path in (flash_home / "flash.db", flash_home / "environments" / "other" / "0" / "environment.py"):
             fault = await attack.fault(f"open({str(path)!r}).read()")
-            assert (fault.code, "Permission denied" in fault.what) == ("environment_access", True), fault.what
-            assert "its own folder" in fault.what
+            if attack.host.sandbox["attributes"]:  # in a mount namespace there is no such file
+                assert (fault.code, "Permission denied" in fault.what) == ("environment_access", True), fault.what
+                assert "its own folder" in fault.what
+            else:
+                assert "No such file" in fault.what
         for command in (f"cat {flash_home}/flash.db", f"ls {flash_home}", f"ls {Path.home()}", "ls /tmp"):
             told = await attack.told(f"import os; told = os.system({command + ' >/dev/null 2>&1'!r})")
             assert told != "0", command
@@ -136,8 +139,28 @@ async def test_state_behind_a_link_or_dots_is_out_of_reach(tmp_path: Path, monke
     for home in (link, data / ".." / "data" / "state"):
         monkeypatch.setenv("FLASH_HOME", str(home))
         async with attack_on(tmp_path / "environment") as attack:
-            assert (await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")).code == "environment_access"
+            fault = await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")
+            assert "No such file" in fault.what or fault.code == "environment_access"
             assert await attack.told(f"told = open({str(data / 'rows')!r}).read()") == "42"
+
+
+async def test_parts_of_the_state_may_lie_on_other_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, other, link = tmp_path / "state", tmp_path / "other", tmp_path / "link"
+    state.mkdir()
+    link.symlink_to(state)
+    for name in ("environments", "scratch"):
+        (other / name).mkdir(parents=True)
+        (state / name).symlink_to(other / name)
+    (state / "secret").write_text("planted")
+    monkeypatch.setenv("FLASH_HOME", str(link))
+    async with attack_on(link / "environments" / "attacker") as attack:
+        assert "Addition" in await attack.told("told = open('environment.py').read()")
+        code = "import tempfile; file = tempfile.NamedTemporaryFile('w+'); told = file.write('kept')"
+        assert await attack.told(code) == "4"
+        if not attack.host.sandbox["attributes"]:
+            for place in (state, link):
+                fault = await attack.fault(f"import os; os.stat({str(place / 'secret')!r})")
+                assert "No such file" in fault.what
 
 
 @pytest.mark.hostile("state")
@@ -708,6 +731,7 @@ async def test_all_ends_with_a_warden_or_a_first_process_that_is_killed(tmp_path
             assert len(processes) == 4
             processes[victim].kill()
             await all_ended(processes)
+            await until(lambda: not attack.host._children[-1].alive)
 
 
 @pytest.mark.hostile("leftovers")
