@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.artifacts import RUN_FOLDERS, delete_run
@@ -154,6 +155,12 @@ def below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+def forget() -> None:
+    """Empty the memory's file system: each listing looks through all that it ever held."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
 @pytest.mark.hostile("run folders")
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_no_hostile_run_folder_writes_elsewhere_or_fails_without_a_code(
@@ -185,6 +192,8 @@ def test_no_hostile_run_folder_writes_elsewhere_or_fails_without_a_code(
         assert all(name.startswith(f"{RUN_ID}-20-") for name in names), case
         assert not Path("/etc/planted").exists()
         assert not folder.names(), "it was deleted whole"
+        if kind == "memory":
+            forget()
 
 
 @pytest.mark.hostile("run folders")
