@@ -89,6 +89,9 @@ def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     assert result["metric_points"] == 200 * 50 * 20
     assert (agents["errors"], len(agents["seconds"])) == (0, agents["polls"])
     assert [len(times) for times in result["status_s"].values()] == [100, 100, 20, 20]
+    assert all(cpu > 0 for times in result["status_cpu_s"].values() for cpu in times)
+    assert len(result["environment_starts"]["cpu_s"]) == 3 and min(result["environment_starts"]["cpu_s"]) > 0
+    assert result["pages"]["server_cpu_s"] > 0
     assert all(rate > 0 for round_ in result["claims"] for rate in round_.values())
     header, *lines = control.rows(result)
     assert all(len(line) == len(header) for line in lines)
