@@ -252,9 +252,7 @@ def lost_process(processes: Sequence[Any]) -> FlashError | None:
 
 
 def _loss(rank: int, code: int, scratch: Path) -> tuple[FlashError, bool]:
-    """Why that rank ended: the error that it wrote, or else how its process ended; and whether it
-    was lost.
-    """
+    """Why that rank ended, by its own error or its process's end; and whether it was lost."""
     try:
         return FlashError.from_dict(json.loads(_error_file(scratch, rank).read_text())), False
     except (OSError, ValueError):

@@ -211,9 +211,7 @@ class Session(Generic[S]):
         return self.ranks.mine(items)
 
     def sync(self, step: int) -> float:
-        """Put the policy after `step` steps into the engine, unless it is there; the seconds that
-        this took.
-        """
+        """Let the engine have the policy after `step` steps; the seconds that this took."""
         started = time.monotonic()
         if self._synced != step and self.has_engine:
             engine, generator = self.start_engine()
@@ -264,9 +262,7 @@ class Session(Generic[S]):
     def collect_blocks(
         self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]
     ) -> None:
-        """`collect`, BLOCK tasks at a time or a few more, so that no group is split, without
-        keeping the rollouts.
-        """
+        """`collect` by whole groups, about BLOCK tasks at a time, without keeping the rollouts."""
         block: list[Task] = []
         for group in scheduler.grouped(tasks):
             block += group
@@ -310,9 +306,7 @@ def sequences_of(at_once: int) -> int:
 
 
 def check_errors(rows: Sequence[records.Rollout], max_share: float) -> None:
-    """FlashError(environment_error) with the evidence if more than `max_share` of the rollouts
-    failed.
-    """
+    """FlashError(environment_error), with evidence, if more than `max_share` rollouts failed."""
     errors = [(row.task_id, row.error) for row in rows if row.error]
     if len(errors) <= max_share * len(rows):
         return

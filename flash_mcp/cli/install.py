@@ -177,9 +177,7 @@ def read_json(text: str) -> Any:
 
 
 def merge_json(old: str, key: str, name: str, server: Json) -> str:
-    """`old` with `server` as KEY.NAME. ValueError if either is no JSON object, or if comments would
-    be lost.
-    """
+    """`old` with `server` as KEY.NAME. ValueError if either is no object, or loses comments."""
     settings = read_json(old)
     if not isinstance(settings, dict):
         raise ValueError("it should be a JSON object")
@@ -212,9 +210,7 @@ def _inserted(old: str, key: str, name: str, server: Json) -> str:
 
 
 def merge_toml(old: str, name: str, server: Json) -> str:
-    """`old` with the table mcp_servers.NAME replaced, at its end. ValueError if anything else would
-    change.
-    """
+    """`old` with the table mcp_servers.NAME anew, at its end. ValueError if more would change."""
     before = tomllib.loads(old)
     if cast("Json", before.get("mcp_servers", {})).get(name) == server:
         return old
@@ -287,9 +283,7 @@ def _variables(server: Json) -> list[str]:
 
 @dataclass(frozen=True)
 class Client:
-    """A coding agent: where its configuration is, under which key servers are, and how one is
-    written.
-    """
+    """A coding agent: where its configuration is, under which key, and how an entry is written."""
 
     locate: Callable[[], Path]
     key: str = "mcpServers"

@@ -235,9 +235,7 @@ def stay(run_id: str, as_json: bool, **options: Any) -> int:
 
 
 def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:
-    """Check the arguments and run the tool, as the server does. FlashError for every foreseen
-    failure.
-    """
+    """Check the arguments and run the tool as the server does. FlashError for all foreseen."""
     from pydantic import ValidationError  # noqa: PLC0415
 
     from flash_mcp.protocol.spec import explain  # noqa: PLC0415
@@ -270,9 +268,7 @@ async def _show_progress(message: str, share: float | None) -> None:
 
 
 def _assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """`a.b=3` as {"b": 3}: tables only group fields, as in the TOML file. A value that is not TOML
-    is text.
-    """
+    """`a.b=3` as {"b": 3}: tables only group fields, as in TOML. Other values are text."""
     results: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

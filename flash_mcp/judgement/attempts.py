@@ -20,9 +20,7 @@ Tasks = Mapping[str, Sequence[Try]]
 
 
 def by_task(attempts: Sequence[Try]) -> dict[str, list[Try]]:
-    """{task id: its attempts that the environment did not fail}, in order; tasks without any are
-    left out.
-    """
+    """{task id: its attempts that the environment did not fail}, in order; none without any."""
     results: dict[str, list[Try]] = {}
     for attempt in attempts:
         if attempt.error is None:
@@ -37,9 +35,7 @@ def means(tasks: Tasks, metric: Metric) -> dict[str, float]:
 
 
 def pass_at(tasks: Tasks) -> dict[str, float]:
-    """{"1": pass@1, "2": ..., up to the most attempts of a task}, each over the tasks with as many
-    attempts.
-    """
+    """{"1": pass@1, "2": ...} up to the most attempts, each over the tasks with so many."""
     most = max(map(len, tasks.values()), default=0)
     if most < 2:
         return {}
@@ -66,9 +62,7 @@ def distinct(tasks: Tasks, metric: Metric) -> list[set[float]]:
 
 
 def uniform_share(tasks: Tasks) -> float | None:
-    """Share of the tasks attempted more than once whose attempts all got the same reward; None
-    if there are none.
-    """
+    """Share of tasks with several attempts whose rewards are all equal; None if there are none."""
     groups = {task: attempts for task, attempts in tasks.items() if len(attempts) > 1}
     rewards = distinct(groups, "reward")
     if rewards:
@@ -125,9 +119,7 @@ def evaluation_at(
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """What decides an evaluation's outcome, apart from model and tasks. Evaluations within a
-    training run are greedy.
-    """
+    """What decides an evaluation's outcome but model and tasks. Those of training are greedy."""
     spec = run.spec
     temperature = 0.0
     tries = 1
@@ -156,9 +148,7 @@ def _default_length(model: str) -> int:
 
 
 def differing(base: Run, other: Run) -> list[str]:
-    """Names of the settings that differ and change what is measured: attempts change only the
-    noise.
-    """
+    """Settings that differ and change what is measured: attempts change only the noise."""
     ours = settings(base)
     theirs = settings(other)
     return [name for name in ours if name != "attempts" and ours[name] != theirs[name]]

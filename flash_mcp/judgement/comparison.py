@@ -166,9 +166,7 @@ def constant_level(evaluation: Evaluation) -> str:
 
 
 def shared(base: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """Ids of the tasks on both sides, in the order of `base`; none if they are less than half of
-    the smaller side.
-    """
+    """Ids of tasks on both sides, in order; none if they are under half of the smaller side."""
     both = [task for task in base if task in other]
     if 2 * len(both) >= min(len(base), len(other)):
         return both

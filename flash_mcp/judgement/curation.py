@@ -175,9 +175,7 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
 
 
 def is_held_back(task_id: str, share: float) -> bool:
-    """Whether a task belongs to the holdout. Its id alone decides, so that more runs or tasks move
-    none across.
-    """
+    """Whether a task belongs to the holdout. Its id alone decides, so that none ever moves."""
     digest = hashlib.sha256(task_id.encode(errors="replace")).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
 
@@ -248,9 +246,7 @@ def _without_duplicates(tasks: dict[Task, list[Attempt]]) -> dict[Task, list[Att
 
 
 def _select(attempts: list[Attempt], plan: Plan) -> list[Attempt]:
-    """In the order of preference; ties are broken by a hash, which favours neither early steps nor
-    short answers.
-    """
+    """In the order of preference; a hash breaks ties, without regard to step or length."""
     correct = list(filter(plan.is_correct, attempts))
     match plan.select:
         case "best":

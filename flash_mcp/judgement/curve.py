@@ -1,6 +1,4 @@
-"""A run's reward curve, for the terminal and as a picture. Both plotting libraries are imported
-when first needed.
-"""
+"""A run's reward curve, for the terminal and as a picture. Plotting is imported when needed."""
 
 from __future__ import annotations
 

@@ -53,9 +53,7 @@ NO_ANSWER = re.compile(
 def failure_modes(
     rows: Sequence[Rollout], sample: Sequence[Rollout] | None = None
 ) -> list[FailureMode | None]:
-    """The mode of each rollout, None for a success. What successes look like is taken from
-    `sample`, or these rows.
-    """
+    """The mode of each rollout, None for a success; `sample`, or these, shows successes."""
     accepted: set[str] = set()
     for row in rows if sample is None else sample:
         if row.success and row.answers:

@@ -70,9 +70,7 @@ class Flag(ResultModel):
 
 
 def trend(values: Sequence[float], *, lower_is_better: bool = False) -> Trend | None:
-    """None for no values. The ends are averaged over a fifth of the values, at least 1 and at most
-    10.
-    """
+    """None for no values. Each end is the mean of a fifth of the values, of 1 to 10 of them."""
     if not values:
         return None
     width = min(10, max(1, len(values) // 5))
@@ -144,9 +142,7 @@ def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
 
 
 def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | None = None) -> str:
-    """One line on whether the run is worth continuing, and why: yes, doubtful, no, or too early to
-    say.
-    """
+    """One line on whether to continue, and why: yes, doubtful, no, or too early to say."""
     problem = next((flag for flag in raised if flag.severity == "problem"), None)
     if problem and verdict == "improved":
         return f"doubtful: the held-out success rose, but {problem.name}: {problem.evidence}"
@@ -170,9 +166,7 @@ def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | N
 
 
 def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
-    """The outlook of a run without problems or doubts, by its reward, its held-out loss or else
-    its training loss.
-    """
+    """The outlook without problems or doubts: by reward, held-out loss or training loss."""
     if len(steps.column("eval_loss")) > 1:
         return _held_out_progress(steps, raised)
     name = "reward/mean" if steps.column("reward/mean") else "loss"

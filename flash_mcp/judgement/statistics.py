@@ -1,6 +1,4 @@
-"""Statistics of evaluations: intervals, pass@k, and whether two sets of tasks differ. Pure
-functions of numbers.
-"""
+"""Statistics of evaluations as pure functions: intervals, pass@k, whether two differ."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ def mcnemar(won: int, lost: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Percentile bootstrap interval of a mean, the same for the same values and seed. ValueError
-    for no values.
-    """
+    """Percentile bootstrap interval of a mean, decided by `seed`. ValueError for no values."""
     if not values:
         raise ValueError("there is nothing to resample")
     rng = random.Random(seed)

@@ -110,9 +110,7 @@ class TaskFilter:
 
 
 def compile_filter(text: str) -> TaskFilter:
-    """FlashError(invalid_argument) that says what is expected, for anything that is not of the
-    language.
-    """
+    """FlashError(invalid_argument), which says what is expected, for a text that is no filter."""
     if len(text) > MAX_CHARACTERS:
         start = f"{text[:50]}…"
         raise _refusal(start, f"it has {len(text)} characters", f"use at most {MAX_CHARACTERS}")

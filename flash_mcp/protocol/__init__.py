@@ -1,3 +1,1 @@
-"""What the control plane and the worker both speak. The worker imports this folder of flash_mcp
-alone.
-"""
+"""What the control plane and the worker both speak: all that the worker imports of flash_mcp."""

@@ -271,9 +271,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_counts(folder: Path) -> Iterator[int]:
-    """The parameters in each tensor, from the files' headers: 8 bytes of length, then JSON with
-    shapes and offsets.
-    """
+    """The parameters of each tensor, by the files' headers: 8 bytes of length, then JSON."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise _unusable(folder, "it has no weights in safetensors format")

@@ -74,9 +74,7 @@ def with_tools(template: str) -> str:
 
 
 def tool_form(template: str) -> ToolForm | None:
-    """The format of the template's tool calls; None if it knows no tools or its format is not
-    known.
-    """
+    """The format of the template's tool calls; None if it knows no tools, or it is unknown."""
     if not knows_tools(template):
         return None
     return next((form for sign, form in FORMS if sign in template), None)

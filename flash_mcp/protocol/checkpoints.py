@@ -229,9 +229,7 @@ class Checkpoints:
                     self._storage.remove(place, OPTIMIZER)
 
     def remove(self, step: int) -> None:
-        """Delete all that was saved at that step. A checkpoint without its manifest does not exist,
-        so that goes first.
-        """
+        """Delete all of that step, its manifest first: without one a checkpoint does not exist."""
         names = self._storage.sizes("checkpoints", str(step))
         self._storage.remove_files([name for name in names if name.endswith("/MANIFEST.json")])
         self._storage.remove("checkpoints", str(step))

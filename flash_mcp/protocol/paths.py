@@ -56,9 +56,7 @@ def datasets_dir(base: Path | None = None) -> Path:
 
 
 def exports_dir(base: Path | None = None) -> Path:
-    """RUN_ID-STEP-FORMAT/ of every export that a tool call made, with its lock and result beside
-    it.
-    """
+    """RUN_ID-STEP-FORMAT/ of every export that a tool call made, beside its lock and result."""
     return (base or home()) / "exports"
 
 

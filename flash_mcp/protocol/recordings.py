@@ -106,9 +106,7 @@ def parts(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, max_bytes: int, days: float) -> None:
-    """Remove the oldest parts until the rest has at most so many bytes, and those that are older
-    than `days`.
-    """
+    """Remove parts older than `days`, and the oldest until the rest has at most so many bytes."""
     total = 0
     for part in reversed(parts(folder)):
         total += _size(part)

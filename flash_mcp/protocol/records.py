@@ -206,9 +206,7 @@ class Rollout(Record):
 
     @property
     def prompt_messages(self) -> int:
-        """Messages before the model's first turn; examples within the prompt are assistant messages
-        too.
-        """
+        """Messages before the model's first turn; the prompt's examples are the assistant's too."""
         said: list[int] = []
         for number, message in enumerate(self.messages):
             if message["role"] == "assistant":

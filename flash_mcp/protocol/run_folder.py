@@ -87,9 +87,7 @@ class RunFolder(Storage):
         self.write("cancel", dump({"time": time.time(), "reason": reason}))
 
     def claim(self, epoch: int) -> None:
-        """Let attempt `epoch` own the run. FlashError(fenced) if it or a newer one was claimed
-        before.
-        """
+        """Let attempt `epoch` own the run. FlashError(fenced) if it or a newer one owned it."""
         newest = self.newest_epoch()
         claim: Json = {"time": time.time(), "claim": uuid4().hex, **this_process()}
         # The exclusive create refuses this number alone; an older attempt must not claim
@@ -230,9 +228,7 @@ class RunFolder(Storage):
         return dict(sorted(versions.items()))
 
     def _newest(self, folder: str, step: int, suffix: str) -> str:
-        """The file of that step by the newest attempt that was known when the folder was last
-        listed.
-        """
+        """That step's file by the newest attempt that was known when the folder was listed."""
         if (folder, step) not in self._files:
             self._versions(folder, suffix)
         return self._files.get((folder, step), f"{folder}/{step}{suffix}")

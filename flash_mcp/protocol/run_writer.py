@@ -113,9 +113,7 @@ class RunWriter:
     def commit_result(
         self, state: str, step: int, error: FlashError | None = None, **values: Any
     ) -> None:
-        """End the run. `state` is succeeded, failed, cancelled, or lost, which the supervisor
-        retries.
-        """
+        """End the run as succeeded, failed, cancelled, or lost, which the supervisor retries."""
         details = error.to_dict() if error else None
         body: Json = {"state": state, "step": step, "error": details, **values}
         self._put(f"result.{self.epoch}.json", body)

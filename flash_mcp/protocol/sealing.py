@@ -30,9 +30,7 @@ SUITE = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 
 
 class Receiver:
-    """An attempt that waits for its secrets. `name` is its own: what is sealed for another one
-    cannot be opened.
-    """
+    """An attempt that waits for its secrets. What is sealed for another `name` stays closed."""
 
     def __init__(self, name: str, token: str) -> None:
         self.name = name
@@ -42,9 +40,7 @@ class Receiver:
         """What the server needs, for everybody to see."""
 
     def open(self, sealed: bytes) -> dict[str, str]:
-        """The values. FlashError(secret_missing) if they were sealed for another attempt, or were
-        changed.
-        """
+        """The values. FlashError(secret_missing) if sealed for another attempt, or changed."""
         try:
             text = SUITE.decrypt(sealed, self._private, info=_info(self.name))
         except (InvalidTag, ValueError) as error:
@@ -55,9 +51,7 @@ class Receiver:
 
 
 def seal(values: Mapping[str, str], offer: Mapping[str, Any], name: str, token: str) -> bytes:
-    """The values, for the attempt that made the offer alone. FlashError(secret_missing) if it was
-    made without the token.
-    """
+    """Seal the values for one attempt. FlashError(secret_missing) if its offer lacks the token."""
     public = str(offer.get("public"))
     if not hmac.compare_digest(str(offer.get("mac")).encode(), _code(public, name, token).encode()):
         what = f"a key was offered for {name} that its attempt did not make"

@@ -355,9 +355,7 @@ ADAPTER_EXTRAS = (
     "kasa_config",
     "monteclora_config",
 )
-"""Settings of an adapter_config.json with which an adapter computes something other than W +
-alpha/rank BA.
-"""
+"""Settings of adapter_config.json with which an adapter is no longer W + alpha/rank BA."""
 BASE_KEEPING = (True, False, "gaussian", "orthogonal", "eva")
 """Values of its init_lora_weights that leave the base model's weights as they are."""
 

@@ -214,9 +214,7 @@ class Storage:
     def read_object(
         self, shape: type[Shape], name: str, *, max_bytes: int = MAX_BYTES, step: int | None = None
     ) -> Shape | None:
-        """The JSON object in a file; None if there is none, or it is damaged. One of another step
-        than `step` is.
-        """
+        """A file's JSON object; None if it is missing, damaged, or of another step than `step`."""
         text = self.read(name, max_bytes)
         if text is None:
             return None

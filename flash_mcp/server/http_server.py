@@ -54,9 +54,7 @@ SHUTDOWN_S = 50
 
 
 class Gate:
-    """ASGI middleware that admits requests and makes their sender the caller. A refusal is a
-    FlashError.
-    """
+    """ASGI middleware: admits requests, and makes their sender the caller, or raises FlashError."""
 
     def __init__(
         self,
@@ -158,9 +156,7 @@ class Gate:
         return who
 
     def sign_in(self, token: str | None, code: str) -> str:
-        """A new page session, by a token's text or the code of `flash-mcp ui`.
-        FlashError(unauthenticated).
-        """
+        """A page session, by a token or the code of `flash-mcp ui`. FlashError(unauthenticated)."""
         digest = tokens.digest_of((token or "").strip())
         if token is None and self.on_loopback and self.sessions.takes_code(code):
             with acting_as(LOCAL):
@@ -229,9 +225,7 @@ class Rate:
 
 
 def _check_origin(request: Request) -> None:
-    """FlashError(host_refused) for what a page of another server sends, on another port of this
-    host too.
-    """
+    """FlashError(host_refused) for what a page of another server or port sends."""
     origin = request.headers.get("origin")
     host = request.headers.get("host", "")
     if origin and urlsplit(origin).netloc.lower() != host.lower():
@@ -368,9 +362,7 @@ def serve(
     limits: Limits = Limits(),  # noqa: B008  frozen
     code: str = "",
 ) -> None:
-    """Serve until SIGTERM or SIGINT; running calls then have SHUTDOWN_S to end. `code` is that of
-    `Sessions`.
-    """
+    """Serve until SIGTERM or SIGINT, and then for SHUTDOWN_S. `code` is that of `Sessions`."""
     hosts = [*names_of(host), *allow_hosts]
     gate = application(
         server,

@@ -219,9 +219,7 @@ async def _illustrated(
 
 
 def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
-    """A JSON schema that strict clients accept: no references, no generated titles, X for `X or
-    null`.
-    """
+    """A JSON schema for strict clients: no references or made titles, X for `X or null`."""
     if isinstance(schema, list):
         return [plain(item, definitions) for item in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
@@ -280,9 +278,7 @@ def _words_of(name: str, error: ToolError) -> str:
 
 
 async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
-    """Handle each message as its own sender: a session's task has the context of the client that
-    opened the session.
-    """
+    """Handle each message as its sender: a session's task has the context of who opened it."""
     state = getattr(ctx.request, "state", None)
     with acting_as(getattr(state, "caller", caller())):
         return await call_next(ctx)

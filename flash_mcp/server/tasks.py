@@ -50,9 +50,7 @@ POLL_INTERVAL_MS = 5_000
 
 @dataclass(frozen=True)
 class Job:
-    """The state of a task. `created` and `updated` are Unix seconds; `result` is set once the task
-    is completed.
-    """
+    """The state of a task, with Unix seconds; `result` is set once it is completed."""
 
     status: Literal["working", "completed", "cancelled"]
     created: float

@@ -40,9 +40,7 @@ ENCODED = JSON_COLUMNS | NAMES
 
 
 class Connection:
-    """The database at BASE/flash.db, created and migrated if needed. Each thread has its own
-    connection.
-    """
+    """The database BASE/flash.db, made and migrated if needed; each thread has a connection."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -82,9 +80,7 @@ class Connection:
 
     @property
     def _db(self) -> Database:
-        """This thread's connection: with all rows for the local owner, with their own rows for
-        other callers.
-        """
+        """This thread's connection: to all rows for the local owner, to their own for others."""
         kind = "all" if caller().is_local else "own"
         db: Database | None = getattr(self._local, kind, None)
         if db is None:

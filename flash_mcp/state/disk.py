@@ -56,9 +56,7 @@ def spend_reserve(base: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files below `folder`, or of a file; 0 if there is none. Files may vanish
-    meanwhile.
-    """
+    """Bytes of a file or of all files below a folder; 0 if there is none. Files may vanish."""
     if folder.is_file():
         return folder.stat().st_size
     return sum(_sizes(folder))

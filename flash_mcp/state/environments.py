@@ -42,9 +42,7 @@ class EnvironmentTable(Connection):
         return row
 
     def publish(self, stage: Stage, data: Json | None = None) -> tuple[EnvironmentVersion, Version]:
-        """Row and files of a version together: a refused row leaves no files. Raises as
-        `add_environment` does.
-        """
+        """Row and files together: a refused row leaves no files. Raises as `add_environment`."""
         path, size = str(stage.parent / stage.digest), stage.size_bytes
         with self.transaction():
             row = self.add_environment(
@@ -71,9 +69,7 @@ class EnvironmentTable(Connection):
         unfinished: Sequence[str] = (),
         accepted: Sequence[str] = (),
     ) -> None:
-        """Keep what env_test found of the files with this digest, in place of what it found
-        before.
-        """
+        """Keep what env_test found of the files with this digest, in place of what it kept."""
         row = {"owner": caller().owner, "digest": digest, "args": _text(args)}
         names = {"failed": failed, "unfinished": unfinished, "accepted": accepted}
         data = {name: list(checks) for name, checks in names.items() if checks}

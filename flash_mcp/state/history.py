@@ -96,17 +96,13 @@ class HistoryTables(RunTable):
         return max(0, run.step - self.column(sql, [run.id])[0])
 
     def values(self, run_id: str, name: str) -> list[float]:
-        """One metric at each step that has it, in order. `name` is one of ours: a quotation mark
-        would end it.
-        """
+        """One metric at each step that has it, in order. A quotation mark would end `name`."""
         sql = """SELECT json_extract(metrics, ?) AS value FROM metrics
                  WHERE run_id = ? AND value IS NOT NULL ORDER BY step"""
         return self.column(sql, [f'$."{name}"', run_id])
 
     def usual_start_s(self, run: Run) -> float | None:
-        """Seconds that the newest other run of the same model and algorithm needed until its first
-        step began.
-        """
+        """Seconds until the first step of the newest other run of the same model and algorithm."""
         sql = """SELECT m.time - r.started - coalesce(json_extract(metrics, '$."time/step_s"'), 0)
                  AS seconds FROM metrics m JOIN runs r ON r.id = m.run_id
                  WHERE m.step = 1 AND m.epoch = 1 AND r.id != ? AND r.model = ? AND r.algorithm = ?
@@ -118,9 +114,7 @@ class HistoryTables(RunTable):
         return None
 
     def series(self, run_id: str, name: str, points: int = 64) -> list[tuple[int, float]]:
-        """One metric over the run as at most `points` (first step, mean) of equal stretches; nulls
-        are left out.
-        """
+        """(first step, mean) of one metric over at most `points` equal stretches, without nulls."""
         sql = """
             SELECT min(step) AS step, avg(value) AS mean FROM (
                 SELECT step, value, ntile(?) OVER (ORDER BY step) AS stretch FROM (
@@ -196,9 +190,7 @@ class HistoryTables(RunTable):
         return self.records(Event, sql, [run_id, *kinds, limit])[::-1]
 
     def model_commit(self, run_id: str) -> str | None:
-        """The hub's commit of the run's base model; None before it was fetched, and for a model of
-        another kind.
-        """
+        """The hub's commit of the run's base model; None before its fetch, and for other models."""
         for event in self.events(run_id, 1, ["model"]):
             return event.data.get("commit")
         return None
@@ -223,9 +215,7 @@ class HistoryTables(RunTable):
         raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
 
     def _is_stale(self, table: str, run_id: str, row: Mapping[str, Any]) -> bool:
-        """Whether a newer attempt reported that step: an attempt that was replaced, and woke,
-        changes nothing.
-        """
+        """Whether a newer attempt reported that step: one that was replaced changes nothing."""
         sql = f"SELECT 1 FROM {table} WHERE run_id = ? AND step = ? AND epoch > ?"
         return bool(self.query(sql, [run_id, row["step"], row["epoch"]]))
 
@@ -287,9 +277,7 @@ class HistoryTables(RunTable):
         self._put("checkpoints", {"run_id": run_id, **fields, "path": path})
 
     def change_mark(self, run_id: str | None = None) -> Json:
-        """A value that differs once something about a run changed, or about any of the newest
-        runs and the deployments.
-        """
+        """A value that differs once the run changed, or any of the newest runs and deployments."""
         runs = "SELECT * FROM runs ORDER BY created DESC, id DESC LIMIT 50"
         values: list[str] = []
         if run_id:

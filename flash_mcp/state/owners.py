@@ -16,9 +16,7 @@ from environments.settings import LOCAL_OWNER
 from flash_mcp.protocol.errors import FlashError
 
 Access = Literal["write", "read", "metrics"]
-"""write: every tool. read: those that change nothing. metrics: GET /metrics alone, for the whole
-machine.
-"""
+"""write: every tool. read: those that change nothing. metrics: GET /metrics of the machine."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class Caller:
 
 LOCAL = Caller(LOCAL_OWNER, secrets=None)
 NOBODY = Caller("", access="metrics")
-"""Owns nothing. The server sets it before it identifies the caller, so that a request without a
-caller sees nothing.
-"""
+"""Owns nothing: the caller until the server has identified the request's own."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 

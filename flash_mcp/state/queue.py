@@ -319,9 +319,7 @@ def claim_server(store: Store, target: str) -> Run | None:
 
 
 def queued_ahead(store: Store, run: Run) -> int | None:
-    """How many queued runs of its target, of all owners, are to start before it; None if it is not
-    queued.
-    """
+    """How many queued runs of its target, of all owners, start before it; None if not queued."""
     values = [time.time(), LATELY_S, run.target]
     order = store.query(FAIR_ORDER.format(waiting=ALL_QUEUED), values)
     for position, row in enumerate(order):
@@ -345,9 +343,7 @@ def record_handle(store: Store, run_id: str, attempt: int, handle: str) -> bool:
 
 
 def record_wait(store: Store, run_id: str, attempt: int, reason: str | None) -> bool:
-    """Store why the attempt waits for a machine, or cannot be looked after; None once it has one
-    and can.
-    """
+    """Store why the attempt waits for a machine or cannot be looked after; None once it can."""
     states = ("starting", "running")
     return _update(store, "pending_reason = ?", [reason], run_id, attempt, states)
 
@@ -523,9 +519,7 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
 def _check_still_there(
     store: Store, environment: EnvironmentVersion, adapter: Json | None, dataset: Json | None
 ) -> None:
-    """Loading an environment takes seconds. Meanwhile its files, or the run's adapter or dataset,
-    may have been removed.
-    """
+    """Files may have been removed meanwhile: loading an environment takes seconds."""
     made_from = [("unknown_environment", environment.reference, environment.path)]
     if adapter:
         made_from.append(("unknown_checkpoint", str(adapter["run_id"]), adapter["path"]))

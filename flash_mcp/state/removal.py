@@ -235,9 +235,7 @@ def _dataset(store: Store, result: _Version) -> _Found:
 
 
 def own(store: Store, folders: Iterable[Path]) -> list[Path]:
-    """Those that exist and lie in the state directory: whatever a row names, nothing else is
-    removed.
-    """
+    """Those that exist in the state directory: nothing else is removed, whatever a row names."""
     return [folder for folder in folders if folder.is_relative_to(store.base) and folder.exists()]
 
 

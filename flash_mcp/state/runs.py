@@ -142,9 +142,7 @@ class RunTable(Connection):
         return set(self.column(sql))
 
     def overlap(self, run: Run) -> Json | None:
-        """What the splits of a run's environment version share, as a run that trained on it
-        recorded; None: nothing.
-        """
+        """What the splits of a run's environment share, if a run that trained on it recorded it."""
         sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
                  AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
         row = self.first(sql, [run.environment, run.environment_digest])
@@ -163,9 +161,7 @@ class RunTable(Connection):
         return set(self.column(sql))
 
     def used_s_by_target(self, deployment_id: str | None = None) -> dict[str, float]:
-        """{target: seconds that runs and servers worked, times their GPUs}: all, or the servers of
-        a deployment.
-        """
+        """{target: seconds of GPUs} that all runs and servers worked, or one deployment's."""
         sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
                  FROM runs WHERE used_s > 0 AND (?1 IS NULL OR serves = ?1) GROUP BY target"""
         return dict(self.two_columns(sql, [deployment_id]))

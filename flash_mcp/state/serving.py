@@ -206,9 +206,7 @@ NOTHING_TO_END = "nothing has to be ended; catalog lists what is served"
 
 
 def find_deployment(store: Store, reference: str | None, *, to_end: bool = False) -> Deployment:
-    """By id or name; None is the only one there is. `to_end`: the caller wants it ended.
-    FlashError(unknown_deployment).
-    """
+    """By id or name; None: the only one. `to_end`: to end it. FlashError(unknown_deployment)."""
     live = store.deployments(LIVE_DEPLOYMENT)
     if reference is None:
         if len(live) == 1:

@@ -53,9 +53,7 @@ def create(
     expires_days: float | None = None,
     secret_names: Sequence[str] = (),
 ) -> tuple[Token, str]:
-    """A new token of `owner`, and its text, which cannot be shown again.
-    FlashError(invalid_argument).
-    """
+    """A new token and its text, which cannot be shown again. FlashError(invalid_argument)."""
     if not NAME.fullmatch(owner) or owner == LOCAL_OWNER:
         fix = f"an owner is {NAME_RULE}, and not {LOCAL_OWNER!r}, which is the machine's own user"
         raise FlashError("invalid_argument", f"a token cannot be for {owner!r:.100}", fix=fix)
@@ -83,9 +81,7 @@ def made(store: Store) -> list[Token]:
 
 
 def revoke(store: Store, reference: str) -> list[Token]:
-    """End a token by its id, or all of an owner by their name, at once.
-    FlashError(invalid_argument) if none is.
-    """
+    """End a token by its id, or all of an owner. FlashError(invalid_argument) if none is valid."""
     now = time.time()
     valid = "(id = ? OR owner = ?) AND revoked IS NULL AND (expires IS NULL OR expires > ?)"
     values = [reference, reference, now]

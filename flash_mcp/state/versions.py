@@ -54,9 +54,7 @@ SECRET_EXAMPLES = re.compile(r".+\.(example|sample|template|dist)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Version:
-    """A pushed environment. `created` is False where the same files had been pushed under that name
-    before.
-    """
+    """A pushed environment; `created` is False if that name had the same files before."""
 
     name: str
     digest: str
@@ -172,9 +170,7 @@ def digest_of(folder: Path) -> str:
 
 
 def keep_generated(folder: Path, texts: Mapping[str, str]) -> None:
-    """Keep generated tasks with the version in `folder` (environments.task_cache).
-    FlashError(disk_full).
-    """
+    """Keep generated tasks with a version (environments.task_cache). FlashError(disk_full)."""
     try:
         task_cache.keep(folder, texts)
     except OSError as error:
@@ -203,9 +199,7 @@ def _check_intact(target: Path, digest: str) -> None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Regular files below `folder`, sorted. Links are refused, not followed: a push holds what the
-    folder holds.
-    """
+    """Regular files below `folder`, sorted. Links are refused: a push holds what it holds."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):
@@ -253,9 +247,7 @@ def _check(files: Files) -> None:
 
 
 def check_path(path: str) -> None:
-    """FlashError(upload_invalid) for a path that would leave the folder, or that others could not
-    read or write.
-    """
+    """FlashError(upload_invalid) for a path that leaves the folder, or that others cannot use."""
     parts = path.split("/")
     if not path.isprintable() or "\\" in path or len(path.encode()) > MAX_PATH_BYTES:
         limit = f"more than {MAX_PATH_BYTES} bytes"

@@ -105,9 +105,7 @@ class Attempt:
     result_at: float | None = None
 
     def look(self, max_gap_s: float) -> None:
-        """Count the time since the last look, of a longer gap only `max_gap_s`: the supervisor, or
-        the machine, was stopped.
-        """
+        """Count the time since the last look, at most `max_gap_s`: this process may have slept."""
         now = time.monotonic()
         self.watched_s += min(now - self.looked_at, max_gap_s)
         self.looked_at = now

@@ -19,9 +19,7 @@ FILES_PER_COMMIT = 64  # few enough to let other writers in between
 
 
 class Reader:
-    """Reads a run folder into the store, each version of a file once. Reading it again changes
-    nothing.
-    """
+    """Reads a run folder into the store, each version of a file once; again changes nothing."""
 
     def __init__(
         self,

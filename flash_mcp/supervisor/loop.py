@@ -82,9 +82,7 @@ class Supervisor(RunReconciler):
             time.sleep(self.patience.poll_s)
 
     def _tick_unless_held_up(self) -> bool:
-        """As `tick`. A database that another program locks, or a full disk, is waited out: the
-        folders keep all.
-        """
+        """As `tick`, but waits out a locked database or a full disk: the folders keep all."""
         try:
             return self.tick()
         except FlashError as error:

@@ -54,9 +54,7 @@ class Maintenance:
         """Runs whose folders hold no optimizer's state any more."""
 
     def step(self) -> bool:
-        """Do what is due; whether more follows at once. FlashError where the engine or the storage
-        does not answer.
-        """
+        """Do what is due; whether more follows. FlashError if engine or storage does not answer."""
         if time.monotonic() >= self._jobs_at:
             self._jobs_at = time.monotonic() + JOBS_EVERY_S
             self._end_jobs()

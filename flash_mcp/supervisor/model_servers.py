@@ -51,9 +51,7 @@ LOG_TAIL_CHARACTERS = 1500
 
 
 def check_port(store: Store, run_id: str, port: int) -> None:
-    """FlashError(unknown_run | invalid_argument | port_taken) unless the run's base model can be
-    served on `port`.
-    """
+    """FlashError(unknown_run | invalid_argument | port_taken) unless `port` can serve the run."""
     model = served_model(store, store.run(run_id))
     server = Server.find(store.base, model)
     if server and server.is_alive():
@@ -76,9 +74,7 @@ def _port_taken(port: int) -> FlashError:
 
 
 class Deployments:
-    """Makes the servers follow the rows. `tick` returns at once: each base model is looked after on
-    a thread.
-    """
+    """Makes the servers follow the rows: a thread looks after each model, `tick` returns."""
 
     def __init__(self, store: Store, home: Path, *, command: Sequence[str] = SERVER) -> None:
         self.store, self.home, self.command = store, home, tuple(command)

@@ -499,9 +499,7 @@ class RunReconciler:
         step: int = 0,
         error: Json | None = None,
     ) -> None:
-        """Write the result in the worker's stead, as an owner of the folder's own: no attempt can
-        write any more.
-        """
+        """Write the result in the worker's stead, as a new owner: no attempt can write any more."""
         with self._despite_trouble(run):
             folder.create(self.target.job(run))
             writer = RunWriter(folder, folder.newest_epoch() + 1)
@@ -534,9 +532,7 @@ def is_of_the_machine(error: Exception) -> bool:
 
 
 def _memory_shortage(beat: Beat | None) -> str | None:
-    """What the last beat said, where so little memory was left that the kernel may have ended the
-    attempt.
-    """
+    """What the last beat said, if the kernel may have ended the attempt for lack of memory."""
     held, left = (beat or {}).get("held_bytes", 0), (beat or {}).get("available_bytes", 1)
     if left > SHORT_OF_MEMORY * (held + left):
         return None

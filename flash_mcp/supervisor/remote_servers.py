@@ -60,9 +60,7 @@ def keys_of(home: Path, run: Run) -> dict[str, str]:
 
 
 def server_here(home: Path, run: Run) -> Server:
-    """What is known here of a run's server, made where there is nothing: it has its keys before it
-    has an address.
-    """
+    """What is known here of a run's server, made if missing: keys come before an address."""
     folder = home / "servers" / run.id
     if server := Server.read(folder):
         return server

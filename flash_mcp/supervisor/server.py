@@ -141,9 +141,7 @@ class Server:
         return False
 
     def load(self, deployment_id: str, adapter: str) -> None:
-        """Load the adapter and have it say something. FlashError(deployment_failed) where it does
-        not.
-        """
+        """Load the adapter and let it answer once. FlashError(deployment_failed) if it does not."""
         adapters = [entry["id"] for entry in self.call("/models").json()["data"]]
         requests: dict[str, Json] = {}
         if deployment_id not in adapters:

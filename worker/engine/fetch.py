@@ -188,9 +188,7 @@ def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
 
 
 def _from_hub(hub_id: str, revision: str | None, tell: Progress, has_gpu: bool) -> Path:
-    """The snapshot of a commit. Without one: the newest, or the one on this machine if the hub
-    cannot be reached.
-    """
+    """The snapshot of a commit; without one the newest, or this machine's without the hub."""
     import httpx  # noqa: PLC0415
     import huggingface_hub  # noqa: PLC0415  only with the training packages
     from huggingface_hub import errors as hub  # noqa: PLC0415

@@ -92,9 +92,7 @@ class LoraWorker(CPUWorker):
 
 
 def _groups(slots_N: Tensor) -> Groups:
-    """The rows of each adapter; a slot of -1 means no adapter. Adjacent rows are a slice, which
-    needs no copy.
-    """
+    """The rows of each adapter (-1: none). Adjacent rows are a slice, which needs no copy."""
     groups: list[tuple[int, slice | Tensor]] = []
     used: list[int] = cast(Any, slots_N).unique().tolist()
     for slot in used:
