@@ -48,7 +48,6 @@ FAULTS = {
         f"{TROUBLE}::test_a_cancelled_run",
         f"{TROUBLE}::test_a_pause",
         f"{TROUBLE}::test_a_supervisor_and_a_worker",
-        f"{MODELS}::test_a_clock",
     ],
     "the supervisor is stopped, hangs, or is of an older or newer version; the database is newer": [
         UNFIT,

@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for option in ("--model", "--port", "--max-lora-rank", "--tls"):
+    for option in ("--model", "--name", "--port", "--max-lora-rank", "--tls"):
         parser.add_argument(option)
     args = parser.parse_args()
     engine = subprocess.Popen(["/bin/sleep", "1000"])

@@ -1,8 +1,9 @@
-"""An attempt that serves a deployment on a node, instead of training.
+"""An attempt that serves deployments instead of training.
 
-It starts the model server (worker/engine/serve.py) and says in the run folder where it listens. The
-supervisor loads the adapter and looks after the server. If nothing is heard of the supervisor and
-of users for long, the server ends by itself: nodes cost money."""
+It starts the model server (worker/engine/serve.py) and says in the run folder where it listens: on
+a node with TLS, on the server's machine on a port of loopback that job.json names. The supervisor
+loads adapters and looks after the server. If a node hears nothing of the supervisor and of users
+for long, the server ends by itself: nodes cost money."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import datetime
 import ipaddress
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from environments.sandbox.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import Listening, free_port, trust
+from flash_mcp.protocol.listening import Listening, free_port, port_taken, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
@@ -41,7 +43,12 @@ LOOK_S = 10.0
 START_S = 1.0
 """Between two looks at a server that starts."""
 STOP_S = 10.0
-TAIL_LINES = 40
+TAIL_LINES = 2000
+LOG_TAIL_CHARACTERS = 1500
+NO_MEMORY = (
+    "out of memory|not enough memory|no available memory|available KV cache memory"
+    "|desired GPU memory|MemoryError"
+)
 COMMAND = ("-P", "-m", "worker.engine.serve")
 DAYS = 365
 
@@ -50,25 +57,30 @@ def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> 
     """Serve until the supervisor ends the attempt, or nobody wants anything any more.
 
     FlashError(deployment_failed, or what the server says) if it ends by itself."""
-    addresses = own_addresses()
-    certificate = make_certificate(scratch, addresses)
-    port = free_port("0.0.0.0")
+    own_port: int | None = job["serve"].get("port")
+    addresses, certificate, scheme = ["127.0.0.1"], "", "http"
+    port = own_port or free_port("0.0.0.0")
+    if own_port is None:
+        addresses, scheme = own_addresses(), "https"
+        certificate = make_certificate(scratch, addresses)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at the server
     heartbeat.enter("serve")
     child = _start(job, port, scratch)
     try:
         client = httpx.Client(
-            base_url=f"https://127.0.0.1:{port}",
+            base_url=f"{scheme}://127.0.0.1:{port}",
             headers={"Authorization": f"Bearer {os.environ['VLLM_API_KEY']}"},
-            verify=trust(certificate),
+            verify=trust(certificate) if certificate else True,
             trust_env=False,
         )
         with client:
-            while not _answers(client):
+            while not (certificate or child.has(port)) or not _answers(client):
                 child.check()
                 _pause(heartbeat, START_S)
-            listening = Listening(addresses, port, certificate, job["init_adapter"]["path"])
+            adapter = job["init_adapter"]["path"] if certificate else ""
+            listening = Listening(addresses, port, certificate, adapter)
             writer.listens(listening.signed(os.environ["FLASH_ADMIN_KEY"]))
-            while not _is_alone(client):
+            while not certificate or not _is_alone(client):
                 child.check()
                 if _answers(client):
                     heartbeat.advance()
@@ -81,8 +93,9 @@ def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> 
 class _Child:
     """The server's process; its output goes into this process's own."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], port: int) -> None:
         parent = os.getpid()
+        self.port = port
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -113,13 +126,17 @@ class _Child:
         if code is None:
             return
         self._copier.join(STOP_S)
-        wrote = "".join(self.tail)
-        response = None if self.has_started else told_error(wrote)
-        if response:
-            raise response
-        what = f"the model server ended with exit code {code}"
-        fix = "read what it wrote, mend the cause and call deploy again"
-        raise FlashError("deployment_failed", what, fix=fix, wrote=wrote[-1500:])
+        raise explained("".join(self.tail), self.port, has_started=self.has_started)
+
+    def has(self, port: int) -> bool:
+        """Whether it listens on the port. Until it does, any local user may listen there: nobody
+        else must be sent a key.
+        """
+        with suppress(psutil.Error):
+            for connection in psutil.Process(self.process.pid).net_connections("tcp"):
+                if (connection.status, connection.laddr[1:]) == (psutil.CONN_LISTEN, (port,)):
+                    return True
+        return False
 
     def stop(self) -> None:
         """It ends its engine; what is left of both is killed."""
@@ -134,12 +151,37 @@ class _Child:
                 item.kill()
 
 
+def explained(text: str, port: int, *, has_started: bool) -> FlashError:
+    """Why the server ended, from its log: its own FlashError, a known cause, or the first exception
+    that it names. The log is foreign text: it holds requests, and what chat templates raise.
+    """
+    response = None if has_started else told_error(text)
+    if response:
+        return response
+    tail = text[-LOG_TAIL_CHARACTERS:]
+    # What ends a server that has answered stands at the end: before are requests, whoever's.
+    if has_started:
+        text = tail
+    if re.search(r"address already in use", text, re.IGNORECASE):
+        return port_taken(port)
+    # vLLM quotes some in its warnings.
+    cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)
+    what = "the server ended" if cause else "the server ended: its log does not say why"
+    wrote = f"{cause[0][:400] if cause else ''}\nThe end of its log:\n{tail}"
+    code, fix = "deployment_failed", "read the log, correct the cause and call deploy again"
+    if re.search(NO_MEMORY, text, re.IGNORECASE):
+        others = "wait for the run that trains on this machine, or undeploy another model"
+        code, fix = "out_of_memory", f"{others}, and call deploy again"
+    return FlashError(code, what, fix=fix, wrote=wrote)
+
+
 def _start(job: Json, port: int, scratch: Path) -> _Child:
     command = [sys.executable, *COMMAND, "--model", job["model"], "--port", str(port)]
     request = job["serve"]
     command += ["--max-lora-rank", str(request["rank"]), "--name", request["name"]]
-    command += ["--tls", str(scratch)]
-    return _Child(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)})
+    if "port" not in request:
+        command += ["--tls", str(scratch)]
+    return _Child(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)}, port)
 
 
 def _answers(client: httpx.Client) -> bool:

@@ -235,7 +235,8 @@ class Checkpoints:
         self._storage.remove("checkpoints", str(step))
 
     def drop_optimizers(self) -> int:
-        """Delete the optimizer's state of every checkpoint; the bytes that it took."""
+        """Delete the optimizer's state of every checkpoint, which can still be served and trained
+        from; the bytes that it took."""
         sizes = self._storage.sizes("checkpoints")
         states = [name for name in sizes if name.endswith(f"/{OPTIMIZER}")]
         self._storage.remove_files(states)

@@ -1,6 +1,6 @@
-"""Where the model server of a deployment on a target listens, as its node says.
+"""Where a model server listens, as its attempt says.
 
-It listens on all addresses of its node, with TLS. Its certificate is its own, made anew for each
+On a node it listens on all addresses, with TLS. Its certificate is its own, made anew for each
 start, and is the only one that is accepted: whoever else listens there learns no key. The code
 (HMAC) by the supervisor's key shows that nobody else wrote what is said here."""
 
@@ -26,7 +26,7 @@ class Listening:
     certificate: str
     """In PEM."""
     adapter: str
-    """The adapter's folder on the node."""
+    """The adapter's folder on the node; empty on the server's machine."""
 
     def signed(self, key: str) -> Json:
         return {**asdict(self), "mac": self._code(key)}
@@ -52,6 +52,11 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def port_taken(port: int) -> FlashError:
+    fix = "choose another port, or leave port out for a free one"
+    return FlashError("port_taken", f"port {port} cannot be listened on", port=port, fix=fix)
 
 
 def trust(certificate: str) -> ssl.SSLContext:

@@ -73,7 +73,5 @@ POLICY_PREFIX = "flash-policy-"
 
 
 def scratch_prefix(folder: str) -> str:
-    """How the temporary folders of a run's attempts begin; `folder` is its run folder. Those of
-    model servers, if it is the folder `servers`.
-    """
+    """How the temporary folders of a run's attempts begin; `folder` is its run folder."""
     return f"flash-{hashlib.sha256(folder.encode()).hexdigest()[:12]}-"

@@ -50,7 +50,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Record):
-    """A run of training, an evaluation, or the model server of a deployment on a target."""
+    """A run of training, an evaluation, or the model server of deployments."""
 
     id: str
     owner: str
@@ -280,6 +280,11 @@ class Evaluation(Record):
     words of the environment."""
 
     @property
+    def can_be_judged(self) -> bool:
+        """Whether environment code did not fail all attempts."""
+        return bool(self.summary["n"])
+
+    @property
     def constant_name(self) -> str:
         """It in a sentence of ours."""
         if COPY.fullmatch(self.constant or ""):
@@ -381,13 +386,12 @@ class Deployment(Record):
     state: DeploymentState
     error: Json | None
     base_url: str | None
-    pid: int | None
     created: float
     updated: float
     target: str = LOCAL_TARGET
     """Where its server runs."""
     server_run: str | None = None
-    """The run of its server, on a target."""
+    """The run of its server. On this machine, deployments of a model share it."""
     server_attempt: int | None = None
     """The attempt of that run which answers."""
     lora_rank: int = 0

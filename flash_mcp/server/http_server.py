@@ -278,11 +278,11 @@ async def metrics(request: Request) -> Response:
 def _counts() -> str:
     store = open_store()
     lines: list[str] = []
-    for table in ("runs", "deployments"):
+    deployments = Counter(row.state for row in store.deployments())
+    for table, counts in (("runs", store.run_counts()), ("deployments", deployments)):
         lines.append(f"# TYPE flash_{table} gauge")
-        query = f"SELECT state, count(*) AS n FROM {table} GROUP BY state ORDER BY state"
-        for row in store.query(query):
-            lines.append(f'flash_{table}{{state="{row["state"]}"}} {row["n"]}')
+        for state, count in sorted(counts.items()):
+            lines.append(f'flash_{table}{{state="{state}"}} {count}')
     query = "SELECT count(*) AS versions, coalesce(sum(size_bytes), 0) AS bytes FROM environments"
     stored = store.query(query)[0]
     for name in ("versions", "bytes"):

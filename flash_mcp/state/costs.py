@@ -13,6 +13,7 @@ from environments.settings import CostSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
+from flash_mcp.state.runs import COUNTED
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import FILE, find_target
 
@@ -87,9 +88,9 @@ def over_limit(store: Store) -> set[str]:
     limit = price_of_hour(store.base).owner_per_day
     if not limit:
         return set()
-    sql = """SELECT owner, target,
+    sql = f"""SELECT owner, target,
              sum(min(used_s, ?1) * coalesce(json_extract(spec, '$.gpus'), 1)) AS seconds
-             FROM main.runs WHERE used_s > 0 AND (ended IS NULL OR ended > ?2)
+             FROM main.runs WHERE {COUNTED} AND (ended IS NULL OR ended > ?2)
              GROUP BY owner, target"""
     spent: dict[str, float] = {}
     for row in store.query(sql, [DAY_S, time.time() - DAY_S]):

@@ -19,7 +19,7 @@ class DeploymentTable(Connection):
     def add_deployment(self, row: Mapping[str, Any]) -> Deployment:
         """`row` holds id, owner, name and model at least; state is starting unless given."""
         now = time.time()
-        blank = dict.fromkeys(("run_id", "step", "adapter_path", "error", "base_url", "pid"))
+        blank = dict.fromkeys(("run_id", "step", "adapter_path", "error", "base_url"))
         self.insert(
             "deployments",
             {**blank, "state": "starting", "created": now, "updated": now, **row},
@@ -44,6 +44,13 @@ class DeploymentTable(Connection):
             deployment_id=deployment_id,
             fix=f"use one of: {', '.join(live)}" if live else DEPLOYS,
         )
+
+    def pending_reason(self, row: Deployment) -> str | None:
+        """What the server of a deployment waits for, if the caller sees its run."""
+        if row.state != "starting" or row.server_run is None:
+            return None
+        sql = "SELECT pending_reason FROM runs WHERE id = ?"
+        return next(iter(self.column(sql, [row.server_run])), None)
 
     def update_deployment(
         self, deployment_id: str, *, expected_states: Sequence[str] = (), **values: Any

@@ -322,7 +322,7 @@ class HistoryTables(RunTable):
         """(success at the first evaluation, at the last) of each example that environment code
         failed at neither; none if their files were lost.
         """
-        steps = [row.step for row in evaluations if row.summary["n"]]
+        steps = [row.step for row in evaluations if row.can_be_judged]
         if len(steps) < 2:
             return []
         sql = """SELECT a.success * 1.0, b.success * 1.0 FROM rollouts a JOIN rollouts b

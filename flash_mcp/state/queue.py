@@ -46,6 +46,9 @@ Loss = Literal["attempt", "preemption", "nothing"]
 """What a lost attempt counts as."""
 MAX_PREEMPTIONS = 50
 """A run that its engine has ended more often fails."""
+SERVER_START_S = 1800.0
+"""A model server that makes no progress for so long is replaced: the model may have to be fetched
+first."""
 SERVER_ATTEMPTS = 2
 """A model server that is lost again soon after it was replaced fails."""
 MAX_DELAY_S = 60.0
@@ -129,24 +132,28 @@ def enqueue(
 
 
 def enqueue_server(
-    store: Store, deployment_id: str, of: Run, *, adapter_path: str, target: str, **spec: Any
+    store: Store, serves: str, deployment: Mapping[str, Any], *, gpus: int = 1, **lineage: Any
 ) -> str:
-    """Add the run that serves a deployment on a target; its id. The caller is in the transaction
-    that writes the deployment. FlashError(unknown_target | targets_invalid).
-    """
+    """Add the run of a model server that a deployment needs; its id. `serves` is the deployment, or
+    the model on this machine, where deployments share a server. The caller is in the transaction
+    that writes the deployment. FlashError(unknown_target | targets_invalid)."""
     run_id, now = new_id(store, "srv"), time.time()
+    target = deployment["target"]
+    spec: Json = {"environment": "", "target": target, "secrets": [], "gpus": gpus}
+    spec |= {"model": deployment["model"], "lora_rank": deployment["lora_rank"]}
+    spec |= {"stall_timeout_s": SERVER_START_S, "max_attempts": SERVER_ATTEMPTS}
     store.insert(
         "runs",
         {
             "id": run_id,
-            "owner": of.owner,
+            "owner": deployment["owner"],
             "state": "queued",
             "algorithm": "serve",
-            "model": spec["model"],
-            "spec": {"environment": "", "target": target, "secrets": [], **spec},
-            "serves": deployment_id,
-            "init_adapter": {"path": adapter_path},
-            "lineage": {"code": code_version()},
+            "model": deployment["model"],
+            "spec": spec,
+            "serves": serves,
+            "init_adapter": {"path": deployment["adapter_path"]},
+            "lineage": {"code": code_version(), **lineage},
             "folder": _folder(store, target, run_id),
             "target": target,
             "max_attempts": SERVER_ATTEMPTS,
@@ -192,12 +199,15 @@ def _commit_before(store: Store, spec: Json, init_adapter: Json | None) -> str |
 def job(run: Run) -> Json:
     """The contents of a run's job.json."""
     if run.serves:
+        serve: Json = {"rank": run.training.lora_rank, "name": run.model}
+        if "port" in run.lineage:
+            serve["port"] = run.lineage["port"]
         return {
             "run_id": run.id,
             "model": run.model,
             "spec": {},
             "init_adapter": run.init_adapter,
-            "serve": {"rank": run.training.lora_rank, "name": run.model},
+            "serve": serve,
         }
     return {
         "run_id": run.id,
@@ -304,10 +314,13 @@ def claim(
 
 
 def claim_server(store: Store, target: str) -> Run | None:
-    """As `claim`, for the model servers of deployments: they take no slots, as they do not end."""
+    """As `claim`, for the model servers of deployments: they take no slots, as they do not end. One
+    whose predecessor still ends waits: both would take its memory."""
     now = time.time()
     sql = """SELECT id FROM main.runs WHERE state = 'queued' AND target = ?2
              AND serves IS NOT NULL AND (not_before <= ?1 OR not_before > ?3)
+             AND NOT EXISTS (SELECT 1 FROM main.runs AS other WHERE other.serves = runs.serves
+                             AND other.state IN ('starting', 'running'))
              ORDER BY created, id LIMIT 1"""
     # Only looked for as a rule: a transaction would keep other writers waiting at every look.
     if not (rows := store.query(sql, [now, target, now + MAX_DELAY_S])):

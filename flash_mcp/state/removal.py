@@ -100,7 +100,7 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
             # The rows first: one that stays would name files that are gone.
             move_away(store, result.folders)
             if result.on_target:
-                add_removed(store, result.on_target.folder, result.on_target.target)
+                add_removed(store, result.on_target)
     if not dry_run:
         empty_away(store)
         if stored:

@@ -7,43 +7,39 @@ thought to be gone may have written an object since."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.store import Store
 
 AGAIN_AFTER_S = (3600.0, 86_400.0)
 """From each look at a removed folder to the next one."""
 
 
-@dataclass(frozen=True)
-class RemovedFolder:
-    """A folder whose run was removed, and how often it was deleted."""
-
-    place: str
-    looks: int
-
-
-def add_removed(store: Store, place: str, target: str) -> None:
-    """Name a folder. For a run's, the caller is in the transaction that removes the run."""
+def add_removed(store: Store, run: Run) -> None:
+    """Name the folder of a run that is removed, or of a server that ended, if a target has it. For
+    a run's, the caller is in the transaction that removes the run."""
+    if run.target == LOCAL_TARGET:
+        return
     columns = "(place, target, looks, due)"
     sql = f"INSERT OR REPLACE INTO main.removed_folders {columns} VALUES (?, ?, 0, ?)"
-    store.execute(sql, [place, target, time.time()])
+    store.execute(sql, [run.folder, run.target, time.time()])
 
 
-def due_folders(store: Store, target: str) -> list[RemovedFolder]:
-    """Those of the target that are to be deleted now, the longest due first."""
+def due_folders(store: Store, target: str) -> list[tuple[str, int]]:
+    """(place, times deleted before) of the target's that are to be deleted now, the longest due
+    first."""
     sql = "SELECT place, looks FROM removed_folders WHERE target = ? AND due <= ? ORDER BY due"
-    return [RemovedFolder(**row) for row in store.query(sql, [target, time.time()])]
+    return store.two_columns(sql, [target, time.time()])
 
 
-def was_deleted(store: Store, folder: RemovedFolder) -> None:
+def was_deleted(store: Store, place: str, looks: int) -> None:
     """Look at the folder again later, or forget it after the last look."""
-    if folder.looks == len(AGAIN_AFTER_S):
-        store.execute("DELETE FROM main.removed_folders WHERE place = ?", [folder.place])
+    if looks == len(AGAIN_AFTER_S):
+        store.execute("DELETE FROM main.removed_folders WHERE place = ?", [place])
         return
     sql = "UPDATE main.removed_folders SET looks = looks + 1, due = ? WHERE place = ?"
-    due = time.time() + AGAIN_AFTER_S[folder.looks]
-    store.execute(sql, [due, folder.place])
+    store.execute(sql, [time.time() + AGAIN_AFTER_S[looks], place])
 
 
 def targets_to_clear(store: Store) -> set[str]:

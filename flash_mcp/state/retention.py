@@ -15,6 +15,7 @@ from flash_mcp.protocol.paths import (
     datasets_dir,
     environments_dir,
     exports_dir,
+    runs_dir,
     scratch_prefix,
 )
 from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Evaluation, Run
@@ -70,11 +71,10 @@ def _candidates(store: Store) -> Iterator[Path]:
                 yield path
         yield from temporary.glob(f"{scratch_prefix(run.folder)}*")
     yield from temporary.glob(f"{POLICY_PREFIX}*")
-    servers = store.base / "servers"
-    named = "".join(file.read_text(errors="replace") for file in servers.glob("*/server.json"))
-    for path in temporary.glob(f"{scratch_prefix(str(servers))}*"):
-        if path.name not in named:  # a running server does not touch its own
-            yield path
+    for folder in runs_dir(store.base).glob("srv-*"):  # a model server beats in its own
+        if time.time() - folder.stat().st_mtime > LEFTOVER_S:
+            yield from temporary.glob(f"{scratch_prefix(str(folder))}*")
+            yield folder
 
 
 def delete(path: Path) -> None:
@@ -150,13 +150,6 @@ def _is_named(store: Store, checkpoint: Checkpoint) -> bool:
     return any(adapter.get("path") == checkpoint.path for adapter in rows)
 
 
-def drop_optimizers(run: Run) -> int:
-    """Delete the optimizer's state of a run that ended; the bytes that it took. Its checkpoints can
-    still be served and trained from.
-    """
-    return folder_of(run).checkpoints.drop_optimizers()
-
-
 # -- the files of old runs -------------------------------------------------------------------------
 
 
@@ -199,8 +192,7 @@ def drop_files(store: Store, run_id: str, why: str) -> bool:
         store.execute("DELETE FROM main.checkpoints WHERE run_id = ?", [run_id])
         event = {"time": now, "epoch": run.attempt, "kind": "warning", "message": why}
         store.put_event(run_id, "files-removed", event)
-        if run.target != LOCAL_TARGET:
-            add_removed(store, run.folder, run.target)
+        add_removed(store, run)
         move_away(store, run_folders(store, run))
     empty_away(store)
     return True

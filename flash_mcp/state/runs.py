@@ -18,6 +18,9 @@ RECENT_S = 7 * 86_400.0
 REMOTE_PATIENCE_S = 5.0
 """How long the control plane retries while a store elsewhere does not answer."""
 
+COUNTED = f"used_s > 0 AND (serves IS NULL OR target <> '{LOCAL_TARGET}')"
+"""Runs whose hours count: a model server of this machine shares it with all that runs here."""
+
 
 def folder_of(run: Run) -> RunFolder:
     """The run's folder, for the control plane: it waits for no store for long."""
@@ -160,10 +163,21 @@ class RunTable(Connection):
             WHERE state = 'starting' AND pending_reason <> ''"""
         return set(self.column(sql))
 
+    def active_servers(self) -> list[Run]:
+        """Model servers that have not ended, and that nobody ends."""
+        sql = f"""SELECT * FROM runs WHERE serves IS NOT NULL AND cancel_requested IS NULL
+                  AND state IN ({marks(ACTIVE)})"""
+        return self.records(Run, sql, ACTIVE)
+
+    def shared_server(self, model: str) -> Run | None:
+        """The one that all deployments of a model on this machine share."""
+        shared = [run for run in self.active_servers() if run.serves == model]
+        return max(shared, key=lambda run: run.created, default=None)
+
     def used_s_by_target(self, deployment_id: str | None = None) -> dict[str, float]:
         """{target: seconds of GPUs} that all runs and servers worked, or one deployment's."""
-        sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
-                 FROM runs WHERE used_s > 0 AND (?1 IS NULL OR serves = ?1) GROUP BY target"""
+        sql = f"""SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
+                 FROM runs WHERE {COUNTED} AND (?1 IS NULL OR serves = ?1) GROUP BY target"""
         return dict(self.two_columns(sql, [deployment_id]))
 
     def ledger(self, by: Literal["day", "name"]) -> list[Json]:

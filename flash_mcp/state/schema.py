@@ -108,7 +108,7 @@ CREATE TABLE gates (
 CREATE TABLE deployments (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL DEFAULT '{LOCAL_OWNER}', name TEXT NOT NULL,
     model TEXT NOT NULL, run_id TEXT, step INTEGER, adapter_path TEXT, state TEXT NOT NULL,
-    error TEXT, base_url TEXT, pid INTEGER,
+    error TEXT, base_url TEXT,
     target TEXT NOT NULL DEFAULT '{LOCAL_TARGET}', server_run TEXT, server_attempt INTEGER,
     lora_rank INTEGER NOT NULL DEFAULT 0, thinking INTEGER NOT NULL DEFAULT 0,
     port INTEGER, idle_minutes REAL, record INTEGER NOT NULL DEFAULT 0,

@@ -24,9 +24,6 @@ from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
 
-START_TIMEOUT_S = 1800.0
-"""A server on a node that makes no progress for so long is replaced: the model may have to be
-fetched first."""
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
@@ -52,7 +49,10 @@ def request(
     run = store.run(run_id)
     folder = folder_of(run)
     step = _good_step(folder, run, step)
-    name = _free_name(name) or f"{run_id}-{step}"
+    if name and is_named(name):
+        what = f"{name!r} is a base model's name"
+        raise FlashError("invalid_argument", what, name=name, fix="choose another name")
+    name = name or f"{run_id}-{step}"
     deployment_id = _deployment_id(run_id, step, name)
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
@@ -85,18 +85,10 @@ def request(
     with store.transaction():
         if not adapter.exists():
             raise _removed(run_id, step)
-        values["server_run"] = values["server_attempt"] = None
+        values["server_run"] = values["server_attempt"] = None  # the supervisor finds one here
         if elsewhere:
-            values["server_run"] = _queued_server(store, deployment_id, run, values, gpus)
+            values["server_run"] = queue.enqueue_server(store, deployment_id, values, gpus=gpus)
         return _stored(store, deployment_id, values)
-
-
-def _free_name(name: str | None) -> str | None:
-    """FlashError(invalid_argument) for the name of a base model."""
-    if name and is_named(name):
-        what = f"{name!r} is a base model's name"
-        raise FlashError("invalid_argument", what, name=name, fix="choose another name")
-    return name
 
 
 def _removed(run_id: str, step: int) -> FlashError:
@@ -105,19 +97,11 @@ def _removed(run_id: str, step: int) -> FlashError:
     return FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
 
 
-def _queued_server(store: Store, deployment_id: str, run: Run, values: Json, gpus: int) -> str:
-    """Queue the run of a server on a target; its id."""
-    spec: Json = {"model": values["model"], "lora_rank": values["lora_rank"], "gpus": gpus}
-    spec |= {"stall_timeout_s": START_TIMEOUT_S, "max_attempts": queue.SERVER_ATTEMPTS}
-    place: Json = {"adapter_path": values["adapter_path"], "target": values["target"]}
-    return queue.enqueue_server(store, deployment_id, run, **place, **spec)
-
-
 def _stored(store: Store, deployment_id: str, values: Json) -> Deployment:
     """A new row, or the earlier one of this id made to start again."""
     if not any(row.id == deployment_id for row in store.deployments()):
         return store.add_deployment({"id": deployment_id, **values})
-    blank: Json = {"error": None, "base_url": None, "pid": None, "created": time.time()}
+    blank: Json = {"error": None, "base_url": None, "created": time.time()}
     store.update_deployment(deployment_id, state="starting", **values, **blank)
     return store.deployment(deployment_id)
 

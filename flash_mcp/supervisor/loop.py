@@ -34,8 +34,7 @@ from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import LocalTarget, open_target
 
 if TYPE_CHECKING:
-    from flash_mcp.supervisor.model_servers import Deployments
-    from flash_mcp.supervisor.remote_servers import RemoteServers
+    from flash_mcp.supervisor.model_servers import ModelServers
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Supervisor(RunReconciler):
         self._open_target = open_target
         poll_s = self.patience.remote_poll_s
         self._remote = RemoteTargets(self.store, self._reconciler_of, poll_s)
-        self._serving: tuple[Deployments, RemoteServers] | None = None
+        self._servers: ModelServers | None = None
         self._clear_at = time.monotonic()
 
     def run(self) -> None:
@@ -120,21 +119,17 @@ class Supervisor(RunReconciler):
     def _serve(self) -> bool:
         """Look after deployments; whether there are any."""
         live = bool(self.store.deployments(LIVE_DEPLOYMENT))
-        if not live and self._serving is None:
+        if not live and not self.store.active_servers():
             return False
         try:
-            if self._serving is None:  # imported only if there is something to serve
-                from flash_mcp.supervisor.model_servers import Deployments  # noqa: PLC0415
-                from flash_mcp.supervisor.remote_servers import RemoteServers  # noqa: PLC0415
+            if self._servers is None:  # imported only if there is something to serve
+                from flash_mcp.supervisor.model_servers import ModelServers  # noqa: PLC0415
 
-                deployments = Deployments(self.store, self.base)
-                self._serving = (deployments, RemoteServers(self.store, self.base))
-            for entry in self._serving:
-                entry.tick()
-            return live or any(item.busy() for item in self._serving)
+                self._servers = ModelServers(self.store, self.base)
+            self._servers.tick()
         except Exception:
             log.exception("trouble with deployments")
-            return live
+        return live
 
 
 # -- one per state directory -----------------------------------------------------------------------

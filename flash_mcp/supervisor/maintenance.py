@@ -20,7 +20,7 @@ from flash_mcp.state import retention
 from flash_mcp.state.disk import keep_reserve, size_of
 from flash_mcp.state.removal import exports_of
 from flash_mcp.state.removed_folders import due_folders, was_deleted
-from flash_mcp.state.retention import delete, drop_files, drop_optimizers, leftovers
+from flash_mcp.state.retention import delete, drop_files, leftovers
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.base import Target
@@ -80,11 +80,11 @@ class Maintenance:
             self.target.launcher.cancel(handle)
 
     def _delete_folders(self) -> None:
-        for folder in due_folders(self.store, self.target.name)[:MAX_FOLDERS]:
+        for place, looks in due_folders(self.store, self.target.name)[:MAX_FOLDERS]:
             patience_s = self.target.patience_s
-            delete_run(RunFolder(folder.place, patience_s=patience_s), patience_s)
-            was_deleted(self.store, folder)
-            log.info("deleted the folder of a removed run: %s", folder.place)
+            delete_run(RunFolder(place, patience_s=patience_s), patience_s)
+            was_deleted(self.store, place, looks)
+            log.info("deleted the folder of a removed run: %s", place)
 
     def _sweep(self) -> bool:
         """Do the next pieces of the sweep, at least one; whether others follow at once."""
@@ -122,7 +122,7 @@ class Maintenance:
             folder_of(run).drop_superseded()
 
     def _drop_optimizers(self, run: Run) -> None:
-        drop_optimizers(run)
+        folder_of(run).checkpoints.drop_optimizers()
         self._without_optimizers.add(run.id)
 
     def _drop(self, run: Run, why: str) -> bool:

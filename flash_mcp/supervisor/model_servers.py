@@ -1,357 +1,353 @@
-"""Deployments: adapters served by vLLM's OpenAI server, one server for each base model.
+"""Deployments: adapters that model servers serve. A server is a run (`Run.serves`), which the
+reconciler of its target starts, replaces and ends as any other. Here is what it needs beyond that:
+a way to it, its adapters, and whether it answers and is used.
 
-The tools write rows (`request`, `request_stop`); the supervisor ticks `Deployments`, which makes
-the world follow them. A server is a process group of its own on loopback. It outlives the
-supervisor: whoever comes later finds it through SERVERS/NAME/server.json and the identity that its
-shell wrote beside it."""
+On this machine the deployments of a base model share a server; on a target each has its own.
+worker/serving.py is the other side. The supervisor connects to one of the addresses that a node
+names, or through `ssh` if the target has one."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import secrets
 import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from environments.settings import ServingSettings, load_settings
-from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.listening import free_port
-from flash_mcp.protocol.paths import scratch_prefix, write_private
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
-from flash_mcp.protocol.server_log import STARTED, told_error
-from flash_mcp.state.serving import served_model
+from environments.sandbox.kernel import die_with_parent
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import Listening, free_port
+from flash_mcp.protocol.paths import write_private
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.state import queue
+from flash_mcp.state.removed_folders import add_removed
+from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC
-from flash_mcp.supervisor.process import wait_for
-from flash_mcp.supervisor.server import ADMIN_KEY, STOP_TIMEOUT_S, Server, server_folder
-from flash_mcp.supervisor.serving_health import FAILURES, Health, idle_seconds
+from flash_mcp.state.targets import find_target
+from flash_mcp.supervisor.server import Server, idle_error, idle_minutes, server_here
+from flash_mcp.supervisor.serving_health import EVERY_S, FAILURES, examine, idle_seconds
 
 log = logging.getLogger(__name__)
 
-SERVER = (sys.executable, "-m", "worker.engine.serve")
-NO_MEMORY = (
-    "out of memory|not enough memory|no available memory|available KV cache memory"
-    "|desired GPU memory|MemoryError"
-)
-START_TIMEOUT_S = 1800.0  # the model may have to be fetched first
-RESTART_EVERY_S = 600.0
-"""A server that hangs again sooner is not started again."""
-LOG_TAIL_CHARACTERS = 1500
+LOOK_S = 1.0
+"""Between two looks at a server that starts or ends."""
+AGAIN_S = 5.0
+"""Before the next try, if the storage did not answer."""
+REACH_S = 60.0
+"""A server that listens and cannot be reached for so long never will be."""
+SILENT_S = 120.0
+"""A server that was ready and has not answered for so long is replaced."""
+PING_S = 5.0
+STOP_TIMEOUT_S = 5.0
+OF_THE_PLACE = ("store_refused", "store_unreachable", "target_unreachable")
+"""Errors that pass when the engine or the storage answers again."""
+Rows = Sequence[Deployment]
 
 
-def check_port(store: Store, run_id: str, port: int) -> None:
-    """FlashError(unknown_run | invalid_argument | port_taken) unless `port` can serve the run."""
-    model = served_model(store, store.run(run_id))
-    server = Server.find(store.base, model)
-    if server and server.is_alive():
-        if server.port != port:
-            what = f"{model} is served on port {server.port} already"
-            fix = "leave port out: all adapters of a base model share its server"
-            raise FlashError("invalid_argument", what, port=port, fix=fix)
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise _port_taken(port) from error
+class ModelServers:
+    """Makes the servers follow the deployments. `tick` returns at once: each server is looked after
+    on a thread, which may wait for what does not answer.
+    """
 
-
-def _port_taken(port: int) -> FlashError:
-    fix = "choose another port, or leave port out for a free one"
-    return FlashError("port_taken", f"port {port} cannot be listened on", port=port, fix=fix)
-
-
-class Deployments:
-    """Makes the servers follow the rows: a thread looks after each model, `tick` returns."""
-
-    def __init__(self, store: Store, home: Path, *, command: Sequence[str] = SERVER) -> None:
-        self.store, self.home, self.command = store, home, tuple(command)
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="serving")
-        self._under_way: dict[str, Future[None]] = {}
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._checks = ThreadPoolExecutor(4, thread_name_prefix="serving-health")
-        self._health: dict[str, Health] = {}
-        self._starting: dict[str, float] = {}
-        """When the start of each model's server was first seen, by this process's own clock."""
-        self._restarted: dict[str, float] = {}
-        """When each model's hung server was last replaced."""
+    def __init__(self, store: Store, home: Path) -> None:
+        self.store = store
+        self.home = home
+        self._pool = ThreadPoolExecutor(16, thread_name_prefix="serving")
+        self._servers: dict[str, ModelServer] = {}
+        """By their runs."""
 
     def tick(self) -> None:
-        """Look after every base model that is not being looked after."""
-        for model in {row.model for row in self._live()} | self._served():
-            under_way = self._under_way.get(model)
-            if under_way is None or under_way.done():
-                self._under_way[model] = self._pool.submit(self._guarded, model)
+        """Look after every server that is due and not being looked after."""
+        # First: a run is written together with the deployment that needs it.
+        running = self.store.active_servers()
+        live = self.store.deployments(LIVE_DEPLOYMENT)
+        here = [row for row in live if row.target == LOCAL_TARGET and row.state != "stopping"]
+        for model in {row.model for row in here if row.server_run is None}:
+            self._share(model, [row for row in here if row.model == model])
+        rows_of: dict[str, list[Deployment]] = {}
+        for row in self.store.deployments(LIVE_DEPLOYMENT):
+            if row.server_run:
+                rows_of.setdefault(row.server_run, []).append(row)
+            elif row.state == "stopping":
+                self.store.update_deployment(row.id, expected_states=(row.state,), state="stopped")
+        for run in running:
+            if run.id not in rows_of:
+                end_server(self.store, run)
+        for run_id in self._servers.keys() - rows_of.keys():
+            del self._servers[run_id]
+        for run_id, rows in rows_of.items():
+            if run_id not in self._servers:
+                self._servers[run_id] = ModelServer(self.store, self.home, run_id)
+            server = self._servers[run_id]
+            if server.is_due(rows):
+                server.looking = self._pool.submit(server.look_after, rows)
 
-    def busy(self) -> bool:
-        """Whether there are deployments, or servers that still have to end."""
-        if any(not future.done() for future in self._under_way.values()):
-            return True
-        return bool(self._live() or self._served())
+    def _share(self, model: str, rows: Rows) -> None:
+        """Give a model's deployments on this machine one server; to all of them another one if an
+        adapter has a higher rank than the server takes.
+        """
+        fresh = [row for row in rows if row.server_run is None]
+        rank = max(row.lora_rank for row in rows)
+        with self.store.transaction():
+            run = self.store.shared_server(model)
+            if run and run.training.lora_rank >= rank:
+                run_id, moved = run.id, fresh
+            else:
+                port = next((row.port for row in rows if row.port), 0) or free_port()
+                first = {**vars(fresh[0]), "lora_rank": rank}
+                run_id = queue.enqueue_server(self.store, model, first, port=port)
+                moved = rows if run else fresh
+            for row in moved:
+                values: dict[str, Any] = {"server_run": run_id, "base_url": None}
+                states = (row.state,)
+                self.store.update_deployment(
+                    row.id, expected_states=states, state="starting", **values
+                )
 
-    def _live(self) -> list[Deployment]:
-        rows = self.store.deployments(LIVE_DEPLOYMENT)
-        return [row for row in rows if row.server_run is None]
 
-    def _servers(self) -> list[Server]:
-        result = (Server.read(path.parent) for path in self.home.glob("servers/*/server.json"))
-        return [server for server in result if server and not server.certificate]
+def end_server(store: Store, run: Run) -> Run:
+    """Have the run end, and delete what is here of its server."""
+    if not run.ended and not run.cancel_requested:
+        run = queue.request_cancel(store, run.id, "nobody wants its server any more")
+        if run.ended and run.attempt:  # between two attempts: nobody else ends it
+            add_removed(store, run)
+    shutil.rmtree(store.base / "servers" / run.id, ignore_errors=True)
+    return run
 
-    def _served(self) -> set[str]:
-        return {server.model for server in self._servers() if server.is_alive()}
 
-    def _guarded(self, model: str) -> None:
+class ModelServer:
+    """The way to one server, from its first attempt to its end."""
+
+    def __init__(self, store: Store, home: Path, name: str) -> None:
+        self.store = store
+        self.home = home
+        self.name = name
+        """The id of its run."""
+        self.tunnel: subprocess.Popen[bytes] | None = None
+        self.looking: Future[None] | None = None
+        self._seen: tuple[object, float] = (None, 0.0)
+        """The deployments' states at the last look, and when to look again."""
+        self._since = time.monotonic()
+        """When the newest attempt began to listen, or answered last."""
+        self._failures = 0
+        """Checks that failed since then."""
+        self._listened = 0
+        """The newest attempt that was seen to listen."""
+
+    def is_due(self, rows: Rows) -> bool:
+        states, due = self._seen
+        if self.looking and not self.looking.done():
+            return False
+        return states != _states(rows) or time.monotonic() >= due
+
+    def look_after(self, rows: Rows) -> None:
+        """Bring it nearer to what its deployments say."""
+        pause_s = AGAIN_S
         try:
-            self._look_after(model)
-        except Exception as error:
-            log.exception("trouble with the server of %s", model)
-            if isinstance(error, OSError):  # of the disk, as a rule: nobody would be told otherwise
-                failure = disk_error(error, self.home)
-                if not isinstance(failure, FlashError):
-                    what = f"its server cannot be started: {error}"
-                    fix = "correct that and call deploy again"
-                    failure = FlashError("deployment_failed", what, fix=fix)
-                for row in self.store.deployments(("starting",)):
-                    if row.model == model and row.pid is None:
-                        self._fail([row], failure)
+            pause_s = self._look(rows)
+        except Exception:
+            log.exception("trouble with %s", self.name)
+        self._seen = _states(rows), time.monotonic() + pause_s
 
-    def _look_after(self, model: str) -> None:
-        rows = [row for row in self._live() if row.model == model]
+    def _look(self, rows: Rows) -> float:
+        """Seconds until the next look."""
+        run = self.store.server_run(self.name)
         requested = [row for row in rows if row.state != "stopping"]
-        server = Server.find(self.home, model)
+        if not requested:
+            self._close_tunnel()
+            if end_server(self.store, run).ended:
+                for row in rows:
+                    self._update(row, state="stopped", base_url=None)
+            return LOOK_S
         for row in rows:
             if row.state == "stopping":
-                if requested and server and server.is_alive():
-                    server.unload(row.id)
-                self._update(row, "stopping", state="stopped", pid=None)
-        if not requested:
-            if server:
-                self._stop(server)
-            return
-        if server is None or not server.is_alive():
-            self._replace(server, requested)
-        elif any(row.lora_rank > server.lora_rank for row in requested):
-            self._stop(server)
-            self._start(model, requested)
-        else:
-            self._advance(server, requested)
-
-    def _replace(self, dead: Server | None, deployments: list[Deployment]) -> None:
-        """Fail the rows whose server died; start one for those that have had none."""
-        lost = [row for row in deployments if row.pid is not None]
-        if dead and lost:
-            error = diagnose(dead)
-            self._stop(dead)
-            self._fail(lost, error)
-        # One without a server.json was ended, and its successor not started: whoever was about to
-        # do so died.
-        if fresh := [row for row in deployments if row.pid is None or dead is None]:
-            self._start(fresh[0].model, fresh)
-
-    def _advance(self, server: Server, deployments: list[Deployment]) -> None:
-        """Bring starting rows nearer to being ready; check the server of those that are."""
-        starting = [row for row in deployments if row.state == "starting"]
-        ready = [row for row in deployments if row.state == "ready"]
-        if ready and self._has_ended(server, deployments, ready[0].id):
-            return
-        if not starting:
-            return
-        if not server.is_answering():
-            since = self._starting.setdefault(server.model, time.monotonic())
-            if time.monotonic() - since > START_TIMEOUT_S:
-                what = f"the server did not answer within {START_TIMEOUT_S:.0f} s"
-                self._stop(server)
-                self._fail(deployments, diagnose(server, what))
-            return
-        self._starting.pop(server.model, None)
-        for row in starting:
-            try:
-                server.load(row.id, str(row.adapter_path))
-            except FlashError as error:
-                server.unload(row.id)
-                self._fail([row], diagnose(server, error.what, error.wrote))
-            except httpx.TransportError as error:
-                if not server.is_alive():
-                    return  # the next tick tells why
-                what = f"the adapter did not answer: {type(error).__name__}: {error}"
-                self._fail([row], diagnose(server, what))
-            else:
-                values: Json = {"base_url": server.url, "pid": server.pid, "error": None}
-                self._update(row, "starting", state="ready", **values)
-                log.info("%s answers on %s", row.id, server.url)
-
-    def _has_ended(self, server: Server, deployments: list[Deployment], ready_id: str) -> bool:
-        """Whether the server hung and was replaced, or was ended because nobody used it."""
-        health = self._health.setdefault(server.model, Health())
-        health.look(server, ready_id, self._checks)
-        if health.failures >= FAILURES:
-            self._replace_hung(server, deployments)
-            return True
-        is_wanted = any(row.state == "starting" for row in deployments)
-        if is_wanted or not self._unused(deployments, health.idle_s):
-            return False
-        health.idle_s = 0.0
+                if row.base_url:
+                    server_here(self.home, run).unload(row.id)
+                self._update(row, state="stopped", base_url=None)
         try:
-            # A request may have come since.
-            unused = self._unused(deployments, idle_seconds(server))
-        except (httpx.HTTPError, ValueError, KeyError):  # the next check tells
-            return False
-        for row in unused:
-            error = idle_error(row, idle_minutes(row, self.home))
-            self._update(row, "ready", state="stopped", error=error.to_dict(), pid=None)
-            server.unload(row.id)
-            log.info("%s: %s", row.id, error.what)
-        if len(unused) == len(deployments):
-            self._stop(server)
-        return bool(unused)
+            return self._advance(requested, run)
+        except FlashError as error:
+            log.warning("%s: %s", self.name, error)
+            if error.code in OF_THE_PLACE:
+                return AGAIN_S
+            self._close_tunnel()
+            end_server(self.store, run)
+            for row in requested:
+                self._update(row, state="failed", error=error.to_dict(), base_url=None)
+            return LOOK_S
 
-    def _unused(self, rows: list[Deployment], idle_s: float) -> list[Deployment]:
-        """Those that end now that nobody has used their server for so long."""
-        limits = [(row, idle_minutes(row, self.home)) for row in rows]
-        return [row for row, minutes in limits if minutes and idle_s > 60 * minutes]
-
-    def _replace_hung(self, server: Server, deployments: list[Deployment]) -> None:
-        what = "its server stopped answering"
-        log.warning("%s: %s", server.model, what)
-        last = self._restarted.get(server.model)
-        if last is not None and time.monotonic() - last < RESTART_EVERY_S:
-            what = f"its server hung twice within {RESTART_EVERY_S / 60:.0f} minutes"
-            fix = "read the log, mend the cause and call deploy again"
-            self._stop(server)
-            self._fail(deployments, FlashError("unresponsive", what, fix=fix, log=server.log))
-            return
-        self._restarted[server.model] = time.monotonic()
-        error = FlashError("unresponsive", what, fix="call deploy to wait for it", log=server.log)
-        for row in deployments:
-            self._update(row, row.state, state="starting", error=error.to_dict(), pid=None)
-        self._stop(server)
-        rows = [self.store.deployment(row.id) for row in deployments]
-        # Somebody may have asked for the end of one meanwhile.
-        if still_wanted := [row for row in rows if row.state == "starting"]:
-            self._start(server.model, still_wanted, like=server)
-
-    def _start(
-        self, model: str, deployments: list[Deployment], *, like: Server | None = None
-    ) -> None:
-        """`like` is a server whose port and key the new one takes over."""
-        self._health.pop(model, None)
-        self._starting.pop(model, None)
-        server = self._prepare(model, deployments, like)
-        command = [*self.command, "--model", model, "--port", str(server.port)]
-        command += ["--max-lora-rank", str(server.lora_rank)]
-        identity = Path(server.folder, "identity")
-        for old in identity.parent.glob("identity*"):
-            old.unlink()
-        log.info("starting the server of %s on port %s", model, server.port)
-        with Path(server.log).open("ab") as stream:
-            child = self._children[model] = subprocess.Popen(
-                ["/bin/sh", "-c", REGISTER_AND_EXEC, str(identity), "0", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "FLASH_HOME": str(self.home),
-                    "VLLM_API_KEY": server.api_key,
-                    "FLASH_ADMIN_KEY": server.admin_key,
-                    "VLLM_RPC_BASE_PATH": server.scratch,
-                },
-                start_new_session=True,
-            )
-        wait_for(lambda: identity.exists() or child.poll() is not None, STOP_TIMEOUT_S)
-        for row in deployments:
-            self._update(row, row.state, state="starting", pid=child.pid)
-
-    def _prepare(self, model: str, deployments: list[Deployment], like: Server | None) -> Server:
-        """Write server.json for a new server."""
-        folder, logs = server_folder(self.home, model), self.home / "logs"
-        for path in (folder, logs):
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        port = next((row.port for row in deployments if row.port), None)
-        server = Server(
-            folder=str(folder),
-            model=model,
-            port=like.port if like else port or free_port(),
-            # No more: the CPU is slower for every rank.
-            lora_rank=max(row.lora_rank for row in deployments),
-            log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
-            api_key=like.api_key if like else secrets.token_urlsafe(24),
-            scratch=tempfile.mkdtemp(prefix=scratch_prefix(str(folder.parent))),
-        )
-        write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
-        server.write()
-        return server
-
-    def _stop(self, server: Server) -> None:
-        server.stop()
-        if child := self._children.pop(server.model, None):
-            child.poll()
-        for folder in filter(None, (server.scratch, server.folder)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _fail(self, rows: list[Deployment], error: FlashError) -> None:
+    def _advance(self, rows: Rows, run: Run) -> float:
+        if run.ended:
+            raise _end_of(run)
+        starting: list[Deployment] = []
+        ready: list[Deployment] = []
         for row in rows:
-            self._update(row, row.state, state="failed", error=error.to_dict(), pid=None)
-            log.warning("%s failed: %s", row.id, error.what)
+            answers = run.state == "running" and run.attempt == row.server_attempt
+            if row.state == "starting":
+                starting.append(row)
+            elif answers:
+                ready.append(row)
+            else:
+                self._close_tunnel()
+                self._update(row, state="starting", base_url=None, error=run.error)
+        if starting and run.state == "running":
+            self._reach(starting, run, is_first=len(starting) == len(rows))
+        pause_s = self._check(ready, run) if ready else LOOK_S
+        return LOOK_S if starting else pause_s
 
-    def _update(self, row: Deployment, expected: str, **values: Any) -> None:
+    def _reach(self, rows: Rows, run: Run, *, is_first: bool) -> None:
+        """Connect to the newest attempt once it listens, and load adapters. `is_first`: no other
+        is ready.
+        """
+        folder = RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
+        response = folder.listening(run.attempt)
+        if response is None:
+            return
+        if self._listened != run.attempt:
+            self._listened, self._since = run.attempt, time.monotonic()
+            self._failures = 0
+        listening = Listening.checked(response, server_here(self.home, run).admin_key)
+        for address in listening.addresses:
+            server = self._by(run, address, listening)
+            if server is None:
+                continue
+            write_private(Path(server.certificate_file), listening.certificate)
+            server.write()
+            try:
+                for row in rows:
+                    self._load(row, run, server, listening.adapter or str(row.adapter_path))
+            except httpx.TransportError as error:
+                log.warning("%s: %r", self.name, error)
+                break
+            self._since = time.monotonic()
+            return
+        if is_first and time.monotonic() - self._since > REACH_S:
+            raise _unreachable(run, listening)
+
+    def _load(self, row: Deployment, run: Run, server: Server, adapter: str) -> None:
+        try:
+            server.load(row.id, adapter)
+        except FlashError as error:
+            if run.target != LOCAL_TARGET:  # it has no other
+                raise
+            server.unload(row.id)
+            self._update(row, state="failed", error=error.to_dict())
+            return
+        values: dict[str, Any] = {"base_url": server.url, "server_attempt": run.attempt}
+        self._update(row, state="ready", error=None, **values)
+        log.info("%s answers on %s", row.id, server.url)
+
+    def _by(self, run: Run, address: str, listening: Listening) -> Server | None:
+        """The server by one of its addresses, if the target allows it and it answers there."""
+        existing = server_here(self.home, run)
+        host, port = address, listening.port
+        ssh, networks = self._way(run)
+        if networks and not any(IPv4Address(address) in network for network in networks):
+            return None
+        if ssh:
+            host, port = "127.0.0.1", existing.port or free_port()
+            self._open_tunnel(ssh, port, f"{address}:{listening.port}")
+        server = replace(existing, host=host, port=port, certificate=listening.certificate)
+        with suppress(httpx.TransportError):
+            if server.call("/models", timeout_s=PING_S).is_success:
+                return server
+        return None
+
+    def _way(self, run: Run) -> tuple[str, list[IPv4Network]]:
+        """The host through which the nodes are reached, and networks that they must be in."""
+        if run.target == LOCAL_TARGET:
+            return "", []
+        settings = find_target(self.home, run.target)
+        return settings.ssh, settings.nodes
+
+    def _open_tunnel(self, ssh: str, port: int, there: str) -> None:
+        """Forward a port of loopback through the target's host. It ends with this process."""
+        self._close_tunnel()
+        options = ["-N", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes"]
+        options += ["-o", f"ConnectTimeout={PING_S:.0f}", "-o", "ServerAliveInterval=15"]
+        parent = os.getpid()
+        self.tunnel = subprocess.Popen(
+            ["ssh", *options, "-L", f"127.0.0.1:{port}:{there}", ssh],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+        deadline = time.monotonic() + PING_S
+        while self.tunnel.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                return
+            time.sleep(0.1)
+
+    def _close_tunnel(self) -> None:
+        if self.tunnel:
+            self.tunnel.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.tunnel.wait(STOP_TIMEOUT_S)
+        self.tunnel = None
+
+    def _check(self, rows: Rows, run: Run) -> float:
+        """Whether a ready server computes and is used; seconds until the next check."""
+        has_tunnel = self.tunnel is not None and self.tunnel.poll() is None
+        ssh, _ = self._way(run)
+        if ssh and not has_tunnel:
+            self._reach(rows, run, is_first=True)
+        server = server_here(self.home, run)
+        outcome = examine(server, rows[0].id)
+        if not outcome.answers:
+            self._failures += 1
+            if self._failures >= FAILURES and time.monotonic() - self._since > SILENT_S:
+                what = f"its server on {run.target} did not answer for {SILENT_S:.0f} s"
+                error = FlashError("unresponsive", what, fix="call deploy to wait for another one")
+                queue.report_error(self.store, run.id, run.attempt, error)
+            return LOOK_S
+        self._failures, self._since = 0, time.monotonic()
+        for row in rows:
+            minutes = idle_minutes(row, self.home)
+            if not minutes or outcome.idle_s <= 60 * minutes:
+                continue
+            if idle_seconds(server) > 60 * minutes:  # a request may have come since
+                error = idle_error(row, minutes)
+                self._update(row, state="stopping", error=error.to_dict())
+                log.info("%s: %s", row.id, error.what)
+        return EVERY_S
+
+    def _update(self, row: Deployment, **values: Any) -> None:
         # A row that was asked to stop meanwhile stays so.
-        self.store.update_deployment(row.id, expected_states=(expected,), **values)
+        self.store.update_deployment(row.id, expected_states=(row.state,), **values)
 
 
-def idle_error(row: Deployment, minutes: float) -> FlashError:
-    """Why a deployment has ended that nobody used for so long."""
-    what = f"it was stopped after {minutes:g} minutes without a request"
-    again = f"deploy(run_id={row.run_id!r}, step={row.step}) starts it again"
-    fix = f"{again}; its idle_minutes sets another limit"
-    return FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
+def _states(rows: Rows) -> list[tuple[str, str]]:
+    return [(row.id, row.state) for row in rows]
 
 
-def idle_minutes(row: Deployment, home: Path) -> float:
-    """Minutes without a request after which the deployment ends; 0: never."""
-    if row.idle_minutes is not None:
-        return row.idle_minutes
-    try:
-        return load_settings(home).serving.idle_minutes
-    except ValueError as error:  # a file that is being edited ends nobody's deployment
-        log.warning("%s", error)
-        return ServingSettings().idle_minutes
+def _unreachable(run: Run, listening: Listening) -> FlashError:
+    name = run.target
+    ways = f"{', '.join(listening.addresses)}, port {listening.port}"
+    what = f"its server runs on a node of {name}, which cannot be reached from here: {ways}"
+    fix = (
+        f"name a host that reaches the nodes: ssh of {name} in targets.toml; if nodes is set "
+        "there, let it hold their network; or leave target out, and the checkpoint is served on "
+        "the server's machine"
+    )
+    return FlashError("target_refused", what, target=name, fix=fix)
 
 
-def diagnose(server: Server, what: str | None = None, wrote: str = "") -> FlashError:
-    """Why the server failed, from its log: its own FlashError, a known cause, or the first
-    exception that it names. The log is foreign text, as is what the server `wrote`: it holds
-    requests, and what chat templates raise.
-    """
-    text = server.log_text()
-    tail = text[-LOG_TAIL_CHARACTERS:]
-    if response := told_error(text):
-        return response
-    # What ends a server that has answered stands at the end: before are requests, whoever's.
-    if STARTED in text:
-        text = tail
-    if re.search(r"address already in use", text, re.IGNORECASE):
-        return _port_taken(server.port)
-    # vLLM quotes some in its warnings.
-    cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)
-    if what is None:
-        what = "the server ended" if cause else "the server ended: its log does not say why"
-        wrote = cause[0][:400] if cause else ""
-    wrote = f"{wrote}\nThe end of its log:\n{tail}"
-    code, fix = "deployment_failed", "read the log, correct the cause and call deploy again"
-    if re.search(NO_MEMORY, text, re.IGNORECASE):
-        others = "wait for the run that trains on this machine, or undeploy another model"
-        code, fix = "out_of_memory", f"{others}, and call deploy again"
-    return FlashError(code, what, fix=fix, wrote=wrote, log=server.log)
+def _end_of(run: Run) -> FlashError:
+    """Why a server is over that nobody asked to end."""
+    if run.error:
+        return FlashError.from_dict(run.error)
+    what = f"its server on {run.target} ended by itself: for long it heard of nobody"
+    return FlashError("deployment_failed", what, fix="call deploy again")

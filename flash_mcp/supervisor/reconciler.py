@@ -245,8 +245,7 @@ class RunReconciler:
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
         folder.create(self.target.job(run))
-        secrets = self.vault.values(run.id, run.spec.secrets)
-        handle = self.launcher.submit(self.target.launch(run, secrets))
+        handle = self.launcher.submit(self.target.launch(run, self._secrets_of(run)))
         if handle.id:
             queue.record_handle(self.store, run.id, run.attempt, handle.id)
         self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
@@ -313,15 +312,16 @@ class RunReconciler:
         if attempt.has_secrets or run.cancel_requested or not is_known:
             return
         if offer := attempt.folder.offer(attempt.number):
-            if run.serves:  # imported only if there is something to serve
-                from flash_mcp.supervisor.remote_servers import keys_of  # noqa: PLC0415
-
-                values = keys_of(self.base, run)
-            else:
-                values = self.vault.values(run.id, run.spec.secrets)
-            if sealed := self.target.seal(run, offer, values):
+            if sealed := self.target.seal(run, offer, self._secrets_of(run)):
                 attempt.folder.put_sealed(attempt.number, sealed)
             attempt.has_secrets = True
+
+    def _secrets_of(self, run: Run) -> dict[str, str]:
+        if run.serves:  # imported only if there is something to serve
+            from flash_mcp.supervisor.server import keys_of  # noqa: PLC0415
+
+            return keys_of(self.base, run)
+        return self.vault.values(run.id, run.spec.secrets)
 
     def _store_log(self, attempt: Attempt) -> None:
         """Keep the end of its output, if nobody else reads the folder."""
@@ -512,7 +512,7 @@ class RunReconciler:
     ) -> None:
         queue.finish(self.store, run.id, run.attempt, state, step=step, error=error)
         if run.serves:  # nobody reads its folder
-            add_removed(self.store, run.folder, run.target)
+            add_removed(self.store, run)
         self._attempts.pop(run.id, None)
         for what in ("attach", "advance"):
             self._troubles.pop((run.id, what), None)

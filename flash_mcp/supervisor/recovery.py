@@ -110,7 +110,8 @@ def _take_runs(store: Store) -> Recovered:
     kept = 0
     folders = runs_dir(store.base)
     for path in sorted(folders.iterdir()) if folders.is_dir() else ():
-        if path.name.startswith(".") or not path.is_dir():
+        # Model servers start anew.
+        if path.name.startswith((".", "srv-")) or not path.is_dir():
             continue
         if path.name in existing:
             kept += 1

@@ -1,31 +1,31 @@
-"""A model server: vLLM's OpenAI server of one base model, as a process here or on a node."""
+"""A model server: vLLM's OpenAI server of one base model, as a run here or on a target has it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
-import signal
+import logging
+import secrets
+import socket
 import ssl
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 
+from environments.settings import ServingSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import trust
+from flash_mcp.protocol.listening import port_taken, trust
 from flash_mcp.protocol.paths import write_private
-from flash_mcp.protocol.records import Deployment, Json
-from flash_mcp.supervisor.launch.local import Record
-from flash_mcp.supervisor.process import wait_for
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
+from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.state.serving import served_model
+from flash_mcp.state.store import Store
 
+log = logging.getLogger(__name__)
 ADMIN_KEY = "admin.key"
 """A file beside server.json. It is apart from it, for agents read server.json."""
 ANSWER_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,10 @@ class Server:
     folder: str
     model: str
     port: int
-    lora_rank: int
-    log: str
     api_key: str
-    scratch: str = ""
-    """Where its sockets lie: short, as their paths must be."""
     host: str = "127.0.0.1"
     certificate: str = ""
-    """In PEM: that of a server on a node, which is a job of a target's engine."""
-
-    @classmethod
-    def find(cls, base: Path, model: str) -> Server | None:
-        """The server that was started last for `model`, running or not."""
-        return cls.read(server_folder(base, model))
+    """In PEM: that of a server on a node."""
 
     @classmethod
     def read(cls, folder: Path) -> Server | None:
@@ -96,24 +87,6 @@ class Server:
     def certificate_file(self) -> str:
         return f"{self.folder}/certificate.pem"
 
-    @property
-    def _record(self) -> Record | None:
-        return Record.read(Path(self.folder, "identity"))
-
-    @property
-    def pid(self) -> int | None:
-        return self._record.pid if self._record else None
-
-    def is_alive(self) -> bool:
-        """Whether its process runs. Of a server on a node, only its deployment's row says so."""
-        record = self._record
-        return bool(self.certificate) or (record is not None and record.is_alive())
-
-    def log_text(self) -> str:
-        with suppress(FileNotFoundError):
-            return Path(self.log).read_text(errors="replace")
-        return ""
-
     def call(
         self, path: str, body: Json | None = None, *, key: str | None = None, timeout_s: float = 5.0
     ) -> httpx.Response:
@@ -124,21 +97,6 @@ class Server:
         options: Json = {"timeout": timeout_s, "verify": self.trusted, "trust_env": False}
         with httpx.Client(base_url=self.url, headers=headers, **options) as client:
             return client.request(method, path, json=body)
-
-    def has_its_port(self) -> bool:
-        """Whether this server listens on its port. Until it does, any local user may listen there:
-        nobody else must be sent a key.
-        """
-        with suppress(psutil.Error):
-            for connection in psutil.Process(self.pid or 0).net_connections("tcp"):
-                if (connection.status, connection.laddr[1:]) == (psutil.CONN_LISTEN, (self.port,)):
-                    return True
-        return False
-
-    def is_answering(self) -> bool:
-        with suppress(httpx.TransportError):
-            return self.has_its_port() and self.call("/models", timeout_s=2.0).is_success
-        return False
 
     def load(self, deployment_id: str, adapter: str) -> None:
         """Load the adapter and let it answer once. FlashError(deployment_failed) if it does not."""
@@ -162,33 +120,28 @@ class Server:
             body = {"lora_name": deployment_id}
             self.call("/unload_lora_adapter", body, key=self.admin_key)
 
-    def stop(self) -> None:
-        """End the server, and what is left of its process group: a killed server's engine outlives
-        it.
 
-        Only the server gets SIGTERM: it ends its engine, which would leave its shared memory behind
-        if it got the signal too."""
-        if record := self._record:
-            if record.is_alive():
-                with suppress(ProcessLookupError):
-                    os.kill(record.pid, signal.SIGTERM)
-                wait_for(lambda: not _group_runs(record.pid), STOP_TIMEOUT_S)
-            record.kill_group()
-
-
-def _group_runs(group: int) -> bool:
-    """Whether any of its processes runs."""
-    for process in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError):
-            is_ours = os.getpgid(process.pid) == group
-            if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
-                return True
-    return False
+def server_here(home: Path, run: Run) -> Server:
+    """What is known here of a run's server, made if missing: keys come before an address."""
+    folder = home / "servers" / run.id
+    if server := Server.read(folder):
+        return server
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    server = Server(str(folder), run.model, port=0, api_key=secrets.token_urlsafe(24))
+    write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
+    server.write()
+    return server
 
 
-def server_folder(base: Path, model: str) -> Path:
-    slug = re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:]
-    return base / "servers" / f"{slug}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+def keys_of(home: Path, run: Run) -> dict[str, str]:
+    """The secrets of a model server: the key of its users, and that of the supervisor."""
+    server = server_here(home, run)
+    return {"VLLM_API_KEY": server.api_key, "FLASH_ADMIN_KEY": server.admin_key}
+
+
+def server_of(base: Path, row: Deployment) -> Server | None:
+    """The server of a deployment, running or not."""
+    return Server.read(base / "servers" / row.server_run) if row.server_run else None
 
 
 def error_message(body: str) -> str:
@@ -198,8 +151,39 @@ def error_message(body: str) -> str:
     return body[:500]
 
 
-def server_of(base: Path, row: Deployment) -> Server | None:
-    """The server of a deployment, running or not."""
-    if row.server_run:
-        return Server.read(base / "servers" / row.server_run)
-    return Server.find(base, row.model)
+def check_port(store: Store, run_id: str, port: int) -> None:
+    """FlashError(unknown_run | invalid_argument | port_taken) unless `port` can serve the run."""
+    model = served_model(store, store.run(run_id))
+    for row in store.deployments(LIVE_DEPLOYMENT):
+        server = server_of(store.base, row)
+        if (row.model, row.target) == (model, LOCAL_TARGET) and server and server.port:
+            if server.port != port:
+                what = f"{model} is served on port {server.port} already"
+                fix = "leave port out: all adapters of a base model share its server"
+                raise FlashError("invalid_argument", what, port=port, fix=fix)
+            return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise port_taken(port) from error
+
+
+def idle_error(row: Deployment, minutes: float) -> FlashError:
+    """Why a deployment has ended that nobody used for so long."""
+    what = f"it was stopped after {minutes:g} minutes without a request"
+    again = f"deploy(run_id={row.run_id!r}, step={row.step}) starts it again"
+    fix = f"{again}; its idle_minutes sets another limit"
+    return FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
+
+
+def idle_minutes(row: Deployment, home: Path) -> float:
+    """Minutes without a request after which the deployment ends; 0: never."""
+    if row.idle_minutes is not None:
+        return row.idle_minutes
+    try:
+        return load_settings(home).serving.idle_minutes
+    except ValueError as error:  # a file that is being edited ends nobody's deployment
+        log.warning("%s", error)
+        return ServingSettings().idle_minutes

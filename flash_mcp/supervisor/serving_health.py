@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import httpx
@@ -31,28 +29,6 @@ class Finding:
 
     answers: bool
     idle_s: float = 0.0
-
-
-class Health:
-    """The checks of one server: each runs on a thread, and nobody waits for it."""
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.idle_s = 0.0
-        self._due = time.monotonic() + EVERY_S
-        self._check: Future[Finding] | None = None
-
-    def look(self, server: Server, deployment_id: str, threads: Executor) -> None:
-        """Start a check that is due, or take in what one has found."""
-        if self._check is None:
-            if time.monotonic() >= self._due:
-                self._check = threads.submit(examine, server, deployment_id)
-        elif self._check.done():
-            result = self._check.result()
-            self._check = None
-            self.idle_s = result.idle_s
-            self.failures = 0 if result.answers else self.failures + 1
-            self._due = time.monotonic() + (EVERY_S if result.answers else 0.0)
 
 
 def examine(server: Server, deployment_id: str) -> Finding:

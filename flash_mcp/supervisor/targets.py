@@ -60,7 +60,7 @@ class LocalTarget(Target):
             [*self.worker, run.folder, "--attempt", str(run.attempt)],
             {**os.environ, **secrets, "FLASH_HOME": str(self.base)},
             Path(run.folder) / f"log.{run.attempt}",
-            gpus=run.spec.gpus,
+            gpus=0 if run.serves else run.spec.gpus,  # a server itself takes the emptiest cards
         )
 
 

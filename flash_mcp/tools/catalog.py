@@ -11,14 +11,14 @@ from pydantic import Field
 from flash_mcp.protocol.base_models import MODELS, ToolTemplate
 from flash_mcp.protocol.paths import exports_dir, models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
-from flash_mcp.protocol.spec import DEFAULT_MODEL
+from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
 from flash_mcp.state import costs, datasets
 from flash_mcp.state.disk import in_words, size_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch import devices as machine
-from flash_mcp.supervisor.model_servers import idle_minutes
+from flash_mcp.supervisor.server import idle_minutes
 from flash_mcp.tools.shared.tool_base import Result, ResultModel
 from flash_mcp.tools.shared.truncation import utc
 
@@ -325,7 +325,7 @@ def _deployments(store: Store) -> list[Deployment]:
             model=row.model,
             run_id=row.run_id,
             step=row.step,
-            target=row.target if row.server_run else None,
+            target=None if row.target == LOCAL_TARGET else row.target,
             base_url=row.base_url if row.state == "ready" and caller().is_local else None,
             idle_minutes=idle_minutes(row, store.base),
         )

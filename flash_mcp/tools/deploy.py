@@ -28,9 +28,8 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.launch.memory_need import cards_for
-from flash_mcp.supervisor.model_servers import check_port
-from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
-from flash_mcp.supervisor.server import Server, error_message, server_of
+from flash_mcp.supervisor.server import Server, check_port, error_message, server_of
+from flash_mcp.supervisor.server import idle_minutes as idle_limit
 from flash_mcp.tools.shared.loading import check_machine
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
 from flash_mcp.tools.shared.truncation import shorten, to_text
@@ -342,13 +341,12 @@ def _ready_server(store: Store, row: Deployment) -> Server:
         what = "the deployment is still starting"
         if row.error:
             what = f"the deployment is starting again: {row.error['what']}"
-        elif pending_reason := _pending_reason(store, row):
+        elif pending_reason := store.pending_reason(row):
             what = f"the deployment waits: {pending_reason}"
         raise FlashError("not_ready", what, deployment=row.id, seconds=_age_s(row), fix=fix)
-    server = server_of(store.base, row)
-    if server is None or not server.is_alive():
-        raise _gone(row)
-    return server
+    if server := server_of(store.base, row):
+        return server
+    raise _gone(row)
 
 
 def _broken(why: str, wrote: str = "") -> FlashError:
@@ -482,8 +480,8 @@ def describe(store: Store, row: Deployment) -> Deployed:
         run_id=row.run_id,
         step=row.step,
         model=row.model,
-        target=row.target if row.server_run else None,
-        pending_reason=_pending_reason(store, row),
+        target=None if row.target == LOCAL_TARGET else row.target,
+        pending_reason=store.pending_reason(row),
         spent=costs.spent(store.used_s_by_target(row.id), store.base),
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
@@ -494,13 +492,6 @@ def describe(store: Store, row: Deployment) -> Deployed:
     )
 
 
-def _pending_reason(store: Store, row: Deployment) -> str | None:
-    """Why its server on a target has not started, if it has not."""
-    if row.state != "starting" or row.server_run is None:
-        return None
-    return store.server_run(row.server_run).pending_reason
-
-
 def _next_step(store: Store, row: Deployment) -> str:
     match row.state:
         case "ready":
@@ -509,7 +500,7 @@ def _next_step(store: Store, row: Deployment) -> str:
             return f"chat({arguments}) compares it with the base model"
         case "starting":
             slow = "the server is starting, which takes a minute or more on a CPU"
-            if pending_reason := _pending_reason(store, row):
+            if pending_reason := store.pending_reason(row):
                 slow = f"it waits: {pending_reason}"
             return f"{slow}; call deploy again to wait for it"
         case "stopping":

@@ -19,11 +19,11 @@ import pytest
 
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import LockOwner
-from flash_mcp.supervisor.server import Server
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS
 from tests.clients.helpers import PROGRAMS, ROOT, SERVE, each, inspect, needs, node_path, run, server_environment
 from tests.clients.scripted_model import Json, Model, Step, serving
 from tests.places import VOWELS
+from tests.supervisor.test_model_servers import stop_all
 
 LOOP_TIMEOUT_S = 280
 MAX_CALLS = 40
@@ -68,9 +68,7 @@ def nothing_left_running(flash_home: Path) -> Generator[None]:
     with suppress(ProcessLookupError):
         if holder := LockOwner.read(flash_home):
             os.kill(holder.pid, signal.SIGTERM)
-    for record in flash_home.glob("servers/*/server.json"):
-        if server := Server.read(record.parent):
-            server.stop()
+    stop_all(flash_home)
 
 
 def environment_of(folder: Path, **variables: str) -> dict[str, str]:

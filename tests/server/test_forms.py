@@ -12,15 +12,15 @@ import anyio
 import pytest
 
 from flash_mcp.state.owners import Limits
-from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor.model_servers import Deployments
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.tools.evaluate import evaluate
 from tests.frozen_calls import play_evaluation
 from tests.pages.test_report import browser
 from tests.places import ROOT
 from tests.samples import finished_run, push_echo, queued_run, sample_rollout, supervised
 from tests.server.test_http_server import give
-from tests.supervisor.test_model_servers import SCRIPTED, served, stop_all
+from tests.supervisor.test_model_servers import new_supervisor, served, stop_all
 from tests.teams import Team, team_server
 
 __all__ = ["browser"]
@@ -37,11 +37,9 @@ def team(flash_home: Path) -> Generator[Team]:
 
 
 @pytest.fixture
-def deployments(flash_home: Path) -> Iterator[Deployments]:
-    store = Store(flash_home)
-    manager = Deployments(store, store.base, command=SCRIPTED)
-    yield manager
-    stop_all(manager)
+def deployments(flash_home: Path) -> Iterator[Supervisor]:
+    yield new_supervisor(flash_home)
+    stop_all(flash_home)
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def test_a_wrong_token_is_refused_on_the_page(team: Team, browser: Any) -> None:
     page.close()
 
 
-def test_a_message_is_sent_and_answered(page: Any, deployments: Deployments, tmp_path: Path) -> None:
+def test_a_message_is_sent_and_answered(page: Any, deployments: Supervisor, tmp_path: Path) -> None:
     row, _, _ = served(deployments.store, deployments, tmp_path / "adapter")
     open_store().put_rollouts(str(row.run_id), "train", 3, [sample_rollout(3, 0, 1.0)])
     give("alice", "alices")

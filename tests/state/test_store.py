@@ -267,9 +267,9 @@ def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store
 def test_a_deployment_changes_only_from_an_expected_state(store: Store) -> None:
     store.add_deployment({"id": "dep-1", "name": "d", "model": "m", "step": 10})
     assert not store.update_deployment("dep-1", expected_states=["ready"], state="stopped")
-    assert store.update_deployment("dep-1", expected_states=["starting"], state="ready", base_url="http://x", pid=7)
+    assert store.update_deployment("dep-1", expected_states=["starting"], state="ready", base_url="http://x")
     row = store.deployment("dep-1")
-    assert (row.state, row.base_url, row.pid, row.step, row.run_id) == ("ready", "http://x", 7, 10, None)
+    assert (row.state, row.base_url, row.step, row.run_id) == ("ready", "http://x", 10, None)
     assert store.deployments(["stopped"]) == []
     with pytest.raises(FlashError, match="unknown_deployment"):
         store.deployment("dep-2")

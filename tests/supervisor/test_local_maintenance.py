@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -75,12 +74,12 @@ def test_leftovers_of_killed_processes_are_deleted_after_a_day(
         store.base / ".restore-abc",
         Path(over.folder, "metrics", f".7.json.{'0' * 32}"),
         temporary / f"{scratch_prefix(over.folder)}abc",
-        temporary / f"{scratch_prefix(str(store.base / 'servers'))}dead",
+        temporary / f"{scratch_prefix(str(store.base / 'runs' / 'srv-dead'))}abc",
+        store.base / "runs" / "srv-dead",
         temporary / "flash-policy-abc",
     ]
-    running = temporary / f"{scratch_prefix(str(store.base / 'servers'))}running"
-    (store.base / "servers" / "tiny").mkdir(parents=True)
-    (store.base / "servers" / "tiny" / "server.json").write_text(json.dumps(str(running)))
+    running = store.base / "runs" / "srv-running"  # its heartbeat has just been written
+    running.mkdir(parents=True)
     kept = [
         store.base / "environments" / ".staged-new",
         store.base / "environments" / "echo",
@@ -88,7 +87,7 @@ def test_leftovers_of_killed_processes_are_deleted_after_a_day(
         Path(active.folder, "metrics", f".7.json.{'0' * 32}"),
         temporary / f"{scratch_prefix(active.folder)}abc",
         temporary / "flash-of-another-program",
-        running,
+        temporary / f"{scratch_prefix(str(running))}abc",
     ]
     for path in (*old, *kept):
         path.mkdir(parents=True)

@@ -131,7 +131,7 @@ def test_a_storage_that_does_not_answer_keeps_a_removed_folder_for_later(
             removal.remove(bench.store, run.id)
         with pytest.raises(FlashError):
             bench.attendant.maintenance.clear()
-    assert [each.place for each in due_folders(bench.store, "lab")] == [run.folder]
+    assert [place for place, _ in due_folders(bench.store, "lab")] == [run.folder]
     bench.attendant.maintenance.clear()
     assert not Path(run.folder).exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +28,7 @@ from anyio.to_thread import run_sync
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Recording
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
+from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
@@ -36,21 +37,26 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import model_servers, serving_health
-from flash_mcp.supervisor.model_servers import Deployments, check_port, idle_minutes
-from flash_mcp.supervisor.server import ADMIN_KEY, Server
+from flash_mcp.supervisor.launch.base import Handle
+from flash_mcp.supervisor.launch.local import LocalLauncher, Record
+from flash_mcp.supervisor.loop import WORKER, Supervisor
+from flash_mcp.supervisor.server import ADMIN_KEY, Server, check_port, idle_minutes, server_of
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.snippets import snippets
 from tests.places import TESTS
 from tests.samples import sample_rollout
+from tests.supervisor.test_loop import HASTE
 from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running, listening_ports
+from worker import serving
 from worker.rollouts.transcript import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
-SCRIPTED = (sys.executable, str(TESTS / "scripted_server.py"))
+SCRIPTED = (sys.executable, str(TESTS / "serving_worker.py"))
+"""A worker whose servers are scripted."""
 
 
 def make_adapter(folder: Path, rank: int = 8) -> Path:
@@ -82,53 +88,78 @@ def store(flash_home: Path) -> Store:
 
 
 @pytest.fixture
-def deployments(store: Store) -> Iterator[Deployments]:
-    manager = Deployments(store, store.base, command=SCRIPTED)
-    yield manager
-    stop_all(manager)
+def deployments(store: Store) -> Iterator[Supervisor]:
+    yield new_supervisor(store.base)
+    stop_all(store.base)
 
 
-def stop_all(manager: Deployments) -> None:
-    for row in manager.store.deployments(LIVE_DEPLOYMENT):
-        manager.store.update_deployment(row.id, expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None)
-    manager._pool.shutdown(wait=True)
-    for server in manager._servers():
-        manager._stop(server)
+def new_supervisor(base: Path, worker: Sequence[str] = SCRIPTED, **patience: float) -> Supervisor:
+    timing = dataclasses.replace(HASTE, **patience)
+    launcher = LocalLauncher(base / "attempts", gpus=[])
+    return Supervisor(base, launcher=launcher, worker=worker, patience=timing)
 
 
-def settle(manager: Deployments, deployment_id: str, state: str) -> Deployment:
-    """Tick until the deployment is in `state`."""
+def stop_all(base: Path) -> None:
+    """End the model servers of a state directory."""
+    launcher = LocalLauncher(base / "attempts", gpus=[])
+    for record in (base / "attempts").glob("srv-*"):
+        launcher.cancel(Handle(record.name, ""))
 
-    def look() -> Deployment | None:
-        manager.tick()
-        row = manager.store.deployment(deployment_id)
-        return row if row.state == state else None
+
+def until(supervisor: Supervisor, condition: Callable[[], Any]) -> Any:
+    """Tick until the condition holds."""
+
+    def look() -> Any:
+        supervisor.tick()
+        return condition()
 
     return wait_for(look)
 
 
-def served(store: Store, manager: Deployments, folder: Path) -> tuple[Deployment, Server, int]:
+def settle(supervisor: Supervisor, deployment_id: str, state: str) -> Deployment:
+    """Tick until the deployment is in `state`."""
+    until(supervisor, lambda: supervisor.store.deployment(deployment_id).state == state)
+    return supervisor.store.deployment(deployment_id)
+
+
+def served(store: Store, supervisor: Supervisor, folder: Path) -> tuple[Deployment, Server, int]:
     """A deployment that is ready, its server and the server's process."""
     run_id = make_run(store, "toy", {1: make_adapter(folder)})
-    row = settle(manager, request(store, run_id).id, "ready")
-    server = Server.find(store.base, "toy")
-    assert server and row.pid
-    return row, server, row.pid
+    row = settle(supervisor, request(store, run_id).id, "ready")
+    return row, server_for(store, row), server_pid(store, row)
 
 
-def engine_pid(server: Server) -> int:
-    return int(wait_for(lambda: re.search(r"engine=(\d+)", server.log_text()))[1])
+def server_for(store: Store, row: Deployment) -> Server:
+    server = server_of(store.base, row)
+    assert server
+    return server
+
+
+def leader(store: Store, row: Deployment) -> int:
+    """The first process of the attempt that serves it."""
+    record = Record.read(store.base / "attempts" / f"{row.server_run}-{row.server_attempt}")
+    assert record
+    return record.pid
+
+
+def server_pid(store: Store, row: Deployment) -> int:
+    return psutil.Process(leader(store, row)).children()[0].pid
+
+
+def engine_pid(store: Store, row: Deployment) -> int:
+    folder = RunFolder(store.server_run(str(row.server_run)).folder)
+    return int(wait_for(lambda: re.search(r"engine=(\d+)", folder.log_tail(row.server_attempt or 1, 4000)))[1])
 
 
 def test_a_deployment_is_ready_once_its_adapter_has_answered(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
     row = request(store, run_id)
     assert (row.state, row.step, row.base_url) == ("starting", 3, None)
     ready = settle(deployments, row.id, "ready")
-    server = Server.find(store.base, "toy")
-    assert server and ready.base_url == server.url and ready.pid == server.pid
+    server = server_for(store, ready)
+    assert ready.base_url == server.url
     assert [entry["id"] for entry in server.call("/models").json()["data"]] == [row.id]
 
 
@@ -140,33 +171,33 @@ def printed(command: Sequence[str]) -> str:
 
 
 def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_training(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
     row = settle(deployments, request(store, run_id).id, "ready")
-    found = snippets(store, row, found_server(store))
+    found = snippets(store, row, server_for(store, row))
     assert not found.has_prompt and "hello" in found.curl
     store.put_rollouts(run_id, "train", 3, [sample_rollout(3, 0, 1.0)])
-    found = snippets(store, row, found_server(store))
+    found = snippets(store, row, server_for(store, row))
     assert found.has_prompt
     assert '"temperature": 0, "max_tokens": 512' in found.curl
     assert "    temperature=0,\n    max_tokens=512,\n" in found.python
     for text in (found.curl, found.python):
         assert "Use <calc> to calculate." in text and "What is 3 * 0?" in text
-        assert found_server(store).api_key not in text
+        assert server_for(store, row).api_key not in text
     assert json.loads(printed(["bash", "-c", found.curl]))["choices"]
     assert printed([sys.executable, "-c", found.python]) == "hello\n"
     # A prompt that is too long for a line is cut down to the system message.
     long = sample_rollout(3, 0, 1.0)
     long["messages"][1]["content"] = "why? " * 1000
     store.put_rollouts(run_id, "train", 3, [long])
-    shorter = snippets(store, row, found_server(store))
+    shorter = snippets(store, row, server_for(store, row))
     assert "Use <calc> to calculate." in shorter.curl and "why?" not in shorter.curl
 
 
 @pytest.mark.anyio
 async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     row, server, _ = await run_sync(served, store, deployments, tmp_path / "a")
 
@@ -189,77 +220,69 @@ async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
     assert len(sent()["messages"]) == 1
 
 
-def found_server(store: Store) -> Server:
-    server = Server.find(store.base, "toy")
-    assert server
-    return server
-
-
 def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     newest = settle(deployments, request(store, run_id).id, "ready")
     assert request(store, run_id, step=2) == newest
     older = settle(deployments, request(store, run_id, step=1).id, "ready")
-    assert older.id != newest.id and older.pid == newest.pid
+    assert older.id != newest.id and older.server_run == newest.server_run
 
 
 def test_a_later_supervisor_finds_the_server_where_it_runs(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     first = settle(deployments, request(store, run_id, step=1).id, "ready")
-    later = Deployments(store, store.base, command=("/bin/false",))
-    assert settle(later, request(store, run_id, step=2).id, "ready").pid == first.pid
+    later = new_supervisor(store.base, ("/bin/false",))
+    assert settle(later, request(store, run_id, step=2).id, "ready").server_run == first.server_run
     assert store.deployment(first.id).state == "ready"
 
 
 def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
-    ids = [settle(deployments, request(store, run_id, step=step).id, "ready").id for step in (1, 2)]
-    server = Server.find(store.base, "toy")
-    assert server
-    engine = engine_pid(server)
+    rows = [settle(deployments, request(store, run_id, step=step).id, "ready") for step in (1, 2)]
+    ids = [row.id for row in rows]
+    server = server_for(store, rows[0])
+    engine = engine_pid(store, rows[0])
     request_stop(store, ids[0])
     settle(deployments, ids[0], "stopped")
-    assert server.is_alive() and [entry["id"] for entry in server.call("/models").json()["data"]] == [ids[1]]
+    assert [entry["id"] for entry in server.call("/models").json()["data"]] == [ids[1]]
     request_stop(store, ids[1])
     settle(deployments, ids[1], "stopped")
-    wait_for(lambda: not is_running(engine) and not deployments.busy())
-    assert Server.find(store.base, "toy") is None
+    wait_for(lambda: not is_running(engine))
+    assert not Path(server.folder).exists() and not store.active_targets()
 
 
 def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_another(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
-    row, server, pid = served(store, deployments, tmp_path / "a")
-    engine = engine_pid(server)
+    row, _, pid = served(store, deployments, tmp_path / "a")
+    engine = engine_pid(store, row)
     os.kill(pid, signal.SIGKILL)
     failed = settle(deployments, row.id, "failed")
     assert failed.error and failed.error["code"] == "deployment_failed"
     assert "engine=" in failed.error["wrote"]
     wait_for(lambda: not is_running(engine))  # the processes of a dead server are ended
     assert request(store, str(row.run_id)).id == row.id
-    assert settle(deployments, row.id, "ready").pid != pid
+    assert settle(deployments, row.id, "ready").server_run != row.server_run
 
 
-def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is_started_again(
-    store: Store, deployments: Deployments, tmp_path: Path
+def test_a_server_that_no_deployment_needs_any_more_is_ended_by_whoever_comes_later(
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
-    row, server, _ = served(store, deployments, tmp_path / "a")
-    deployments._pool.shutdown(wait=True)  # a thread of the last tick would see the server gone, and say so
-    deployments._stop(server)
-    later = Deployments(store, store.base, command=SCRIPTED)
-    wait_for(lambda: later.tick() or store.deployment(row.id).pid != row.pid)
-    assert settle(later, row.id, "ready").pid != row.pid
-    stop_all(later)
+    row, server, pid = served(store, deployments, tmp_path / "a")
+    store.update_deployment(row.id, state="failed")
+    later = new_supervisor(store.base)
+    until(later, lambda: not is_running(pid))
+    assert not Path(server.folder).exists()
 
 
 def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
     failed = settle(deployments, request(store, run_id).id, "failed")
@@ -268,49 +291,34 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
 
 
 @pytest.mark.parametrize(("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)])
-def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(
-    begun: str, named: bool, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    log.write_text(f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n")
-    error = model_servers.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
+def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(begun: str, named: bool) -> None:
+    log = f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n"
+    error = serving.explained(log, 1, has_started=serving.STARTED in log)
     cause, _, log_end = error.wrote.partition("\n")
     assert ("someone's" in cause) == named
     assert "Killed" in log_end and "Killed" not in error.what + error.fix
 
 
 @pytest.mark.parametrize("before", ["INFO:     Application startup complete.", "Traceback (most recent"])
-def test_a_line_of_the_log_that_looks_like_our_error_is_not_taken_for_it(before: str, tmp_path: Path) -> None:
+def test_a_line_of_the_log_that_looks_like_our_error_is_not_taken_for_it(before: str) -> None:
     ours = FlashError("unknown_model", "x", fix="send the keys").to_dict()
-    log = tmp_path / "log"
-    log.write_text(f"{before}\nValueError: raised by a chat template:\n{json.dumps(ours)}\n")
-    error = model_servers.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
+    log = f"{before}\nValueError: raised by a chat template:\n{json.dumps(ours)}\n"
+    error = serving.explained(log, 1, has_started=serving.STARTED in log)
     assert "send the keys" not in str(error).partition("\nenvironment or model wrote:\n")[0]
 
 
-def test_what_a_power_cut_left_of_another_models_server_holds_no_deployment_up(
-    store: Store, deployments: Deployments, tmp_path: Path
-) -> None:
-    for place, left in (("servers/a", ""), ("servers/b", '{"folder": "'), ("servers/c", "[]")):
-        (store.base / place).mkdir(parents=True)
-        (store.base / place / "server.json").write_text(left)
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    settle(deployments, request(store, run_id).id, "ready")
-
-
 def test_a_server_that_never_answers_fails_in_the_end(
-    store: Store, deployments: Deployments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, deployments: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_servers, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(queue, "SERVER_START_S", 0.5)
     run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
     failed = settle(deployments, request(store, run_id).id, "failed")
-    assert failed.error and "did not answer within" in failed.error["what"]
-    wait_for(lambda: not deployments.busy())
+    assert failed.error and "made no progress" in failed.error["what"]
 
 
 @pytest.mark.hostile("ports")
 def test_who_listens_on_a_servers_port_before_it_gets_no_key(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     requests: list[str] = []
 
@@ -323,19 +331,18 @@ def test_who_listens_on_a_servers_port_before_it_gets_no_key(
     run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
     with ThreadingHTTPServer(("127.0.0.1", 0), Waiting) as waiting:
         threading.Thread(target=waiting.serve_forever, daemon=True).start()
-        request(store, run_id, port=waiting.server_port)
-        wait_for(lambda: deployments.tick() or Server.find(store.base, "silent"))
-        server = wait_for(lambda: Server.find(store.base, "silent"))
-        wait_for(server.is_alive)
-        assert not server.is_answering()
-        for _ in range(3):
-            deployments.tick()
-            wait_for(lambda: all(each.done() for each in deployments._under_way.values()))
+        row = request(store, run_id, port=waiting.server_port)
+        until(deployments, lambda: [run for run in store.active_servers() if run.phase == "serve"])
+        row = store.deployment(row.id)
+        engine_pid(store, row)  # it has started, and its worker looks for it twenty times a second
+        folder = RunFolder(store.server_run(str(row.server_run)).folder)
+        beats = {str(wait_for(folder.beat))}
+        until(deployments, lambda: beats.add(str(folder.beat())) or len(beats) > 5)
         waiting.shutdown()
     assert requests == []
 
 
-def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployments: Deployments, tmp_path: Path) -> None:
+def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployments: Supervisor, tmp_path: Path) -> None:
     broken = make_adapter(tmp_path / "broken")
     (broken / "broken").touch()
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: broken})
@@ -346,22 +353,21 @@ def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployment
 
 
 def test_an_adapter_of_higher_rank_restarts_the_server_for_all(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)})
     small = settle(deployments, request(store, run_id, step=1).id, "ready")
     large = settle(deployments, request(store, run_id, step=2).id, "ready")
     again = settle(deployments, small.id, "ready")
-    assert again.pid == large.pid != small.pid
+    assert again.server_run == large.server_run != small.server_run
 
 
 def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(store: Store, tmp_path: Path) -> None:
-    manager = Deployments(store, store.base)
+    supervisor = new_supervisor(store.base, WORKER)
     run_id = make_run(store, str(tmp_path / "gone"), {1: make_adapter(tmp_path / "a")})
-    failed = settle(manager, request(store, run_id).id, "failed")
+    failed = settle(supervisor, request(store, run_id).id, "failed")
     assert failed.error and failed.error["code"] == "unknown_model"
     assert str(tmp_path / "gone") in failed.error["values"]["folder"]
-    stop_all(manager)
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, tmp_path: Path) -> None:
@@ -372,7 +378,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, t
     assert store.deployments() == []
 
 
-def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Deployments, tmp_path: Path) -> None:
+def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Supervisor, tmp_path: Path) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -384,7 +390,7 @@ def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments
 
 
 def test_another_port_for_a_model_that_is_served_is_refused(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     settle(deployments, request(store, run_id, step=1).id, "ready")
@@ -411,15 +417,14 @@ def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its
     assert find_deployment(store, "best").state == "failed"
 
 
-def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(
-    store: Store, deployments: Deployments, tmp_path: Path
-):
+def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(store: Store, tmp_path: Path) -> None:
+    supervisor = new_supervisor(store.base, trouble_s=0.1)
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     (store.base / "servers").write_text("no folder")
-    failed = settle(deployments, request(store, run_id).id, "failed")
+    failed = settle(supervisor, request(store, run_id).id, "failed")
     (store.base / "servers").unlink()
-    assert failed.error and "cannot be started" in failed.error["what"]
-    settle(deployments, request(store, run_id).id, "ready")
+    assert failed.error and "did not pass" in failed.error["what"]
+    settle(supervisor, request(store, run_id).id, "ready")
 
 
 @pytest.mark.parametrize(
@@ -474,7 +479,7 @@ def streaming(chunks: list[Any], folder: Path) -> Generator[Server]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Streaming) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield Server(str(folder), "toy", listening.server_port, 8, str(folder / "log"), "key")
+        yield Server(str(folder), "toy", listening.server_port, "key")
         listening.shutdown()
 
 
@@ -495,15 +500,15 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(store: Stor
 
 
 def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
-    row, server, _ = served(store, deployments, tmp_path / "a")
-    keys = (server.file, f"{server.folder}/{ADMIN_KEY}")
-    for path in map(Path, (*keys, server.scratch)):
+    row, server, pid = served(store, deployments, tmp_path / "a")
+    for path in map(Path, (server.file, f"{server.folder}/{ADMIN_KEY}")):
         assert path.stat().st_mode & 0o077 == 0
     assert server.admin_key not in Path(server.file).read_text()
-    assert server.admin_key not in " ".join(psutil.Process(row.pid).cmdline())
-    assert server.api_key not in " ".join(psutil.Process(row.pid).cmdline())
+    for process in (pid, leader(store, row)):
+        assert server.admin_key not in " ".join(psutil.Process(process).cmdline())
+        assert server.api_key not in " ".join(psutil.Process(process).cmdline())
     assert server.api_key not in json.dumps(vars(row))
 
 
@@ -512,36 +517,35 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_health, "EVERY_S", 0.02)
+    monkeypatch.setattr(model_servers, "EVERY_S", 0.02)
+    monkeypatch.setattr(model_servers, "LOOK_S", 0.02)
+    monkeypatch.setattr(model_servers, "SILENT_S", 0.5)
     monkeypatch.setattr(serving_health, "PING_TIMEOUT_S", 1.0)
     monkeypatch.setattr(serving_health, "TOKEN_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("flash_mcp.supervisor.server.STOP_TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_hangs_is_replaced_with_the_same_address_and_key_and_once_only(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     first, hung, pid = served(store, deployments, tmp_path / "a")
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: deployments.tick() or store.deployment(first.id).pid not in (None, first.pid))
+    until(deployments, lambda: store.deployment(first.id).server_attempt == 2)
     again = settle(deployments, first.id, "ready")
-    server = Server.find(store.base, "toy")
-    assert server and again.pid
+    server = server_for(store, again)
     assert (again.base_url, server.api_key, again.error) == (first.base_url, hung.api_key, None)
-    os.kill(again.pid, signal.SIGSTOP)
+    os.kill(server_pid(store, again), signal.SIGSTOP)
     failed = settle(deployments, first.id, "failed")
     assert failed.error and failed.error["code"] == "unresponsive"
-    assert "hung twice" in failed.error["what"]
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_computes_nothing_is_replaced_though_it_answers(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "stuck", {1: make_adapter(tmp_path / "a")})
     first = settle(deployments, request(store, run_id).id, "ready")
-    wait_for(lambda: deployments.tick() or store.deployment(first.id).pid not in (None, first.pid))
+    until(deployments, lambda: store.deployment(first.id).server_attempt == 2)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -564,23 +568,21 @@ def test_a_server_that_computes_others_tokens_first_does_not_hang(tmp_path: Path
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
-        log = str(tmp_path / "log")
         (tmp_path / ADMIN_KEY).write_text("admin")
-        server = Server(str(tmp_path), "toy", listening.server_port, 8, log, "key")
+        server = Server(str(tmp_path), "toy", listening.server_port, "key")
         assert serving_health.examine(server, "dep-1").answers
         listening.shutdown()
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_nobody_uses_ends_and_says_so_and_how_to_start_it_again(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "idle", {1: make_adapter(tmp_path / "a")})
     row = request(store, run_id)
     settle(deployments, row.id, "ready")
     ended = settle(deployments, row.id, "stopped")
     assert "after 60 minutes without a request" in describe(store, ended).next
-    wait_for(lambda: not deployments.busy())
     for reference in (None, row.id):
         with pytest.raises(FlashError) as caught:
             anyio.run(partial(chat, reference, message="hello"))
@@ -606,7 +608,7 @@ def test_an_hour_without_requests_is_the_operators_to_change_for_those_without_t
 
 @pytest.mark.usefixtures("impatient")
 def test_a_deployment_ends_after_its_own_minutes_and_its_server_with_the_last_one(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "idle", {1: make_adapter(tmp_path / "a")})
     kept = request(store, run_id, name="kept", idle_minutes=0)
@@ -614,8 +616,7 @@ def test_a_deployment_ends_after_its_own_minutes_and_its_server_with_the_last_on
     settle(deployments, kept.id, "ready")
     ended = settle(deployments, brief.id, "stopped")
     assert ended.error and "after 3 minutes without a request" in ended.error["what"]
-    server = Server.find(store.base, "idle")
-    assert server and server.is_alive()
+    server, pid = server_for(store, ended), server_pid(store, ended)
 
     def loaded() -> list[str]:
         return [each["id"] for each in server.call("/models").json()["data"]]
@@ -626,21 +627,7 @@ def test_a_deployment_ends_after_its_own_minutes_and_its_server_with_the_last_on
     request(store, run_id, name="kept", idle_minutes=4)
     ended = settle(deployments, kept.id, "stopped")
     assert ended.error and "after 4 minutes without a request" in ended.error["what"]
-    wait_for(lambda: not server.is_alive())
-
-
-def test_a_clock_that_jumps_fails_no_server_that_starts(
-    store: Store, deployments: Deployments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
-    row = request(store, run_id)
-    wait_for(lambda: deployments.tick() or store.deployment(row.id).pid)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 10 * model_servers.START_TIMEOUT_S)
-    for _ in range(3):
-        deployments.tick()
-        wait_for(lambda: all(each.done() for each in deployments._under_way.values()))
-    assert store.deployment(row.id).state == "starting"
+    assert not is_running(pid)
 
 
 def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(
@@ -648,15 +635,14 @@ def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(
 ) -> None:
     monkeypatch.setattr(deploy_tools, "CHAT_LIMIT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as hung:
-        log = str(tmp_path / "log")
-        server = Server(str(tmp_path), "toy", hung.getsockname()[1], 8, log, "key")
+        server = Server(str(tmp_path), "toy", hung.getsockname()[1], "key")
         with pytest.raises(FlashError) as caught:
             anyio.run(_answer, server, {"model": "toy", "messages": []})
     assert caught.value.code == "unresponsive"
 
 
 def test_a_chat_without_a_name_says_why_the_last_deployment_ended(
-    store: Store, deployments: Deployments, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
     row = settle(deployments, request(store, run_id).id, "failed")
@@ -673,8 +659,8 @@ def test_a_chat_without_a_name_says_why_the_last_deployment_ended(
 def served_home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
     home = tmp_path_factory.mktemp("served-home")
     yield home
-    stop_all(Deployments(Store(home), home))
     _end_supervisor(home)
+    stop_all(home)
 
 
 @pytest.fixture
@@ -770,16 +756,16 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     assert "the chat template took longer than 5 s" in caught.value.wrote
     assert (await chat(message="hello", max_tokens=4)).adapter.text
     await talk_with_tools(vllm_store, run_id, first.deployment, tiny_model)
-    await records_from_now_on(vllm_store, run_id, first.deployment, tiny_model)
+    await records_from_now_on(vllm_store, run_id, first.deployment)
 
     # The endpoint is anybody's who has the key, and nobody's else.
-    server = Server.find(vllm_store.base, str(tiny_model))
-    assert server and server.file == first.api_key_file
+    row = vllm_store.deployment(first.deployment)
+    server = server_for(vllm_store, row)
+    assert server.file == first.api_key_file
     async with httpx.AsyncClient(base_url=first.base_url, trust_env=False) as client:
-        await refuses_what_is_no_users(client, server, tiny_adapter)
+        await refuses_what_is_no_users(client, server, leader(vllm_store, row), tiny_adapter)
         models = (await client.get("/models", headers=server.headers)).json()["data"]
     assert {entry["id"] for entry in models} == {str(tiny_model), first.deployment}
-    row = vllm_store.deployment(first.deployment)
     with acting_as(Caller("alice")):  # who is elsewhere cannot reach it
         elsewhere = describe(vllm_store, row)
         assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == ("ready", None, None)
@@ -792,9 +778,9 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     # Another supervisor finds the server; a second adapter joins it and one that does not fit is
     # told.
     _end_supervisor(vllm_store.base)
-    pid = vllm_store.deployment(first.deployment).pid
+    pid = leader(vllm_store, row)
     second = await ready(run_id, step=6)
-    assert vllm_store.deployment(second.deployment).pid == pid
+    assert vllm_store.deployment(second.deployment).server_run == row.server_run
     with pytest.raises(FlashError) as caught:
         await ready(run_id, step=7)
     assert caught.value.code == "deployment_failed" and "DoRA" in str(caught.value)
@@ -833,7 +819,7 @@ async def talk_with_tools(store: Store, run_id: str, deployment: str, model: Pat
     assert answer.prompt_tokens == len(ids)
 
 
-async def records_from_now_on(store: Store, run_id: str, deployment: str, model: Path) -> None:
+async def records_from_now_on(store: Store, run_id: str, deployment: str) -> None:
     """A deployment that is asked to records what it computes, token by token, until it is told
     not to.
     """
@@ -850,7 +836,7 @@ async def records_from_now_on(store: Store, run_id: str, deployment: str, model:
     assert max(line["logprobs"]) <= 0.0
     shown = rollouts(deployment).rollouts[0]
     assert shown.messages[-1].content == said.adapter.text
-    await records_other_apis(store, deployment, model)
+    await records_other_apis(store, deployment)
     assert not (await ready(run_id, step=5, record=False)).record
     await chat(deployment, message="not this", max_tokens=4)
     assert len([*recording.lines()]) == 5
@@ -861,9 +847,8 @@ async def has_recorded(recording: Recording, count: int) -> None:
     await run_sync(wait_for, lambda: len([*recording.lines()]) == count)
 
 
-async def records_other_apis(store: Store, deployment: str, model: Path) -> None:
-    server = Server.find(store.base, str(model))
-    assert server
+async def records_other_apis(store: Store, deployment: str) -> None:
+    server = server_for(store, store.deployment(deployment))
     url = f"http://127.0.0.1:{server.port}/v1"
     hello = {"role": "user", "content": "Say it"}
     async with httpx.AsyncClient(base_url=url, headers=server.headers, timeout=60) as client:
@@ -901,10 +886,9 @@ OPEN_IN_VLLM = (
 """Routes of vLLM's that ask for no key."""
 
 
-async def refuses_what_is_no_users(client: httpx.AsyncClient, server: Server, adapter: Path) -> None:
+async def refuses_what_is_no_users(client: httpx.AsyncClient, server: Server, group: int, adapter: Path) -> None:
     """Neither without a key nor with the users' key can anyone change what is served."""
-    assert server.pid
-    assert listening_ports(server.pid) == [server.port], "the engine's own are closed"
+    assert listening_ports(group) == [server.port], "the engine's own are closed"
     evil = {"name": "evil", "src": str(adapter), "lora_name": "evil", "lora_path": str(adapter)}
     for method, path in (*OPEN_IN_VLLM, ("POST", "/v1/load_lora_adapter")):
         url = f"http://127.0.0.1:{server.port}{path}"

@@ -28,14 +28,13 @@ from flash_mcp.state import costs, queue
 from flash_mcp.state.serving import request, request_stop
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import Cards, TargetSettings, find_target, key_of, new_target, remove_target, write_target
-from flash_mcp.supervisor import remote_servers
+from flash_mcp.supervisor import model_servers
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.launch.memory_need import cards_for
-from flash_mcp.supervisor.model_servers import Deployments
+from flash_mcp.supervisor.model_servers import ModelServers
 from flash_mcp.supervisor.reconciler import RunReconciler
-from flash_mcp.supervisor.remote_servers import RemoteServers
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.server import Server, server_of
 from flash_mcp.supervisor.targets import RemoteTarget
@@ -44,12 +43,14 @@ from flash_mcp.tools.deploy import chat, describe
 from flash_mcp.tools.snippets import snippets
 from tests import engines, slurm, sshd
 from tests.memory_launcher import MemoryLauncher
-from tests.places import ROOT
-from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run
+from tests.places import ROOT, TESTS
+from tests.supervisor.test_model_servers import make_adapter, make_run
 from tests.waiting import wait_for
 from worker.serving import make_certificate, own_addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+
+SCRIPTED = (sys.executable, str(TESTS / "scripted_server.py"))
 
 
 class Engine(MemoryLauncher):
@@ -146,9 +147,9 @@ class Bench:
     def target(self, launcher: Launcher) -> RemoteTarget:
         return RemoteTarget("lab", self.settings, launcher, key_of(self.home))
 
-    def new_servers(self) -> RemoteServers:
+    def new_servers(self) -> ModelServers:
         """As of a supervisor that has just started."""
-        return RemoteServers(self.store, self.home)
+        return ModelServers(self.store, self.home)
 
     def folder(self, row: Deployment) -> RunFolder:
         return RunFolder(self.run(row).folder)
@@ -178,7 +179,7 @@ class Bench:
 @pytest.fixture
 def bench(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     for name in ("LOOK_S", "AGAIN_S"):
-        monkeypatch.setattr(remote_servers, name, 0.02)
+        monkeypatch.setattr(model_servers, name, 0.02)
     made = Bench(flash_home, tmp_path / "storage")
     yield made
     made.servers._pool.shutdown(wait=True)
@@ -224,12 +225,6 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
         assert "hello" in said
     assert not any(value.encode() in stored(bench, tmp_path) for value in keys.values())
 
-    # The servers here do not take it for one of theirs.
-    here = Deployments(bench.store, bench.home)
-    here.tick()
-    assert not here.busy()
-    assert bench.engine.hints[node.key].state == "alive"
-
     # The next supervisor finds it.
     bench.servers, bench.reconciler = bench.new_servers(), bench.new_reconciler(bench.engine)
     assert request(bench.store, str(asked.run_id)).id == asked.id
@@ -259,7 +254,7 @@ def stored(bench: Bench, folder: Path) -> bytes:
 def test_a_node_that_fails_is_replaced_once_in_a_while(
     bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
+    monkeypatch.setattr(model_servers, "EVERY_S", 0.05)
     node = Node(bench, bench.submitted(asked), tmp_path / "first")
     first_keys = node.get_keys()
     node.listen(first_keys)
@@ -294,8 +289,8 @@ def test_a_server_that_was_lost_after_it_had_served_well_is_replaced_each_time(
 def test_a_server_that_answers_no_more_on_a_node_that_lives_is_replaced(
     bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
-    monkeypatch.setattr(remote_servers, "SILENT_S", 0.2)
+    monkeypatch.setattr(model_servers, "EVERY_S", 0.05)
+    monkeypatch.setattr(model_servers, "SILENT_S", 0.2)
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     node.listen(node.get_keys())
     bench.settle(asked, "ready")
@@ -339,7 +334,7 @@ def test_what_the_node_says_of_its_end_is_the_error(bench: Bench, asked: Deploym
 def test_a_node_that_cannot_be_reached_is_given_back(
     bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_servers, "REACH_S", 0.2)
+    monkeypatch.setattr(model_servers, "REACH_S", 0.2)
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     keys = node.get_keys()
     where = Listening(["127.0.0.1"], node.port, make_certificate(tmp_path, ["127.0.0.1"]), "/adapter")
@@ -354,7 +349,7 @@ def test_a_node_that_cannot_be_reached_is_given_back(
 def test_a_node_names_no_address_outside_the_networks_of_its_target(
     bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_servers, "REACH_S", 0.2)
+    monkeypatch.setattr(model_servers, "REACH_S", 0.2)
     (bench.home / "targets.toml").unlink()
     bench.settings = TargetSettings(**{**bench.settings.model_dump(), "nodes": ["10.9.0.0/16", "10.8.1.1"]})
     write_target(bench.home, "lab", bench.settings)
@@ -383,7 +378,7 @@ def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
     bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines.need(sshd.missing())
-    monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
+    monkeypatch.setattr(model_servers, "EVERY_S", 0.05)
     remove_target(bench.home, "lab")
     write_target(bench.home, "lab", bench.settings.model_copy(update={"ssh": "lab"}))
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
@@ -418,7 +413,7 @@ def answers(server: Server) -> bool:
 def test_whoever_else_listens_there_learns_no_key(
     bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_servers, "REACH_S", 1.0)
+    monkeypatch.setattr(model_servers, "REACH_S", 1.0)
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     other = tmp_path / "other"
     other.mkdir()

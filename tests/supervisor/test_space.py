@@ -24,14 +24,13 @@ from flash_mcp.state.serving import request
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import staged
 from flash_mcp.supervisor.loop import Supervisor
-from flash_mcp.supervisor.model_servers import Deployments
 from flash_mcp.supervisor.process import take_lock
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
 from tests.samples import finished_run
 from tests.supervisor.test_loop import Bench
-from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run, settle, stop_all
+from tests.supervisor.test_model_servers import make_adapter, make_run, new_supervisor, settle, stop_all
 from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running
 
@@ -343,19 +342,17 @@ def test_what_fills_the_disk_can_be_removed(disk: Path, monkeypatch: pytest.Monk
 def test_a_deployment_on_a_full_disk_waits_or_says_so_and_is_served_later(disk: Path) -> None:
     store = Store(disk / "home")
     run_id = make_run(store, "toy", {1: make_adapter(disk.parent / "a")})
-    manager = Deployments(store, store.base, command=SCRIPTED)
+    supervisor = new_supervisor(store.base)
     row = request(store, run_id)
     fill(disk)
     for _ in range(5):
-        manager.tick()
-        wait_for(lambda: all(each.done() for each in manager._under_way.values()))
-        time.sleep(0.02)
+        supervisor.tick()
     seen = store.deployment(row.id)
     assert seen.state == "starting" or (seen.error or {})["code"] == "disk_full"
     free(disk)
     request(store, run_id)
-    settle(manager, row.id, "ready")
-    stop_all(manager)
+    settle(supervisor, row.id, "ready")
+    stop_all(store.base)
     store.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
-from flash_mcp.state.retention import drop_optimizers
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from tests.calls import named_calls
@@ -79,7 +79,7 @@ def stopped(folder: Path, state: Any, *, saved: bool = True, algorithm: str = "g
 
 
 def without_optimizer(run: Run) -> Run:
-    assert drop_optimizers(run)
+    assert folder_of(run).checkpoints.drop_optimizers()
     return run
 
 

@@ -13,7 +13,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
-from flash_mcp.state.retention import drop_optimizers
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from tests.calls import refused
@@ -94,7 +94,7 @@ async def test_a_run_that_never_started_starts_over(tmp_path: Path):
 
 async def test_a_deleted_optimizer_is_said_and_done_without_only_on_demand(tmp_path: Path):
     run = stopped_run(tmp_path, "failed")
-    assert drop_optimizers(run) > 0
+    assert folder_of(run).checkpoints.drop_optimizers() > 0
     error = await refused("train", resume=run.id)
     assert "optimizer's state" in error.what and "fresh_optimizer=true" in error.fix
     assert open_store().run(run.id).state == "failed"

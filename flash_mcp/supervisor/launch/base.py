@@ -29,7 +29,7 @@ class Launch:
     environment: Mapping[str, str]
     log: Path | None
     gpus: int = 1
-    """The cards that it gets, on a machine that has any."""
+    """The cards that it gets, on a machine that has any; with 0 it takes no slot of it."""
     card_gib: float = 0.0
     """The memory that each card must have, for an engine that chooses cards; 0 if that is open."""
 

@@ -63,7 +63,7 @@ class Record:
         """
         try:
             named, boot, stat = path.read_text().split(" ", 2)
-            slots = tuple(map(int, named.split(",")))
+            slots = tuple(map(int, filter(None, named.split(","))))
             return cls(slots, boot, int(stat.split(" ", 1)[0]), _state_and_start(stat)[1])
         except (FileNotFoundError, ValueError, IndexError):
             return None
@@ -226,6 +226,9 @@ class LocalLauncher(Launcher):
         share.
 
         FlashError(not_ready) if attempts or other state directories leave fewer devices."""
+        if not count:
+            yield [], []
+            return
         trouble = FlashError(
             "not_ready", "every slot of this machine is taken", fix="wait for a run to end"
         )
