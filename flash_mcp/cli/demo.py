@@ -167,8 +167,8 @@ async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json
         run_id: str = view["run_id"]
         base = f"{warmed['run_id']}@0"
         verdict = await session.call("compare", base=base, other=run_id)
-        for name in ("base", "other"):
-            _show_side(console, verdict[name])
+        for side in (verdict["base"], verdict["other"]):
+            _show_success(console, _escaped(side["of"]), side, side["tasks"])
         explanation = _escaped(verdict["success"]["explanation"])
         console.print(f"  [bold]{verdict['verdict']}[/]: {explanation}", highlight=False)
         await _show_rollout(session, run_id)
@@ -186,10 +186,9 @@ async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json
         }
 
 
-def _show_side(console: Console, side: Json) -> None:
-    interval = f"95 % interval {side['low']:.3f} to {side['high']:.3f}"
-    success = f"{side['success']:.3f} of {side['tasks']} tasks ({interval})"
-    console.print(f"  held out, {_escaped(side['of'])}: {success}")
+def _show_success(console: Console, of: str, row: Json, tasks: int) -> None:
+    interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
+    console.print(f"  held out, {of}: {row['success']:.3f} of {tasks} tasks ({interval})")
 
 
 def _figures(session: Session, view: Json, talk: Json) -> Json:
@@ -255,9 +254,7 @@ def _show_probes(console: Console, checked: Json) -> None:
 
 def _show_verdict(console: Console, view: Json) -> None:
     for row in view["held_out"]:
-        interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
-        success = f"{row['success']:.3f} of {row['n']} tasks ({interval})"
-        console.print(f"  held out, step {row['step']}: {success}")
+        _show_success(console, f"step {row['step']}", row, row["n"])
     verdict = view["verdict"]
     text = f"[bold]{verdict['outcome']}[/]: {_escaped(verdict['explanation'])}"
     console.print(f"  {text}", highlight=False)

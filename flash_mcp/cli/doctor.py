@@ -209,15 +209,11 @@ def _disk() -> Outcome:
     taken = {name: size for name, size in usage(base).items() if size >= SHOWN_BYTES}
     sizes = ", ".join(f"{name} {in_words(size)}" for name, size in taken.items())
     detail = f"{free:.0f} GiB free; taken: {sizes or 'nearly nothing'}"
-    if free >= FREE_DISK_GIB:
-        return _other_disks(detail)
-    fixes = [f"{name}: {ROOM[name]}" for name in taken]
-    fixes.append("or set FLASH_HOME (and FLASH_MODELS) to another disk")
-    return "problem", detail, "; ".join(fixes)
-
-
-def _other_disks(detail: str) -> Outcome:
-    """Models and temporary files may lie on disks of their own."""
+    if free < FREE_DISK_GIB:
+        fixes = [f"{name}: {ROOM[name]}" for name in taken]
+        fixes.append("or set FLASH_HOME (and FLASH_MODELS) to another disk")
+        return "problem", detail, "; ".join(fixes)
+    # Models and temporary files may lie on disks of their own.
     for path, variable in ((models_dir(), "FLASH_MODELS"), (tempfile.gettempdir(), "TMPDIR")):
         if not has_space([Path(path)], FREE_TEMPORARY_BYTES):
             what = f"{detail}; less than {in_words(FREE_TEMPORARY_BYTES)} are free in {path}"

@@ -83,7 +83,9 @@ def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) 
     card = base_models.find(served_model(store, subject.run))
     name = f"{subject.run.id}-{subject.step}"
     target = (folder or Path(f"{name}-{kind}")).absolute()
-    _check_free(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        fix = "name another folder with --to, or remove it"
+        raise FlashError("invalid_argument", "something is there already", to=target, fix=fix)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
@@ -111,12 +113,6 @@ def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) 
         fix = "choose a folder that you may write with --to"
         raise FlashError("invalid_argument", what, to=target, fix=fix) from error
     return Written(target, result, warnings)
-
-
-def _check_free(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        fix = "name another folder with --to, or remove it"
-        raise FlashError("invalid_argument", "something is there already", to=target, fix=fix)
 
 
 def _prompts(store: Store, run: Run) -> list[list[dict[str, str]]]:

@@ -66,7 +66,10 @@ def install(
     changed = new != old
     if not write or not changed:
         return Installed(client, path, changed, new)
-    backup = _copied(path)
+    backup = None
+    if path.exists():
+        backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
+        shutil.copy2(path, backup)
     if not _added(agent, path, name, server):
         _replace(path, new)
     return Installed(client, path, changed, path.read_text(), backup)
@@ -234,15 +237,6 @@ def _table(name: str, values: Json) -> str:
         else:
             text += f"{key} = {json.dumps(value)}\n"
     return text + tables
-
-
-def _copied(path: Path) -> Path | None:
-    """A copy of the file, if there is one."""
-    if not path.exists():
-        return None
-    backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
-    shutil.copy2(path, backup)
-    return backup
 
 
 def _replace(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from flash_mcp.cli.output import answer, say
@@ -36,19 +37,20 @@ def remove_all(arguments: argparse.Namespace) -> None:
     references = [*arguments.references, *results]
     asks = (is_filtered or sys.stdin.isatty()) and not arguments.yes
     if arguments.dry_run or asks:
-        some = _look(store, references, arguments, keeps_going=is_filtered or asks)
-        if arguments.dry_run or not some:
+        skips = references if is_filtered or asks else []
+        total = 0
+        count = 0
+        for gone in _removed(store, references, skips, dry_run=True):
+            total += gone.freed_bytes
+            count += 1
+            answer(arguments, asdict(gone), f"would remove {_line(gone)}")
+        if len(references) > 1 and not arguments.json:
+            say(f"{count} of {len(references)}, {in_words(total)}")
+        if arguments.dry_run or not count:
             return
         _ask(len(references))
     freed = 0
-    for reference in references:
-        try:
-            gone = remove(store, reference)
-        except FlashError as error:
-            if error.code != "in_use" or reference not in results:
-                raise
-            sys.stderr.write(f"{error.what}\n")
-            continue
+    for gone in _removed(store, references, results):
         freed += gone.freed_bytes
         answer(arguments, asdict(gone), f"removed {_line(gone)}")
     shrunk = store.shrink()
@@ -56,26 +58,19 @@ def remove_all(arguments: argparse.Namespace) -> None:
         say(f"freed {in_words(freed)}; the database shrank by {in_words(shrunk)}")
 
 
-def _look(
-    store: Store, references: list[str], arguments: argparse.Namespace, *, keeps_going: bool
-) -> bool:
-    """Print what would go; whether anything would."""
-    total = 0
-    count = 0
+def _removed(
+    store: Store, references: list[str], skips: list[str], *, dry_run: bool = False
+) -> Iterator[Removed]:
+    """Remove them one by one; say of those in `skips` that are in use that they stay."""
     for reference in references:
         try:
-            gone = remove(store, reference, dry_run=True)
+            gone = remove(store, reference, dry_run=dry_run)
         except FlashError as error:
-            if error.code != "in_use" or not keeps_going:
+            if error.code != "in_use" or reference not in skips:
                 raise
             sys.stderr.write(f"{error.what}\n")
-            continue
-        total += gone.freed_bytes
-        count += 1
-        answer(arguments, asdict(gone), f"would remove {_line(gone)}")
-    if len(references) > 1 and not arguments.json:
-        say(f"{count} of {len(references)}, {in_words(total)}")
-    return count > 0
+        else:
+            yield gone
 
 
 def _ask(count: int) -> None:
@@ -90,7 +85,7 @@ def _ask(count: int) -> None:
 
 def _line(gone: Removed) -> str:
     whose = f" of {gone.owner}" if gone.kind == "run" and gone.owner != LOCAL_OWNER else ""
-    text = f"{gone.kind} {gone.reference}{whose}, {gone.freed_bytes / 1e6:.1f} MB"
+    text = f"{gone.kind} {gone.reference}{whose}, {in_words(gone.freed_bytes)}"
     if gone.used_by:
         more = f" and {len(gone.used_by) - NAMED} more" if len(gone.used_by) > NAMED else ""
         text += f"; {', '.join(gone.used_by[:NAMED])}{more} started from it"

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_mcp.cli.install import PASSED_ON, entry
+from flash_mcp.cli.install import entry
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 
@@ -75,8 +75,7 @@ def unit_text() -> str:
     """The unit. It names no secrets: a server or `flash-mcp wait` hands those over."""
     server = entry()
     words = [server["command"], *server["args"][:-1], "supervise"]
-    variables = {name: os.environ[name] for name in PASSED_ON if os.environ.get(name)}
-    variables["FLASH_HOME"] = str(home())
+    variables = {**server.get("env", {}), "FLASH_HOME": str(home())}
     settings = [f"Environment={quoted(f'{name}={value}')}" for name, value in variables.items()]
     # systemd replaces variables in commands.
     command = " ".join(quoted(word).replace("$", "$$") for word in words)

@@ -26,29 +26,14 @@ from flash_mcp.state.targets import (
 if TYPE_CHECKING:
     from flash_mcp.protocol.run_files import ProbeFile
 
-SIMPLE = (
-    "engine",
-    "storage",
-    "setup",
-    "packages",
-    "python",
-    "home",
-    "env_file",
-    "ssh",
-    "address",
-    "token_file",
-    "slots",
-    "price_per_hour",
-)
-"""Options of `add` that are fields of a target as they are."""
-
 
 def add(arguments: Arguments) -> None:
     """Add a place beyond this machine where runs may train, and prove it with a job of a second.
 
     The job starts on a node, claims a folder of the storage, and reports its version of flash-mcp,
     its devices and missing packages. If it fails, nothing is added."""
-    fields: dict[str, Any] = {name: getattr(arguments, name) for name in SIMPLE}
+    options = vars(arguments)
+    fields = {name: options[name] for name in TargetSettings.model_fields if name in options}
     fields["options"] = shlex.split(" ".join(arguments.option))
     fields["env"] = dict(_pair("--env", text) for text in arguments.env)
     pairs = [_pair("--resource", text) for text in arguments.resource]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flash_mcp.cli.output import render, say, to_json, visible
 from flash_mcp.cli.shell import in_shell
 from flash_mcp.pages.headline import headline, percent
+from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import Checkpoints
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
 from flash_mcp.tools.shared.scores import Scores
@@ -168,14 +169,6 @@ def duration(seconds: float) -> str:
     if minutes:
         return f"{minutes} min {rest} s"
     return f"{rest} s"
-
-
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def _share(value: float | None) -> str:
@@ -413,7 +406,7 @@ def _checkpoints(page: Page, result: Checkpoints) -> None:
                 _share(row.success),
                 number(row.reward),
                 number(row.loss),
-                size(row.size_bytes),
+                in_words(row.size_bytes),
                 row.digest[:12],
                 row.saved,
             ]

@@ -90,7 +90,7 @@ def evaluation_at(
     judged. `checkpoints` are the steps that it has saved.
     """
     results = [row for row in evaluations if step is None or row.step == step]
-    if results and results[-1].summary["n"]:
+    if results and results[-1].can_be_judged:
         return results[-1]
     run_id = run.id
     if results:

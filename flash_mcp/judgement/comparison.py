@@ -34,10 +34,6 @@ LEAST_TASKS = 10
 SIGNIFICANT = 0.05
 
 
-def _three_digits(p: float) -> float:
-    return float(f"{p:.3g}")
-
-
 class Change(ResultModel):
     """How much one metric differs: other - base."""
 
@@ -48,7 +44,7 @@ class Change(ResultModel):
     """95 % interval."""
     high: Rounded
     test: Test
-    p: Annotated[float, PlainSerializer(_three_digits, return_type=float)] | None = None
+    p: Annotated[float, PlainSerializer(lambda p: float(f"{p:.3g}"), float)] | None = None
     """Of McNemar's exact test."""
     decide_n: int | None = None
     """Where underpowered: tasks that would decide."""
@@ -117,6 +113,17 @@ def compare_evaluations(
     return compare_unpaired(
         _successes(base.summary), _successes(trained.summary), effect=MIN_CHANGE
     )
+
+
+def judge(
+    evaluations: Sequence[Evaluation], pairs: Sequence[tuple[float, float]], overlap: Json | None
+) -> tuple[Change, Verdict] | None:
+    """The change over a run's evaluations and the verdict; None unless there is one from before the
+    training and another."""
+    if len(evaluations) < 2 or evaluations[0].step != 0:
+        return None
+    change = compare_evaluations(evaluations[0], evaluations[-1], pairs)
+    return change, verdict(change, overlap, evaluations[-1])
 
 
 def verdict(change: Change, overlap: Json | None, trained: Evaluation) -> Verdict:

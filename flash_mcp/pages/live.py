@@ -169,7 +169,7 @@ def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
     """The held-out tasks that a run newly solves or no longer solves, before beside after.
     FlashError(unknown_run)."""
     run = store.run(run_id)
-    steps = [row.step for row in store.evals(run_id) if row.summary["n"]]
+    steps = [row.step for row in store.evals(run_id) if row.can_be_judged]
     changed = _changed(store, run_id, steps[0], steps[-1]) if len(steps) > 1 else []
     start = page * ROLLOUTS
     pairs: list[list[tuple[Rollout, str | None]]] = []

@@ -22,11 +22,7 @@ def rounded(value: float | None, digits: int) -> float | None:
     return round(value, digits)
 
 
-def _four_places(value: float) -> float:
-    return round(value, 4)
-
-
-Rounded = Annotated[float, PlainSerializer(_four_places, return_type=float)]
+Rounded = Annotated[float, PlainSerializer(lambda value: round(value, 4), float)]
 """A number that is sent with four decimal places and judged with all of them."""
 
 

@@ -51,10 +51,7 @@ def number(name: str) -> int | None:
     return int(name) if _NUMBER.fullmatch(name) else None
 
 
-def ipv4(text: str) -> str:
-    return str(IPv4Address(text))
-
-
+IPv4 = Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))]
 RelativeName = Annotated[str, AfterValidator(plain_name)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 ShortDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -189,7 +186,7 @@ class KeyFile(File):
 class ListeningFile(File):
     """listening.N.json"""
 
-    addresses: Annotated[list[Annotated[str, AfterValidator(ipv4)]], Field(max_length=100)]
+    addresses: Annotated[list[IPv4], Field(max_length=100)]
     port: Annotated[int, Field(ge=1024, lt=65536)]
     certificate: Text
     adapter: Text

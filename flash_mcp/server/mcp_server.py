@@ -209,9 +209,9 @@ async def _illustrated(
 ) -> CallToolResult | InputRequiredResult:
     """The result with its curves as pictures after the text."""
     if isinstance(result, CallToolResult) and curves:
-        pictures = [await run_sync(png, curve, abandon_on_cancel=True) for curve in curves]
         shown: list[ImageContent] = []
-        for picture in pictures:
+        for curve in curves:
+            picture = await run_sync(png, curve, abandon_on_cancel=True)
             data = b64encode(picture).decode()
             shown.append(ImageContent(type="image", data=data, mime_type="image/png"))
         return result.model_copy(update={"content": [*result.content, *shown]})

@@ -49,13 +49,10 @@ class Connection:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _named_errors(self.path):
             self._refuse_newer()
-            if not self._is_up_to_date():
+            # Reads only: another program's write transaction does not delay it.
+            (journal,) = self._db.conn.execute("PRAGMA journal_mode").fetchone()
+            if journal != "wal" or migrations.pending(self._db):
                 self._migrate()
-
-    def _is_up_to_date(self) -> bool:
-        """Reads only: another program's write transaction does not delay it."""
-        (journal,) = self._db.conn.execute("PRAGMA journal_mode").fetchone()
-        return journal == "wal" and not migrations.pending(self._db)
 
     def _migrate(self) -> None:
         # Two processes that turn WAL on at once fail whatever their busy time-out.

@@ -102,10 +102,12 @@ def usage(base: Path) -> dict[str, int]:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes for people: 12.3 MB, 4.5 GB."""
+    """A number of bytes for people: 438 kB, 12.3 MB, 4.5 GB."""
     if size >= 1e9:
         return f"{size / 1e9:.1f} GB"
-    return f"{size / 1e6:.1f} MB"
+    if size >= 1e6:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e3:.0f} kB" if size >= 1e3 else f"{size:.0f} B"
 
 
 def disk_settings(base: Path) -> DiskSettings:

@@ -49,10 +49,7 @@ def request(
     run = store.run(run_id)
     folder = folder_of(run)
     step = _good_step(folder, run, step)
-    if name and is_named(name):
-        what = f"{name!r} is a base model's name"
-        raise FlashError("invalid_argument", what, name=name, fix="choose another name")
-    name = name or f"{run_id}-{step}"
+    name = _free_name(name) or f"{run_id}-{step}"
     deployment_id = _deployment_id(run_id, step, name)
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
@@ -89,6 +86,14 @@ def request(
         if elsewhere:
             values["server_run"] = queue.enqueue_server(store, deployment_id, values, gpus=gpus)
         return _stored(store, deployment_id, values)
+
+
+def _free_name(name: str | None) -> str | None:
+    """FlashError(invalid_argument) for the name of a base model."""
+    if name and is_named(name):
+        what = f"{name!r} is a base model's name"
+        raise FlashError("invalid_argument", what, name=name, fix="choose another name")
+    return name
 
 
 def _removed(run_id: str, step: int) -> FlashError:

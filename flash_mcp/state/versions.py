@@ -123,7 +123,11 @@ class Stage:
         except OSError as error:
             if not target.is_dir():
                 raise disk_error(error, target) from error
-            _check_intact(target, self.digest)
+            if digest_of(target) != self.digest:
+                what = "the stored files of this version were changed since"
+                lost = "runs pinned to it would not have got what was pushed"
+                fix = f"remove {target} and push again; {lost}"
+                raise FlashError("upload_invalid", what, path=target, fix=fix) from error
             created = False
         return Version(self.parent.name, self.digest, target, self.files, self.size_bytes, created)
 
@@ -185,14 +189,6 @@ def digest_of_files(files: Files) -> str:
         content = source if isinstance(source, bytes) else source.read_bytes()
         whole.update(f"{path}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return whole.hexdigest()[:DIGEST_LENGTH]
-
-
-def _check_intact(target: Path, digest: str) -> None:
-    if digest_of(target) != digest:
-        what = "the stored files of this version were changed since"
-        lost = "runs pinned to it would not have got what was pushed"
-        fix = f"remove {target} and push again; {lost}"
-        raise FlashError("upload_invalid", what, path=target, fix=fix)
 
 
 # -- what may be pushed ----------------------------------------------------------------------------

@@ -197,8 +197,8 @@ def _lines(store: Store, rows: Sequence[Run]) -> list[RunLine]:
 def _line(store: Store, run: Run) -> RunLine:
     # Not `report_on`: a list shows no advice, and has to cost little for many runs.
     recent = store.metrics(run.id, limit=NEWEST_STEPS)
-    evaluations = [row for row in store.evals(run.id) if row.summary["n"]]
-    verdict = verdict_of(store, run, evaluations) if run.algorithm != "eval" else None
+    evaluations = [row for row in store.evals(run.id) if row.can_be_judged]
+    verdict = verdict_of(store, run, evaluations)
     return RunLine(
         run_id=run.id,
         name=run.name,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.cli import main, views
+from flash_mcp.state.disk import in_words
 from flash_mcp.state.store import open_store
 from tests.samples import finished_run, queued_run, read_in, sample_rollout, started_run, supervised
 
@@ -79,4 +80,4 @@ def test_numbers_are_as_people_write_them():
     assert [views.number(value) for value in (0.83684, 12345.6, 500.0, None)] == ["0.837", "12,346", "500", ""]
     times = [views.duration(seconds) for seconds in (4.6, 125, 3 * 3600 + 720, 50 * 3600)]
     assert times == ["5 s", "2 min 5 s", "3 h 12 min", "2 d 2 h"]
-    assert [views.size(count) for count in (86, 3_700_000, 2.5e9)] == ["86 B", "3.7 MB", "2.5 GB"]
+    assert [in_words(count) for count in (86, 437_600, 3_700_000, 2.5e9)] == ["86 B", "438 kB", "3.7 MB", "2.5 GB"]

@@ -258,12 +258,8 @@ def _judge(full: RunHistory) -> Judgement:
     flags = health.flags(history)
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
-    evaluations = _held_out(full)
-    change: Change | None = None
-    verdict: Verdict | None = None
-    if len(evaluations) > 1 and evaluations[0].step == 0:
-        change = comparison.compare_evaluations(evaluations[0], evaluations[-1], full.pairs)
-        verdict = comparison.verdict(change, overlap, evaluations[-1])
+    judged = comparison.judge(_held_out(full), full.pairs, overlap)
+    change, verdict = judged or (None, None)
     return Judgement(
         history=history, flags=flags, change=None if overlap else change, verdict=verdict
     )
@@ -273,7 +269,7 @@ def _held_out(history: RunHistory) -> list[Evaluation]:
     """Evaluations of a training run that can be judged: environment code did not fail them all."""
     if history.run.algorithm == "eval":
         return []
-    return [row for row in history.evaluations if row.summary["n"]]
+    return [row for row in history.evaluations if row.can_be_judged]
 
 
 def _context(

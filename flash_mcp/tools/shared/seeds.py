@@ -13,11 +13,9 @@ from flash_mcp.state.store import Store
 
 def verdict_of(store: Store, run: Run, evaluations: Sequence[Evaluation]) -> Verdict | None:
     """The verdict on a training run, by those of its evaluations that can be judged."""
-    if len(evaluations) < 2 or evaluations[0].step != 0:
-        return None
     pairs = store.pairs(run.id, evaluations)
-    change = comparison.compare_evaluations(evaluations[0], evaluations[-1], pairs)
-    return comparison.verdict(change, run.lineage.get("overlap"), evaluations[-1])
+    judged = comparison.judge(evaluations, pairs, run.lineage.get("overlap"))
+    return judged[1] if judged else None
 
 
 def spread_of(store: Store, run: Run) -> str | None:
@@ -30,7 +28,7 @@ def spread_of(store: Store, run: Run) -> str | None:
     lines: list[str] = []
     for other in store.seed_runs(run):
         line = f"{other.id} (seed {other.training.seed}) {other.state}"
-        evaluations = [row for row in store.evals(other.id) if row.summary["n"]]
+        evaluations = [row for row in store.evals(other.id) if row.can_be_judged]
         if evaluations and evaluations[-1].step > 0:
             share = evaluations[-1].summary["success"]
             line += f", {share:.3f}"
