@@ -501,6 +501,7 @@ class EnvironmentHost:
             "TMPDIR": str(self._scratch),
             "USER": "environment",  # its user id may have no name
             "LANG": "C.UTF-8",
+            "GIT_CONFIG_NOSYSTEM": "1",  # git stops at an /etc/gitconfig that it may not read
             "PYTHONPATH": str(requirements.contract_path(self._python)),
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",

@@ -86,7 +86,7 @@ PROGRAMS = {
     ),
     "git": (
         "env = dict(os.environ, HOME=here, GIT_AUTHOR_NAME='a', GIT_AUTHOR_EMAIL='a@b', GIT_COMMITTER_NAME='a', "
-        "GIT_COMMITTER_EMAIL='a@b', GIT_CONFIG_NOSYSTEM='1')\n"
+        "GIT_COMMITTER_EMAIL='a@b')\n"
         "for line in ('init -q .', 'commit -q --allow-empty -m x', 'log --oneline', 'gc -q', 'status'):\n"
         "    subprocess.run(['git', *line.split()], cwd=here, env=env, check=True)"
     ),
