@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import dates
+from bench import dates, rows
 from flash_mcp.cli.demo import Session, connected, outcome, watch
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
@@ -226,6 +226,10 @@ async def run(console: Console, names: list[str], model: str | None) -> Json:
     if names == ["dates"]:
         async with connected(console) as session:
             return {"dates": await dates.play(session, model=model)}
+    if names == ["rows"]:
+        with tempfile.TemporaryDirectory(prefix="flash-rows-") as folder:
+            async with connected(console) as session:
+                return {"rows": await rows.play(session, Path(folder), model=model)}
     with tempfile.TemporaryDirectory(prefix="flash-loop-") as folder:
         async with connected(console) as session:
             for name in names:
@@ -240,7 +244,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", choices=[*TASKS, "dates"], help="this task alone")
+    parser.add_argument("--only", choices=[*TASKS, "dates", "rows"], help="this task alone")
     parser.add_argument("--model", help="base model (default: the catalog's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
@@ -252,8 +256,9 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.markdown:
-        page = dates.markdown(figures["dates"]) if "dates" in figures else markdown(figures)
-        options.markdown.write_text(page)
+        own = {"dates": dates.markdown, "rows": rows.markdown}
+        pages = [own[name](value) for name, value in figures.items() if name in own]
+        options.markdown.write_text("".join(pages) or markdown(figures))
     console.print(f"\n{(time.monotonic() - started) / 60:.1f} minutes in all")
     return 0
 

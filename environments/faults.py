@@ -1,5 +1,6 @@
 """Faults of an environment, in the form that both sides of the process boundary use."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -115,13 +116,13 @@ SAID = (
 
 
 NO_WHEEL = re.compile(
-    r"only wheels are allowed|Wheels are required|building from source is disabled"
-    r"|No matching distribution found"
+    r"Wheels are required for `([\w.-]{1,60})`|No matching distribution found for ([\w.-]{1,60})"
+    r"|([\w.-]{1,60})(?:==\S+)? ha(?:s|ve) no (?:usable )?wheels"
 )
-"""What uv and pip write if a package has no wheel."""
+"""What uv and pip write if a package has no wheel, and its name."""
 
 
-REASONING_GYM_BUILDS = '["cellpylib", "pycosat", "zss"]'
+REASONING_GYM_BUILDS = ["cellpylib", "pycosat", "zss"]
 """Packages that reasoning-gym requires and that have no wheel."""
 
 
@@ -151,11 +152,14 @@ def remedy(fault: EnvironmentFault) -> str | None:
             return fix
     if fault.code == "invalid_argument" and fault.is_foreign:
         return "correct environment_args as it says"
-    if fault.code == "requirements_failed" and NO_WHEEL.search(fault.what):
-        names = REASONING_GYM_BUILDS if "reasoning-gym" in fault.what else '["NAME"]'
+    if fault.code == "requirements_failed" and (wheel := NO_WHEEL.search(fault.what)):
+        names = list(filter(None, wheel.groups()))
+        if "reasoning-gym" in fault.what:
+            names = REASONING_GYM_BUILDS
         return (
-            "choose a version that has a wheel for this Python; or the operator allows the build "
-            f"in settings.toml: [environments] build_from_source = {names}"
+            f"{', '.join(names)} has no wheel for this Python: choose a version that has one; or "
+            "the operator allows the build in settings.toml: [environments] build_from_source = "
+            f"{json.dumps(names)}"
         )
     is_load = fault.code == "environment_invalid"
     key = re.search(r"raised KeyError: '([A-Z][A-Z0-9_]+)'", fault.what)

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from environments.base import ChatMessage, TaskExample
+from environments.base import ChatMessage, TaskExample, UnsupportedError
 from environments.settings import read_small
-from environments.tools import text_of
+from environments.tools import as_list, as_object, text_of
 
 MODULES = {
     "verifiers": "environments.adapters.verifiers",
@@ -114,7 +114,17 @@ def prompt_messages(row: Row) -> list[ChatMessage]:
     prompt: Any = row.get("prompt") or ""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
+    for message in prompt:
+        parts = as_list(message.get("content"))
+        refuse_images(as_object(part).get("type", "text") for part in parts)
     return [dict(message) for message in prompt]
+
+
+def refuse_images(kinds: Iterable[str]) -> None:
+    """Raises UnsupportedError for content of another kind than text."""
+    for kind in kinds:
+        if kind in ("image", "image_url", "input_image", "audio", "input_audio", "video"):
+            raise UnsupportedError(f"its prompts hold content of type {kind}: models see text only")
 
 
 def prompt_text(row: Row) -> str:

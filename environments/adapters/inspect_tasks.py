@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from environments.adapters import tasks_of
+from environments.adapters import refuse_images, tasks_of
 from environments.base import (
     EnvironmentAgent,
     RewardMetric,
@@ -45,6 +45,7 @@ def adapt(task: Any) -> InspectEnvironment:
     """The environment of a Task. Raises UnsupportedError."""
     if not hasattr(task, "dataset") or not hasattr(task, "solver"):
         raise UnsupportedError(f"{type(task).__name__} of inspect_ai is no Task")
+    importlib.import_module("openai")  # Inspect asks the model by it, in a process that says less
     for holder in (task, *task.dataset):
         kind: Any = holder.sandbox and getattr(holder.sandbox, "type", holder.sandbox)
         if kind and kind != LOCAL:
@@ -83,6 +84,8 @@ class InspectEnvironment(EnvironmentAgent):
 def _question(sample: Any) -> str:
     if isinstance(sample.input, str):
         return sample.input
+    for message in sample.input:
+        refuse_images(getattr(part, "type", "text") for part in message.content)
     return "\n\n".join(str(message.text) for message in sample.input)
 
 

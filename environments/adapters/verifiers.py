@@ -64,6 +64,9 @@ def adapt(loaded: Any) -> EnvironmentAgent:
 class VerifiersEnvironment(EnvironmentAgent):
     """An object of verifiers. `success` means a reward of at least its pass_threshold."""
 
+    main_thread = True
+    """Its rubrics may use signals for their time limits, as math-verify does."""
+
     def __init__(self, loaded: Any) -> None:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # verifiers asks for its every request
         self._loaded = loaded

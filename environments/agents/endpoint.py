@@ -82,6 +82,8 @@ class AgentEpisode(EnvironmentMultiTurn):
         call = await self.next_call()
         if call is None:
             what = "run returned without asking the model: there is nothing to train or evaluate"
+            if session.last_refusal:
+                what = f"{what}. The API refused its last request: {session.last_refusal}"
             reason = getattr(self._running.result(), "reason", None)
             if reason:
                 what = f"{what}. Its reward says: {str(reason)[-SHOWN_CHARACTERS:]}"

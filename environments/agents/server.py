@@ -224,6 +224,7 @@ class Exchange:
         except ApiError as error:
             if session is not None and error.code not in UNCOUNTED:
                 session.count_refusal(f"{error.code}: {error.param or error}"[:200])
+                session.last_refusal = f"{error.code}: {error}"[:300]
             await self._fail(error)
         except OSError:
             raise  # the client went away

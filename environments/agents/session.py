@@ -124,6 +124,8 @@ class Session:
         """The limit of the rollout that a request met."""
         self.refusals: Counter[str] = Counter()
         """What the API refused or left out, by what it was."""
+        self.last_refusal = ""
+        """The newest of them, in words."""
         self.asked: asyncio.Queue[AgentCall] = asyncio.Queue()
         self.kept: dict[str, list[ChatMessage]] = {}
         """The conversation up to each reply of OpenAI's responses, by its id."""

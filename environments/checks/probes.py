@@ -72,6 +72,11 @@ ECHO_FIX = (
     "the prompt contains what the scorer takes for an answer: make it read one place, a tag or the "
     "last line, and set success in RewardResult"
 )
+SUBSTRING_FIX = (
+    "the scorer takes a text that holds the gold answer anywhere. One line makes it strict: "
+    "`right = text.strip() == gold.strip()`, with the text of the last tag or line. If it is a "
+    "package's scorer, accept=['near_gold', 'constants'] takes it as it is"
+)
 PAY_FIX = "pay less for what a model can write without solving the task"
 
 
@@ -361,11 +366,13 @@ async def near_gold(trial: Trial) -> str:
         if all(successes[len(near) :]):
             hedged[task] = f"{task}: {shown(both)}: both count as successes"
     whole = "compare the whole answer with the gold answer, not a part or a rounded form of it"
-    single = "accept one answer: read one place, such as the last tag, and refuse several"
+    if hedged and changed:
+        whole = SUBSTRING_FIX
+        trial.is_substring_scorer = True
     skip_if(
         [
             fail_if_many(changed, len(tried), whole, HIT_SHARE),
-            fail_if_many(hedged, len(tried), single, _most_hits(trial)),
+            fail_if_many(hedged, len(tried), SUBSTRING_FIX, _most_hits(trial)),
         ]
     )
     return f"{len(tried)} tasks: a changed character and two answers at once are no successes"
@@ -435,6 +442,8 @@ async def constants(trial: Trial) -> str:
     wins = constant.success_share >= CONSTANT_SHARE
     if len(constant.successes) > 2 and (wins or pays):
         fix = "make the scorer read the task, or balance the tasks: no one answer may win"
+        if trial.is_substring_scorer:
+            fix = SUBSTRING_FIX
         raise ProbeFailed(text, fix)
     return text
 

@@ -90,6 +90,8 @@ LIMITS_FIX = (
 FIX_OF_TEXT = {
     rf"^{re.escape(NEEDS_FILE)}": f"correct {NEEDS_FILE}, or delete it: most environments need "
     "none",
+    "does not say endpoint = true": f"write endpoint = true into {NEEDS_FILE} next to "
+    "environment.py: its agent calls the model's API",
     r"^there is no environment\.py": "pass the folder that holds environment.py; env_setup writes "
     "one to start from",
     "its process answered no call": "release the interpreter: make long native code release the "
@@ -102,6 +104,8 @@ REWARD_FIX = (
     "RewardResult takes score, success, reason, error, metrics and metadata, and RewardMetric name "
     "and score"
 )
+FRAME = re.compile(r'^ *File "([^"\n]+)", line', re.MULTILINE)
+IN_PACKAGE = re.compile(r"/site-packages/(\w{1,60})[/.]")
 METHODS = ("environment.py", *vars(Environment), *vars(EnvironmentSingleTurn))
 """Whose names a fix may repeat. Environment code can claim any name."""
 
@@ -122,7 +126,7 @@ def _fix(name: str, fault: EnvironmentFault) -> str:
         # `_timed` put the answer before it; the words of the answer must not be matched.
         what = fault.__cause__.what
     if raised := re.match(r"(\S+) raised (\w+): ", what):
-        return _fix_of_raised(name, raised[1], raised[2], what)
+        return _fix_of_raised(name, raised[1], raised[2], fault)
     for pattern, fix in FIX_OF_TEXT.items():
         if re.search(pattern, what):
             return fix
@@ -133,7 +137,8 @@ def _fix(name: str, fault: EnvironmentFault) -> str:
     return "return what the evidence asks for on every path: one without a return gives None"
 
 
-def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
+def _fix_of_raised(name: str, method: str, error: str, fault: EnvironmentFault) -> str:
+    what = fault.what
     if re.search(r"Reward(Result|Metric)\.__init__\(\)", what):
         return REWARD_FIX
     called = re.search(r"(\w+)\(\) (?:takes|missing|got)", what)
@@ -147,6 +152,10 @@ def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
         return "return a low score instead of raising, whatever the model wrote"
     if is_about_answer and method == "step_episode":
         return "answer with a message or done=True instead of raising, whatever the model wrote"
+    frames = FRAME.findall(fault.traceback)
+    if frames and (package := IN_PACKAGE.search(frames[-1])):
+        what = f"the package {package[1]} raised it, not your code"
+        return f"{what}: change what it is called with, or pin another version of it"
     return f"correct {method if method in METHODS else 'the code'} at the line named"
 
 

@@ -53,6 +53,8 @@ class Trial:
     junk_rewards: dict[Answers, list[float]] = field(default_factory=dict[Answers, list[float]])
     junk_successes: float = 0.0
     """Share of the tasks on which the luckiest junk text succeeds."""
+    is_substring_scorer: bool = False
+    """Whether gold answers win beside anything else."""
     open_ended: set[Task] = field(default_factory=set[Task])
     """The tasks that a gold answer wins whatever its last turn says."""
     seen: dict[Task, tuple[str, str]] = field(default_factory=dict[Task, tuple[str, str]])

@@ -10,7 +10,8 @@ descriptor REQUESTS and writes each reply to REPLIES as soon as it is ready:
 
 What user code prints goes to stderr. Coroutine methods run in the event loop, all others in
 threads, as many at once as the client sends. The main thread, the only one that may use signals,
-runs load_environment and, with max_score_concurrency = 1, score_episode and score_group."""
+runs load_environment and, with max_score_concurrency = 1, score_episode and score_group, also if
+they are coroutines."""
 
 from __future__ import annotations
 
@@ -64,7 +65,6 @@ from environments.process.replies import (
 )
 from environments.redaction import Redactor
 from environments.sandbox import refusals
-from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.sandbox.needs import Bounds
 from environments.tools import tool_calls_of, tool_schemas
 
@@ -99,25 +99,34 @@ class Episode:
 
 
 class MainThread(Executor):
-    """Runs calls on the main thread, one at a time."""
+    """Runs calls on the main thread: functions one at a time, and coroutines between them."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._loop = asyncio.new_event_loop()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._calls.put((future, functools.partial(fn, *args, **kwargs)))
+        self._loop.call_soon_threadsafe(self._loop.stop)
         return future
+
+    async def result(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def serve(self) -> Never:
         """Run the calls that come. The main thread calls this."""
         while True:
-            future, function = self._calls.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
+            # A function may start a loop of its own, so this one does not run meanwhile.
+            with suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+            while not self._calls.empty():
+                future, function = self._calls.get()
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(function())
+                    except BaseException as error:
+                        future.set_exception(error)
 
 
 class Child:
@@ -128,7 +137,7 @@ class Child:
     def __init__(
         self,
         folder: Path,
-        main_thread: Executor,
+        main_thread: MainThread,
         reply: Callable[[dict[str, Any]], None],
     ) -> None:
         self.folder = folder
@@ -465,12 +474,15 @@ class Child:
         code: str = "environment_error",
     ) -> Any:
         """Run a method of the user's: a coroutine in this event loop, anything else in a thread of
-        `pool`, by default any thread.
+        `pool`, by default any thread. Coroutines of an object with `main_thread` run on that one.
         """
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._methods[task] = method.__name__.lstrip("_")
         try:
             if inspect.iscoroutinefunction(method):
+                owner = getattr(method, "__self__", None)
+                if pool is self._main_thread or getattr(owner, "main_thread", False):
+                    return await self._main_thread.result(method(*args))
                 return await method(*args)
             value, error = await self._in_thread(
                 pool or self._pool, task, functools.partial(method, *args)
@@ -601,15 +613,17 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
     from environments.agents.endpoint import AgentEpisode  # noqa: PLC0415
     from environments.agents.server import Endpoint  # noqa: PLC0415
 
+    bounds = programs.bounds
+    if bounds is not None and not bounds.has_endpoint:
+        what = "this environment calls the model's API, and its environment.toml"
+        raise _invalid(f"{what} does not say endpoint = true")
     try:
-        port = programs.bounds.port if programs.bounds else 0
+        port = bounds.port if bounds else 0
         return AgentEpisode(agent, Endpoint(asyncio.get_running_loop(), port), call)
     except OSError as error:
         what = f"an EnvironmentAgent cannot be served here ({_message(error)})"
-        fix = f"it needs endpoint = true in its {NEEDS_FILE}, and a machine that allows a network"
-        raise _invalid(
-            f"{what}: {fix} namespace with loopback, or Linux 6.7 with Landlock"
-        ) from error
+        needed = "a machine that allows a network namespace with loopback, or Linux 6.7"
+        raise _invalid(f"{what}: it needs {needed} with Landlock") from error
 
 
 def _assistant(text: str | None, tool_calls: list[dict[str, Any]]) -> ChatMessage:

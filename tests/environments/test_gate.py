@@ -271,6 +271,8 @@ FIXES = {
         "give RewardResult a finite number as score, whatever the model wrote"),
     "gold": ("def score_response(self, example, text): return RewardResult(text.missing)", "gold",
         "correct score_episode at the line named"),
+    "package": ("def score_response(self, example, text): import httpx; return httpx.URL(3)", "gold",
+        "the package httpx raised it, not your code: change what it is called with, or pin another version of it"),
     "typo": ("def score_response(self, example, text): return Reward(0.0)", "junk",
         "correct score_episode at the line named"),
     "junk": ("def score_response(self, example, text): return RewardResult(float(int(text) == 1))", "junk",
@@ -537,6 +539,31 @@ async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(
     report = await check(environment_folder(tmp_path, source))
     assert report.verdict == "passed"
     assert report.seconds < 300, "one by one it would take over 400 s"
+
+
+async def test_a_substring_scorer_learns_how_to_be_strict_and_can_be_accepted(tmp_path: Path) -> None:
+    """The scorer of the freesolo SDK's own starter."""
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, text):
+            right = example.output.lower() in (text or "").lower()
+            return RewardResult(1.0 if right else 0.0)
+    """
+    folder = environment_folder(tmp_path, source)
+    failed = failures(await check(folder))
+    assert set(failed) == {"near_gold", "constants"}
+    for probe in failed.values():
+        assert "`right = text.strip() == gold.strip()`" in probe.fix
+        assert "accept=['near_gold', 'constants']" in probe.fix
+    assert (await check(folder, accepted=["near_gold", "constants"])).passed
+    (folder / "environment.py").write_text(
+        (folder / "environment.py")
+        .read_text()
+        .replace(
+            'right = example.output.lower() in (text or "").lower()', "right = (text or '').strip() == example.output"
+        )
+    )
+    assert (await check(folder)).passed
 
 
 async def test_a_failure_can_be_accepted_by_name(tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ The tests with the packages themselves need what `scripts/hubs --only PACKAGE` i
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mcp import Client
 
-from environments.adapters import tasks_of
+from environments.adapters import inspect_tasks, prompt_text, tasks_of
+from environments.base import UnsupportedError
 from environments.faults import EnvironmentFault
 from environments.process import requirements
 from environments.process.host import Ended, EnvironmentHost
@@ -58,6 +61,20 @@ def test_the_completion_of_a_row_is_its_gold_answer() -> None:
         ],
         None,
     ]
+
+
+def test_a_task_of_inspect_without_openai_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ModuleNotFoundError, match="openai"):
+        inspect_tasks.adapt(SimpleNamespace(dataset=[], solver=None, sandbox=None))
+
+
+def test_prompts_with_images_are_refused_as_that() -> None:
+    text = {"type": "text", "text": "What is it?"}
+    assert prompt_text({"prompt": [{"role": "user", "content": [text]}]})
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(UnsupportedError, match="content of type image_url"):
+        prompt_text({"prompt": [{"role": "user", "content": [text, image]}]})
 
 
 @pytest.mark.parametrize("given", ["rows", "held_out"])

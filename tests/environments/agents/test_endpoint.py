@@ -22,6 +22,7 @@ from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.agents.dialects import ApiError
 from environments.agents.session import Session
 from environments.checks.playing import Task, Turn, play
+from environments.checks.report import failure
 from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
 from environments.sandbox.landlock import knows_ports
@@ -215,7 +216,7 @@ async def test_refusals_are_counted_where_the_rollout_fails_because_of_them(tmp_
     async with agents(tmp_path / "agent", CRASHES.format(asked=3), SILENT) as host:
         with pytest.raises(EnvironmentFault, match="Unknown parameter") as caught:
             await play(host, Task("train", 0), ["y"])
-        with pytest.raises(EnvironmentFault, match="without asking the model") as silent:
+        with pytest.raises(EnvironmentFault, match=r"without asking the model.*last request: .*min_tokens") as silent:
             await host.open("train", 1)
     assert caught.value.refusals == {"thread_unsupported_request: thread": 3, "unknown_parameter: min_tokens": 1}
     assert silent.value.refusals == {"unknown_parameter: min_tokens": 2}
@@ -814,9 +815,10 @@ async def test_only_what_asks_for_an_endpoint_gets_sockets(tmp_path: Path) -> No
     async with agents(tmp_path / "agent", 'ask([user("x")])') as host:
         assert host.sandbox["network"] == ""
     (tmp_path / "agent" / "environment.toml").write_text("")
-    with pytest.raises(EnvironmentFault, match="endpoint = true") as caught:
+    with pytest.raises(EnvironmentFault, match="does not say endpoint = true") as caught:
         await EnvironmentHost.start(tmp_path / "agent")
     assert caught.value.code == "environment_invalid"
+    assert "write endpoint = true into environment.toml" in failure("loads", caught.value).fix
 
 
 PLAY = """

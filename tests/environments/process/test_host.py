@@ -229,6 +229,42 @@ async def test_scores_one_at_a_time_may_use_signals_and_so_may_loading(tmp_path:
         assert [score.reward for score in scores] == [1.0] * 4
 
 
+async def test_coroutines_that_score_one_at_a_time_may_use_signals_too(tmp_path: Path) -> None:
+    source = SIGNALS.format(most=1).replace("def score_episode", "async def score_episode")
+    source = source.replace("return RewardResult", "await asyncio.sleep(0); return RewardResult")
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        openings = [await host.open("train", 0) for _ in range(4)]
+        scores = await asyncio.gather(*(host.score(opening.episode) for opening in openings))
+        assert [score.reward for score in scores] == [1.0] * 4
+
+
+AGENT_ON_MAIN = """
+    import signal
+    from environments import EnvironmentAgent
+
+    class Sample(EnvironmentAgent):
+        main_thread = True
+
+        def __init__(self):
+            self.dataset = tasks(2)
+
+        async def run(self, example, base_url, api_key, model):
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            if example.id == "t1":
+                raise SystemExit(3)
+            await asyncio.sleep(1000)
+"""
+
+
+async def test_an_agent_on_the_main_thread_can_be_ended_and_end(tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path, AGENT_ON_MAIN)
+    (folder / "environment.toml").write_text("endpoint = true")
+    async with await EnvironmentHost.start(folder, timeout_s=1.0) as host:
+        assert (await fault_of(host.open("train", 0))).code == "environment_timeout"
+        assert "SystemExit" in (await fault_of(host.open("train", 1))).what
+        assert (await fault_of(host.open("train", 0))).code == "environment_timeout"
+
+
 @pytest.mark.parametrize(
     "library_says",
     ["", "'parse' doesn't support threaded environment due to usage of signal.alarm()"],
