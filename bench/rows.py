@@ -35,7 +35,8 @@ def write_csv(path: Path) -> None:
         writer.writerow(["question", "answer"])
         for day in days:
             at = date(1930, 1, 1) + timedelta(days=day)
-            writer.writerow([f"Write {at.day} {at:%B} {at.year} as year-month-day.", at.isoformat()])
+            question = f"Write {at.day} {at:%B} {at.year} as year-month-day."
+            writer.writerow([question, at.isoformat()])
 
 
 async def play(

@@ -10,7 +10,8 @@ the two episodes of a task went alike.
     scripts/hubs --only openenv       one of them
     scripts/hubs --json FILE          also what happened to each environment
     scripts/hubs --write              puts the rows into docs/environments.md
-    scripts/hubs --learn              evaluates and trains in some of them (tests/hub_runs.py)"""
+    scripts/hubs --learn              evaluates and trains in some of them (tests/hub_runs.py)
+    scripts/hubs --check              says of a sample: loads, passes env_test, trains (tests/hub_checks.py)"""
 
 from __future__ import annotations
 
@@ -302,6 +303,18 @@ def learn(only: list[str], *, write_to_document: bool) -> int:
     return 0
 
 
+def check(only: list[str], *, train: bool, write_to_document: bool) -> int:
+    """Whether environments of a sample load, pass env_test and train."""
+    from tests import hub_checks  # noqa: PLC0415  it imports this module
+
+    with tempfile.TemporaryDirectory() as scratch:
+        text = hub_checks.main(only, Path(scratch), train=train)
+    sys.stdout.write(f"{text}\n")
+    if write_to_document:
+        write(text, ROOT / "docs" / "hubs.md", "checked")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/hubs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -310,12 +323,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--learn", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--train", action="store_true", help="with --check: train a step too")
     given = parser.parse_args()
     os.environ["FLASH_HOME"] = str(HOME)
     HOME.mkdir(parents=True, exist_ok=True)
     (HOME / SETTINGS_FILE).write_text(SETTINGS)
     if given.learn:
         return learn(given.only, write_to_document=given.write)
+    if given.check:
+        return check(given.only, train=given.train, write_to_document=given.write)
     with tempfile.TemporaryDirectory() as scratch:
         found = asyncio.run(run(given.only, Path(scratch)))
     if given.json:
