@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import permutations
@@ -141,11 +141,3 @@ class Standing:
         for arm in self.left:
             if arm != leader and self.against(arm) >= 1 / self.alpha:
                 self.out[arm] = number
-
-
-def standing(arms: int, rounds: Sequence[Mapping[int, Outcomes]], alpha: float = ALPHA) -> Standing:
-    """The standing after these rounds."""
-    result = Standing(arms, alpha)
-    for number, outcomes in enumerate(rounds, start=1):
-        result.add(number, outcomes)
-    return result

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from environments.settings import CostSettings, load_settings
@@ -55,29 +55,6 @@ def spent(used_s: Mapping[str, float], home: Path) -> str | None:
     if price:
         return f"{hours}, {price}"
     return hours
-
-
-@dataclass
-class Spent:
-    """What the runs of a day, or of a name, took."""
-
-    what: str
-    runs: int = 0
-    used_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of one GPU, by target."""
-
-
-def ledger(store: Store) -> list[Spent]:
-    """Of each day, the newest first; then of each name, the dearest first."""
-    results: list[Spent] = []
-    for by in ("day", "name"):
-        lines: dict[str, Spent] = {}
-        for row in store.ledger(by):
-            line = lines.setdefault(row["what"], Spent(row["what"]))
-            line.runs += row["runs"]
-            line.used_s[row["target"]] = row["gpu_s"]
-        results += lines.values()
-    return results
 
 
 def over_limit(store: Store) -> set[str]:

@@ -182,17 +182,18 @@ class RunTable(Connection):
 
     def ledger(self, by: Literal["day", "name"]) -> list[Json]:
         """What runs and servers took, of each day on which they started (UTC), or of each name and
-        tournament: {"what", "target", "runs", "gpu_s"}; the newest day or the dearest name first.
+        tournament: {"what", "runs", "used_s": {target: seconds}}; the newest or dearest first.
         """
+        name = "json_extract(lineage, '$.tournament'), json_extract(lineage, '$.name'), serves"
+        what, order = f"coalesce({name}, 'without a name')", "sum(gpu_s) DESC, what"
         if by == "day":
             what, order = "date(started, 'unixepoch')", "what DESC"
-        else:
-            name = "json_extract(lineage, '$.tournament'), json_extract(lineage, '$.name'), serves"
-            what, order = f"coalesce({name}, 'without a name')", "gpu_s DESC"
-        sql = f"""SELECT {what} AS what, target, count(*) AS runs,
-                  sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
-                  FROM runs WHERE used_s > 0 GROUP BY what, target ORDER BY {order}"""
-        return self.query(sql)
+        sql = f"""SELECT what, sum(runs) AS runs, json_group_object(target, gpu_s) AS used_s FROM (
+                    SELECT {what} AS what, target, count(*) AS runs,
+                    sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
+                    FROM runs WHERE used_s > 0 GROUP BY what, target)
+                  GROUP BY what ORDER BY {order}"""
+        return [{**row, "used_s": json.loads(row["used_s"])} for row in self.query(sql)]
 
     def recent_targets(self) -> set[str]:
         """Targets that ran something in the last RECENT_S."""

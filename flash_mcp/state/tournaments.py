@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from flash_mcp.judgement.tournament import Standing, round_size, standing
+from flash_mcp.judgement.tournament import Standing, round_size
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Record, Run
 from flash_mcp.protocol.spec import ResolvedEval
@@ -49,11 +49,11 @@ class Tournament(Record):
     @cached_property
     def standing(self) -> Standing:
         """After the rounds that have ended."""
-        played: list[dict[int, dict[str, bool]]] = []
-        for row in self.rounds:
+        result = Standing(len(self.spec["arms"]), self.spec["alpha"])
+        for number, row in enumerate(self.rounds, start=1):
             if "outcomes" in row:
-                played.append({int(arm): tasks for arm, tasks in row["outcomes"].items()})
-        return standing(len(self.spec["arms"]), played, self.spec["alpha"])
+                result.add(number, {int(arm): tasks for arm, tasks in row["outcomes"].items()})
+        return result
 
     @property
     def run_ids(self) -> list[str]:

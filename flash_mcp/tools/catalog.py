@@ -308,10 +308,10 @@ def _datasets(store: Store) -> list[Dataset]:
 
 def _ledger(store: Store) -> list[Spent]:
     lines: list[Spent] = []
-    for row in costs.ledger(store):
-        hours = round(sum(row.used_s.values()) / 3600, 2)
-        cost = costs.cost_of(row.used_s, store.base)
-        lines.append(Spent(name=row.what, runs=row.runs, hours=hours, cost=cost))
+    for row in store.ledger("day") + store.ledger("name"):
+        cost = costs.cost_of(row["used_s"], store.base)
+        hours = round(sum(row["used_s"].values()) / 3600, 2)
+        lines.append(Spent(name=row["what"], runs=row["runs"], hours=hours, cost=cost))
     return lines
 
 

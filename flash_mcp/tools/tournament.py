@@ -170,7 +170,6 @@ def _arms(arms: Sequence[Json], settings: Json) -> list[Json]:
     there twice.
     """
     chosen: dict[str, Json] = {}
-    named: list[Json] = []
     for number, arm in enumerate(arms, start=1):
         try:
             fields = without_none(vars(Arm.model_validate({**settings, **arm})))
@@ -178,13 +177,12 @@ def _arms(arms: Sequence[Json], settings: Json) -> list[Json]:
             fix = f"use fields of: {FIELDS}"
             what = f"arm {number}: {explain(error)}"
             raise FlashError("invalid_argument", what, fix=fix) from error
-        name = fields.pop("name", None) or f"arm-{number}"
+        name = fields.pop("name", f"arm-{number}")
         if name in chosen or fields in chosen.values():
             what = f"arm {number} ({name}) is there twice"
             raise FlashError("invalid_argument", what, fix="give each another name and setting")
         chosen[name] = fields
-        named.append({"name": name, **fields})
-    return named
+    return [{"name": name, **fields} for name, fields in chosen.items()]
 
 
 async def _spec(store: Store, environment: str | None, arms: Sequence[Json], common: Json) -> Json:

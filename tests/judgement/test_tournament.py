@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean
 
 import numpy as np
 import pytest
 
-from flash_mcp.judgement.tournament import ALPHA, FIRST_ROUND, Standing, difference, evidence, round_size, standing
+from flash_mcp.judgement.tournament import ALPHA, FIRST_ROUND, Standing, difference, evidence, round_size
 
 CORRELATION = 0.5
 """How much of a task's difficulty all arms share."""
@@ -105,6 +105,13 @@ def test_the_interval_of_a_difference_holds_at_every_look() -> None:
     widths = [(item := difference(2 * n, n, 7 * n)).high - item.low for n in (5, 50, 500)]
     assert widths[0] > widths[1] > widths[2] > 0.05
     assert difference(0, 0, 0).low < -0.99
+
+
+def standing(arms: int, rounds: Sequence[Mapping[int, Mapping[str, bool]]]) -> Standing:
+    result = Standing(arms)
+    for number, outcomes in enumerate(rounds, start=1):
+        result.add(number, outcomes)
+    return result
 
 
 def test_rounds_use_up_the_tasks_and_grow() -> None:
