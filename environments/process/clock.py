@@ -2,8 +2,8 @@
 
     shift_clock(400 * 86400)     # once, before environment code is imported
 
-Shifts what Python code reads: `time` and `datetime`. C code that asks the system, and modules that
-took `datetime` out of its module before, see the real time."""
+Shifts what Python code reads: `time` and `datetime`. C code that asks the system, modules that took
+`datetime` out of its module before, and compiled modules see the real time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import copyreg
 import datetime
 import time
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
 from typing import Any, cast
 
 SHIFT_VARIABLE = "FLASH_CLOCK_SHIFT_S"
@@ -32,6 +33,25 @@ def shift_clock(seconds: int) -> None:
     # pickle would look the class up in its module, where it no longer is.
     copyreg.pickle(_real_datetime, _pickled)
     datetime.datetime = _shifted_datetime(datetime.timedelta(seconds=seconds))  # type: ignore
+    loader: Any = ExtensionFileLoader
+    loader.create_module = _with_real_datetime(loader.create_module)
+    loader.exec_module = _with_real_datetime(loader.exec_module)
+
+
+def _with_real_datetime(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which loads a compiled module: its classes may extend the real datetime only, as
+    those of pandas do.
+    """
+
+    def wrapped(*arguments: Any) -> Any:
+        before = datetime.datetime
+        datetime.datetime = _real_datetime  # type: ignore
+        try:
+            return function(*arguments)
+        finally:
+            datetime.datetime = before  # type: ignore
+
+    return wrapped
 
 
 def _pickled(moment: datetime.datetime) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import datetime, json, pickle, time
 from datetime import date, datetime as early
@@ -37,3 +39,16 @@ def test_every_clock_of_python_goes_ahead() -> None:
     shifts = json.loads(output.stdout)
     assert len(shifts) == 10
     assert all(400 * 86400 - 2 < shift < 400 * 86400 + 60 for shift in shifts), shifts
+
+
+def test_compiled_modules_extend_the_real_datetime() -> None:
+    pytest.importorskip("pandas")
+    code = """
+import datetime
+from environments.process.clock import shift_clock
+shift_clock(400 * 86400)
+import pandas
+assert pandas.Timestamp("2020-01-02").year == 2020 and pandas.isna(pandas.NaT)
+assert (datetime.datetime.now() - pandas.Timestamp.now().to_pydatetime()).days in (399, 400)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
