@@ -8,8 +8,8 @@ Linux, no helper program and no root.
 
 - files (Landlock): the code reads its folder and the system's libraries, and writes to a temporary
   folder. It gets terminals if the mount namespace has its own.
-- attributes (a read-only mount namespace, or another user): it changes no file's mode or time
-  outside that temporary folder.
+- attributes (a read-only mount namespace): it changes no file's mode or time outside that temporary
+  folder, and finds nothing of the state directory.
 - network (seccomp): it can make no socket except pairs of connected ones. With network, which
   environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too. Without,
   it also gets an empty network namespace, if it may have namespaces. With an endpoint it makes TCP
@@ -21,15 +21,9 @@ Linux, no helper program and no root.
 - memory, file_size, processes (resource limits; root becomes another user first).
 - kernel_memory (a cgroup): files in memory and socket buffers count as its memory.
 
-In any case seccomp refuses changes of another process's limits, and without a PID namespace of its
-priority and its processors too.
-
-A program that the code starts for one rollout may get rules of its own within these
-(environments/agents/programs.py).
-
-The sandbox does not limit CPU time, the number of files in the temporary folder, what one episode
-learns of another in the same process, or, with network, servers that listen on this machine's own
-addresses. Environment code shares a kernel with its host.
+In any case seccomp allows the calls of system_calls.py alone. A program that the code starts for
+one rollout may get rules of its own within these (environments/agents/programs.py).
+docs/security.md says what the sandbox does not stop.
 """
 
 from __future__ import annotations

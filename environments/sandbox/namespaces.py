@@ -238,23 +238,18 @@ def own_mounts(bounds: Bounds, read: list[str], own: Own) -> Mounts:
 
 
 def _hide(bounds: Bounds, kept: list[str]) -> None:
-    """Put an empty folder in place of what is hidden, with the parts of it that are `kept`."""
+    """Put an empty folder in place of what is hidden, with those folders in it that are `kept`."""
     hidden, working = os.path.realpath(bounds.hidden), Path.cwd()
     sources: dict[str, int] = {}
     for path in kept:
         # It may lie elsewhere and be reached by a link in there, or the other way round.
         if path.startswith((hidden, bounds.hidden)) or os.path.realpath(path).startswith(hidden):
             with suppress(OSError):
-                sources[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                sources[path] = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     mount(hidden, MS_NOSUID | MS_NODEV, kind="tmpfs", options="size=1m,mode=755")
     for path, descriptor in sources.items():
-        source, place = Path(f"/proc/self/fd/{descriptor}"), Path(path)
-        if source.is_dir():
-            place.mkdir(parents=True, exist_ok=True)
-        else:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.touch()
-        mount(path, MS_BIND | MS_REC, source=str(source))
+        Path(path).mkdir(parents=True, exist_ok=True)
+        mount(path, MS_BIND | MS_REC, source=f"/proc/self/fd/{descriptor}")
         os.close(descriptor)
     os.chdir("/")
     with suppress(OSError):

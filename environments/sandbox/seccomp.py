@@ -31,6 +31,8 @@ SOCKET_TYPES = 0xF
 SOCK_STREAM = 1
 IPPROTO_TCP = 6
 SOCK_SEQPACKET = 5
+CONNECTED = (SOCK_STREAM, SOCK_SEQPACKET)
+"""A pair of these stays connected to itself. Datagram sockets can send to any address."""
 PRIO_PROCESS = 0
 IOPRIO_WHO_PROCESS = 1
 SCHEDULING = ("sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
@@ -68,8 +70,8 @@ def filter_calls(*, allow_sockets: bool, allow_tcp: bool, has_processes: bool) -
     families = (AF_INET, AF_INET6) if allow_sockets else ()
     conditions = {
         "socket": _tcp_only() if allow_tcp else _one_of(families, errno.EACCES),
-        "socketpair": _connected_pair(),
-        "clone": _without(NAMESPACES),
+        "socketpair": _one_of(CONNECTED, errno.EACCES, argument=1, mask=SOCKET_TYPES),
+        "clone": _one_of((0,), errno.EPERM, mask=NAMESPACES),
         "personality": _one_of(PERSONALITIES, errno.EPERM),
         "prlimit64": _limits_of_others(),
     }
@@ -112,9 +114,11 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _one_of(values: tuple[int, ...], error: int) -> list[Step]:
-    """The first argument must be one of these."""
-    steps: list[Step] = [(LOAD, 0, 0, ARGUMENTS[0])]
+def _one_of(
+    values: tuple[int, ...], error: int, *, argument: int = 0, mask: int = 0xFFFFFFFF
+) -> list[Step]:
+    """What the mask leaves of an argument must be one of these."""
+    steps: list[Step] = [(LOAD, 0, 0, ARGUMENTS[argument]), (AND, 0, 0, mask)]
     for value in values:
         steps += [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
     return [*steps, _refuse(error)]
@@ -132,31 +136,6 @@ def _tcp_only() -> list[Step]:
         (EQUAL, 2, 0, 0),
         (EQUAL, 1, 0, IPPROTO_TCP),
         _refuse(errno.EACCES),
-        (RETURN, 0, 0, ALLOW),
-    ]
-
-
-def _connected_pair() -> list[Step]:
-    """A pair of stream or sequential-packet sockets stays connected to itself. Datagram sockets can
-    send to any address.
-    """
-    return [
-        (LOAD, 0, 0, ARGUMENTS[1]),
-        (AND, 0, 0, SOCKET_TYPES),
-        (EQUAL, 2, 0, SOCK_STREAM),
-        (EQUAL, 1, 0, SOCK_SEQPACKET),
-        _refuse(errno.EACCES),
-        (RETURN, 0, 0, ALLOW),
-    ]
-
-
-def _without(flags: int) -> list[Step]:
-    """The first argument must have none of these flags."""
-    return [
-        (LOAD, 0, 0, ARGUMENTS[0]),
-        (AND, 0, 0, flags),
-        (EQUAL, 1, 0, 0),
-        _refuse(errno.EPERM),
         (RETURN, 0, 0, ALLOW),
     ]
 
