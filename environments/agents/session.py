@@ -272,9 +272,14 @@ class Session:
     @property
     def has_lost(self) -> bool:
         """Whether an answer was written to no client, and its request was not repeated."""
-        return any(
-            call.is_answered and not call.is_sent and not call.is_waiting for call in self._calls
-        )
+        return any(map(self._is_lost, self._calls))
+
+    def _is_lost(self, call: Call) -> bool:
+        if not call.is_answered or call.is_sent or call.is_waiting:
+            return False
+        # An equal request that came while this one's client lived has an answer of its own.
+        later = self._calls[call.request.number + 1 :]
+        return not any(other.is_sent and other.asks == call.asks for other in later)
 
 
 def at_most(calls: int) -> ApiError:

@@ -377,8 +377,8 @@ RETRY = 'ask([user("x")], headers={"x_stainless_retry_count": "1"})'
         ("", "", True),
         ("", SAME, False),
         ("", 'ask([user("x")], max_tokens=5)', True),
-        (SAME, "", True),
-        (RETRY, "", True),
+        (SAME, "", False),
+        (RETRY, "", False),
     ],
 )
 async def test_an_answer_that_reaches_nobody_drops_the_rollout(
