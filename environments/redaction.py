@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 from urllib.parse import quote, quote_plus
 
@@ -19,6 +19,12 @@ MIN_ENCODED_LENGTH = 8
 REPLACEMENT = "[secret]"
 MIN_LINE_LENGTH = 8
 """Shorter lines of a secret are not searched for by themselves."""
+PATTERNS = {
+    "mail": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
+    "card": r"\b(?:\d[ -]?){12,18}\d\b",
+    "key": r"\b(?:[spr]k|gh[opsu]|github_pat|hf|xox[abprs]|glpat|AKIA|AIza)[-_A-Za-z0-9]{16,}",
+}
+"""What may be replaced wherever it is: mail addresses, numbers of cards, keys of services."""
 BREAK = r"(?:(?:\r?\n|\\n)[ \t]*)?"
 """A long text is often broken into lines, also within JSON."""
 
@@ -69,6 +75,35 @@ class Redactor:
             if match.start() < cut < match.end():
                 cut = match.start()
         return self.text(text[:cut]), text[cut:]
+
+
+class PatternRedactor(Redactor):
+    """Replaces what looks like something that no model should learn. `kinds` are names of PATTERNS,
+    or patterns. re.error for one that is none.
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__(())
+        named: list[str] = []
+        for number, kind in enumerate(kinds):
+            name = kind if kind in PATTERNS else f"pattern_{number}"
+            named.append(f"(?P<{name}>{PATTERNS.get(kind, kind)})")
+        if named:
+            self._pattern = re.compile("|".join(named))
+
+    def text(self, text: str) -> str:
+        return self._pattern.sub(_named, text) if self._pattern else text
+
+
+def _named(match: re.Match[str]) -> str:
+    """[mail], [card] and so on. The digits of a card have a check sum (Luhn's)."""
+    kind = str(match.lastgroup)
+    if kind == "card":
+        digits = [int(digit) for digit in match[0] if digit.isdigit()]
+        doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
+        if (sum(doubled) + sum(digits[::-2])) % 10:
+            return match[0]
+    return "[redacted]" if kind.startswith("pattern_") else f"[{kind}]"
 
 
 def _begun(spelling: str, text: str) -> int:

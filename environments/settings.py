@@ -136,6 +136,9 @@ class ServingSettings:
     """MiB of requests that deploy(record=true) keeps for each deployment."""
     record_days: float = 30.0
     """Days after which a recorded request is deleted."""
+    record_redact: tuple[str, ...] = ("mail", "card", "key")
+    """What is replaced in recorded texts: mail addresses, numbers of cards, keys of services, and
+    regular expressions of the operator's."""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,24 @@
-"""curve, report, export and wait: looking at one run."""
+"""curve, report, export, wait and recordings: looking at one run or deployment."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from flash_mcp.cli.output import answer, render, say, to_json
-from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, option
+from flash_mcp.cli.output import answer, render, render_all, say, to_json
+from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option, repeated
 from flash_mcp.cli.tool_commands import stay
 from flash_mcp.judgement import curve as drawing
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
+from flash_mcp.protocol.recordings import Recording, pseudonym, rating_of
+from flash_mcp.protocol.records import Json, text_of
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.truncation import shorten, utc
 
+ASKED_CHARACTERS = 80
 RUN_ID = option("run_id", "run id, as returned by train", "RUN_ID")
 
 
@@ -81,7 +86,68 @@ def wait(arguments: Arguments) -> int:
     return stay(arguments.run_id, arguments.json, timeout_s=arguments.timeout_s, quiet=True)
 
 
+def recordings(arguments: Arguments) -> None:
+    """List what a deployment recorded, newest first, or delete it with --delete.
+
+    The options narrow it down: an answer has to match all of them."""
+    store = open_store()
+    recording = Recording(store.base, store.deployment(arguments.deployment).id)
+    matches = _matcher(arguments)
+    if arguments.delete:
+        deleted = recording.delete(matches)
+        answer(arguments, {"deleted": deleted}, f"deleted {deleted}")
+        return
+    rows: list[Json] = []
+    for line in filter(matches, recording.answers()):
+        asked = shorten(text_of(line["messages"][-1]), ASKED_CHARACTERS)
+        shown = {name: line.get(name) for name in ("id", "user", "rating")}
+        rows.insert(0, {"time": utc(line.get("time", 0.0)), **shown, "asked": asked})
+    answer(arguments, rows, "\n".join(render_all(rows, "")) if rows else "nothing matches")
+
+
+def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
+    wanted = [pair.partition("=") for pair in arguments.metadata]
+    rating = rating_of(arguments.rating)
+    if arguments.rating not in (None, "none") and rating is None:
+        what = f"--rating: {arguments.rating!r:.40} is no rating"
+        raise FlashError("invalid_argument", what, fix="give up, down, none or a number")
+
+    def matches(line: Json) -> bool:
+        texts = map(text_of, [*line["messages"], line["answer"]])
+        metadata: Json = line.get("metadata") or {}
+        return (
+            (arguments.user is None or line.get("user") in _names_of(arguments.user))
+            and (arguments.id is None or line.get("id") == arguments.id)
+            and (arguments.rating is None or line["rating"] == rating)
+            and all(str(metadata.get(name)) == value for name, _, value in wanted)
+            and (arguments.contains is None or arguments.contains in "\n".join(texts))
+        )
+
+    return matches
+
+
+def _names_of(user: str) -> tuple[str, str]:
+    return user, pseudonym(user)
+
+
 COMMANDS: dict[str, Command | Group] = {
+    "recordings": Command(
+        recordings,
+        (
+            "flash-mcp recordings dep-4k2j9x1c --rating down",
+            "flash-mcp recordings dep-4k2j9x1c --user alice@example.com --delete",
+        ),
+        (
+            option("deployment", "a deployment that records its requests", "DEPLOYMENT"),
+            option("--user", "of this user", "USER"),
+            option("--id", "the answer with this id", "ID"),
+            option("--contains", "with this text in a message", "TEXT"),
+            option("--rating", "rated so: up, down, a number, or none", "RATING"),
+            repeated("--metadata", "with this value in the request's metadata", "NAME=VALUE"),
+            flag("--delete", "delete them and their ratings"),
+            JSON,
+        ),
+    ),
     "wait": Command(
         wait,
         ("flash-mcp wait run-2f9k1c8d --timeout-s 3600",),

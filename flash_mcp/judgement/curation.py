@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,13 +26,16 @@ Select = Literal["correct", "best", "best-n", "shortest", "all"]
 Source = Literal["rollouts", "evaluations", "recordings"]
 Task = tuple[str, str]
 """Split and id."""
-Key = tuple[str, Source, int, int]
-PROVENANCE = ("run_id", "source", "step", "index", "task_id", "split", "reward", "success")
+Key = tuple[str, Source, int, int, int]
+PROVENANCE = (
+    *("run_id", "source", "step", "index", "conversation"),
+    *("task_id", "split", "reward", "success"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt(Rollout):
-    """A rollout of a run: `run_id`, `source`, `step` and `index` identify it."""
+    """A rollout of a run, or one conversation of it: `key` identifies it."""
 
     run_id: str
     source: Source
@@ -44,24 +47,33 @@ class Attempt(Rollout):
 
     @property
     def key(self) -> Key:
-        return self.run_id, self.source, self.step, self.index
+        return self.run_id, self.source, self.step, self.index, self.conversation
 
     @property
-    def is_learnable(self) -> bool:
-        """A cut-off answer is not learnt from: it would teach to stop in the middle."""
-        return not self.truncated and any(answer.strip() for answer in self.answers)
+    def learnable(self) -> list[Self]:
+        """Its conversations to learn from. A cut-off answer is none: it would teach to stop in the
+        middle.
+        """
+        results: list[Self] = []
+        for item in self.conversations:
+            if not item.truncated and "".join(item.answers).strip():
+                results.append(item)
+        return results
 
     def row(self) -> Json:
-        """The attempt as a line of a dataset, up to its last answer."""
+        """The conversation as a line of a dataset, up to its last answer."""
         messages = self.messages
         while messages[-1]["role"] != "assistant":
             messages = messages[:-1]
         tools = {"tools": self.tools} if self.tools else {}
+        provenance = {name: getattr(self, name) for name in PROVENANCE}
+        if not self.is_scored:
+            provenance["reward"] = None
         return {
             "messages": messages,
             **tools,
             "prompt_messages": self.prompt_messages,
-            "provenance": {name: getattr(self, name) for name in PROVENANCE},
+            "provenance": provenance,
         }
 
 
@@ -86,7 +98,7 @@ class Plan:
         """As the environment judged it, or by its reward where a threshold is given."""
         if self.success_threshold is None:
             return attempt.success
-        return attempt.reward >= self.success_threshold
+        return attempt.is_scored and attempt.reward >= self.success_threshold
 
     def to_dict(self) -> Json:
         values = dict(vars(self))
@@ -117,16 +129,20 @@ class Counts(BaseModel):
     """Tasks of which some attempts were correct."""
     never_solved: int = 0
     """Tasks without a correct attempt."""
+    unrated: int = 0
+    """Tasks without a reward: nobody rated what was recorded."""
     insufficient: int = 0
-    """Tasks left out: fewer attempts than the filter's pass@k needs."""
+    """Tasks left out: fewer attempts than the filter's pass@k needs, or none with a reward."""
     filtered: int = 0
     """Tasks left out by the filter."""
     unselected: int = 0
     """Tasks that passed the filter without an attempt to select."""
+    conversations: int = 0
+    """Conversations of the attempts at tasks that passed: an agent may have several in one."""
     truncated: int = 0
-    """Attempts at tasks that passed, left out: cut off or empty answers."""
+    """Of these left out: cut off or empty answers."""
     duplicates: int = 0
-    """Attempts at tasks that passed, left out: word for word another one."""
+    """Of these left out: word for word another one."""
     train_tasks: int = 0
     """Tasks to train on."""
     train_rows: int = 0
@@ -151,16 +167,29 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
     learnable: dict[Task, list[Attempt]] = {}
     for task in sorted(tasks):
         if _passes(tasks[task], plan, counts):
-            learnable[task] = [item for item in tasks[task] if item.is_learnable]
-            counts.truncated += len(tasks[task]) - len(learnable[task])
+            learnable[task] = []
+            for item in tasks[task]:
+                counts.conversations += len(item.conversations)
+                if item.learnable:
+                    learnable[task].append(item)
+    left = _size(learnable)
+    counts.truncated = counts.conversations - left
     if plan.deduplicate:
-        before = sum(map(len, learnable.values()))
+        # Whole attempts first: what is selected among them has to differ.
         learnable = _without_duplicates(learnable)
-        counts.duplicates = before - sum(map(len, learnable.values()))
+        counts.duplicates = left - _size(learnable)
+    selected: dict[Task, list[Attempt]] = {}
+    for task, candidates in learnable.items():
+        selected[task] = []
+        for item in _select(candidates, plan):
+            selected[task] += item.learnable
+    if plan.deduplicate:
+        left = _size(selected)
+        selected = _without_duplicates(selected)
+        counts.duplicates += left - _size(selected)
     train: list[Attempt] = []
     holdout: list[Attempt] = []
-    for task, candidates in learnable.items():
-        chosen = _select(candidates, plan)
+    for task, chosen in selected.items():
         if not chosen:
             counts.unselected += 1
         elif is_held_back(task[1], plan.holdout):
@@ -174,6 +203,11 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
     return Curated(train, holdout, counts)
 
 
+def _size(tasks: Mapping[Task, list[Attempt]]) -> int:
+    """The conversations that can be learnt from."""
+    return sum(len(item.learnable) for attempts in tasks.values() for item in attempts)
+
+
 def is_held_back(task_id: str, share: float) -> bool:
     """Whether a task belongs to the holdout. Its id alone decides, so that none ever moves."""
     digest = hashlib.sha256(task_id.encode(errors="replace")).digest()
@@ -181,10 +215,10 @@ def is_held_back(task_id: str, share: float) -> bool:
 
 
 def scores_of(attempts: list[Attempt], plan: Plan) -> TaskScores:
-    """What the attempts at one task came to; at least one."""
-    rewards = [attempt.reward for attempt in attempts]
+    """What the attempts at one task came to; at least one with a reward."""
+    rewards = [attempt.reward for attempt in attempts if attempt.is_scored]
     correct = sum(map(plan.is_correct, attempts))
-    return TaskScores(len(attempts), correct, fmean(rewards), max(rewards), min(rewards))
+    return TaskScores(len(rewards), correct, fmean(rewards), max(rewards), min(rewards))
 
 
 def _by_task(
@@ -216,6 +250,10 @@ def _by_task(
 
 
 def _passes(attempts: list[Attempt], plan: Plan, counts: Counts) -> bool:
+    if not any(attempt.is_scored for attempt in attempts):
+        counts.unrated += 1
+        counts.insufficient += plan.keep is not None
+        return plan.keep is None
     scores = scores_of(attempts, plan)
     if scores.n_correct == scores.n:
         counts.always_solved += 1
@@ -237,7 +275,8 @@ def _without_duplicates(tasks: dict[Task, list[Attempt]]) -> dict[Task, list[Att
     """Of attempts with the same words, at any tasks, keep the one with the best reward."""
     first: dict[str, Attempt] = {}
     for attempt in sorted(itertools.chain.from_iterable(tasks.values()), key=_best_first):
-        first.setdefault(_digest(attempt.row()["messages"]), attempt)
+        words = [item.row()["messages"] for item in attempt.learnable]
+        first.setdefault(_digest(words), attempt)
     kept = {attempt.key for attempt in first.values()}
     results: dict[Task, list[Attempt]] = {}
     for task, attempts in tasks.items():
@@ -265,7 +304,10 @@ def _best_first(attempt: Attempt) -> tuple[float, str]:
 
 def _shortest_first(attempt: Attempt) -> tuple[int, str]:
     """By characters: attempts of models with different tokenizers may be pooled."""
-    return sum(map(len, attempt.answers)), _digest(attempt.key)
+    size = 0
+    for item in attempt.conversations:
+        size += sum(map(len, item.answers))
+    return size, _digest(attempt.key)
 
 
 # -- contamination ---------------------------------------------------------------------------------
@@ -294,7 +336,10 @@ class HeldOut:
             attempt.split == "eval"
             or (question is None and attempt.task_id in self.ids)
             or question in self.questions
-            or prompt_digest(attempt.messages[: attempt.prompt_messages]) in self.prompts
+            or any(
+                prompt_digest(item.messages[: item.prompt_messages]) in self.prompts
+                for item in attempt.conversations
+            )
         )
 
 

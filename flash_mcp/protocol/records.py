@@ -185,10 +185,20 @@ class Rollout(Record):
     messages: list[Json] = field(default_factory=list[Json])
     branches: list[Json] = field(default_factory=list[Json])
     """Other conversations of an agent, that `messages` does not hold: {"after": N, "turns": T,
-    "messages": [...]} begins with the first N of `messages`, and has T turns of its own."""
+    "messages": [...], "tools": [...]} begins with the first N of `messages`, and has T turns of its
+    own."""
+    calls: list[Json] = field(default_factory=list[Json])
+    """The answered calls of an agent, in order, as worker/rollouts/calls.py describes them.
+    Conversation 0 is `messages`, the others are `branches`."""
+    tokens: Json | None = None
+    """Of an agent: {"ids", "forks"} of all its calls, as worker/rollouts/transcript.py has them."""
+    conversation: int = 0
+    """Which of an agent's conversations this is, where it is only one of them."""
     tools: list[Json] = field(default_factory=list[Json])
     """OpenAI function schemas of what the model could call."""
     reward: float = 0.0
+    is_scored: bool = True
+    """False for what a deployment recorded and nobody rated: its reward means nothing."""
     success: bool = False
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -216,6 +226,53 @@ class Rollout(Record):
         if turns:
             return said[-turns]
         return len(self.messages) - 1
+
+    @property
+    def conversations(self) -> list[Self]:
+        """Each conversation of an agent that is trained, as a rollout of its own, with the turns
+        that no earlier one has; of all others this one.
+        """
+        if not self.calls:
+            return [self]
+        main: Json = {"messages": self.messages, "turns": self.turns}
+        for branch in self.branches:
+            main["turns"] -= branch["turns"]
+        cut: set[int] = set()
+        untrained: set[int] = set()
+        for call in self.calls:
+            if call["finish"] == "length":
+                cut.add(call["conversation"])
+            if not call.get("trained", True):
+                untrained.add(call["conversation"])
+        results: list[Self] = []
+        for number, part in enumerate([main, *self.branches]):
+            if number in untrained:
+                continue
+            results.append(
+                dataclasses.replace(
+                    self,
+                    messages=self.messages[: part.get("after", 0)] + part["messages"],
+                    turns=part["turns"],
+                    tools=part.get("tools", self.tools),
+                    truncated=number in cut,
+                    branches=[],
+                    calls=[],
+                    conversation=number,
+                )
+            )
+        return results
+
+    def token_ids(self, call: Json) -> tuple[list[int], list[int]]:
+        """What the model was shown in a call, and what it answered."""
+        tokens = self.tokens or {"ids": [], "forks": []}
+        after = dict(tokens["forks"])
+        path: list[int] = []
+        place = call["last"]
+        while place >= 0 and tokens["ids"]:
+            path.append(tokens["ids"][place])
+            place = after.get(place, place) - 1
+        path.reverse()
+        return path[: call["prompt_tokens"]], path[call["prompt_tokens"] :]
 
     @property
     def shown_messages(self) -> list[Json]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+from environments.redaction import PatternRedactor
 from environments.settings import load_settings
 from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.protocol.adapters import read_adapter_config
@@ -167,11 +169,13 @@ def _record(store: Store, deployment_id: str, *, is_on: bool) -> None:
         return
     try:
         settings = load_settings(store.base).serving
-    except ValueError as error:
+        redact = settings.record_redact
+        PatternRedactor(redact)
+    except (ValueError, re.error) as error:
         what = f"the settings of this server cannot be used: {error}"
         fix = "the server's operator corrects settings.toml in FLASH_HOME"
         raise FlashError("invalid_argument", what, fix=fix) from error
-    recording.start(Limits(int(settings.record_mib * 2**20), settings.record_days))
+    recording.start(Limits(int(settings.record_mib * 2**20), settings.record_days, redact))
 
 
 def served_model(store: Store, run: Run) -> str:

@@ -43,7 +43,8 @@ class Example(ResultModel):
     step: int
     index: int
     """With run_id and step: what the rollouts tool shows whole."""
-    reward: Rounded
+    reward: Rounded | None = None
+    """Absent where nobody rated what was recorded."""
     asked: str
     """The last message of its prompt, shortened."""
     answered: str
@@ -354,7 +355,7 @@ def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
         source=attempt.source,
         step=attempt.step,
         index=attempt.index,
-        reward=attempt.reward,
+        reward=attempt.reward if attempt.is_scored else None,
         asked=shorten(question, EXAMPLE_CHARACTERS),
         answered=shorten(attempt.answers[-1], EXAMPLE_CHARACTERS),
     )

@@ -75,7 +75,8 @@ def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan
     done = counts.insufficient + counts.filtered + counts.unselected + counts.train_tasks + counts.holdout_tasks
     assert counts.tasks == done
     assert len({each.key for each in rows}) == len(rows)
-    assert all(each.is_learnable and not each.error for each in rows)
+    assert all(each.learnable == [each] and not each.error for each in rows)
+    assert counts.conversations >= counts.truncated + counts.duplicates + len(rows)
     if not plan.allow_eval_tasks:
         assert all(each.split == "train" for each in rows)
     if plan.select in ("correct", "shortest"):
@@ -171,6 +172,78 @@ def test_the_same_words_are_kept_once_and_those_rewarded_best():
     assert len(curate(some, Plan(deduplicate=False), NOTHING).train) == 3
 
 
+# -- agents ----------------------------------------------------------------------------------------
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
+def team(
+    index: int, task_id: str = "t0", *, works: str = "worked", cut: tuple[int, ...] = (), **values: Any
+) -> Attempt:
+    """A merger's conversation, with a planner's and a worker's beside it; the worker has a tool."""
+    calls = [
+        {"number": number, "conversation": conversation, "finish": "length" if conversation in cut else "stop"}
+        for number, conversation in enumerate((1, 2, 2, 0))
+    ]
+    branches = [
+        {"after": 0, "turns": 1, "messages": said("plan", "a plan"), "tools": []},
+        {"after": 0, "turns": 2, "messages": said("work", works, "more", f"{task_id} more"), "tools": [{"name": "f"}]},
+    ]
+    messages = said(f"merge {task_id}", f"merged {index}")
+    parts = {"messages": messages, "branches": branches, "calls": calls, "turns": 4, "truncated": bool(cut), **values}
+    return attempt(index, task_id, **parts)
+
+
+def test_every_conversation_of_an_agents_attempt_is_a_row_with_its_own_turns_and_tools():
+    curated = curate([team(0)], Plan(), NOTHING)
+    rows = [item.row() for item in curated.train]
+    assert [(row["messages"][0]["content"], row["prompt_messages"]) for row in rows] == [
+        ("merge t0", 1),
+        ("plan", 1),
+        ("work", 1),
+    ]
+    assert [row.get("tools") for row in rows] == [None, None, [{"name": "f"}]]
+    assert [row["provenance"]["conversation"] for row in rows] == [0, 1, 2]
+    counts = curated.counts
+    assert (counts.attempts, counts.conversations, counts.train_rows, counts.train_tasks) == (1, 3, 3, 1)
+
+
+def test_a_branch_is_learnt_from_its_own_first_turn_on():
+    branch = {"after": 2, "turns": 1, "messages": said("again", "b"), "tools": []}
+    calls = [{"number": number, "conversation": number == 1, "finish": "stop"} for number in range(3)]
+    some = attempt(0, messages=said("q", "a", "on", "c"), branches=[branch], calls=calls, turns=3)
+    rows = [item.row() for item in curate([some], Plan(), NOTHING).train]
+    assert rows[0]["messages"] == said("q", "a", "on", "c") and rows[0]["prompt_messages"] == 1
+    assert rows[1]["messages"] == said("q", "a", "again", "b") and rows[1]["prompt_messages"] == 3
+
+
+def test_conversations_that_repeat_are_learnt_once_and_those_cut_off_not_at_all():
+    some = [team(0), team(1, reward=2.0), team(2, "t1", cut=(2,))]
+    curated = curate(some, Plan(), NOTHING)
+    seen = [(item.index, item.conversation) for item in curated.train]
+    # The plan and the work of attempt 1, which earned most; attempt 2's plan is the same.
+    assert sorted(seen) == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+    counts = curated.counts
+    assert (counts.conversations, counts.truncated, counts.duplicates) == (9, 1, 3)
+    all_of_them = curate(some, Plan(deduplicate=False), NOTHING)
+    assert (all_of_them.counts.train_rows, all_of_them.counts.duplicates) == (8, 0)
+
+
+def test_the_best_attempt_keeps_what_a_better_one_of_another_task_does_not_teach():
+    some = [team(0, reward=2.0, success=False), team(1)]
+    curated = curate(some, Plan(), NOTHING)
+    assert sorted((item.index, item.conversation) for item in curated.train) == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_an_eval_prompt_in_any_conversation_keeps_the_attempt_out():
+    held_out = HeldOut(prompts=frozenset({prompt_digest([{"content": "Work"}])}))
+    curated = curate([team(0), attempt(1)], Plan(), held_out)
+    assert [item.index for item in curated.train] == [1]
+    assert curated.counts.eval_attempts == 1
+
+
 # -- contamination ---------------------------------------------------------------------------------
 
 
@@ -213,6 +286,7 @@ def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
         "source": "rollouts",
         "step": 3,
         "index": 7,
+        "conversation": 0,
         "task_id": "t0",
         "split": "train",
         "reward": 1.0,

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flash_mcp.protocol.recordings import Limits, Recording, parts, prune_all
+import pytest
+
+from flash_mcp.protocol.recordings import Limits, Recording, parts, prune_all, pseudonym, rating_of
 from tests.places import ROOT
 
 WRITER = """
@@ -55,6 +57,58 @@ def test_lines_become_conversations_without_a_reward(tmp_path: Path) -> None:
     assert (cut.truncated, cut.finish) == (True, "length")
     assert first.task_id == again.task_id != cut.task_id
     assert [row.index for row in (first, cut, again)] == [0, 1, 2]
+
+
+def test_ratings_are_rewards_and_the_last_one_counts(tmp_path: Path) -> None:
+    recording = started(tmp_path)
+    for name in "abc":
+        recording.append(line(name, id=f"r-{name}"))
+    assert recording.rate("r-a", 0.0) and recording.rate("r-a", 1.0) and recording.rate("r-b", 0.25)
+    assert not recording.rate("r-z", 1.0)
+    up, middling, unrated = recording.rollouts()
+    assert (up.is_scored, up.reward, up.success) == (True, 1.0, True)
+    assert (middling.is_scored, middling.reward, middling.success) == (True, 0.25, False)
+    assert (unrated.is_scored, unrated.success) == (False, False)
+    assert [entry["rating"] for entry in recording.answers()] == [1.0, 0.25, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "rating"),
+    [("up", 1.0), ("down", 0.0), (4, 4.0), ("4.5", 4.5), ("", None), ("good", None), ("nan", None), (None, None)],
+)
+def test_what_a_rating_may_be(value: Any, rating: float | None) -> None:
+    assert rating_of(value) == rating
+
+
+def test_what_matches_is_deleted_with_its_ratings_while_others_are_written(tmp_path: Path) -> None:
+    recording = started(tmp_path, max_bytes=8000)
+    for number in range(12):
+        recording.append(line(f"text {number}", id=f"r{number}", user="ab"[number % 2]))
+        recording.rate(f"r{number}", 1.0)
+    older, newer = parts(recording.folder)[-2:]
+    os.utime(older, (1000, 1000))
+    kept = [entry["id"] for entry in recording.answers() if entry["user"] == "b"]
+    gone = len([*recording.answers()]) - len(kept)
+    assert Recording(tmp_path, "dep-1").delete(lambda entry: entry["user"] == "a") == gone > 0
+    recording.append(line("later", id="later", user="b"))
+    assert [entry["id"] for entry in recording.answers()] == [*kept, "later"]
+    assert {entry["rates"] for entry in recording.lines() if "rates" in entry} == set(kept)
+    assert older.stat().st_mtime == 1000, "its time is over no later"
+    assert newer.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_nobody_should_learn_is_replaced_and_its_tokens_are_not_kept(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, "dep-1")
+    recording.start(Limits(1 << 20, 30.0, ("mail", "card", "key", r"PO-\d+")))
+    said = "Mail ann@example.org, card 4111 1111 1111 1111, not 4111111111111112, key sk-proj-0123456789abcdef, PO-17"
+    recording.append(line(said, user="ann@example.org", prompt_tokens=3))
+    recording.append(line("plain", user="ann"))
+    first, second = recording.answers()
+    text = "Mail [mail], card [card], not 4111111111111112, key [key], [redacted]"
+    assert first["messages"] == [{"role": "user", "content": text}]
+    assert (first["prompt_token_ids"], first["token_ids"], first["prompt_tokens"]) == ([], [], 3)
+    assert first["user"] == pseudonym("ann@example.org") != "[mail]"
+    assert (second["token_ids"], second["user"]) == ([4, 5], "ann")
 
 
 def test_what_was_stopped_records_no_more_and_keeps_what_it_has(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ async def behind(scope: Scope, receive: Receive, send: Send) -> None:
         await JSONResponse({"error": {"message": "no"}}, 400)(scope, receive, send)
         return
     with_ids = asked.get("return_token_ids")
-    body: dict[str, Any] = {"object": "chat.completion", "prompt_token_ids": [1, 2]}
+    body: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion", "prompt_token_ids": [1, 2]}
     if not asked.get("stream"):
         message = {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
@@ -57,7 +58,7 @@ async def events() -> Any:
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "finish_reason": None}
         choice |= {"token_ids": [number], "logprobs": logprobs(-float(number))}
-        text += f"data: {json.dumps({'choices': [choice], 'prompt_token_ids': [1, 2]})}\n\n"
+        text += f"data: {json.dumps({'id': 'chatcmpl-1', 'choices': [choice], 'prompt_token_ids': [1, 2]})}\n\n"
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
     text += f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
     for start in range(0, len(text), 37):
@@ -65,6 +66,7 @@ async def events() -> Any:
 
 
 RESPONSE: dict[str, Any] = {
+    "id": "resp_1",
     "object": "response",
     "status": "incomplete",
     "input_messages": None,
@@ -81,6 +83,7 @@ RAW = {
     "output_messages": [{"message": "y", "tokens": [3, 4, 5]}],
 }
 MESSAGE: dict[str, Any] = {
+    "id": "msg_1",
     "type": "message",
     "role": "assistant",
     "content": [{"type": "text", "text": "hello"}, {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}],
@@ -244,3 +247,78 @@ async def test_what_is_no_text_is_answered_and_not_recorded(
     picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
     assert (await ask(tmp_path, monkeypatch, path="/responses", input=picture)).is_success
     assert [*recording.lines()] == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_answer_is_recorded_with_its_id_its_user_and_the_requests_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, streams: bool
+) -> None:
+    await ask(tmp_path, monkeypatch, user="ann", metadata={"ticket": "7"}, stream=streams)
+    await ask(tmp_path, monkeypatch, path="/responses", input="x", user="ann", stream=streams)
+    messages = ASKED["messages"]
+    await ask(tmp_path, monkeypatch, path="/messages", messages=messages, metadata={"user_id": "bob"}, stream=streams)
+    chat, response, message = recording.lines()
+    assert (chat["id"], chat["user"], chat["metadata"]) == ("chatcmpl-1", "ann", {"ticket": "7"})
+    assert (response["id"], response["user"], response["metadata"]) == ("resp_1", "ann", {})
+    assert (message["id"], message["user"]) == ("msg_1", "bob")
+
+
+async def test_users_rate_answers_by_a_route_and_in_their_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
+) -> None:
+    async def rate(**body: Any) -> httpx.Response:
+        return await ask(tmp_path, monkeypatch, path="/ratings", **body)
+
+    await ask(tmp_path, monkeypatch)
+    rated = await rate(id="chatcmpl-1", rating="up")
+    assert rated.json() == {"id": "chatcmpl-1", "object": "rating", "rating": 1.0}
+    assert [row.reward for row in recording.rollouts()] == [1.0]
+    for body, status in (
+        ({"id": "chatcmpl-2", "rating": "up"}, 404),
+        ({"id": "chatcmpl-1", "rating": "good"}, 400),
+        ({"id": "chatcmpl-1", "rating": 1, "model": "dep-2"}, 404),
+    ):
+        refused = await rate(**body)
+        assert (refused.status_code, "message" in refused.json()["error"]) == (status, True)
+    assert (await ask(tmp_path, monkeypatch, key="no", path="/ratings", id="chatcmpl-1", rating=1)).status_code == 401
+    await ask(tmp_path, monkeypatch, metadata={"rates": "chatcmpl-1", "rating": "0.5"}, path="/messages")
+    first, second = recording.rollouts()
+    assert (first.reward, first.success, second.is_scored) == (0.5, False, False)
+
+
+async def test_a_response_that_continues_another_is_asked_and_recorded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
+) -> None:
+    asked: list[Any] = []
+    answer = other_apis
+
+    def listening(request: dict[str, Any], path: str) -> Any:
+        asked.append(request)
+        return answer(request, path)
+
+    monkeypatch.setattr(sys.modules[__name__], "other_apis", listening)
+    for name, value in (("VLLM_API_KEY", "user"), ("FLASH_ADMIN_KEY", "admin"), ("FLASH_HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    result = {"type": "function_call_output", "call_id": "c1", "output": "2"}
+    requests: list[Any] = [
+        {"input": "first", "instructions": "be brief"},
+        {"input": [result], "previous_response_id": "resp_1"},
+        {"input": "third", "previous_response_id": "resp_9"},
+    ]
+    transport = httpx.ASGITransport(app=Front(behind))
+    headers = {"authorization": "Bearer user"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
+        for body in requests:
+            await client.post("/v1/responses", json={"model": "dep-1", **body})
+    first, second, *_ = recording.lines()
+    assert asked[1]["previous_response_id"] is None
+    assert asked[1]["input"] == [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "hello"},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        result,
+    ]
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
+    assert second["messages"][1]["tool_calls"] == [CALL]
+    assert asked[2]["previous_response_id"] == "resp_9", "vLLM says that there is no such response"

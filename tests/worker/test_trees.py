@@ -133,3 +133,11 @@ def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_m
         shown = [message["role"] for message in record.shown_messages]
         assert shown.count("branch") == len(record.branches)
         assert len(shown) == len(record.messages) + sum(1 + len(branch["messages"]) for branch in record.branches)
+        talks = record.conversations
+        assert [call["number"] for call in record.calls] == [call.number for call in calls]
+        for talk in talks:
+            own = [call for call in record.calls if call["conversation"] == talk.conversation]
+            assert talk.turns == len(own) == len(talk.answers)
+            assert talk.messages == calls[own[-1]["number"]].transcript.messages
+        assert sum(talk.turns for talk in talks) == len(calls)
+        assert sum(call["completion_tokens"] for call in record.calls) == record.completion_tokens

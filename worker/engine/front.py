@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from environments.settings import state_directory
 from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, WEIGHTS, named_as, with_noise
-from worker.engine.recorder import ROUTES, Recorder
+from worker.engine.recorder import RATINGS, ROUTES, Recorder
 from worker.model_files import checkpoint_prefix, config_of
 from worker.process import MODEL_FOLDER
 from worker.rollouts.rendering import limit_templates
@@ -51,6 +51,7 @@ USER_ROUTES: Routes = frozenset(
         ("POST", "/v1/responses"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),
+        ("POST", RATINGS),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/version"),

@@ -2,10 +2,15 @@
 
 vLLM is asked for what it tells of tokens too: for chat completions their ids and log-probabilities,
 for OpenAI's responses their ids. It tells nothing of those of Anthropic's messages. The client gets
-its answer without them, unless it asked for them itself."""
+its answer without them, unless it asked for them itself.
+
+A request of OpenAI's responses may continue an earlier one of a recorded deployment: vLLM keeps
+none, so it gets the whole conversation. Users rate answers by POST /v1/ratings, or in the metadata
+of a later request: {"rates": ID, "rating": "up"}."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -17,18 +22,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.agents.dialects import DIALECTS, ApiError
 from environments.redaction import Redactor
 from environments.tools import as_list, as_object
-from flash_mcp.protocol.recordings import Recording
+from flash_mcp.protocol.recordings import Recording, rating_of
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 """Names of variables whose values are not recorded."""
 MIN_SECRET = 8
+RATINGS = "/v1/ratings"
+MOST_KEPT = 1000
+"""Conversations that a later request may continue."""
 SAMPLING = (
     "temperature",
     "top_p",
@@ -47,6 +57,8 @@ class Recorder:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._recordings: dict[str, Recording] = {}
+        self._kept: dict[str, list[Json]] = {}
+        """The conversations up to each response, without instructions, by its id."""
         values = [value for name, value in os.environ.items() if SECRET.search(name)]
         self._redactor = Redactor(value for value in values if len(value) >= MIN_SECRET)
 
@@ -57,9 +69,16 @@ class Recorder:
         with suppress(ValueError, RecursionError):
             request = as_object(json.loads(content))
         recording = self._recording(str(request.get("model")))
+        if scope["path"] == RATINGS:
+            await (await _rated(recording, request))(scope, receive, send)
+            return
         if recording is None:
             await app(scope, _replayed(content, receive), send)
             return
+        metadata = as_object(request.get("metadata"))
+        if "rates" in metadata:
+            await _rated(recording, metadata)
+        request = self._continued(request)
         answer = _ANSWERS[scope["path"]](request)
         completed = {**request, **answer.asks}
         content = json.dumps(completed).encode()
@@ -68,14 +87,63 @@ class Recorder:
         try:
             for line in answer.lines() if answer.status == 200 else ():
                 recording.append(self._redactor.value(line))
+                self._keep(line, request)
         except OSError as error:  # a full disk ends no deployment
             log.warning("a request was not recorded: %s", error)
+
+    def _continued(self, request: Json) -> Json:
+        """The request with all of the conversation that it continues."""
+        before = self._kept.get(str(request.get("previous_response_id")))
+        if before is None:
+            return request
+        value = request.get("input")
+        added = [{"role": "user", "content": value}] if isinstance(value, str) else as_list(value)
+        items = itertools.chain.from_iterable(map(_items, before))
+        return {**request, "previous_response_id": None, "input": [*items, *added]}
+
+    def _keep(self, line: Json, request: Json) -> None:
+        """Let later requests continue this answer."""
+        is_instructed = bool(request.get("instructions"))
+        self._kept[line["id"]] = [*line["messages"][is_instructed:], line["answer"]]
+        if len(self._kept) > MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
 
     def _recording(self, model: str) -> Recording | None:
         if not re.fullmatch(r"dep-\w+", model):
             return None
         existing = self._recordings.setdefault(model, Recording(self._home, model))
         return existing if existing.is_on() else None
+
+
+async def _rated(recording: Recording | None, request: Json) -> JSONResponse:
+    """Rate an answer: {"id" or "rates": its id, "rating": "up", "down" or a number}."""
+    identity = str(request.get("rates", request.get("id")))
+    rating = rating_of(request.get("rating"))
+    status = 404
+    if recording is None:
+        message = "This model is no deployment whose answers are recorded."
+    elif rating is None:
+        status = 400
+        message = 'Send {"model": DEPLOYMENT, "id": ID, "rating": "up", "down" or a number}.'
+    elif await run_in_threadpool(recording.rate, identity, rating):
+        return JSONResponse({"id": identity, "object": "rating", "rating": rating})
+    else:
+        message = f"No recorded answer has the id {identity!r:.80}."
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status)
+
+
+def _items(message: Json) -> Iterator[Json]:
+    """The items of OpenAI's responses that a message is."""
+    if message["role"] == "tool":
+        result = {"call_id": message.get("tool_call_id", ""), "output": message["content"]}
+        yield {"type": "function_call_output", **result}
+        return
+    calls = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        yield {"role": message["role"], "content": message["content"]}
+    for call in calls:
+        yield {"type": "function_call", "call_id": call["id"], **call["function"]}
 
 
 async def _content(receive: Receive) -> bytes:
@@ -152,10 +220,19 @@ class _Answer:
         """A line of the recording for each answer that ended."""
         raise NotImplementedError
 
+    @property
+    def identity(self) -> str:
+        """The id of the reply."""
+        raise NotImplementedError
+
     def line(self, **facts: Any) -> Json:
         """The line of one answer: these facts, and what all lines have."""
+        metadata = as_object(self._request.get("metadata"))
         existing: Json = {
+            "id": self.identity,
             "time": self._started,
+            "user": self._request.get("user") or metadata.get("user_id"),
+            "metadata": metadata,
             "sampling": {name: self._request.get(name) for name in SAMPLING},
             "prompt_token_ids": [],
             "token_ids": [],
@@ -215,6 +292,11 @@ class _ChatAnswer(_Answer):
         super().__init__(request)
         self._choices: dict[int, _Choice] = {}
         self._prompt: list[int] = []
+        self._identity = ""
+
+    @property
+    def identity(self) -> str:
+        return self._identity
 
     def lines(self) -> Iterator[Json]:
         for choice in self._choices.values():
@@ -236,6 +318,7 @@ class _ChatAnswer(_Answer):
             )
 
     def read(self, part: Json) -> Json:
+        self._identity = part.get("id") or self._identity
         self._prompt = part.get("prompt_token_ids") or self._prompt
         for choice in map(as_object, as_list(part.get("choices"))):
             self._choices.setdefault(choice["index"], _Choice()).add(choice)
@@ -258,6 +341,10 @@ class _OtherAnswer(_Answer):
         super().__init__(request)
         self._reply: Json = {}
         """The whole reply, as far as it has come."""
+
+    @property
+    def identity(self) -> str:
+        return str(self._reply.get("id", ""))
 
     @property
     def finish(self) -> str | None:
@@ -360,7 +447,7 @@ _ANSWERS: Mapping[str, type[_Answer]] = {
     "/v1/responses": _ResponsesAnswer,
     "/v1/messages": _MessagesAnswer,
 }
-ROUTES = frozenset(("POST", path) for path in _ANSWERS)
+ROUTES = frozenset(("POST", path) for path in (*_ANSWERS, RATINGS))
 
 
 def _message(message: Any) -> Json:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from environments.agents.calls import NO_OPTIONS, CallOptions
 from worker.rollouts.transcript import Json, Transcript
 
 
@@ -25,6 +26,9 @@ class Call:
     transcript: Transcript
     shown: int
     """Tokens before the answer."""
+    options: CallOptions = NO_OPTIONS
+    finish: str = "stop"
+    """Why the answer ended: stop or length."""
 
     @property
     def policies(self) -> Counter[int]:
@@ -41,6 +45,20 @@ class Call:
             calls.append(call)
             call = call.parent
         return calls[::-1]
+
+    def described(self, conversation: int, last: int) -> Json:
+        """The call as records.Rollout has it. `last` is the place of its last token."""
+        return {
+            "number": self.number,
+            "parent": self.parent.number if self.parent else None,
+            "conversation": conversation,
+            "role": self.options.role,
+            "trained": self.options.is_trained,
+            "prompt_tokens": self.shown,
+            "completion_tokens": len(self.transcript) - self.shown,
+            "finish": self.finish,
+            "last": last,
+        }
 
 
 def merged(calls: Sequence[Call]) -> Transcript:
@@ -60,7 +78,9 @@ def merged(calls: Sequence[Call]) -> Transcript:
     created.forks = row.forks
     created.truncated = any(call.transcript.truncated for call in calls)
     created.policies = sum((call.policies for call in calls), Counter[int]())
-    created.branches = list(_branches(calls, main))
+    places = {call.number: 0 for call in main.line}
+    created.branches = list(_branches(calls, main, places))
+    created.calls = [call.described(places[call.number], row.last_of(call)) for call in calls]
     return created
 
 
@@ -91,6 +111,10 @@ class _Row:
             self.logprobs.append(transcript.logprobs[at] if is_trained else 0.0)
         self._added.append((call, places))
 
+    def last_of(self, call: Call) -> int:
+        """The place of the last token of a call."""
+        return next(places[-1] for added, places in self._added if added is call)
+
     def _shared(self, call: Call, shown: Sequence[int]) -> list[int]:
         """Where the tokens that the call was shown are already: those of its parent, and as many
         more as another call that continues that parent, or also begins anew, was shown.
@@ -109,16 +133,22 @@ class _Row:
         return [*best]
 
 
-def _branches(calls: Sequence[Call], main: Call) -> Iterator[Json]:
-    """The conversations that end beside that of `main`."""
-    seen = {call.number for call in main.line}
+def _branches(calls: Sequence[Call], main: Call, places: dict[int, int]) -> Iterator[Json]:
+    """The conversations that end beside that of `main`. `places` says which conversation each call
+    is of; calls of new ones are added.
+    """
     continued = {call.parent.number for call in calls if call.parent}
     for call in calls:
-        if call.number in seen or call.number in continued:
+        if call.number in places or call.number in continued:
             continue
         messages = call.transcript.messages
         pairs = zip(messages, main.transcript.messages, strict=False)
         after = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        line = {item.number for item in call.line}
-        yield {"after": after, "turns": len(line - seen), "messages": messages[after:]}
-        seen |= line
+        own = [item.number for item in call.line if item.number not in places]
+        places.update(dict.fromkeys(own, max(places.values()) + 1))
+        yield {
+            "after": after,
+            "turns": len(own),
+            "messages": messages[after:],
+            "tools": call.transcript.template.tools,
+        }
