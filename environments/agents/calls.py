@@ -54,6 +54,12 @@ class CallOptions:
     json_schema: dict[str, Any] | None = None
     """The schema of the answer's text."""
     logprobs: bool = False
+    role: str = ""
+    """What part of the agent asks, in its own words."""
+    is_trained: bool = True
+    """Whether the answer is trained; otherwise it is context."""
+    is_base: bool = False
+    """Whether the base model answers instead of the one that is trained."""
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from the defaults, as JSON."""

@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, cast
 
 from environments.agents.calls import THREAD_UNSUPPORTED, CallOptions, Usage
@@ -29,10 +29,18 @@ Json = dict[str, Any]
 Event = tuple[str | None, Json]
 """Its name, if the dialect names events, and its data."""
 MODEL = "policy"
-"""The name of the model that is trained or evaluated. Every other name in a request is it too."""
+"""The name of the model that is trained or evaluated. Every other name in a request is it too, and
+says which role of the agent asks, but for BASE."""
+BASE = "base"
+"""The name of the base model, which is not trained."""
+UNTRAINED = ":untrained"
+"""Ends a name of the model if its answer is not to be trained."""
+ROLE_HEADER = "x-flash-role"
+TRAIN_HEADER = "x-flash-train"
 MOST_CHOICES = 8
 """Answers that one request may ask for."""
 MOST_STOPS = 16
+MOST_ROLE_CHARACTERS = 64
 ANY_OBJECT: Json = {"type": "object"}
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -268,6 +276,23 @@ def _schema(form: Json, param: str) -> Json | None:
     return as_object(schema)
 
 
+def in_role(request: ApiRequest, headers: Mapping[str, str]) -> CallOptions:
+    """The options of a request, with what its headers and the name of its model say of its role.
+    Raises ApiError.
+    """
+    trains = headers.get(TRAIN_HEADER, "true").lower()
+    if trains not in ("true", "false"):
+        raise invalid(f"{TRAIN_HEADER} must be true or false, got {trains!r:.40}")
+    name = request.model.removesuffix(UNTRAINED)
+    role = headers.get(ROLE_HEADER, "" if name == MODEL else name)
+    return replace(
+        request.options,
+        role=role[:MOST_ROLE_CHARACTERS],
+        is_trained=trains == "true" and name == request.model and name != BASE,
+        is_base=name == BASE,
+    )
+
+
 def _chosen(value: Any) -> Json:
     """`tool_choice` of OpenAI's APIs as options. Raises ApiError."""
     if value is None:
@@ -490,7 +515,7 @@ class Responses(Dialect):
         if status == "completed":
             usage = {
                 "input_tokens": answer.usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": answer.usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": answer.usage.prompt_tokens + answer.usage.completion_tokens,
@@ -546,10 +571,13 @@ class Responses(Dialect):
                 text = part["text"]
                 blank = {**part, "text": ""}
                 yield "response.content_part.added", {**place, "part": blank}
+                logprobs = [{**token} for token in part["logprobs"]]
+                for token in logprobs:
+                    del token["bytes"]  # these events have none
                 if text:
-                    delta: Json = {"delta": text, "logprobs": part["logprobs"]}
+                    delta: Json = {"delta": text, "logprobs": logprobs}
                     yield "response.output_text.delta", {**place, **delta}
-                whole: Json = {"text": text, "logprobs": part["logprobs"]}
+                whole: Json = {"text": text, "logprobs": logprobs}
                 yield "response.output_text.done", {**place, **whole}
                 yield "response.content_part.done", {**place, "part": part}
             else:

@@ -27,6 +27,7 @@ from environments.agents.dialects import (
     Dialect,
     Event,
     count_tokens,
+    in_role,
     invalid,
 )
 from environments.agents.session import Client, Session, Wait
@@ -285,7 +286,7 @@ class Exchange:
         self.waits = session.ask(
             request.messages,
             request.tools,
-            request.options,
+            in_role(request, self._request.headers),
             choices=request.choices,
             is_retry=self._request.headers.get("x-stainless-retry-count", "0") != "0",
             client=self._connection,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 from environments import task_cache
@@ -161,7 +161,7 @@ class Reader:
             "max_turns": most,
             "tools": [self._tool(tool) for tool in _items(tools)],
             "is_agent": _truth(is_agent),
-            "options": _options(options),
+            "options": self._options(options),
         }
 
     def _step_episode(self, value: Any) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Reader:
             "parent": None if parent is None else _whole(parent),
             "messages": said,
             "tools": [self._tool(tool) for tool in _items(tools)],
-            "options": _options(options),
+            "options": self._options(options),
         }
 
     def _answer_call(self, value: Any) -> None:
@@ -278,6 +278,10 @@ class Reader:
         body = {"name": self._text(name), "arguments": self._text(arguments)}
         return {"id": self._text(identity), "type": "function", "function": body}
 
+    def _options(self, value: Any) -> CallOptions:
+        role = self._text(_mapping(value).get("role", ""))
+        return replace(_options(value), role=role)
+
     def _id(self, value: Any) -> str:
         return self._text(_string(value, MAX_ID_CHARACTERS))
 
@@ -310,6 +314,8 @@ def _options(value: Any) -> CallOptions:
         parallel_tool_calls=_truth(options.get("parallel_tool_calls", True)),
         json_schema=None if schema is None else _mapping(schema),
         logprobs=_truth(options.get("logprobs", False)),
+        is_trained=_truth(options.get("is_trained", True)),
+        is_base=_truth(options.get("is_base", False)),
     )
 
 

@@ -30,6 +30,8 @@ OPENING_CHARACTERS = 1500
 MESSAGE_FRAME = 55
 """Characters of a message besides its text."""
 MOST_REFUSALS = 4
+MOST_CALLS = 24
+CALL_CHARACTERS = 130
 RESULT_FRAME = 900
 """Characters of the result besides its rows."""
 
@@ -44,6 +46,25 @@ class Message(ResultModel):
     """Its text; `…[N characters cut]…` replaces omitted text."""
 
 
+class CallView(ResultModel):
+    """A request of an agent that the model answered."""
+
+    number: int
+    parent: int | None = None
+    """The call whose conversation it goes on with; absent where it begins anew."""
+    role: str | None = None
+    """What the agent called it: its model's name, or a header."""
+    trained: bool
+    prompt_tokens: int
+    completion_tokens: int
+    finish: str
+    """stop, or length (cut off)."""
+    prompt_ids: list[int] | None = None
+    """With tokens: what the model was shown, token by token."""
+    answer_ids: list[int] | None = None
+    """With tokens: what it sampled."""
+
+
 class RolloutView(ResultModel):
     """One conversation with its reward."""
 
@@ -54,7 +75,7 @@ class RolloutView(ResultModel):
     task_id: str
     """Task of the environment."""
     reward: float | None = None
-    """Absent in what a deployment recorded, as is success."""
+    """Absent, as is success, in what a deployment recorded and nobody rated."""
     success: bool | None = None
     advantage: float | None = None
     """Its weight in training, relative to its group."""
@@ -78,6 +99,8 @@ class RolloutView(ResultModel):
     """The conversation after `opening`, prompt included."""
     messages_in_all: int | None = None
     """The number of messages, if not all are shown."""
+    calls: list[CallView] | None = None
+    """With index: the calls of an agent, in order."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +146,7 @@ def rollouts(
     success: bool | None = None,
     index: Annotated[int | None, Field(ge=0)] = None,
     from_message: Annotated[int, Field(ge=0)] = 0,
+    tokens: bool = False,
     limit: Annotated[int, Field(ge=1, le=10)] = 3,
     max_characters: Annotated[int, Field(ge=500, le=7000)] = 5000,
     cursor: str | None = None,
@@ -142,6 +166,7 @@ def rollouts(
         success: Only successes (true) or failures (false).
         index: One transcript by its number within the step, with all the space.
         from_message: With index: messages of a long transcript to skip.
+        tokens: With index: token ids of an agent's calls too, as far as there is room.
         limit: Transcripts per page.
         max_characters: Characters of transcript text in all.
         cursor: `cursor` of the previous page, all else unchanged.
@@ -151,7 +176,7 @@ def rollouts(
         offset = 0
         if index is None:
             offset = page_offset(cursor, "rollouts")
-        result = _recorded(store, run_id, contains or "", index, limit, offset)
+        result = _recorded(store, run_id, contains or "", success, index, limit, offset)
         return _result(result, offset, max_characters, contains or "", from_message)
     run = store.run(run_id)
     # Rollouts of an evaluation are stored under "eval", whichever split its tasks are from.
@@ -170,7 +195,7 @@ def rollouts(
         page = store.rollouts(run_id, split, only, "index", limit=1, offset=offset)
         total = len(page)
     result = _Found(store, run_id, split, at, index, page[:limit], total, len(page) > limit)
-    return _result(result, offset, max_characters, contains or "", from_message)
+    return _result(result, offset, max_characters, contains or "", from_message, tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -187,11 +212,17 @@ class _Found:
     total: int
     has_more: bool
     is_recorded: bool = False
-    """Rows of a deployment, without rewards."""
+    """Rows of a deployment."""
 
 
 def _recorded(
-    store: Store, deployment: str, contains: str, index: int | None, limit: int, offset: int
+    store: Store,
+    deployment: str,
+    contains: str,
+    success: bool | None,
+    index: int | None,
+    limit: int,
+    offset: int,
 ) -> _Found:
     """What a deployment was asked and answered, newest first."""
     store.deployment(deployment)  # FlashError(unknown_deployment) for what this caller cannot see
@@ -200,13 +231,48 @@ def _recorded(
     if contains:
         part = contains.lower()
         rows = [row for row in rows if any(part in text_of(m).lower() for m in row.messages)]
+    if success is not None:
+        rows = [row for row in rows if row.is_scored and row.success == success]
     page = rows[offset : offset + limit]
     more = len(rows) > offset + limit
     return _Found(store, deployment, "train", None, index, page, len(rows), more, is_recorded=True)
 
 
+def _add_calls(shown: Rollouts, row: Rollout, *, tokens: bool) -> None:
+    """Add the calls of an agent to its rollout, with token ids as far as there is room for them."""
+    views: list[CallView] = []
+    for call in row.calls[:MOST_CALLS]:
+        views.append(
+            CallView(
+                number=call["number"],
+                parent=call["parent"],
+                role=call["role"] or None,
+                trained=call["trained"],
+                prompt_tokens=call["prompt_tokens"],
+                completion_tokens=call["completion_tokens"],
+                finish=call["finish"],
+            )
+        )
+    shown.rollouts[0].calls = views or None
+    room = RESULT_CHARACTERS - len(to_text(shown.model_dump(exclude_none=True)))
+    for call, view in zip(row.calls, views, strict=False):
+        ids = row.token_ids(call)
+        room -= len(to_text(ids))
+        if tokens and room > 0:
+            view.prompt_ids, view.answer_ids = ids
+    if len(row.calls) > len(views) or (tokens and room < 0):
+        later = "later calls" if len(row.calls) > len(views) else "token ids of later calls"
+        shown.cut = ", ".join(filter(None, (shown.cut, later)))
+
+
 def _result(
-    result: _Found, offset: int, max_characters: int, around: str, from_message: int
+    result: _Found,
+    offset: int,
+    max_characters: int,
+    around: str,
+    from_message: int,
+    *,
+    tokens: bool = False,
 ) -> Rollouts:
     rows = result.rows
     sample = rows
@@ -222,13 +288,12 @@ def _result(
     rest = [_Shown(row, mode, len(opening)) for row, mode in zip(rows, modes, strict=True)]
     taken = sum(json_characters(message.content) + MESSAGE_FRAME for message in opening)
     taken += sum(map(_frame_size, rows))
+    if result.index is not None and rows:
+        taken += CALL_CHARACTERS * len(rows[0].calls[:MOST_CALLS])
     room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
     start = None if result.index is None else from_message
     shown, cut = _within(rest, room, around, start)
-    if result.is_recorded:
-        for row in shown:
-            row.reward = row.success = None
-    return Rollouts(
+    page = Rollouts(
         run_id=result.run_id,
         total=result.total,
         failures=failures or None,
@@ -239,6 +304,9 @@ def _result(
         cut=cut,
         next=_next_step(result, shown, bool(cut)),
     )
+    if result.index is not None and rows:
+        _add_calls(page, rows[0], tokens=tokens)
+    return page
 
 
 def _opening(rows: list[Rollout]) -> list[Message]:
@@ -371,8 +439,8 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
         step=row.step,
         index=row.index,
         task_id=row.task_id,
-        reward=round(row.reward, 4),
-        success=row.success,
+        reward=round(row.reward, 4) if row.is_scored else None,
+        success=row.success if row.is_scored else None,
         advantage=rounded(row.advantage, 4),
         failure=shown.failure,
         finish=row.finish,

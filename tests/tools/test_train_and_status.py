@@ -749,6 +749,46 @@ async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(t
     assert seen == [f"turn {number}" for number in range(120)]
 
 
+async def test_the_calls_of_an_agent_are_shown_in_order_with_their_token_ids(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    common = {"conversation": 0, "finish": "stop", "completion_tokens": 2}
+    calls = [
+        {**common, "number": 0, "parent": None, "role": "", "trained": True, "prompt_tokens": 3, "last": 4},
+        {**common, "number": 1, "parent": 0, "role": "judge", "trained": False, "prompt_tokens": 6, "last": 7},
+        {**common, "number": 2, "parent": 0, "role": "", "trained": True, "prompt_tokens": 6, "last": 10},
+    ]
+    tokens = {"ids": [*range(11)], "forks": [[8, 5]]}
+    writer.rollouts(1, [{**sample_rollout(1, 0, 0.5), "calls": calls, "tokens": tokens}])
+    read_in(open_store(), run.id)
+    asked = {"run_id": run.id, "step": 1, "index": 0}
+    (shown,) = (await call("rollouts", **asked))["rollouts"]
+    assert [(row["number"], row.get("role"), row["trained"], row["finish"]) for row in shown["calls"]] == [
+        (0, None, True, "stop"),
+        (1, "judge", False, "stop"),
+        (2, None, True, "stop"),
+    ]
+    assert "prompt_ids" not in shown["calls"][0]
+    (shown,) = (await call("rollouts", **asked, tokens=True))["rollouts"]
+    assert [row["answer_ids"] for row in shown["calls"]] == [[3, 4], [6, 7], [9, 10]]
+    assert shown["calls"][2]["prompt_ids"] == [0, 1, 2, 3, 4, 8]
+    (listed,) = (await call("rollouts", run_id=run.id))["rollouts"]
+    assert "calls" not in listed
+
+
+async def test_many_calls_of_long_prompts_fit_into_the_answer(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    call_of = {"conversation": 0, "finish": "stop", "role": "r" * 64, "trained": True, "parent": None}
+    call_of |= {"prompt_tokens": 500, "completion_tokens": 8}
+    calls = [{**call_of, "number": number, "last": 508 * number + 507} for number in range(60)]
+    tokens = {"ids": [100_000] * 508 * 60, "forks": [[508 * number, 0] for number in range(1, 60)]}
+    writer.rollouts(1, [{**sample_rollout(1, 0, 0.5), "calls": calls, "tokens": tokens}])
+    read_in(open_store(), run.id)
+    body = await call("rollouts", run_id=run.id, step=1, index=0, tokens=True, max_characters=7000)
+    shown = body["rollouts"][0]["calls"]
+    assert len(shown) == 24 and "answer_ids" in shown[0] and "answer_ids" not in shown[-1]
+    assert "later calls" in body["cut"]
+
+
 async def test_what_all_prompts_begin_with_is_shown_once(tmp_path: Path):
     run, writer = started_run(tmp_path)
     example = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -267,6 +268,30 @@ def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(
     assert generate(by_adapter, request) != expected
     by_adapter.load_adapter(tmp_path)
     assert generate(by_adapter, request) == expected
+
+
+def test_the_base_model_answers_beside_the_policy_and_stays_as_it_was(by_adapter: VllmEngine, policy: Any) -> None:
+    """In one batch, whatever was cached of the same prompt."""
+    sampling = Sampling(8, temperature=0.0)
+    both = (PROMPT, sampling), (PROMPT, replace(sampling, is_base=True))
+    answers: list[tuple[Completion, Completion]] = []
+    for step in (1, 2):
+        train(policy, step)
+        by_adapter.load_policy(policy)
+        trained, base = generate(by_adapter, *both)
+        assert difference(policy, trained) < BF16_NATS < difference(policy, base)
+        with policy.disable_adapter():
+            assert difference(policy, base) < BF16_NATS
+        answers.append((trained, base))
+    (one, base), (other, again) = answers
+    assert base.token_ids == again.token_ids and one.token_ids != other.token_ids
+
+
+def test_a_base_model_that_a_policy_was_merged_into_cannot_be_asked(merged: VllmEngine, policy: Any) -> None:
+    merged.load_policy(policy)
+    with pytest.raises(ValueError, match="FLASH_SYNC=adapter keeps them apart"):
+        merged.submit("0", PROMPT, Sampling(8, is_base=True))
+    assert merged.unfinished() == 0
 
 
 def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_first(

@@ -115,6 +115,8 @@ class VllmEngine:
             if not on_gpu:  # NCCL may still connect
                 engine.collective_rpc("close_listening_ports")
         self._adapter: LoRARequest | None = None
+        self._is_merged = False
+        """Whether a policy was merged into the weights: the base model is gone."""
         self._versions = itertools.count(1)
         self.policy_number = 0
         """Of the policy that samples, as its owner counts them."""
@@ -138,6 +140,9 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         _SHARES.pop(request_id, None)
+        if sampling.is_base and self._is_merged:
+            what = "the adapter is merged into the weights of the base model"
+            raise ValueError(f"{what}; {SYNC_VARIABLE}=adapter keeps them apart")
         if grammar := sampling.grammar:
             params.structured_outputs = Structure(
                 json=grammar.json_schema, structural_tag=grammar.structural_tag
@@ -148,7 +153,7 @@ class VllmEngine:
                 request_id,
                 {"prompt_token_ids": list(prompt_ids)},
                 params,
-                lora_request=self._adapter,
+                lora_request=None if sampling.is_base else self._adapter,
             )
         except Exception as error:
             if sampling.grammar is None:
@@ -194,6 +199,7 @@ class VllmEngine:
         else:
             weights = {"weights_iterator": merged_weights(policy, self._prefix)}
             engine.collective_rpc("reload_weights", kwargs=weights)
+            self._is_merged = True
         self._forget_prefixes()
         for request_id, request in engine.engine_core.engine_core.scheduler.requests.items():
             sampled = self._sampled.setdefault(_own_id(request_id), {})

@@ -171,6 +171,8 @@ class Rollout:
             written = {
                 "messages": transcript.messages,
                 "branches": transcript.branches,
+                "calls": transcript.calls,
+                "tokens": transcript.tree if transcript.calls else None,
                 "tools": transcript.template.tools,
                 "prompt_tokens": len(transcript.prompt_ids),
                 "completion_tokens": transcript.model_tokens,
@@ -589,11 +591,15 @@ class AgentCalls:
         key = f"{self._rollout.task.seed}/{digest}/{self._prompts[digest]}"
         grammar, stop = transcript.template.limits_of(options)
         sampling = _sampling(budget, limits, key)
-        sampling = replace(sampling, stop=(*limits.stop, *stop), grammar=grammar)
+        stops = (*limits.stop, *stop)
+        sampling = replace(sampling, stop=stops, grammar=grammar, is_base=options.is_base)
         completion = await self.complete(episode, call, sampling)
         if completion is None:
             return
-        turn = transcript.add_answer(completion, reads_calls=options.tool_choice != "none")
+        call.finish = completion.finish_reason
+        turn = transcript.add_answer(
+            completion, reads_calls=options.tool_choice != "none", trains=options.is_trained
+        )
         self._answered[asked.number] = call
         self._rollout.turns += 1
         text = turn.content
@@ -640,7 +646,7 @@ class AgentCalls:
                 raise EnvironmentFault("environment_error", "a call continues one without answer")
             transcript = parent.transcript.copy()
             transcript.add_environment(call.messages)
-        return Call(call.number, parent, transcript, len(transcript))
+        return Call(call.number, parent, transcript, len(transcript), call.options)
 
 
 class _SampledCalls(AgentCalls):
@@ -664,9 +670,11 @@ class _SampledCalls(AgentCalls):
             if grammar is not None and not completion.token_ids:
                 raise ValueError("vLLM cannot compile it")
         except ValueError as error:
-            if grammar is None:
+            if grammar is None and not sampling.is_base:
                 raise
             what = f"the model cannot be held to this format: {error!s:.300}"
+            if sampling.is_base:
+                what = f"the base model cannot be asked: {error!s:.300}"
             await self._host.refuse_call(episode, call.number, "invalid_value", what)
             return None
         return completion

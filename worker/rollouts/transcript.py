@@ -288,6 +288,7 @@ PACKED = (
     "truncated",
     "forks",
     "branches",
+    "calls",
     "policies",
 )
 
@@ -314,6 +315,8 @@ class Transcript:
     on do not follow the token before, but the first `after` tokens."""
     branches: list[Json] = field(default_factory=list[Json])
     """Conversations beside `messages`, as records.Rollout has them."""
+    calls: list[Json] = field(default_factory=list[Json])
+    """An agent's calls, as records.Rollout has them."""
     policies: Counter[int] = field(default_factory=Counter[int])
     """{number of the policy: tokens that it sampled}"""
     _ended: bool = False
@@ -355,9 +358,18 @@ class Transcript:
         """The messages, and those of the branches."""
         return sum((branch["messages"] for branch in self.branches), self.messages)
 
-    def add_answer(self, completion: Completion, *, reads_calls: bool = True) -> Turn:
-        """Append what the model sampled, and read it. Without `reads_calls` it is text."""
-        self._append(completion)
+    @property
+    def tree(self) -> Json:
+        """The tokens as records.Rollout has them."""
+        return {"ids": self.ids, "forks": self.forks}
+
+    def add_answer(
+        self, completion: Completion, *, reads_calls: bool = True, trains: bool = True
+    ) -> Turn:
+        """Append what the model sampled, and read it. Without `reads_calls` it is text; without
+        `trains` it is context.
+        """
+        self._append(completion if trains else replace(completion, policies={}), trains=trains)
         if reads_calls:
             turn = self.template.read(completion.token_ids, self._calls)
         else:
@@ -372,8 +384,11 @@ class Transcript:
         self._append(self.template.answer(message["content"], calls))
         self.messages.append(dict(message))
 
-    def _append(self, completion: Completion) -> None:
+    def _append(self, completion: Completion, *, trains: bool = True) -> None:
         mask, logprobs = trained(completion)
+        if not trains:
+            mask = [0] * len(mask)
+            logprobs = [0.0] * len(mask)
         self.completion_ids += completion.token_ids
         self.mask += mask
         self.logprobs += logprobs

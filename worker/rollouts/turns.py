@@ -32,6 +32,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     grammar: Grammar | None = None
+    is_base: bool = False
+    """Whether the base model samples it. ValueError from `submit` if the engine has it no more."""
 
 
 @dataclass(frozen=True)

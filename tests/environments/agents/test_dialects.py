@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from environments.agents.calls import AgentCall, Usage
@@ -247,6 +248,84 @@ def test_every_field_of_the_official_packages_is_known(place: str) -> None:
     known = {name for group in groups for name in group} | {"thread"}
     assert names - known == set()
     assert sum(map(len, groups)) == len(known) - 1, "each field is in one group"
+
+
+REPLIES = {
+    "/chat/completions": (
+        "openai.types.chat:ChatCompletion",
+        "openai.types.chat:ChatCompletionChunk",
+        "openai.types.shared:ErrorObject",
+    ),
+    "/responses": (
+        "openai.types.responses:Response",
+        "openai.types.responses:ResponseStreamEvent",
+        "openai.types.shared:ErrorObject",
+    ),
+    "/messages": ("anthropic.types:Message", "anthropic.types:RawMessageStreamEvent", "anthropic.types:ErrorResponse"),
+}
+"""The types of whole replies, of events, and of errors."""
+ANSWERS = {
+    "a text": Answer({"role": "assistant", "content": "x"}, Usage(3, 2), 0),
+    "a call": Answer({"role": "assistant", "content": "", "tool_calls": [CALL]}, Usage(3, 2), 0),
+    "both": Answer({"role": "assistant", "content": "x", "tool_calls": [CALL, {**CALL, "id": "2"}]}, Usage(3, 2), 0),
+    "cut off": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, "length"), 0),
+    "stopped": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, stopped_by="END"), 0),
+    "with log-probabilities": Answer(
+        {"role": "assistant", "content": "xy"}, Usage(3, 2, logprobs=[("x", -0.5), ("y", -1.0)]), 0
+    ),
+}
+LOGPROBS = {
+    "/chat/completions": {"logprobs": True},
+    "/responses": {"include": ["message.output_text.logprobs"]},
+    "/messages": {},
+}
+
+
+def strictly(kind: str, body: Any) -> None:
+    """Validate JSON by an official type: every value of its kind, no field too many."""
+    adapter = pydantic.TypeAdapter(pkgutil.resolve_name(kind))
+    read = adapter.validate_json(json.dumps(body), strict=True)
+    assert json.loads(adapter.dump_json(read, exclude_unset=True, by_alias=True)) == body
+    extras: list[Any] = [read]
+    while extras:
+        value = extras.pop()
+        if isinstance(value, pydantic.BaseModel):
+            # We also name the call whose arguments are done.
+            assert {*(value.model_extra or {})} <= ({"name"} if "arguments.done" in str(value) else set()), value
+            extras += [getattr(value, name) for name in type(value).model_fields]
+        elif isinstance(value, list):
+            extras += value
+
+
+@pytest.mark.parametrize("place", REPLIES)
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_body_and_event_is_valid_by_the_official_types(place: str, name: str) -> None:
+    dialect = DIALECTS[place]
+    whole, event, _ = REPLIES[place]
+    more = LOGPROBS[place] if "log" in name else {}
+    asked = dialect.read({**BODIES[place], **more}, {"resp_1": [{"role": "user", "content": "z"}]})
+    answers = [ANSWERS[name]]
+    strictly(whole, dialect.whole(answers, asked))
+    for kind, data in dialect.events(answers, asked):
+        strictly(event, data)
+        assert kind in (None, data.get("type"))
+
+
+@pytest.mark.parametrize("place", REPLIES)
+def test_every_error_is_valid_by_the_official_types(place: str) -> None:
+    dialect = DIALECTS[place]
+    for status, code in (
+        (400, "invalid_value"),
+        (401, "invalid_api_key"),
+        (404, "unknown_url"),
+        (429, "x"),
+        (500, "x"),
+    ):
+        error = ApiError(status, code, "what", "param")
+        body = dialect.error(error, "req_1")
+        strictly(REPLIES[place][2], body if place == "/messages" else body["error"])
+    if place == "/responses":
+        strictly(REPLIES[place][1], dialect.error_event(error)[1])
 
 
 def refusal(place: str, **more: Any) -> dict[str, Any]:
