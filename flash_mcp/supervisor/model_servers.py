@@ -184,6 +184,8 @@ class ModelServer:
                 return AGAIN_S
             self._close_tunnel()
             end_server(self.store, run)
+            if run.target == LOCAL_TARGET:
+                error.values.setdefault("log", f"{run.folder}/log.{run.attempt}")
             for row in requested:
                 self._update(row, state="failed", error=error.to_dict(), base_url=None)
             return LOOK_S
@@ -309,7 +311,7 @@ class ModelServer:
         if not outcome.answers:
             self._failures += 1
             if self._failures >= FAILURES and time.monotonic() - self._since > SILENT_S:
-                what = f"its server on {run.target} did not answer for {SILENT_S:.0f} s"
+                what = f"its server did not answer for {SILENT_S:.0f} s"
                 error = FlashError("unresponsive", what, fix="call deploy to wait for another one")
                 queue.report_error(self.store, run.id, run.attempt, error)
             return LOOK_S

@@ -127,7 +127,8 @@ def server_here(home: Path, run: Run) -> Server:
     if server := Server.read(folder):
         return server
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    server = Server(str(folder), run.model, port=0, api_key=secrets.token_urlsafe(24))
+    port = run.lineage.get("port", 0)  # on a target the node says
+    server = Server(str(folder), run.model, port, api_key=secrets.token_urlsafe(24))
     write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
     server.write()
     return server

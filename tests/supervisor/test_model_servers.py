@@ -288,6 +288,7 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
     failed = settle(deployments, request(store, run_id).id, "failed")
     assert failed.error and "the weights are of another model" in failed.error["wrote"]
     assert failed.error["what"] == "the server ended"
+    assert "the weights are of another model" in Path(failed.error["values"]["log"]).read_text()
 
 
 @pytest.mark.parametrize(("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)])
@@ -393,7 +394,8 @@ def test_another_port_for_a_model_that_is_served_is_refused(
     store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
-    settle(deployments, request(store, run_id, step=1).id, "ready")
+    row = request(store, run_id, step=1)
+    until(deployments, lambda: server_of(store.base, store.deployment(row.id)))  # it has not answered yet
     with pytest.raises(FlashError, match="is served on port"):
         check_port(store, run_id, 1)
 
