@@ -39,7 +39,7 @@ def fields() -> str:
         values = [recipe.get(name, common) for recipe in RECIPES.values()]
         shown = ["-" if value in (None, [], {}) else f"{value}" for value in values]
         rows.append((f"`{name}`", *shown, " ".join(str(info.description).split())))
-    return table(("field", "grpo", "sft", "what it is"), rows)
+    return table(("field", *RECIPES, "what it is"), rows)
 
 
 def codes() -> str:

@@ -6,8 +6,9 @@ import logging
 import math
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from peft import PeftModel
 
 from flash_mcp.protocol.checkpoints import OPTIMIZER
@@ -16,11 +17,13 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.capacity import share_machine
+from worker.engine.fetch import ensure
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
 from worker.ranks import ALONE, Ranks, check_devices
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
+from worker.training.kernels import FP32_HEAD
 from worker.training.packing import Way, way_of
 from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
 from worker.training.trackers import Trackers
@@ -61,7 +64,9 @@ def train(
         )
         policy = model.policy
         assert isinstance(policy, PeftModel)
-        way = way_of(policy.get_base_model())
+        causal_lm = cast(Any, policy.get_base_model())
+        setattr(causal_lm.get_output_embeddings(), FP32_HEAD, spec.fp32_head)
+        way = way_of(causal_lm)
         _report_way(session, way)
         common: dict[str, Any] = {
             "output_dir": str(scratch / "trainer"),
@@ -72,21 +77,7 @@ def train(
         if spec.algorithm == "sft":
             trainer = _sft_trainer(job, session, policy, common)
         else:
-            keep_tokens = session.check_memory(longest, turns, way=way)
-            common["keep_tokens"] = ranks.share(keep_tokens)
-            if session.has_engine:
-                session.start_engine()
-            with quick_imports():  # it imports vLLM, which SFT may not need
-                from worker.training.grpo import Trainer  # noqa: PLC0415
-
-            trainer = Trainer(
-                policy,
-                session.model.template.tokenizer,
-                spec,
-                rollouts_of=session.rollouts,
-                max_completion=spec.max_tokens,
-                **common,
-            )
+            trainer = _rollout_trainer(job, session, policy, (longest, turns), common)
         return _optimize(trainer, session, resume_from, job.get("regression"))
 
 
@@ -97,6 +88,42 @@ def _report_way(session: TrainingSession, way: Way) -> None:
     if way == Way.ROWS:
         what = "training takes longer and more memory: a prompt is computed for each completion"
         session.writer.event("warning", what)
+
+
+def _rollout_trainer(
+    job: Json,
+    session: TrainingSession,
+    policy: PeftModel,
+    longest: tuple[int, int],
+    common: dict[str, Any],
+) -> Any:
+    """A trainer on the session's rollouts. `longest`: tokens of a prompt, and turns."""
+    with quick_imports():  # they import vLLM, which SFT may not need
+        from worker.training.grpo import Trainer  # noqa: PLC0415
+        from worker.training.teacher import load_teacher  # noqa: PLC0415
+
+    spec = session.spec
+    teacher = None
+    if spec.algorithm == "distill":
+        source = job["teacher"]
+        folder = Path(source["path"])
+        if "model" in source:
+            folder = ensure(source["path"], has_gpu=torch.cuda.is_available())
+        teacher = load_teacher(source, folder, session.model, common["way"])
+        session.teacher_bytes = teacher.bytes
+    keep_tokens = session.check_memory(*longest, way=common["way"])
+    common["keep_tokens"] = session.ranks.share(keep_tokens)
+    if session.has_engine:
+        session.start_engine()
+    return Trainer(
+        policy,
+        session.model.template.tokenizer,
+        spec,
+        rollouts_of=session.rollouts,
+        max_completion=spec.max_tokens,
+        teacher=teacher,
+        **common,
+    )
 
 
 def _sft_trainer(

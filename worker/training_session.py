@@ -60,6 +60,7 @@ class TrainingSession(Session[RunSpec]):
         self.resumed_at = 0
         """The step of the checkpoint that this attempt resumed from."""
         self.swaps_mid_turn = spec.max_staleness > 0
+        self.teacher_bytes = 0
         self._steps_ahead = StepsAhead(lambda step: self.collecting(self._tasks(step), self.limits))
 
     def close(self) -> None:
@@ -102,7 +103,12 @@ class TrainingSession(Session[RunSpec]):
         return self._check_memory(work)
 
     def _check_memory(self, work: memory.Workload) -> float:
-        work = replace(work, four_bit=is_four_bit(self.spec), shards=len(self.model.cards))
+        work = replace(
+            work,
+            four_bit=is_four_bit(self.spec),
+            shards=len(self.model.cards),
+            teacher=self.teacher_bytes,
+        )
         needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
         message = f"at most {needs}"
         if keep_tokens is not None:
@@ -163,7 +169,7 @@ class TrainingSession(Session[RunSpec]):
     ) -> None:
         """Write a step's rollouts and leave their metrics to the reporter."""
         from worker.training.grpo import (  # noqa: PLC0415  only GRPO needs TRL's
-            group_advantages,
+            advantages_of,
             groups_of,
         )
 
@@ -171,9 +177,9 @@ class TrainingSession(Session[RunSpec]):
         groups = groups_of(rollouts, spec.rollouts_per_prompt)
         rows: list[records.Rollout] = []
         for group in groups:
-            advantages_G = cast(Any, group_advantages(group, spec.loss_type))
-            for rollout, advantage in zip(group, advantages_G.tolist(), strict=True):
-                rows.append(rollout.record(step, advantage))
+            advantages_G = cast(Any, advantages_of(group, spec)).tolist()
+            for rollout, advantage in zip(group, advantages_G, strict=True):
+                rows.append(rollout.record(step, None if spec.teacher else advantage))
         self.writer.rollouts(step, [row.fields() for row in rows])
         check_errors(rows, spec.max_error_share)
         tokens = sum(rollout.transcript.model_tokens for rollout in rollouts if rollout.transcript)

@@ -17,6 +17,7 @@ Line = list[tuple[int, float]]
 METRICS = {
     "grpo": {"reward": "reward/mean", "success": "success/rate"},
     "sft": {"loss": "loss", "held-out loss": "eval_loss"},
+    "distill": {"reward": "reward/mean", "success": "success/rate"},
     "eval": {},
 }
 """Metrics that are drawn of each algorithm's runs."""

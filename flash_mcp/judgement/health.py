@@ -169,7 +169,8 @@ def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
     """The outlook without problems or doubts: by reward, held-out loss or training loss."""
     if len(steps.column("eval_loss")) > 1:
         return _held_out_progress(steps, raised)
-    name = "reward/mean" if steps.column("reward/mean") else "loss"
+    measured = [name for name in ("teacher_kl", "reward/mean", "loss") if steps.column(name)]
+    name = next(iter(measured), "loss")
     values = steps.column(name)
     moved = trend(values)
     if moved is None:
@@ -177,7 +178,7 @@ def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
     short = name.partition("/")[0]
     said = f"{short} went from {moved.first:.3g} to {moved.last:.3g} over {steps}"
     gain = moved.last - moved.first
-    if name == "loss":
+    if name != "reward/mean":
         gain = -gain
     if gain <= 0:
         return f"doubtful: {said}"
@@ -265,7 +266,10 @@ Check = Callable[[Steps, Steps], Sign | None]
 def _found(steps: Steps) -> list[Flag]:
     recent = steps.recent()
     flags: list[Flag] = []
+    is_distilled = bool(steps.column("teacher_kl"))
     for name, check in CHECKS.items():
+        if is_distilled and name in OF_REWARD:
+            continue
         sign = check(steps, recent)
         if sign:
             severity: Severity = "problem" if sign.is_problem else "warning"
@@ -634,6 +638,21 @@ CHECKS: dict[str, Check] = {
     "stale_policy": _stale_policy,
 }
 """In the order in which they are shown. A sample has the metrics of six of them."""
+OF_REWARD = frozenset(
+    {
+        "uniform_groups",
+        "no_gradient",
+        "too_hard",
+        "too_easy",
+        "reward_flat",
+        "reward_falling",
+        "reward_without_success",
+        "length_collapse",
+        "reward_follows_length",
+        "entropy_collapse",
+    }
+)
+"""Signs of a run that learns from a reward. A distillation learns from each token."""
 DOUBTS = frozenset(
     {
         "reward_flat",

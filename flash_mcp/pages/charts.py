@@ -25,7 +25,11 @@ CHARTS: dict[str, dict[str, str]] = {
         "rollouts/repeated_share": "repeat another",
     },
     "Entropy of the policy": {"entropy": "mean, nats"},
-    "Divergence": {"kl": "from the starting policy", "sampling_kl": "engine from trainer"},
+    "Divergence": {
+        "teacher_kl": "from the teacher",
+        "kl": "from the starting policy",
+        "sampling_kl": "engine from trainer",
+    },
     "Gradient norm": {"grad_norm": "before clipping"},
     "Seconds": {"time/step_s": "step", "time/rollout_s": "rollouts", "time/train_s": "training"},
 }
@@ -108,7 +112,7 @@ def series_of(store: Store, view: RunView) -> dict[str, list[Series]]:
         points.append((point.step, point.success))
         intervals.append(Interval(point.low, point.high))
     evaluated: dict[str, list[Series]] = {}
-    if view.algorithm == "grpo":
+    if view.algorithm in ("grpo", "distill"):
         evaluated["Reward and success"] = [
             series("reward/mean", "reward, training"),
             series("success/rate", "success, training"),

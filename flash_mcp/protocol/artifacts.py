@@ -187,6 +187,7 @@ def trim(cache: Path, limit_bytes: float) -> None:
 PLACES = (
     ("environment", "path"),
     ("init_adapter", "path"),
+    ("teacher", "path"),
     ("dataset", "path"),
     ("regression", "path"),
     ("code", "path"),

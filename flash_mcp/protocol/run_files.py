@@ -213,6 +213,7 @@ class StoredJob(File):
 
     environment: NotRequired[dict[str, Any]]
     init_adapter: NotRequired[dict[str, Any] | None]
+    teacher: NotRequired[dict[str, Any] | None]
     dataset: NotRequired[dict[str, Any] | None]
     code: NotRequired[dict[str, Any] | None]
     model: NotRequired[str]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 
-Algorithm = Literal["grpo", "sft"]
+Algorithm = Literal["grpo", "sft", "distill"]
 LossType = Literal["dr_grpo", "rollout_mean", "grpo", "bnpo", "dapo", "cispo", "maxrl"]
 ImportanceSampling = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
@@ -47,12 +47,20 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr_schedule": "linear",
         "warmup": 0.05,
     },
+    "distill": {
+        "steps": 50,
+        "batch_size": 16,
+        "group_size": 1,
+        "learning_rate": 5e-4,
+        "lr_schedule": "constant",
+        "warmup": 0.0,
+    },
 }
 """The defaults that depend on the algorithm. The learning rate is that of the smallest models."""
 LEARNING_RATES: tuple[tuple[float, dict[Algorithm, float]], ...] = (
-    (0.5e9, {"grpo": 2e-4, "sft": 5e-4}),
-    (2e9, {"grpo": 5e-5, "sft": 2e-4}),
-    (math.inf, {"grpo": 2e-5, "sft": 1e-4}),
+    (0.5e9, {"grpo": 2e-4, "sft": 5e-4, "distill": 5e-4}),
+    (2e9, {"grpo": 5e-5, "sft": 2e-4, "distill": 2e-4}),
+    (math.inf, {"grpo": 2e-5, "sft": 1e-4, "distill": 1e-4}),
 )
 """(parameters, default learning rate) of models below that size. For sft it is ten times that of
 fine-tuning without an adapter (https://thinkingmachines.ai/blog/lora)."""
@@ -80,7 +88,10 @@ class RunSpec(BaseModel):
     """Base model: a catalog name, a hub id (NAME@COMMIT pins its files) or a local folder."""
     algorithm: Algorithm = "grpo"
     """grpo: reinforcement learning from the environment's reward. sft: fine-tuning on its gold
-    answers, or on a dataset."""
+    answers, or on a dataset. distill: on the model's own rollouts towards a teacher; no reward."""
+    teacher: Annotated[str | None, Field(min_length=1)] = None
+    """distill only. RUN_ID, RUN_ID@STEP or an adapter's folder, of the same base model; or another
+    model with the same tokenizer."""
     dataset: Annotated[str | None, Field(min_length=1)] = None
     """Conversations to learn from, sft only: NAME@DIGEST of curate, a file of rows as env_setup
     takes it, or hub:OWNER/NAME; else gold answers."""
@@ -90,9 +101,10 @@ class RunSpec(BaseModel):
     epochs: Annotated[float | None, Field(gt=0, le=1000, default_factory=_of_recipe("epochs"))]
     """Passes over the dataset, sft only."""
     batch_size: Annotated[int, Field(ge=1, le=4096, default_factory=_of_recipe("batch_size"))]
-    """Prompts per step (grpo) or examples per step (sft)."""
-    group_size: Annotated[int | None, Field(ge=2, le=256, default_factory=_of_recipe("group_size"))]
-    """Rollouts per prompt, grpo only. A rollout's advantage is relative to its group."""
+    """Prompts per step, or examples per step (sft)."""
+    group_size: Annotated[int | None, Field(ge=1, le=256, default_factory=_of_recipe("group_size"))]
+    """Rollouts per prompt, not for sft. At least 2 with grpo: advantages compare those of a
+    group."""
     learning_rate: Annotated[float, Field(gt=0, le=1, default_factory=_of_recipe("learning_rate"))]
     """Peak learning rate; the default falls with the model's size."""
     lr_schedule: Annotated[LrSchedule, Field(default_factory=_of_recipe("lr_schedule"))]
@@ -105,6 +117,8 @@ class RunSpec(BaseModel):
     """Scale numerator of the adapter."""
     base_precision: BasePrecision = "full"
     """nf4: 4-bit trainer, untested on GPUs."""
+    fp32_head: bool = False
+    """Compute the trainer's logits in fp32: more exact, and slower."""
     max_tokens: Annotated[int, Field(ge=1, le=131_072)] = 512
     """Tokens the model may write in one turn."""
     max_length: Annotated[int | None, Field(ge=16, le=1_048_576)] = None
@@ -181,16 +195,9 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunSpec:
-        if self.algorithm == "grpo" and self.epochs is not None:
-            raise ValueError("epochs is for algorithm='sft'; a grpo run is as long as its steps")
-        if self.algorithm == "grpo" and self.dataset is not None:
-            raise ValueError("dataset is for algorithm='sft'")
-        if self.algorithm == "sft" and self.group_size is not None:
-            raise ValueError("group_size is for algorithm='grpo'")
+        self._check_algorithm()
         if self.gpus > self.batch_size:
             raise ValueError(f"gpus={self.gpus} cannot share a batch of {self.batch_size}")
-        if self.max_staleness and self.algorithm == "sft":
-            raise ValueError("max_staleness is for algorithm='grpo'")
         if self.max_staleness and self.importance_sampling == "none":
             raise ValueError("max_staleness needs importance_sampling, which is 'none'")
         if self.loss_type == "cispo" and self.importance_sampling != "token_truncate":
@@ -199,6 +206,22 @@ class RunSpec(BaseModel):
         if "max_tokens" in self.model_fields_set and room is not None and self.max_tokens > room:
             raise ValueError(f"max_tokens={self.max_tokens} does not fit in max_length={room}")
         return self
+
+    def _check_algorithm(self) -> None:
+        """ValueError for a field that its algorithm does not have, or lacks."""
+        name = self.algorithm
+        if name != "sft" and self.epochs is not None:
+            raise ValueError(f"epochs is for algorithm='sft'; a {name} run is as long as its steps")
+        if name != "sft" and self.dataset is not None:
+            raise ValueError("dataset is for algorithm='sft'")
+        if name == "sft" and self.group_size is not None:
+            raise ValueError("group_size is for algorithm='grpo'")
+        if name == "sft" and self.max_staleness:
+            raise ValueError("max_staleness is for algorithm='grpo'")
+        if name == "grpo" and self.group_size == 1:
+            raise ValueError("group_size=1 is for algorithm='distill': grpo compares rollouts")
+        if (name == "distill") != (self.teacher is not None):
+            raise ValueError("algorithm='distill' and teacher need each other")
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -209,7 +232,7 @@ class RunSpec(BaseModel):
 
     @property
     def conversations_per_step(self) -> int:
-        """Rollouts of a grpo step, examples of an sft step."""
+        """Rollouts of a step; examples with sft."""
         return self.batch_size * self.rollouts_per_prompt
 
     @property
@@ -220,7 +243,7 @@ class RunSpec(BaseModel):
     @property
     def generates(self) -> bool:
         """Whether the run needs an engine."""
-        return self.algorithm == "grpo" or self.evaluates or self.regression == "on"
+        return self.algorithm != "sft" or self.evaluates or self.regression == "on"
 
 
 class ResolvedSpec(BaseModel):

@@ -30,7 +30,12 @@ NEWEST_STEPS = WINDOW
 """Steps of which the speed is the mean; the newest steps of an outline are whole."""
 OUTLINE_STEPS = 400
 """About the number of steps of a long run that an outline has."""
-TRENDS = {"grpo": ("reward/mean", "success/rate"), "sft": ("loss", "eval_loss"), "eval": ()}
+TRENDS = {
+    "grpo": ("reward/mean", "success/rate"),
+    "distill": ("reward/mean", "success/rate"),
+    "sft": ("loss", "eval_loss"),
+    "eval": (),
+}
 """Metrics whose trend is shown, by algorithm."""
 
 

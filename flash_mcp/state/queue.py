@@ -14,7 +14,7 @@ import json
 import secrets
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -93,9 +93,9 @@ def enqueue(
         if first := asked_before(store, resolved, idempotency_key):
             return first, False
         _check_quota(store)
-        _check_still_there(store, environment, init_adapter, dataset)
-        run_id, now = new_id(store), time.time()
         lineage = {"code": code_version(), **(lineage or {})}
+        _check_still_there(store, environment, [init_adapter, lineage.get("teacher")], dataset)
+        run_id, now = new_id(store), time.time()
         if commit := _commit_before(store, spec, init_adapter):
             lineage["model_commit"] = commit
         if (granted := caller().secrets) is not None:
@@ -222,6 +222,7 @@ def job(run: Run) -> Json:
         },
         "model": run.model,
         "init_adapter": run.init_adapter,
+        "teacher": run.lineage.get("teacher"),
         "dataset": run.dataset,
         "regression": run.lineage.get("regression"),
         "lineage": run.lineage,
@@ -530,12 +531,15 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
 
 
 def _check_still_there(
-    store: Store, environment: EnvironmentVersion, adapter: Json | None, dataset: Json | None
+    store: Store,
+    environment: EnvironmentVersion,
+    adapters: Sequence[Json | None],
+    dataset: Json | None,
 ) -> None:
     """Files may have been removed meanwhile: loading an environment takes seconds."""
     made_from = [("unknown_environment", environment.reference, environment.path)]
-    if adapter:
-        made_from.append(("unknown_checkpoint", str(adapter["run_id"]), adapter["path"]))
+    for adapter in filter(None, adapters):
+        made_from.append(("unknown_checkpoint", str(adapter.get("run_id")), adapter["path"]))
     if dataset:
         reference = f"{dataset['name']}@{dataset['digest']}"
         made_from.append(("unknown_dataset", reference, dataset["path"]))

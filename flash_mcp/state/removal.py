@@ -178,10 +178,12 @@ def _run(store: Store, run_id: str) -> _Found:
             raise _in_use(run_id, f"{row.id} serves it", f"flash-mcp undeploy {row.id} ends that")
     # A run that has not begun still reads the adapter.
     for row in store.active_runs():
-        if (row.init_adapter or {}).get("run_id") == run_id:
-            what = f"{row.id} starts from its adapter"
+        adapters = (row.init_adapter, row.lineage.get("teacher"))
+        if any(adapter.get("run_id") == run_id for adapter in filter(None, adapters)):
+            what = f"{row.id} needs its adapter"
             raise _in_use(run_id, what, "wait for its end, or cancel it")
-    sql = "SELECT id FROM runs WHERE json_extract(init_adapter, '$.run_id') = ? ORDER BY created"
+    sql = """SELECT id FROM runs WHERE json_extract(init_adapter, '$.run_id') = ?1
+             OR json_extract(lineage, '$.teacher.run_id') = ?1 ORDER BY created"""
     used_by = store.column(sql, [run_id])
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))

@@ -145,9 +145,11 @@ def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluatio
 
 
 def _is_named(store: Store, checkpoint: Checkpoint) -> bool:
-    """Whether a run started from its folder by path."""
-    rows = store.column("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")
-    return any(adapter.get("path") == checkpoint.path for adapter in rows)
+    """Whether a run started from its folder by path, or has it as its teacher."""
+    adapters = store.column("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")
+    sql = "SELECT lineage FROM runs WHERE json_extract(lineage, '$.teacher') NOT NULL"
+    adapters += [lineage["teacher"] for lineage in store.column(sql)]
+    return any(adapter.get("path") == checkpoint.path for adapter in adapters)
 
 
 # -- the files of old runs -------------------------------------------------------------------------
@@ -166,10 +168,12 @@ def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple
     or evaluation with its files started from.
     """
     served = {(row.run_id, row.step) for row in store.deployments(states) if row.run_id}
-    sql = """SELECT json_extract(init_adapter, '$.run_id') AS run_id,
-             json_extract(init_adapter, '$.step') AS step
-             FROM runs WHERE run_id IS NOT NULL AND files_removed IS NULL"""
-    return served.union(store.two_columns(sql))
+    for place, column in (("$", "init_adapter"), ("$.teacher", "lineage")):
+        sql = f"""SELECT json_extract({column}, '{place}.run_id') AS run_id,
+                 json_extract({column}, '{place}.step') AS step
+                 FROM runs WHERE run_id IS NOT NULL AND files_removed IS NULL"""
+        served |= set(store.two_columns(sql))
+    return served
 
 
 def drop_files(store: Store, run_id: str, why: str) -> bool:

@@ -114,6 +114,7 @@ COMMON = (
     "environment",
     "model",
     "algorithm",
+    "teacher",
     "dataset",
     "steps",
     "epochs",

@@ -234,6 +234,14 @@ def test_one_line_says_whether_the_run_is_worth_continuing(metrics: list[dict[st
     assert "\n" not in line
 
 
+def test_a_distillation_is_judged_by_its_distance_from_the_teacher():
+    flat = {"reward/mean": 0.0, "groups/uniform_share": 1.0, "groups/zero_share": 1.0, "success/rate": 0.0}
+    steps = [{"step": n, **flat, "teacher_kl": 1.0 - 0.03 * n} for n in range(1, 31)]
+    assert health.flags(steps) == []
+    assert health.outlook(steps, []).startswith("yes: teacher_kl went from 0.895 to 0.175")
+    assert health.outlook(steps[::-1], []).startswith("doubtful: teacher_kl")
+
+
 def test_a_run_whose_held_out_success_fell_is_not_worth_continuing():
     assert health.outlook(history(30, **LEARNING), [], "regressed").startswith("no: the held-out success fell")
 

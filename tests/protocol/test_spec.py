@@ -33,11 +33,12 @@ def test_a_stored_spec_lacks_fields_that_are_newer_and_has_some_that_exist_no_mo
 
 @pytest.mark.parametrize("algorithm", RECIPES)
 def test_a_recipe_fills_every_field_but_those_that_the_model_or_the_task_decide(algorithm: str):
-    spec = resolve(validate({"environment": "calculator", "algorithm": algorithm})).spec
+    teacher = {"teacher": "run-1"} if algorithm == "distill" else {}
+    spec = resolve(validate({"environment": "calculator", "algorithm": algorithm, **teacher})).spec
     empty = {name for name, value in spec.model_dump().items() if value is None}
-    assert empty == {"max_length", "init_from_adapter", "dataset", "max_hours", "max_cost"} | (
-        {"epochs"} if algorithm == "grpo" else {"steps", "group_size"}
-    )
+    of_algorithm = {"grpo": {"epochs", "teacher"}, "sft": {"steps", "group_size", "teacher"}, "distill": {"epochs"}}
+    always = {"max_length", "init_from_adapter", "dataset", "max_hours", "max_cost"}
+    assert empty == always | of_algorithm[algorithm]
 
 
 def test_values_from_a_file_are_told_from_arguments():
@@ -53,6 +54,8 @@ def test_values_from_a_file_are_told_from_arguments():
         ({"environment": "e", "steps": 0}, "steps"),
         ({"environment": "e", "steps": -3}, "steps"),
         ({"environment": "e", "group_size": 1}, "group_size"),
+        ({"environment": "e", "algorithm": "distill"}, "teacher"),
+        ({"environment": "e", "teacher": "run-1"}, "algorithm='distill'"),
         ({"environment": "e", "learning_rate": 0}, "learning_rate"),
         ({"environment": "e", "algorithm": "ppo"}, "algorithm"),
         ({"environment": "e", "epochs": 1}, "epochs"),
@@ -75,7 +78,7 @@ def test_a_value_that_cannot_work_is_refused_by_name(fields: dict[str, object], 
 
 def test_several_wrong_fields_are_explained_one_a_line():
     with pytest.raises(FlashError) as caught:
-        validate({"environment": "e", "steps": 0, "group_size": 1})
+        validate({"environment": "e", "steps": 0, "group_size": 0})
     lines = caught.value.what.strip().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["steps", "group_size"]
     assert "got 0" in lines[0]

@@ -21,7 +21,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec
-from flash_mcp.state import queue
+from flash_mcp.state import queue, removal, retention
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
@@ -1109,3 +1109,43 @@ async def test_a_model_that_can_show_no_tools_is_refused_for_tasks_with_tools(tm
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     error = await refused("train", **given, model=str(folder))
     assert (error.code, error.values["model"]) == ("tools_unsupported", str(folder))
+
+
+async def test_a_distillation_pins_its_teacher_and_keeps_it_from_removal(tmp_path: Path):
+    earlier = finished_run(tmp_path)
+    fields = {"environment": "echo", "algorithm": "distill", "lora_rank": 4, "lora_alpha": 8}
+    started = await call("train", **fields, teacher=f"{earlier.id}@10", batch_size=2)
+    assert started["estimate"]["rollouts"] == 50 * 2
+    store = open_store()
+    run = store.run(started["run_id"])
+    teacher = queue.job(run)["teacher"]
+    assert (teacher["run_id"], teacher["step"]) == (earlier.id, 10)
+    assert is_file(teacher["path"], "adapter_config.json")
+    assert earlier.id in {referred for referred, _ in retention.referred(store)}
+    with pytest.raises(FlashError, match="needs its adapter"):
+        removal.remove(store, earlier.id)
+    larger = await call("train", **fields, teacher="qwen3-4b", model="qwen3-0.6b", validate_only=True)
+    assert larger["values"]["teacher"] == "qwen3-4b"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "named"),
+    [
+        ({}, "invalid_argument", "need each other"),
+        ({"teacher": "smollm2-135m-instruct"}, "invalid_argument", "the model itself"),
+        ({"teacher": "run-00000000"}, "unknown_run", "run-00000000"),
+        ({"teacher": "no-such-model"}, "unknown_model", "no-such-model"),
+    ],
+)
+async def test_a_distillation_without_a_usable_teacher_is_refused(
+    tmp_path: Path, fields: dict[str, Any], code: str, named: str
+):
+    push_echo(tmp_path)
+    error = await refused("train", environment="echo", algorithm="distill", **fields)
+    assert error.code == code and named in error.what
+
+
+async def test_a_teacher_of_another_base_model_is_refused(tmp_path: Path):
+    earlier = finished_run(tmp_path)
+    error = await refused("train", environment="echo", algorithm="distill", teacher=earlier.id, model="qwen3-0.6b")
+    assert error.code == "adapter_mismatch" and "smollm2-135m-instruct" in error.what

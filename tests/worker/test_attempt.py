@@ -475,3 +475,42 @@ def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path:
         run.request_cancel()
         assert attempt.wait() == 0, attempt.log_path.read_text()
     assert finished(run, "cancelled")["step"] == 0
+
+
+def test_a_student_gets_nearer_to_its_teacher_also_across_a_kill(
+    whole_run: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    taught = {"teacher": {"path": whole_run.checkpoints.verify(5)["path"], "run_id": "run", "step": 5, "digest": ""}}
+    run = make_run(
+        tmp_path / "run", tiny_model, job=taught, algorithm="distill", teacher="run@5", steps=10, batch_size=12,
+        group_size=1, lora_rank=4, lora_alpha=8, save_every=2, eval_after=True,
+    )  # fmt: skip
+    with Attempt(run) as first:
+        first.wait_until(lambda: 4 in run.checkpoints.steps())
+        first.process.kill()
+        first.process.wait()
+    with Attempt(run, 2) as second:
+        assert second.wait() == 0, second.log_path.read_text()
+    assert finished(run)["step"] == 10 and run.metrics(10)["epoch"] == 2
+    metrics = [run.metrics(step)["metrics"] for step in run.metric_steps()]
+    apart = [step["teacher_kl"] for step in metrics]
+    assert len(apart) == 10 and apart[-1] < 0.5 * apart[0] and min(apart) > -0.05, apart
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"], "what the teacher learned to write"
+    assert all(row["advantage"] is None for row in run.rollouts(10))
+    adapter = Path(run.checkpoints.verify(10)["path"])
+    assert not [path for path in adapter.iterdir() if path.is_dir()], "the teacher is not saved"
+    assert not any("teacher" in name for name in load_file(adapter / "adapter_model.safetensors"))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(other)
+    taught = {"teacher": {"model": "other", "path": str(other)}}
+    run = make_run(tmp_path / "run", tiny_model, job=taught, algorithm="distill", teacher="other", group_size=1)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    error = finished(run, "failed")["error"]
+    assert error["code"] == "invalid_argument" and error["values"]["teacher"] == "other"
+    assert "tokenizer" in error["what"]

@@ -78,6 +78,31 @@ def test_the_slope_of_a_token_that_is_nearly_certain_is_not_mostly_rounding(chan
     assert off < allowed
 
 
+def test_a_head_in_fp32_is_nearer_to_the_exact_log_probabilities_and_slopes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(64, 20_000, bias=False, dtype=torch.bfloat16)
+    linear.weight.data.normal_(generator=generator)
+    hidden = torch.randn(64, 64, generator=generator).bfloat16()
+    targets = torch.arange(64)
+
+    def computed(in_fp32: bool) -> list[torch.Tensor]:
+        leaf = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            logps, _ = token_logps(Head(linear, in_fp32=in_fp32), leaf, targets, 1.0)
+        logps.sum().backward()
+        assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
+        return [logps.detach().double(), leaf.grad.double()]
+
+    leaf = hidden.double().requires_grad_()
+    exact = (leaf @ linear.weight.double().t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    exact.sum().backward()
+    assert leaf.grad is not None
+    for half, whole, wanted in zip(computed(False), computed(True), (exact.detach(), leaf.grad), strict=True):
+        errors = [((part - wanted).norm() / wanted.norm()).item() for part in (half, whole)]
+        assert errors[1] < 0.9 * errors[0], errors
+    assert (computed(True)[0] - exact).abs().max() < 1e-4 < (computed(False)[0] - exact).abs().max()
+
+
 def _gradients(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logits = model(input_ids=ids).logits
     logits.float().square().mean().backward()

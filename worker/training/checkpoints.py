@@ -30,6 +30,7 @@ REPORTED = (
     "learning_rate",
     "entropy",
     "kl",
+    "teacher_kl",
     "is_ratio/mean",
     "is_ratio/clipped_share",
     "is_ratio/effective_share",

@@ -6,6 +6,8 @@ sum of fixed coefficients times the gradients of log-probabilities. A token's co
     - advantage * weight / normaliser
     + beta * (1 - exp(reference - policy)) / normaliser, with a KL penalty
 
+With a teacher (worker/training/teacher.py) a token's advantage is teacher - policy instead.
+
 The weight is exp(trainer's log-probability - engine's), truncated or masked: the engine rounds in
 another way.
 
@@ -37,6 +39,7 @@ from worker.rollouts.scheduler import Rollout
 from worker.training.checkpoints import trainer_arguments
 from worker.training.packing import Pack, Way, group_logps, packs_of
 from worker.training.parallel import Passes, combine, no_loss
+from worker.training.teacher import Teacher
 
 RolloutsOf = Callable[[int], list[Rollout]]
 """Step, from 1 -> its rollouts, those of a group next to each other."""
@@ -62,6 +65,7 @@ class Trainer(GRPOTrainer):
         way: Way,
         keep_tokens: float = math.inf,
         ranks: Ranks = ALONE,
+        teacher: Teacher | None = None,
     ) -> None:
         self._ranks = ranks
         self._passes = Passes(model, ranks)
@@ -83,6 +87,7 @@ class Trainer(GRPOTrainer):
         self._rollouts_of = rollouts_of
         self._pad_id = int(tokenizer.pad_token_id)
         self._way = way
+        self._teacher = teacher
         self._keep_tokens = keep_tokens
         self._groups: list[dict[str, Any]] = []  # this rank's of the step that are still to come
         self._loss = 0.0  # the sum over this rank's groups of the step
@@ -129,7 +134,7 @@ class Trainer(GRPOTrainer):
         prompt_ids = padded(prompts, padding, "left")
         completion_ids = padded(completions, padding)
         seen = padded(ones(prompts), side="left"), padded(ones(completions))
-        advantages_G = group_advantages(group, self._spec.loss_type)
+        advantages_G = advantages_of(group, self._spec)
         inputs: dict[str, Any] = {
             "ids": torch.cat([prompt_ids, completion_ids], dim=1),  # (G, T)
             "seen": torch.cat(seen, dim=1),  # (G, T)
@@ -141,14 +146,20 @@ class Trainer(GRPOTrainer):
         if self._spec.kl_penalty_coef:
             with use_adapter(self._unwrapped(cast(Any, self).model), "ref"):  # TRL keeps it
                 inputs["reference_logps"] = self._known_logps(inputs)
+        if self._teacher:
+            with self._teacher.speaking() as causal_lm:
+                inputs["teacher_logps"] = self._known_logps(inputs, causal_lm, self._teacher.way)
         return inputs
 
-    def _known_logps(self, inputs: dict[str, Any]) -> Tensor:
-        """(G, C) log-probabilities without a gradient."""
-        model = self._unwrapped(cast(Any, self).model).get_base_model()
+    def _known_logps(
+        self, inputs: dict[str, Any], causal_lm: Any = None, way: Way | None = None
+    ) -> Tensor:
+        """(G, C) log-probabilities without a gradient; those of the policy by default."""
+        causal_lm = causal_lm or self._unwrapped(cast(Any, self).model).get_base_model()
         batch = inputs["ids"], inputs["seen"], inputs["mask"]
+        way = way or self._way
         with torch.no_grad(), self.accelerator.autocast():
-            return group_logps(model, *batch, self.temperature, inputs["forks"], self._way)[0]
+            return group_logps(causal_lm, *batch, self.temperature, inputs["forks"], way)[0]
 
     def _unwrapped(self, model: Any) -> Any:
         return cast(Any, self.accelerator).unwrap_model(model)
@@ -226,6 +237,7 @@ class Tokens:
     log_ratios: Tensor
     """The trainer's log-probability minus the engine's: of the token, or of its whole rollout."""
     reference_logps: Tensor | None
+    teacher_logps: Tensor | None
     advantages: Tensor
     normalizers: Tensor
 
@@ -244,14 +256,16 @@ class Tokens:
         log_ratios_N = logps_N - at_tokens(engine_GC)
         if spec.importance_sampling.startswith("sequence"):
             if known_GC is None:
-                known_GC = pack.put(engine_GC, logps_N)
+                known_GC = pack.put(engine_GC.to(logps_N.dtype), logps_N)
             log_ratios_N = ((known_GC - engine_GC) * mask_GC).sum(1)[rows_N]
         reference_GC = inputs.get("reference_logps")
+        teacher_GC = inputs.get("teacher_logps")
         return cls(
             logps_N,
             at_tokens(engine_GC),
             log_ratios_N,
             None if reference_GC is None else at_tokens(reference_GC),
+            None if teacher_GC is None else at_tokens(teacher_GC),
             inputs["advantages"][rows_N],
             inputs["normalizers"][rows_N],
         )
@@ -293,7 +307,12 @@ def loss_of(
         weight_N = ratio_N.clamp(max=high)
     elif spec.importance_sampling.endswith("mask"):
         weight_N = ratio_N.masked_fill(ratio_N > high, 0.0)
-    value_N = -tokens.advantages * weight_N
+    advantages_N = tokens.advantages
+    if tokens.teacher_logps is not None:
+        behind_N = tokens.teacher_logps - tokens.logps
+        metrics.add("teacher_kl", -behind_N, 1)
+        advantages_N = advantages_N * behind_N
+    value_N = -advantages_N * weight_N
     slope_N = value_N
     if tokens.reference_logps is not None:
         # KL(policy | reference) by the estimator k3: http://joschu.net/blog/kl-approx.html
@@ -333,7 +352,8 @@ def normalizers(spec: RunSpec, mask_GC: Tensor, all_tokens: int, max_completion:
 def _arguments(
     spec: RunSpec, model: PeftModel, output_dir: str, max_completion: int, own_groups: int
 ) -> Any:
-    group_size = spec.rollouts_per_prompt
+    # The rows that this counts are never read, and TRL refuses groups of one.
+    group_size = max(2, spec.rollouts_per_prompt)
     return cast(Any, GRPOConfig)(
         **trainer_arguments(spec, model, output_dir),
         max_steps=spec.steps,
@@ -354,6 +374,14 @@ def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]
     return [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
 
 
+def advantages_of(group: Sequence[Rollout], spec: RunSpec) -> Tensor:
+    """(G,) the advantage of each rollout; with a teacher, 1 or 0 for one that the environment
+    failed: the factor of its tokens' advantages."""
+    if spec.algorithm == "distill":
+        return torch.tensor([float(not rollout.error) for rollout in group])
+    return group_advantages(group, spec.loss_type)
+
+
 SCALED = ("grpo", "bnpo", "dapo", "cispo")
 """Losses that divide advantages by their group's standard deviation."""
 
@@ -365,11 +393,12 @@ def group_advantages(group: Sequence[Rollout], loss_type: LossType) -> Tensor:
     A rollout that the environment failed says nothing about the policy: it has advantage 0 and does
     not count in the mean."""
     rewards = [math.nan if rollout.error else rollout.reward for rollout in group]
-    rewards_G = torch.tensor(rewards, dtype=torch.float32)
+    # In fp64: a mean that is rounded moves all advantages of the group the same way.
+    rewards_G = torch.tensor(rewards, dtype=torch.float64)
     valid = rewards_G[~rewards_G.isnan()]
     # The mean of equal numbers is rounded, so compare the numbers.
     if valid.numel() == 0 or valid.min() == valid.max():
-        return torch.zeros_like(rewards_G)
+        return torch.zeros_like(rewards_G).float()
     advantages_G = rewards_G - valid.mean()
     if loss_type in SCALED:
         advantages_G = advantages_G / (valid.std() + 1e-4)
@@ -382,7 +411,7 @@ def group_advantages(group: Sequence[Rollout], loss_type: LossType) -> Tensor:
                 fix="use another loss_type, or rewards of at least 0",
             )
         advantages_G = advantages_G / valid.mean()
-    return advantages_G.nan_to_num(0.0)
+    return advantages_G.nan_to_num(0.0).float()
 
 
 def _rewards_come_with_rollouts(**_: Any) -> list[float | None]:

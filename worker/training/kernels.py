@@ -20,6 +20,8 @@ from torch.nn.functional import linear, rms_norm
 once_differentiable: Any = function.once_differentiable
 VOCABULARY_TILE = 4096
 """Entries of the vocabulary whose logits are alive at once."""
+FP32_HEAD = "computed_in_fp32"
+"""The attribute of a head whose products are computed in fp32."""
 
 
 class LoraLinear(Linear):
@@ -92,6 +94,8 @@ class Head:
     linear: torch.nn.Linear
     scale: float = 1.0
     softcap: float | None = None
+    in_fp32: bool = False
+    """Whether products are computed in fp32, with a copy of one tile of the weights at a time."""
 
     @classmethod
     def of(cls, causal_lm: Any) -> Self:
@@ -107,7 +111,16 @@ class Head:
         if scale is None and divisor is not None:
             scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
         softcap = first("final_logit_softcapping", "logits_soft_cap")
-        return cls(causal_lm.get_output_embeddings(), 1.0 if scale is None else scale, softcap)
+        linear = causal_lm.get_output_embeddings()
+        in_fp32 = getattr(linear, FP32_HEAD, False)
+        return cls(linear, 1.0 if scale is None else scale, softcap, in_fp32)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Those of sums and of products."""
+        own = self.linear.weight.dtype
+        exact = torch.promote_types(own, torch.float32)
+        return exact, exact if self.in_fp32 else own
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All at once; only small cases fit into memory."""
@@ -118,12 +131,15 @@ class Head:
 def token_logps(
     head: Head, hidden: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies), both (N,) in fp32, of `targets` (N,) under `hidden` (N, H).
+    """(log-probabilities, entropies), both (N,) in fp32, or in fp64 of such a model: of `targets`
+    (N,) under `hidden` (N, H).
 
     Logits are computed VOCABULARY_TILE columns at a time. The entropies and the head carry no
     gradient."""
     weight = head.linear.weight
-    return cast(Any, _TokenLogps).apply(hidden, weight, targets, temperature, head)
+    # Autocast would take the products in half precision again.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return cast(Any, _TokenLogps).apply(hidden, weight, targets, temperature, head)
 
 
 class _TokenLogps(torch.autograd.Function):
@@ -144,21 +160,23 @@ class _TokenLogps(torch.autograd.Function):
         temperature: float,
         head: Head,
     ) -> tuple[Tensor, Tensor]:
-        hidden_NH = hidden.to(weight_VH.dtype)
+        exact, dtype = head.dtypes
+        ctx.dtype = hidden.dtype
+        hidden_NH = hidden.to(dtype)
         bias_V = cast(Tensor | None, head.linear.bias)
         count = len(targets_N)
-        largest_N1 = hidden.new_full((count, 1), -torch.inf, dtype=torch.float32)
+        largest_N1 = hidden.new_full((count, 1), -torch.inf, dtype=exact)
         total_N1 = torch.zeros_like(largest_N1)  # of exp(logit - largest)
         weighted_N1 = torch.zeros_like(largest_N1)  # of exp(logit - largest) * logit
         chosen_N1 = torch.empty_like(largest_N1)  # the target's logit
-        others_NH = None  # of p(v) s(v) W[v], the target left out
-        if ctx.needs_input_grad[0]:
-            others_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
+        # of p(v) s(v) W[v], the target left out
+        others_NH = torch.zeros_like(hidden_NH, dtype=exact) if ctx.needs_input_grad[0] else None
         room = largest_N1.new_empty(count, min(VOCABULARY_TILE, len(weight_VH)))
         for start in range(0, len(weight_VH), VOCABULARY_TILE):  # v: the columns of a tile
             tile = slice(start, start + VOCABULARY_TILE)
-            bias = None if bias_V is None else bias_V[tile]
-            logits_Nv = linear(hidden_NH, weight_VH[tile], bias).float().mul_(head.scale)
+            weight_vH = weight_VH[tile].to(dtype)
+            bias = None if bias_V is None else bias_V[tile].to(dtype)
+            logits_Nv = linear(hidden_NH, weight_vH, bias).to(exact).mul_(head.scale)
             if head.softcap is not None:
                 logits_Nv.div_(head.softcap).tanh_().mul_(head.softcap)
             logits_Nv.div_(temperature)
@@ -176,10 +194,10 @@ class _TokenLogps(torch.autograd.Function):
                 kept_Nv = share_Nv
                 if head.softcap is not None:
                     kept_Nv = share_Nv * _slope(logits_Nv * temperature, head.softcap)
-                kept_Nv = kept_Nv.to(weight_VH.dtype, copy=True)
+                kept_Nv = kept_Nv.to(dtype, copy=True)
                 kept_N1 = kept_Nv.gather(1, place_N1).masked_fill_(inside_N1, 0.0)
                 kept_Nv.scatter_(1, place_N1, kept_N1)
-                others_NH.mul_(shrink_N1).add_(kept_Nv @ weight_VH[tile])
+                others_NH.mul_(shrink_N1).add_(kept_Nv @ weight_vH)
             logits_Nv.mul_(share_Nv)
             weighted_N1 = weighted_N1 * shrink_N1 + logits_Nv.sum(1, keepdim=True)
         normalizer_N1 = largest_N1 + total_N1.log()
@@ -188,9 +206,9 @@ class _TokenLogps(torch.autograd.Function):
             own_N1 = -torch.expm1(logps_N1)
             if head.softcap is not None:
                 own_N1 = own_N1 * _slope(chosen_N1 * temperature, head.softcap)
-            slope_NH = own_N1 * weight_VH[targets_N].float() - others_NH.div_(total_N1)
+            slope_NH = own_N1 * weight_VH[targets_N].to(exact) - others_NH.div_(total_N1)
             slope_NH.mul_(head.scale / temperature)
-            ctx.save_for_backward(slope_NH.to(weight_VH.dtype))
+            ctx.save_for_backward(slope_NH.to(dtype))
         entropies_N = (normalizer_N1 - weighted_N1 / total_N1).squeeze(1)
         ctx.mark_non_differentiable(entropies_N)
         return logps_N1.squeeze(1), entropies_N
@@ -199,7 +217,7 @@ class _TokenLogps(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope_NH,) = ctx.saved_tensors
-        return (grad_N[:, None] * slope_NH).to(slope_NH.dtype), None, None, None, None
+        return (grad_N[:, None] * slope_NH).to(ctx.dtype), None, None, None, None
 
 
 def _slope(capped: Tensor, softcap: float) -> Tensor:

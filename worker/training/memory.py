@@ -70,6 +70,8 @@ class Workload:
     """Whether the trainer's linear layers are in NF4. The engine's are whole."""
     recomputed: bool = False
     """Whether activations are computed again in the backward pass (gradient checkpointing)."""
+    teacher: int = 0
+    """Bytes of the weights of a teacher."""
     shards: int = 1
     """Cards that share the base weights of the trainer (worker.training.shards) and the engine."""
 
@@ -156,6 +158,7 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
         # The layer that is computed and the next one are whole.
         weights += 2 * max(sizes) - sum(sizes) + math.ceil(sum(sizes) / work.shards)
         full = math.ceil(full / work.shards)
+    weights += work.teacher
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     process = PROCESS_BYTES
     copies = ENGINE_COPIES

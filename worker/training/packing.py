@@ -191,6 +191,7 @@ class Pack:
 
     def put(self, values_BC: Tensor, values_N: Tensor) -> Tensor:
         """A copy of `values_BC` with `values_N` at the trained tokens of this pack."""
+        values_N = values_N.to(values_BC.dtype)
         return values_BC.view(-1).index_put((self.places_N,), values_N).view_as(values_BC)
 
 

@@ -153,7 +153,7 @@ def _train_call(run: Run, start: Mapping[str, Any], names: Sequence[str]) -> str
     fields = {"environment": run.environment, **start}
     if run.model != default_of("model"):
         fields["model"] = run.model
-    for name in ("environment_args", "secrets", "dataset"):
+    for name in ("environment_args", "secrets", "dataset", "teacher"):
         fields[name] = getattr(run.spec, name, None)
     for name in names:
         if getattr(run.spec, name) != default_of(name):

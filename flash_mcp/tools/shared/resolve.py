@@ -30,7 +30,7 @@ from flash_mcp.protocol.spec import (
 from flash_mcp.state import datasets
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller
-from flash_mcp.state.references import Subject, base_model
+from flash_mcp.state.references import RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import fetch_adapter, served_model
 from flash_mcp.state.store import Store
@@ -151,7 +151,7 @@ def for_environment(resolved: ResolvedSpec, environment: EnvironmentVersion) -> 
     """With the recipe for an agent's environment, whose rollouts differ most in length: each counts
     the same."""
     spec = resolved.spec
-    if spec.algorithm != "grpo" or resolved.sources["loss_type"] != "recipe":
+    if spec.algorithm == "sft" or resolved.sources["loss_type"] != "recipe":
         return resolved
     try:
         is_agents = Needs.of(Path(environment.path)).endpoint
@@ -187,13 +187,48 @@ def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
     if spec.init_from_adapter is None:
         return None
     start = _start(store, spec.init_from_adapter)
-    folder = start.folder
-    _check_adapter(folder, spec, card, start.base)
-    digest = start.digest
-    if digest is None:
-        weights = (folder / "adapter_model.safetensors").read_bytes()
-        digest = hashlib.sha256(weights).hexdigest()[:16]
-    return {"path": str(folder), "run_id": start.run_id, "step": start.step, "digest": digest}
+    _check_adapter(start.folder, spec, card, start.base)
+    return start.pinned()
+
+
+def teacher_of(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
+    """The teacher of a distillation, as job.json has it: an adapter as `init_adapter` has it, or a
+    model.
+    """
+    reference = spec.teacher
+    if reference is None:
+        return None
+    is_folder = (Path(reference).expanduser() / "adapter_config.json").is_file()
+    if not is_folder and not RUN.fullmatch(reference):
+        other = base_model(reference)
+        if other.name == card.name:
+            fix = "name a larger model, or an adapter of this one: RUN_ID or RUN_ID@STEP"
+            raise FlashError("invalid_argument", "the teacher is the model itself", fix=fix)
+        return {"model": other.name, "path": other.name}
+    start = _start(store, reference, "teacher")
+    shape = read_adapter_config(start.folder, "r", "lora_alpha")
+    own = spec.model_copy(update={"lora_rank": shape["r"], "lora_alpha": shape["lora_alpha"]})
+    _check_adapter(start.folder, own, card, start.base)
+    return start.pinned()
+
+
+@dataclass(frozen=True)
+class _Start:
+    """An adapter that a run names. Only that of a run has a base, a step and a digest."""
+
+    folder: Path
+    run_id: str | None = None
+    step: int | None = None
+    digest: str | None = None
+    base: str | None = None
+
+    def pinned(self) -> Json:
+        digest = self.digest
+        if digest is None:
+            weights = (self.folder / "adapter_model.safetensors").read_bytes()
+            digest = hashlib.sha256(weights).hexdigest()[:16]
+        place = str(self.folder)
+        return {"path": place, "run_id": self.run_id, "step": self.step, "digest": digest}
 
 
 def _adapter_shape(store: Store, fields: Json) -> Json:
@@ -207,18 +242,7 @@ def _adapter_shape(store: Store, fields: Json) -> Json:
     return {field: config[name] for field, name in absent.items()}
 
 
-@dataclass(frozen=True)
-class _Start:
-    """The adapter that a warm start names. Only that of a run has a base, a step and a digest."""
-
-    folder: Path
-    run_id: str | None = None
-    step: int | None = None
-    digest: str | None = None
-    base: str | None = None
-
-
-def _start(store: Store, reference: str) -> _Start:
+def _start(store: Store, reference: str, field: str = "init_from_adapter") -> _Start:
     """FlashError(unknown_run | unknown_checkpoint | invalid_argument)."""
     if caller().is_local and Path(reference).expanduser().is_dir():
         return _Start(Path(reference).expanduser().absolute())
@@ -226,7 +250,7 @@ def _start(store: Store, reference: str) -> _Start:
     if at and not at.isdigit():
         fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
         what = f"{at!r} is no step"
-        raise FlashError("invalid_argument", what, init_from_adapter=reference, fix=fix)
+        raise FlashError("invalid_argument", what, fix=fix, **{field: reference})
     checkpoint = store.checkpoint(run_id, int(at) if at else None)
     run = store.run(run_id)
     files = folder_of(run)

@@ -47,6 +47,7 @@ NEWEST = (
     "loss",
     "entropy",
     "kl",
+    "teacher_kl",
     "grad_norm",
     "learning_rate",
     "is_ratio/mean",
@@ -329,7 +330,7 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
     )
     _add_place(view, run)
     _add_times(view, run, step_s)
-    if run.algorithm == "grpo":
+    if run.algorithm in ("grpo", "distill"):
         view.reward = health.trend(history.values["reward/mean"])
         view.success = health.trend(history.values["success/rate"])
     elif run.algorithm == "sft":

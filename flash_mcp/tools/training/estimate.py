@@ -73,7 +73,7 @@ def estimate_of(spec: RunSpec, probe: Probe, dataset: Dataset | None) -> Estimat
         passes=round(steps * batch / tasks, 2),
         prompt_tokens_about=probe.prompt_tokens,
     )
-    if spec.algorithm == "grpo":
+    if spec.algorithm != "sft":
         estimate.rollouts = steps * batch * (spec.group_size or 1)
         # A bound, not a guess: answers are usually shorter.
         room = (spec.max_length or DEFAULT_MAX_LENGTH) - probe.prompt_tokens

@@ -46,7 +46,7 @@ def _of_tasks(plan: Plan) -> list[str]:
         notes.append(contamination)
     room = spec.max_length or DEFAULT_MAX_LENGTH
     prompt_tokens = plan.probe.prompt_tokens
-    if spec.algorithm == "grpo" and prompt_tokens + spec.max_tokens > room:
+    if spec.algorithm != "sft" and prompt_tokens + spec.max_tokens > room:
         requested = f"a prompt of about {prompt_tokens} tokens and max_tokens={spec.max_tokens}"
         exceed = f"exceed the {room} tokens of a conversation"
         notes.append(f"{requested} {exceed}: answers will be cut off")
@@ -89,7 +89,7 @@ def _of_evaluations(plan: Plan) -> list[str]:
     spec = plan.spec
     estimate = plan.estimate
     judged = spec.eval_before and spec.eval_after
-    if spec.algorithm == "grpo" and estimate.eval_tasks and not judged:
+    if spec.algorithm != "sft" and estimate.eval_tasks and not judged:
         notes.append("without eval_before and eval_after the run gets no verdict")
     rows = min(estimate.eval_tasks, spec.eval_examples)
     if (spec.eval_before or spec.eval_after) and rows < 50:

@@ -21,7 +21,7 @@ from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
 from flash_mcp.tools.shared.placing import check_architecture, check_gpus, placed
-from flash_mcp.tools.shared.resolve import for_environment, init_adapter, resolved_spec
+from flash_mcp.tools.shared.resolve import for_environment, init_adapter, resolved_spec, teacher_of
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.training.estimate import Estimate, check_lengths, estimate_of
@@ -38,6 +38,7 @@ class Inputs:
     dataset: Dataset | None
     environment: EnvironmentVersion
     adapter: Json | None
+    teacher: Json | None
     placed: str | None
     """Why it is to run where it is, if nobody named the target."""
     is_repeated: bool
@@ -87,6 +88,8 @@ def enqueue(
     dataset = plan.inputs.dataset
     shared = plan.probe.shared
     lineage: Json = {"gate": str(plan.gate), "tasks": plan.probe.splits}
+    if plan.inputs.teacher:
+        lineage["teacher"] = plan.inputs.teacher
     if seed_group:
         lineage["seed_group"] = seed_group
     if plan.work.regression.startswith("on"):
@@ -151,12 +154,16 @@ def _inputs(
     # A repeat means the run that is there, also if the name has a newer version by now.
     if first:
         reference, adapter = first.environment_reference, first.init_adapter
+        teacher = first.lineage.get("teacher")
     else:
         reference, adapter = spec.environment, init_adapter(store, spec, card)
+        teacher = teacher_of(store, spec, card)
     environment = references.environment(store, reference)
     resolved = for_environment(resolved, environment)
     twin = None if first else queue.alive_like(store, resolved, environment)
-    return Inputs(resolved, card, dataset, environment, adapter, why, first is not None, twin)
+    return Inputs(
+        resolved, card, dataset, environment, adapter, teacher, why, first is not None, twin
+    )
 
 
 def _check_sample(spec: RunSpec) -> None:

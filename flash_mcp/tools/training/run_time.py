@@ -172,7 +172,7 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
 
     Where the share of training was measured, the band is the scatter of the tokens over tasks."""
     rows = store.evals(run.id)
-    if not rows or not rows[-1].summary.get("tokens_per_s") or work.spec.algorithm != "grpo":
+    if not rows or not rows[-1].summary.get("tokens_per_s") or work.spec.algorithm == "sft":
         return None
     speed = float(round(rows[-1].summary["tokens_per_s"]))
     tasks = attempts.by_task(store.tries(run.id, run.evaluation.step))
