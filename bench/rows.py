@@ -23,7 +23,7 @@ ROWS = 500
 MOST_CALLS = 8
 SHOWN = 160
 """Characters of a call's arguments in the log."""
-TRAIN: Json = {"steps": 50, "batch_size": 8, "max_tokens": 32, "eval_examples": 100, **ADAPTER}
+TRAIN: Json = {"steps": 40, "batch_size": 8, "max_tokens": 24, "eval_examples": 50, **ADAPTER}
 
 
 def write_csv(path: Path) -> None:
@@ -60,9 +60,9 @@ async def play(
         calls.append(("train", wanted))
         run: Json = {}
         while run.get("state", "queued") in ACTIVE:
-            waits = {"run_id": run_id, "until": "end"}
-            run = (await session.call("status", **waits)).get("run", {})
-            calls.append(("status", waits))
+            look: Json = {"run_id": run_id, "until": "end"}
+            run = (await session.call("status", waits=True, **look)).get("run", {})
+            calls.append(("status", look))
     if run["state"] != "succeeded":
         raise FlashError("worker_failed", f"{run_id} {run['state']}", fix="flash-mcp status")
     tokens = [tokens for _, tokens in counted(session)]

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from environments.checks import gate
+from environments.process import requirements
 from flash_mcp.cli.demo import Session, connected, watch
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state import references
@@ -25,7 +26,7 @@ from tests import docs
 from tests.hubs import CALL_TIMEOUT_S, Hub
 
 SEED = 32
-TIME_S = 120.0
+TIME_S = 300.0
 GAMES = ("Blackjack-v1", "CliffWalking-v1", "FrozenLake-v1", "FrozenLake8x8-v1", "Taxi-v3")
 VERIFIERS = ("SingleTurnEnv chain_sum", "SingleTurnEnv spell_backward", "MultiTurnEnv GuessTheNumber",
              "ToolEnv chain_sum", "EnvGroup")  # fmt: skip
@@ -58,6 +59,7 @@ async def check_one(hub: Hub, name: str, scratch: Path) -> Checked:
     result = Checked(hub.package, name.removeprefix("reasoning-gym:"))
     folder = hub.folder(name, scratch)
     args = {} if hub.names else {"name": name}
+    await requirements.interpreter(folder)
     report = await gate.check(folder, known_as=hub.name, args=args, timeout_s=CALL_TIMEOUT_S, deadline_s=TIME_S)
     first = report.probes[0]
     if first.name == "loads" and not first.passed:
@@ -91,7 +93,7 @@ def table(results: list[Checked]) -> str:
 
 async def run(only: list[str], scratch: Path, *, train: bool) -> list[Checked]:
     results: list[Checked] = []
-    plan = [(hub, name) for hub, name in sample() if not only or {hub.name, hub.package} & set(only)]
+    plan = [(hub, name) for hub, name in sample() if not only or {hub.package, name} & set(only)]
     for hub, name in plan:
         result = await check_one(hub, name, scratch)
         sys.stderr.write(f"{result}\n")

@@ -12,7 +12,7 @@ import anyio
 import pytest
 from rich.console import Console
 
-from bench import dates
+from bench import dates, rows
 from bench.dates import Plan
 from bench.loop import Json, Task, markdown, play
 from flash_mcp.cli.demo import connected, outcome
@@ -86,6 +86,25 @@ def test_an_agent_plays_the_loop_of_dates_within_its_calls_and_tokens(tiny_model
     page = dates.markdown(found)
     assert f"| all | {found['calls']} | {found['tokens']:,} |" in page
     assert f"| grpo | {grpo['success']:.3f} |" in page
+
+
+@pytest.mark.long
+def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(
+    tiny_model: Path, flash_home: Path, tmp_path: Path
+) -> None:
+    train: Json = {**rows.TRAIN, "steps": 3, "max_tokens": 8, "eval_examples": 20}
+
+    async def loop() -> Json:
+        async with connected(Console(file=io.StringIO())) as session:
+            return await rows.play(session, tmp_path, train, str(tiny_model))
+
+    played = anyio.run(loop)
+    assert len(played["log"]) <= rows.MOST_CALLS
+    assert [call.partition("(")[0] for call, _ in played["log"][:5]] == [
+        "env_setup", "env_test", "env_push", "train", "status"
+    ]  # fmt: skip
+    assert played["run"]["verdict"]
+    assert f"| {len(played['log'])} calls |" in rows.markdown(played)
 
 
 def test_what_failed_is_shown_with_its_code() -> None:

@@ -55,14 +55,19 @@ class Session:
         self.results: list[tuple[str, str]] = []
         """(tool, text of its result) of every call."""
 
-    async def call(self, tool: str, *, quiet: bool = False, **arguments: Any) -> Json:
-        """The tool's structured result. FlashError with the error's text if it failed."""
+    async def call(
+        self, tool: str, *, quiet: bool = False, waits: bool = False, **arguments: Any
+    ) -> Json:
+        """The tool's structured result. FlashError with the error's text if it failed. With
+        `waits` it takes progress, so that `until` may last an hour.
+        """
         if tool not in self.tools_called:
             self.tools_called.append(tool)
         if not quiet:
             shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items())
             self.console.print(f"\n[bold cyan]{tool}[/]({_escaped(shown)})", highlight=False)
-        result = await self.client.call_tool(tool, arguments)
+        listener = _ignored if waits else None
+        result = await self.client.call_tool(tool, arguments, progress_callback=listener)
         blocks = [block.text for block in result.content if isinstance(block, TextContent)]
         self.results.append((tool, " ".join(blocks)))
         if result.is_error:
@@ -80,6 +85,10 @@ class Session:
             yield
         finally:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 1)
+
+
+async def _ignored(progress: float, total: float | None, message: str | None) -> None:
+    """Take progress."""
 
 
 async def run(
