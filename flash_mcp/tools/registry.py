@@ -40,6 +40,7 @@ _TOOLS = (
         title="Find the best of several",
         open_world=True,
         changes_with=("arms", "stop"),
+        unlisted=("seed", "secrets", "target", "idempotency_key"),
     ),
     Tool(curate, title="Make a dataset from attempts", idempotent=True),
     Tool(deploy, title="Serve a checkpoint", idempotent=True),

@@ -124,15 +124,15 @@ async def tournament(
 
     In each round the arms attempt the same new tasks, and an arm that has lost is eliminated. The
     best arm is eliminated with a chance of at most alpha, however many arms and looks. A winner is
-    claimed only when one arm is left. It goes on without the client. For two arms on all tasks:
-    evaluate and compare.
+    claimed only when one arm is left. It goes on without the client. It also takes seed, secrets,
+    target and idempotency_key, as evaluate does. For two arms on all tasks: evaluate and compare.
 
     Args:
         environment: As for evaluate.
-        settings: What every arm has unless it says otherwise, in the same fields.
-        tournament_id: One that exists: wait for it, report it.
+        settings: The same fields, for every arm.
+        tournament_id: One to wait for and report.
         stop: With tournament_id: end it.
-        split: The tasks' split; they come in random order.
+        split: The tasks' split.
         limit: Only so many tasks.
         alpha: Chance of a wrong elimination.
         seed: Of order and sampling.

@@ -69,7 +69,7 @@ class Tool:
     `read_only`: changes nothing. `destructive`: may undo or delete. `idempotent`: calling again
     changes nothing more. `open_world`: reaches beyond this machine's state, for example to a model
     hub. `changes_with`: the arguments without which it changes nothing. `unlisted`: arguments that
-    it accepts and its schema leaves out, since another argument takes them too."""
+    it accepts and its schema leaves out: its description, or another argument, names them."""
 
     function: Callable[..., Any]
     _: KW_ONLY
