@@ -1,8 +1,9 @@
-"""curve, report, export, wait and recordings: looking at one run or deployment."""
+"""logs, curve, report, export, wait and recordings: looking at one run or deployment."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -15,10 +16,17 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.recordings import Recording, pseudonym, rating_of
 from flash_mcp.protocol.records import Json, text_of
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.truncation import shorten, utc
 
 ASKED_CHARACTERS = 80
+LOG_BYTES = 64 << 10
+"""Nodes store no more of an attempt's output."""
+LOG_OVERLAP = 1000
+"""Characters by which the end of a log is found in the next tail."""
+LOG_EVERY_S = 2.0
 RUN_ID = option("run_id", "run id, as returned by train", "RUN_ID")
 
 
@@ -77,6 +85,33 @@ def export(arguments: Arguments) -> None:
         body["pushed"] = written.pushed
     body["warnings"] = written.warnings
     answer(arguments, body, "\n".join(render(body)))
+
+
+def logs(arguments: Arguments) -> None:
+    """Print the end of what a run's newest attempt printed, as its node stores it.
+
+    With --follow also what comes, until the run has ended."""
+    store = open_store()
+    attempt, before = 0, ""
+    while True:
+        run = store.run(arguments.run_id)
+        folder = RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
+        tail = folder.log_tail(run.attempt, LOG_BYTES)
+        news = _after(before if attempt == run.attempt else "", tail)
+        if news:
+            say(news.rstrip("\n"))
+        if run.ended or not arguments.follow:
+            return
+        attempt, before = run.attempt, tail
+        time.sleep(LOG_EVERY_S)
+
+
+def _after(before: str, tail: str) -> str:
+    """What of a log's tail comes after the tail that was read before, whose start may be gone."""
+    end = before[-LOG_OVERLAP:]
+    if end and end in tail:
+        return tail.rpartition(end)[2]
+    return tail
 
 
 def wait(arguments: Arguments) -> int:
@@ -152,6 +187,11 @@ COMMANDS: dict[str, Command | Group] = {
         wait,
         ("flash-mcp wait run-2f9k1c8d --timeout-s 3600",),
         (RUN_ID, option("--timeout-s", "stop waiting after S seconds", "S", type=float), JSON),
+    ),
+    "logs": Command(
+        logs,
+        ("flash-mcp logs run-2f9k1c8d --follow",),
+        (RUN_ID, flag("--follow", "print what comes until the run has ended")),
     ),
     "curve": Command(
         curve,

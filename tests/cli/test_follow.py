@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from flash_mcp.cli import follow, main
+from flash_mcp.cli import follow, main, run_commands
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.state import queue
@@ -41,6 +42,24 @@ def test_wait_ends_with_the_runs_own_exit_code(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["run"]["state"] == state
     assert captured.err == ""
+
+
+def test_logs_print_what_comes_after_what_was_printed_until_the_run_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run, writer = started_run(tmp_path)
+    printed = [f"step {number}: {'loss' * 100}\n" for number in range(9)]
+    tails = [printed[:5], printed[2:8], printed[5:]]  # as a node stores them: the end alone
+
+    def next_tail(_: float) -> None:
+        writer.folder.put_log(run.attempt, "".join(tails.pop(0)).encode())
+        if not tails:
+            queue.finish(open_store(), run.id, run.attempt, "succeeded")
+
+    next_tail(0)
+    monkeypatch.setattr(run_commands, "time", SimpleNamespace(sleep=next_tail))
+    assert main.main(["logs", run.id, "--follow"]) == 0
+    assert capsys.readouterr().out == "".join(printed)
 
 
 def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
