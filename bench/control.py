@@ -140,6 +140,7 @@ def fill(store: Store, runs: int) -> list[str]:
     first = queue.claim(store)
     assert first
     template = store.query("SELECT * FROM runs")[0]
+    template.pop("gpus")  # the database computes it
     noise = random.Random(0)
     ids = [f"run-{number:08d}" for number in range(runs - 1)] + [first.id]
     for start in range(0, len(ids), 500):
@@ -170,6 +171,7 @@ def fill(store: Store, runs: int) -> list[str]:
 def add_queued(store: Store, count: int) -> list[str]:
     """Runs that wait, newer than all others; their ids."""
     template = store.query("SELECT * FROM runs ORDER BY created DESC LIMIT 1")[0]
+    template.pop("gpus")
     blank: Json = {"state": "queued", "idempotency_key": None, "attempt": 0}
     blank |= {"started": None, "ended": None, "beat": None}
     ids = [f"run-q{number:07d}" for number in range(count)]

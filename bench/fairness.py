@@ -123,6 +123,8 @@ class Simulation:
         while self.under_way and self.under_way[0][0] <= self.now:
             _, _, run = heapq.heappop(self.under_way)
             assert queue.finish(self.store, run.id, run.attempt, "succeeded")
+            used = "UPDATE runs SET used_s = ended - started WHERE id = ?"
+            self.store.execute(used, [run.id])
             self.room[run.target] += 1
             self.found.ended += 1
 

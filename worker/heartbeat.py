@@ -13,8 +13,8 @@ from flash_mcp.protocol.run_writer import RunWriter
 
 log = logging.getLogger("worker")
 BEAT_EVERY_S = 2.0
-BEAT_TO_STORE_EVERY_S = 5.0
-"""Each heartbeat to an object store is three requests."""
+BEAT_TO_STORE_EVERY_S = 6.0
+"""Each heartbeat to an object store is two requests, and every second one looks for a cancel."""
 
 
 class Cancelled(Exception):
@@ -80,14 +80,15 @@ class Heartbeat(threading.Thread):
         self.progress += 1
 
     def run(self) -> None:
-        is_last = False
+        is_last = looks_for_cancel = False
         while not is_last:
             # Short runs too say how many steps they had.
             is_last = self._stopped.wait(self._every_s)
             try:
                 progress = self.progress + self.elsewhere()
                 self.writer.beat(self.step, self.shown, progress, self.steps)
-                if self.writer.folder.is_cancelled():
+                looks_for_cancel = self.writer.folder.is_local or not looks_for_cancel
+                if looks_for_cancel and self.writer.folder.is_cancelled():
                     self.cancelled.set()
             except FlashError as error:
                 if error.code == "fenced":

@@ -4,7 +4,8 @@
 
 Runs `worker.main` as a child and stores the end of its output in the run folder, for nobody reads
 this machine's files. SIGTERM, with which engines announce the end, goes to the child, which saves
-and leaves. If the run has its result already, nothing is run: engines start finished jobs again."""
+and leaves. Engines start jobs again whose machine they took away: such an attempt claims the next
+number and goes on from the newest checkpoint. If the run has its result already, nothing is run."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import use_own_home
 from flash_mcp.protocol.packages import missing_packages
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder, final_result
+from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, final_result
 from flash_mcp.protocol.run_writer import RunWriter
 
 log = logging.getLogger("node")
@@ -45,7 +46,8 @@ def main() -> int:
     )
     parser.add_argument("folder", help="the run folder: a path or any fsspec URL")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--attempt", type=int, help="number of this attempt")
+    help_text = "number of this attempt; a later one is claimed if an engine starts it again"
+    what.add_argument("--attempt", type=int, help=help_text)
     parser.add_argument("--version", help="of flash-mcp, that the server has")
     what.add_argument("--probe", action="store_true", help="only say what is here")
     args = parser.parse_args()
@@ -58,12 +60,14 @@ def main() -> int:
     if final_result(folder):
         log.info("the run has its result")
         return 0
+    os.environ[LAUNCH] = str(args.attempt)
+    attempt = folder.next_epoch(args.attempt)
     if args.version and args.version != version():
-        refuse(folder, args.attempt, args.version)
+        refuse(folder, attempt, args.version)
         return 1
     with tempfile.TemporaryFile() as output:
         command = [sys.executable, "-P", "-m", "worker.main", args.folder]
-        code = attend([*command, "--attempt", str(args.attempt)], output, folder, args.attempt)
+        code = attend([*command, "--attempt", str(attempt)], output, folder, attempt)
     return code if code >= 0 else 128 - code
 
 

@@ -86,7 +86,13 @@ def list_targets(arguments: Arguments) -> None:
 
 
 def remove(arguments: Arguments) -> None:
-    """Remove a target. Its active runs wait until it is added again, or they are cancelled."""
+    """Remove a target that has no active runs."""
+    from flash_mcp.state.store import Store  # noqa: PLC0415  # only here
+
+    if arguments.name in Store(home()).active_targets():
+        what = f"runs of {arguments.name} are queued or under way"
+        fix = "wait for them, or cancel them: `flash-mcp status` lists them"
+        raise FlashError("invalid_argument", what, fix=fix)
     remove_target(home(), arguments.name)
     answer(arguments, {"removed": arguments.name}, f"removed {arguments.name}")
 
@@ -129,7 +135,7 @@ COMMANDS: dict[str, Command | Group] = {
                     option("--storage", "URL, or a folder that all nodes share", required=True),
                     option("--setup", "how nodes get flash-mcp: path, image, uv", choices=SETUPS),
                     option("--packages", "with uv: install or node", choices=PACKAGES),
-                    option("--python", "interpreter on the nodes", "PATH"),
+                    option("--python", "interpreter on the nodes", "COMMAND"),
                     option("--home", "FLASH_HOME on the nodes (default: of each its own)", "DIR"),
                     option("--ssh", "host that has the engine's commands", "HOST"),
                     repeated("--option", "argument of sbatch, such as --gres=gpu:1", "ARGUMENT"),
@@ -138,7 +144,7 @@ COMMANDS: dict[str, Command | Group] = {
                     repeated("--resource", "what an attempt takes: GPU=1, infra=aws", "NAME=N"),
                     repeated("--env", "variable of the attempts", "NAME=VALUE"),
                     option("--env-file", "shell file on the nodes that sets others", "PATH"),
-                    option("--slots", "attempts submitted at once (default 8)", "N", type=int),
+                    option("--slots", "GPUs of attempts at once (default 8)", "N", type=int),
                     option("--price-per-hour", "price of an attempt's hour", "P", type=float),
                     flag("--unproved", "add it without the job"),
                     WAIT,

@@ -17,6 +17,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -46,9 +47,16 @@ class Artifacts:
         self._fs, self._root, self._is_local = connect(self.url, patience_s)
         self._known: dict[Path, tuple[str, str]] = {}
         """(fingerprint, digest) of folders that were stored."""
+        self._locks: dict[Path, threading.Lock] = {}
 
     def put(self, folder: Path, run_id: str) -> str:
-        """Store a folder for a run unless it is there; its digest."""
+        """Store a folder for a run unless it is there; its digest. Runs that need the same one wait
+        for one upload.
+        """
+        with self._locks.setdefault(folder, threading.Lock()):
+            return self._put(folder, run_id)
+
+    def _put(self, folder: Path, run_id: str) -> str:
         fingerprint = _fingerprint(folder)
         existing = self._known.get(folder)
         if existing and existing[0] == fingerprint:

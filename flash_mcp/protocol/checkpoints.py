@@ -113,7 +113,7 @@ class Checkpoints:
     def has_optimizer(self, step: int) -> bool:
         """Whether that checkpoint has the optimizer's state."""
         manifest = self.manifest(step)
-        return bool(manifest and self._storage.exists(f"{self._place(manifest)}/{OPTIMIZER}"))
+        return bool(manifest and self._storage.has(f"{self._place(manifest)}/{OPTIMIZER}"))
 
     def fetch(
         self, step: int, into: Path, *, whole: bool = True, digest: str | None = None

@@ -1,7 +1,8 @@
 """The run folder: the protocol between server and worker, as files under one prefix.
 
     job.json               what to do: {"run_id", "spec", "sources", "environment_path", ...}
-    epoch/N                attempt N owns the run; created once, exclusively; the highest N wins
+    epoch/N                attempt N owns the run, until there is epoch/N+1; created once,
+                           exclusively, and never with a gap below it
     beat.json              the heartbeat, every few seconds: {"epoch", "time", "step", "steps",
                            "phase", "progress", "host", "pid", "held_bytes", "available_bytes",
                            "writes"}, the number of files written: if it has not changed, a reader
@@ -33,6 +34,7 @@ attempts share.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -66,6 +68,9 @@ EPOCH_FILE = re.compile(r"[0-9]{1,9}-[0-9]{1,9}(\.json)?")
 """EPOCH-N, the attempts of an evaluation, or EPOCH-N.json, an event."""
 STEP_FILES = ("metrics", "rollouts", "evals")
 """Folders of such files."""
+LAUNCH = "FLASH_LAUNCH"
+"""The variable with the number of the launch that an attempt belongs to, where an engine may start
+it again: it claims a number of its own then."""
 
 
 class RunFolder(Storage):
@@ -90,11 +95,25 @@ class RunFolder(Storage):
         """Let attempt `epoch` own the run. FlashError(fenced) if it or a newer one owned it."""
         newest = self.newest_epoch()
         claim: Json = {"time": time.time(), "claim": uuid4().hex, **this_process()}
+        claim["launch"] = int(os.environ.get(LAUNCH, epoch))
+        # Attempts that never started claimed nothing: an owner looks only for its successor.
+        for missing in range(newest + 1, epoch):
+            self.write_new(f"epoch/{missing}", claim)
         # The exclusive create refuses this number alone; an older attempt must not claim
         # either.
         if newest >= epoch or not self.write_new(f"epoch/{epoch}", claim):
             what = "the run belongs to another attempt"
             raise FlashError("fenced", what, epoch=epoch, newest=max(newest, epoch))
+
+    def next_epoch(self, launch: int) -> int:
+        """The number that an attempt of this launch has to claim. An engine may have started it
+        before; if a later launch owns the run, it is one that is refused.
+        """
+        newest = self.newest_epoch()
+        claim = self.read_json(f"epoch/{newest}") or {}
+        if newest >= launch >= claim.get("launch", newest):
+            return newest + 1
+        return launch
 
     def reopen(self) -> int:
         """Let another attempt follow the one that ended the run; the number that it has to exceed.
@@ -163,9 +182,7 @@ class RunFolder(Storage):
         return self.read_object(ProbeFile, "probe.json")
 
     def is_cancelled(self) -> bool:
-        if self.is_local:
-            return self.exists("cancel")
-        return "cancel" in self.names()
+        return self.has("cancel")
 
     def metric_steps(self) -> dict[int, str]:
         """{step: version}; the version changes when the file is replaced."""

@@ -34,10 +34,9 @@ class RunWriter:
 
     def check_owner(self) -> None:
         """FlashError(fenced) once a newer attempt has claimed the run."""
-        newest = self.folder.newest_epoch()
-        if newest != self.epoch:
+        if self.folder.has(f"epoch/{self.epoch + 1}"):
             what = "a newer attempt owns the run"
-            raise FlashError("fenced", what, epoch=self.epoch, newest=newest)
+            raise FlashError("fenced", what, epoch=self.epoch, newest=self.epoch + 1)
 
     def beat(self, step: int, phase: str, progress: int = 0, steps: int | None = None) -> None:
         """Write the heartbeat. `phase` is a word, after which a share may stand: "eval 40/200, 90 s

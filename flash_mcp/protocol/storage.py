@@ -267,8 +267,19 @@ class Storage:
             return ""
         return tail.decode(errors="replace")
 
-    def exists(self, name: str) -> bool:
-        return self.filesystem.exists(self.path(name))
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name. A store is asked for the file itself, which is the
+        cheapest request that it has.
+        """
+        if self.is_local:
+            return self.filesystem.exists(self.path(name))
+        try:
+            self._read_remote(name, max_bytes=0)
+        except FileNotFoundError:
+            return False
+        except Damaged:  # it is longer
+            return True
+        return True
 
     def digest(self, name: str) -> str | None:
         """sha256 of a file; None if it does not exist."""

@@ -231,7 +231,8 @@ def job(run: Run) -> Json:
 
 
 ALL_QUEUED = """
-    SELECT id, owner, created, row_number() OVER (PARTITION BY owner ORDER BY created, id) AS place
+    SELECT id, owner, created,
+        1 - gpus + sum(gpus) OVER (PARTITION BY owner ORDER BY created, id) AS place
     FROM main.runs WHERE state = 'queued' AND target = ?3 AND serves IS NULL"""
 FIRST_QUEUED = """
     SELECT id, owner, created, 1 AS place FROM main.runs WHERE id IN (
@@ -255,12 +256,13 @@ FAIR_ORDER = """
     WITH waiting AS ({waiting}),
     owners AS (SELECT count(DISTINCT owner) AS number FROM waiting),
     taken AS (
-        SELECT owner, 1 AS running, max(0, ?1 - max(started, ?1 - ?2)) AS seconds
+        SELECT owner, gpus AS running,
+            gpus * min(used_s, max(0, ?1 - max(started, ?1 - ?2))) AS seconds
         FROM main.runs
         WHERE state IN ('starting', 'running') AND target = ?3 AND serves IS NULL
         AND (SELECT number FROM owners) > 1
         UNION ALL
-        SELECT owner, 0, max(0, min(ended, ?1) - max(started, ?1 - ?2))
+        SELECT owner, 0, gpus * min(used_s, max(0, min(ended, ?1) - max(started, ?1 - ?2)))
         FROM main.runs
         WHERE ended > ?1 - ?2 AND started IS NOT NULL AND target = ?3 AND serves IS NULL
         AND (SELECT number FROM owners) > 1),
@@ -269,9 +271,9 @@ FAIR_ORDER = """
     SELECT id FROM waiting LEFT JOIN share USING (owner)
     ORDER BY coalesce(running, 0) + place, coalesce(seconds, 0), created, id"""
 """Ids of queued runs in the order in which they start: each time from the owner with the fewest
-runs under way on the target, then the fewest seconds used there lately; within an owner, the oldest
-first. ?1 is the time, ?2 how far back use counts, ?3 the target. A single owner's share is not
-looked up: it decides nothing."""
+GPUs under way on the target, then the fewest seconds of GPUs used there lately, without those that
+runs waited for a machine; within an owner, the oldest first. ?1 is the time, ?2 how far back use
+counts, ?3 the target. A single owner's share is not looked up: it decides nothing."""
 LATELY_S = 86_400.0
 CLAIM = """UPDATE main.runs SET state = 'starting', attempt = attempt + 1,
     started = coalesce(started, ?1), updated = ?1, handle = NULL, pending_reason = NULL,
@@ -297,7 +299,7 @@ def claim(
             f"""{CLAIM}
                WHERE state = 'queued'
                AND id = ({FAIR_ORDER.format(waiting=FIRST_QUEUED)} LIMIT 1)
-               AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?7
+               AND gpus <= ?7
                RETURNING *""",
             [
                 now,
@@ -354,6 +356,16 @@ def mark_running(store: Store, run_id: str, attempt: int) -> bool:
 def record_handle(store: Store, run_id: str, attempt: int, handle: str) -> bool:
     """Keep what the engine calls the attempt: engines forget attempts that have ended."""
     return _update(store, "handle = ?", [handle], run_id, attempt, ("starting", "running"))
+
+
+def follow(store: Store, run_id: str, attempt: int, newer: int) -> bool:
+    """The engine started the attempt's job again, which claimed the number `newer`: that counts as
+    a preemption.
+    """
+    assignments = """attempt = ?, max_attempts = max_attempts + ?, preemptions = preemptions + 1,
+        pending_reason = NULL, beat = NULL"""
+    values = [newer, newer - attempt]
+    return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
 
 
 def record_wait(store: Store, run_id: str, attempt: int, reason: str | None) -> bool:

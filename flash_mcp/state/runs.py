@@ -112,8 +112,11 @@ class RunTable(Connection):
         return [taken[run_id] for run_id in updated if run_id in taken]
 
     def live_attempts(self) -> set[str]:
-        """RUN-ATTEMPT of every attempt under way, of all owners and on all targets."""
-        sql = "SELECT id || '-' || attempt FROM main.runs WHERE state IN ('starting', 'running')"
+        """RUN-ATTEMPT of every attempt under way, of all owners and on all targets, and what its
+        engine calls it: a job that was started again has the number of its first attempt.
+        """
+        under_way = "FROM main.runs WHERE state IN ('starting', 'running')"
+        sql = f"SELECT id || '-' || attempt {under_way} UNION SELECT handle {under_way}"
         return set(self.column(sql))
 
     def active_with_secrets(self) -> list[Run]:

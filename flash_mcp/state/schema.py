@@ -44,6 +44,7 @@ CREATE TABLE runs (
     attempt INTEGER NOT NULL DEFAULT 0, max_attempts INTEGER NOT NULL,
     preemptions INTEGER NOT NULL DEFAULT 0,
     used_s REAL NOT NULL DEFAULT 0, used_before_s REAL NOT NULL DEFAULT 0,
+    gpus INTEGER GENERATED ALWAYS AS (coalesce(json_extract(spec, '$.gpus'), 1)) STORED,
     steps INTEGER, step INTEGER NOT NULL DEFAULT 0, phase TEXT, beat REAL, progress REAL,
     cancel_requested REAL, cancel_reason TEXT, not_before REAL NOT NULL DEFAULT 0, error TEXT,
     reported_error TEXT,
@@ -52,13 +53,14 @@ CREATE INDEX runs_by_state ON runs (state, created, id, serves);
 CREATE INDEX runs_by_age ON runs (created, id);
 CREATE UNIQUE INDEX runs_by_key ON runs (owner, idempotency_key);
 -- Every claim reads from this index alone what each owner used lately.
-CREATE INDEX runs_by_end ON runs (target, ended, owner, started, serves) WHERE ended IS NOT NULL;
+CREATE INDEX runs_by_end ON runs (target, ended, owner, started, serves, used_s, gpus)
+    WHERE ended IS NOT NULL;
 -- A look at a target asks about its runs that have not ended: thousands may be queued, and hundreds
 -- under way.
-CREATE INDEX runs_queued ON runs (target, owner, created, id, not_before, serves)
+CREATE INDEX runs_queued ON runs (target, owner, created, id, not_before, serves, gpus)
     WHERE state = 'queued';
-CREATE INDEX runs_taken ON runs (target, created, id, updated, owner, started, state, serves)
-    WHERE state IN ('starting', 'running');
+CREATE INDEX runs_taken ON runs (target, created, id, updated, owner, started, state, serves,
+    used_s, gpus) WHERE state IN ('starting', 'running');
 CREATE INDEX runs_with_secrets ON runs (state, target)
     WHERE json_array_length(spec, '$.secrets') > 0;
 CREATE INDEX runs_short_of_space ON runs (state, target)

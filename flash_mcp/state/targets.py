@@ -74,7 +74,8 @@ class TargetSettings(BaseModel):
     """With setup uv, where all other packages come from. install: uv fetches them, with those of
     [cpu] or [gpu]. node: `python` has them."""
     python: str = ""
-    """Interpreter on the nodes; default python3, and with setup uv one that uv finds."""
+    """Interpreter on the nodes; default python3, and with setup uv one that uv finds. It may be a
+    command, such as `apptainer exec --nv flash.sif python3`."""
     home: str | None = None
     """FLASH_HOME on the nodes; by default a folder of each node's own. It holds caches."""
     env: dict[str, str] = {}
@@ -85,7 +86,7 @@ class TargetSettings(BaseModel):
     """Host that has the engine's commands; by default this machine."""
     nodes: list[IPv4Network] = []
     """Networks such as 10.1.0.0/16: model servers of nodes are reached nowhere else. By default
-    anywhere, since a node itself names its addresses."""
+    only where the engine says that the node is."""
     options: list[str] = []
     """Arguments of sbatch. For a run with gpus=N, those that ask for GPUs ask for N."""
     address: str = ""
@@ -96,7 +97,7 @@ class TargetSettings(BaseModel):
     """What an attempt takes of Ray's cluster: CPU, GPU, or the cluster's own; default one CPU. With
     SkyPilot the resources of a task: infra, use_spot, accelerators and others."""
     slots: Annotated[int, Field(ge=1, le=10_000)] = 8
-    """Attempts that are submitted at once."""
+    """GPUs of the attempts that are submitted at once; one without a GPU counts as one."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
     """GiB of artifacts that a node keeps."""
     price_per_hour: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None

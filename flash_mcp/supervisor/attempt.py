@@ -42,22 +42,6 @@ class Timeouts:
     """Between two looks at a target that is not this machine."""
 
 
-class TimeBudget:
-    """The time that one look has for something. It is enough for one item, however short it is."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._until: float | None = None
-
-    def is_over(self) -> bool:
-        """Whether the next item has to wait for the next look."""
-        now = time.monotonic()
-        if self._until is None:
-            self._until = now + self.seconds
-            return False
-        return now >= self._until
-
-
 @dataclass
 class Attempt:
     """What is known of an attempt beyond its row.
@@ -99,8 +83,8 @@ class Attempt:
     """How many files it had written by then."""
     has_secrets: bool = False
     """They were sealed for it; of an attempt on another machine."""
-    read_began: float = 0.0
-    """When its folder was last read, by this process's clock."""
+    left_at: float | None = None
+    """Since when it is known that its machine is taken away."""
     cancelled_at: float | None = None
     result_at: float | None = None
 
@@ -125,6 +109,13 @@ class Attempt:
     def take(self, beat: Beat | None) -> None:
         """Keep beat.json as it was just read."""
         self.read_beat, self.is_beat_read = beat, True
+
+    def restart(self, number: int) -> None:
+        """The engine started its job again, as attempt `number`."""
+        self.number = number
+        self.beat = self.pending_at = self.left_at = self.writes_read = None
+        self.has_secrets = False
+        self.hold_clocks()
 
     def hold_clocks(self) -> None:
         """It waits for a machine: that is neither silence nor a stall."""

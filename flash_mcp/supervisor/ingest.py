@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from flash_mcp.protocol.run_files import Damaged
@@ -15,7 +17,8 @@ log = logging.getLogger(__name__)
 
 Body = TypeVar("Body")
 Name = TypeVar("Name", int, str)
-FILES_PER_COMMIT = 64  # few enough to let other writers in between
+Put = Callable[[], None]
+FILES_PER_COMMIT = 8  # few enough to let other writers in between, and for the memory
 
 
 class Reader:
@@ -42,45 +45,48 @@ class Reader:
             return False
         folder, store, run_id = self.folder, self.store, self.run_id
 
-        def put_metrics(step: int) -> None:
-            store.put_metrics(run_id, _found(folder.metrics(step)))
+        def metrics(step: int) -> Put:
+            return partial(store.put_metrics, run_id, _existing(folder.metrics(step)))
 
-        def put_rollouts(step: int) -> None:
-            store.put_rollouts(run_id, "train", step, folder.rollouts(step))
+        def rollouts(step: int) -> Put:
+            return partial(store.put_rollouts, run_id, "train", step, folder.rollouts(step))
 
-        def put_evaluation(step: int) -> None:
-            store.put_evaluation(run_id, _found(folder.evaluation(step)))
+        def evaluation(step: int) -> Put:
+            return partial(store.put_evaluation, run_id, _existing(folder.evaluation(step)))
 
-        def put_event(name: str) -> None:
-            store.put_event(run_id, name, _found(folder.event(name)))
+        def event(name: str) -> Put:
+            return partial(store.put_event, run_id, name, _existing(folder.event(name)))
 
-        def put_checkpoint(step: int) -> None:
-            if manifest := folder.checkpoints.manifest(step):
-                store.put_checkpoint(run_id, manifest, manifest["path"])
+        def checkpoint(step: int) -> Put:
+            manifest = _existing(folder.checkpoints.manifest(step))
+            return partial(store.put_checkpoint, run_id, manifest, manifest["path"])
 
-        self._take("metrics", folder.metric_steps(), put_metrics)
-        self._take("rollouts", folder.rollout_steps(), put_rollouts)
-        self._take("evals", folder.eval_steps(), put_evaluation)
-        self._take("events", dict.fromkeys(folder.event_names(), ""), put_event)
-        has_saved = self._take("checkpoints", folder.checkpoints.versions(), put_checkpoint)
+        self._take("metrics", folder.metric_steps(), metrics)
+        self._take("rollouts", folder.rollout_steps(), rollouts)
+        self._take("evals", folder.eval_steps(), evaluation)
+        self._take("events", dict.fromkeys(folder.event_names(), ""), event)
+        has_saved = self._take("checkpoints", folder.checkpoints.versions(), checkpoint)
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)
         return has_saved
 
-    def _take(self, kind: str, versions: Mapping[Name, str], put: Callable[[Name], None]) -> bool:
+    def _take(self, kind: str, versions: Mapping[Name, str], fetch: Callable[[Name], Put]) -> bool:
         news = [
             name for name, version in versions.items() if self._seen.get((kind, name)) != version
         ]
         for start in range(0, len(news), FILES_PER_COMMIT):
             names = news[start : start + FILES_PER_COMMIT]
             self._alive()
+            puts: dict[Name, Put] = {}
+            for name in names:
+                with suppress(Damaged):  # the folder has noted what is wrong
+                    puts[name] = fetch(name)
+            # Only now: while a store is slow, others write to the database.
             with self.store.transaction():
-                for name in names:
+                for name, put in puts.items():
                     try:
-                        put(name)
+                        put()
                         self.folder.damaged.pop(f"{kind}/{name}", None)
-                    except Damaged:  # the folder has noted what is wrong
-                        continue
                     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                         # A damaged file must not keep the run from ending.
                         log.warning("%s: %s %s is damaged: %r", self.run_id, kind, name, error)
@@ -89,7 +95,7 @@ class Reader:
         return bool(news)
 
 
-def _found(body: Body | None) -> Body:
+def _existing(body: Body | None) -> Body:
     if body is None:
         raise Damaged("it is gone or cannot be read")
     return body

@@ -74,7 +74,7 @@ class Maintenance:
         if not handles:
             return
         live = self.store.live_attempts()
-        over = [handle for handle in handles if handle.key not in live]
+        over = [handle for handle in handles if live.isdisjoint((handle.key, handle.id))]
         for handle in over[:MAX_JOBS]:
             log.warning("%s: ending job %s, which no run waits for", handle.key, handle.id)
             self.target.launcher.cancel(handle)

@@ -36,8 +36,10 @@ from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
+from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.server import Server, idle_error, idle_minutes, server_here
 from flash_mcp.supervisor.serving_health import EVERY_S, FAILURES, examine, idle_seconds
+from flash_mcp.supervisor.targets import launcher_of
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +223,7 @@ class ModelServer:
             self._listened, self._since = run.attempt, time.monotonic()
             self._failures = 0
         listening = Listening.checked(response, server_here(self.home, run).admin_key)
-        for address in listening.addresses:
+        for address in self._allowed(run, listening):
             server = self._by(run, address, listening)
             if server is None:
                 continue
@@ -252,13 +254,10 @@ class ModelServer:
         log.info("%s answers on %s", row.id, server.url)
 
     def _by(self, run: Run, address: str, listening: Listening) -> Server | None:
-        """The server by one of its addresses, if the target allows it and it answers there."""
+        """The server by one of its addresses, if it answers there."""
         existing = server_here(self.home, run)
         host, port = address, listening.port
-        ssh, networks = self._way(run)
-        if networks and not any(IPv4Address(address) in network for network in networks):
-            return None
-        if ssh:
+        if ssh := self._ssh(run):
             host, port = "127.0.0.1", existing.port or free_port()
             self._open_tunnel(ssh, port, f"{address}:{listening.port}")
         server = replace(existing, host=host, port=port, certificate=listening.certificate)
@@ -267,12 +266,29 @@ class ModelServer:
                 return server
         return None
 
-    def _way(self, run: Run) -> tuple[str, list[IPv4Network]]:
-        """The host through which the nodes are reached, and networks that they must be in."""
+    def _ssh(self, run: Run) -> str:
+        """The host through which the nodes are reached."""
+        return "" if run.target == LOCAL_TARGET else find_target(self.home, run.target).ssh
+
+    def _allowed(self, run: Run, listening: Listening) -> list[str]:
+        """Those of the addresses that the target's settings let a node name; without such settings
+        those that the engine knows of the node, which might name any.
+        """
         if run.target == LOCAL_TARGET:
-            return "", []
+            return listening.addresses
         settings = find_target(self.home, run.target)
-        return settings.ssh, settings.nodes
+        allowed: Sequence[IPv4Network | str] | None = settings.nodes
+        if not allowed:
+            handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
+            allowed = launcher_of(settings).addresses_of(handle)
+        if allowed is None:
+            return listening.addresses
+        networks = list(map(IPv4Network, allowed))
+        return [
+            address
+            for address in listening.addresses
+            if any(IPv4Address(address) in network for network in networks)
+        ]
 
     def _open_tunnel(self, ssh: str, port: int, there: str) -> None:
         """Forward a port of loopback through the target's host. It ends with this process."""
@@ -303,8 +319,7 @@ class ModelServer:
     def _check(self, rows: Rows, run: Run) -> float:
         """Whether a ready server computes and is used; seconds until the next check."""
         has_tunnel = self.tunnel is not None and self.tunnel.poll() is None
-        ssh, _ = self._way(run)
-        if ssh and not has_tunnel:
+        if self._ssh(run) and not has_tunnel:
             self._reach(rows, run, is_first=True)
         server = server_here(self.home, run)
         outcome = examine(server, rows[0].id)

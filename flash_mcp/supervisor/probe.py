@@ -19,6 +19,8 @@ from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher
 from flash_mcp.supervisor.targets import Code, launcher_of, node_environment, on_node
 
 PROBE_S = 120.0
+MAX_CLOCK_S = 300.0
+"""A node's clock may differ by so much."""
 SETUP_FIX = "correct the target's setup, packages or python; docs/targets.md describes them"
 POLL_S = 0.5
 GONE_S = 10.0
@@ -40,9 +42,11 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
             digest = artifacts.put(code_folder(home()), key)
             code = Code(artifacts.url_of(digest), digest, f"{folder.url}/log.1")
         command = on_node(settings, ["worker.node", folder.url, "--probe"], code)
-        folder.create({"time": time.time()})
+        began = time.time()
+        folder.create({"time": began})
         handle = launcher.submit(Launch(key, 1, command, node_environment(settings), None))
-        return _checked(name, _answer(name, folder, launcher, handle, command, wait_s))
+        probed = _answer(name, folder, launcher, handle, command, wait_s)
+        return _checked(name, probed, time.time() - began)
     finally:
         if handle:
             launcher.cancel(handle)
@@ -83,10 +87,15 @@ def _answer(
         time.sleep(POLL_S)
 
 
-def _checked(name: str, probed: ProbeFile) -> ProbeFile:
+def _checked(name: str, probed: ProbeFile, waited_s: float) -> ProbeFile:
     if probed["version"] != __version__:
         what = f"the nodes of {name} have flash-mcp {probed['version']}; this is {__version__}"
         raise FlashError("target_refused", what, fix="install this version there")
+    # Jobs may wait, so that its clock may be late by that.
+    if not -MAX_CLOCK_S < probed["clock_s"] < waited_s + MAX_CLOCK_S:
+        what = f"the clock of {probed['host']} is wrong, by {probed['clock_s']:.0f} s or less"
+        fix = "set it by NTP: stores refuse requests of other times, and reports would be wrong"
+        raise FlashError("target_refused", what, fix=fix)
     if probed["missing"]:
         what = f"the nodes of {name} lack {', '.join(probed['missing'])}"
         raise FlashError("target_refused", what, fix="install flash-mcp[cpu] or [gpu] there")

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.attempt import Attempt, TimeBudget, Timeouts, Trouble
+from flash_mcp.supervisor.attempt import STALE_S, Attempt, Timeouts, Trouble
+from flash_mcp.supervisor.crew import Crew
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import LOG_TAIL_BYTES, Handle, JobStatus, Target
 from flash_mcp.supervisor.maintenance import Maintenance
@@ -50,6 +52,8 @@ COUNTS_AS: dict[str, queue.Loss] = {"disk_full": "nothing", "preempted": "preemp
 """What a lost attempt counts as, by the code of its error. All others count as attempts."""
 SERVED_WELL_S = 600.0
 """A model server that was lost after so long is started anew, as often as that happens."""
+RESTART_S = 20.0
+"""An engine that takes a machine away says within this time what becomes of the job."""
 MAX_DAMAGED = 10
 """Damaged files of a run that are reported."""
 
@@ -76,6 +80,20 @@ class RunReconciler:
         """Called again and again while it works."""
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[tuple[str, str], Trouble] = {}
+        self._starting = Crew(store, target.threads)
+        """Uploads what attempts need, and submits them."""
+        self._reading = Crew(store, target.threads)
+        """Reads run folders, and ends attempts."""
+
+    def maintain(self) -> None:
+        """Clear up, without keeping runs waiting."""
+        if self._reading.is_free("maintenance"):
+            self._reading.do("maintenance", self.maintenance.step)
+
+    def close(self) -> None:
+        """Let the threads end. None is waited for: it may wait for what does not answer."""
+        for crew in (self._starting, self._reading):
+            crew.close()
 
     def attend(self, taken: Sequence[Run]) -> None:
         """Do whatever is due for the target's runs that are under way, and start others. If the
@@ -91,29 +109,35 @@ class RunReconciler:
             raise
 
     def _attend(self, taken: Sequence[Run]) -> None:
-        attaching = TimeBudget(self.target.read_s)
         for run in taken:
-            if not self._attempt_of(run) and self._is_due(run) and not attaching.is_over():
-                self._guarded("attach", run, self._attach)
+            if not self._attempt_of(run) and self._is_due(run):
+                self._start(run)
         handles = [attempt.handle for attempt in self._attempts.values()]
         hints = self.launcher.poll(handles) if handles else {}
         self._read_beats(taken)
-        reading = TimeBudget(self.target.read_s)
-        for run in sorted(taken, key=self._read_began):
-            self._guarded("advance", run, lambda run: self._advance(run, hints, reading))
-        claiming = TimeBudget(CLAIM_S)
-        while not claiming.is_over() and (
-            server := queue.claim_server(self.store, self.target.name)
-        ):
-            self._guarded("attach", server, self._attach)
+        self._take_beats(taken)
+        for run in taken:
+            self._guarded("look", run, partial(self._advance_if_due, hints=hints))
+        self._claim_all(taken)
+        for crew in (self._starting, self._reading):
+            crew.wait(self.target.look_s)
+
+    def _claim_all(self, taken: Sequence[Run]) -> None:
+        """Start what there is room for, for a while: the others are to be looked after again."""
         room = self.launcher.capacity - sum(self._slots(run) for run in taken)
-        claiming = TimeBudget(CLAIM_S)
-        while room > 0:
-            claimed = None if claiming.is_over() else self._claim(room)
-            if claimed is None:
-                break
+        until = time.monotonic() + CLAIM_S
+        while server := queue.claim_server(self.store, self.target.name):
+            self._start(server)
+        while room > 0 and (claimed := self._claim(room)):
             room -= self._slots(claimed)
-            self._guarded("attach", claimed, self._attach)
+            self._start(claimed)
+            if time.monotonic() > until:
+                return
+
+    def _start(self, run: Run) -> None:
+        """Attach the run's newest attempt, unless that is under way."""
+        if self._starting.is_free(run.id):
+            self._starting.do(run.id, lambda: self._guarded("attach", run, self._attach))
 
     def _is_due(self, run: Run) -> bool:
         """Whether an attempt that the engine refused is to be submitted again."""
@@ -127,17 +151,13 @@ class RunReconciler:
             return existing
         return None
 
-    def _read_began(self, run: Run) -> float:
-        existing = self._attempts.get(run.id)
-        return existing.read_began if existing else 0.0
-
     def _read_beats(self, taken: Sequence[Run]) -> None:
         """Read all heartbeats that are due: those of a store at once, local ones one by one, as all
         local files are read. What lies there may be a pipe.
         """
         now = time.monotonic()
         attached = [run for run in taken if run.id in self._attempts]
-        next_at = now + len(attached) / self.target.beats_per_s
+        share_s = len(attached) / self.target.beats_per_s
         remote: list[Attempt] = []
         for run in attached:
             attempt = self._attempts[run.id]
@@ -147,10 +167,13 @@ class RunReconciler:
                 self._guarded("heartbeat", run, lambda _, it=attempt: it.take(it.folder.beat()))
             else:
                 remote.append(attempt)
-            attempt.beat_due_at = next_at
+            attempt.beat_due_at = now + max(share_s, self._beat_every_s(attempt))
         beats = read_beats([attempt.folder for attempt in remote])
         for attempt, beat in zip(remote, beats, strict=True):
             attempt.take(beat)
+
+    def _beat_every_s(self, attempt: Attempt) -> float:
+        return 0.0 if attempt.folder.is_local else self.target.beat_every_s
 
     def _slots(self, run: Run) -> int:
         if run.serves:
@@ -230,8 +253,8 @@ class RunReconciler:
         # Without its secrets an attempt cannot be started: one that an earlier supervisor started
         # is found, another is gone, and the run waits in the queue. An engine forgets attempts that
         # have ended: what it took is not submitted again.
-        may_start = not self.vault.lacking(run.id, run.spec.secrets) and not final_result(folder)
-        if may_start and not run.handle:
+        may_start = not run.handle and not self.vault.lacking(run.id, run.spec.secrets)
+        if may_start and not final_result(folder):
             attempt.handle = self._submit(run, folder)
         if existing:
             attempt.reader = existing.reader
@@ -251,16 +274,70 @@ class RunReconciler:
         self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
         return handle
 
-    def _advance(self, run: Run, hints: dict[str, JobStatus], reading: TimeBudget) -> None:
-        """Resolve the run's state from its folder, if it is its turn. The hints are older: who was
-        gone has written its last word.
+    def _take_beats(self, taken: Sequence[Run]) -> None:
+        """Store all new heartbeats at once: each transaction waits for the disk."""
+        new: list[tuple[Run, Attempt, bool]] = []
+        is_full = not has_space([self.base], LEAST_FREE_BYTES)
+        for run in taken:
+            if attempt := self._attempt_of(run):
+                attempt.look(self.patience.max_gap_s)
+                attempt.is_short_of_space |= is_full
+                self._follow(run, attempt)
+                is_new, moved = attempt.observe(attempt.read_beat)
+                if is_new:
+                    new.append((run, attempt, moved))
+        if not new:
+            return
+        with self.store.transaction():
+            for run, attempt, moved in new:
+                assert attempt.beat
+                number = attempt.number
+                queue.mark_running(self.store, run.id, number)
+                queue.record_beat(self.store, run.id, number, attempt.beat, progressed=moved)
+
+    def _follow(self, run: Run, attempt: Attempt) -> None:
+        """The engine started the attempt's job again: it has a number of its own."""
+        number = attempt.read_beat["epoch"] if attempt.read_beat else 0
+        # Not while its folder is read as that of the attempt before.
+        if number <= attempt.number or not self._reading.is_free(run.id):
+            return
+        if queue.follow(self.store, run.id, attempt.number, number):
+            what = f"attempt {attempt.number} was lost; its engine started attempt {number}"
+            attempt.restart(number)
+            self._note(run, "restarted", what)
+
+    def _advance_if_due(self, run: Run, hints: Mapping[str, JobStatus]) -> None:
+        """Look into the run's folder, or end its attempt, if there is a reason to."""
+        attempt = self._attempt_of(run)
+        if attempt is None:
+            return
+        hint = hints.get(attempt.handle.key, JobStatus("unknown"))
+        self._note_wait(run, attempt, hint)
+        is_due = (
+            attempt.has_news(hint, self.target.read_every_s)
+            or run.cancel_requested is not None
+            or run.reported_error is not None
+            or self._waits_for_secrets(run, attempt)
+            or costs.used_up(run, self.base) is not None
+            or self._diagnose(run, attempt, hint) is not None
+        )
+        if is_due and self._reading.is_free(run.id):
+            act = partial(self._advance, hint=hint)
+            self._reading.do(run.id, lambda: self._guarded("advance", run, act))
+
+    def _waits_for_secrets(self, run: Run, attempt: Attempt) -> bool:
+        has_any = bool(run.spec.secrets or run.serves)
+        return has_any and attempt.beat is not None and not attempt.has_secrets
+
+    def _advance(self, run: Run, hint: JobStatus) -> None:
+        """Resolve the run's state from its folder. The hint is older: who was gone has written its
+        last word.
         """
         attempt = self._attempt_of(run)
         if attempt is None:
             return
-        attempt.look(self.patience.max_gap_s)
-        if not has_space([self.base], LEAST_FREE_BYTES):
-            attempt.is_short_of_space = True
+        if self._waits_for_secrets(run, attempt):
+            self._hand_over_secrets(run, attempt)
         spent = None if run.cancel_requested else costs.used_up(run, self.base)
         if spent and not final_result(attempt.folder):
             run = queue.request_cancel(self.store, run.id, spent)
@@ -269,32 +346,27 @@ class RunReconciler:
             if not attempt.folder.is_cancelled():
                 attempt.folder.request_cancel(run.cancel_reason or "")
             attempt.cancelled_at = attempt.watched_s
-        self._take_beat(run, attempt)
-        hint = hints.get(attempt.handle.key, JobStatus("unknown"))
-        self._note_wait(run, attempt, hint)
         result = retryable = None
         if attempt.has_news(hint, self.target.read_every_s):
-            if reading.is_over():
-                return
-            attempt.read_began = time.monotonic()
             with attempt.folder.listed():
                 self._read(run, attempt)
                 result = final_result(attempt.folder)
                 retryable = None if result else self._retryable_error(run, attempt)
         if result:
             self._settle(run, attempt, result, hint)
-        elif error := retryable or self._diagnose(run, attempt, hint):
+        elif retryable and self._may_be_restarted(attempt, retryable, hint):
+            return
+        elif error := retryable or self._fault(run, attempt, hint):
             self._replace(run, attempt, error)
 
-    def _take_beat(self, run: Run, attempt: Attempt) -> None:
-        """Store a new heartbeat, and give the attempt the secrets that it asks for."""
-        beat = attempt.read_beat
-        is_new, moved = attempt.observe(beat)
-        if beat and is_new:
-            queue.mark_running(self.store, run.id, attempt.number)
-            queue.record_beat(self.store, run.id, attempt.number, beat, progressed=moved)
-        if is_new and (run.spec.secrets or run.serves):
-            self._hand_over_secrets(run, attempt)
+    def _may_be_restarted(self, attempt: Attempt, error: FlashError, hint: JobStatus) -> bool:
+        """Whether the engine, which took the attempt's machine away, may start its job again."""
+        if error.code != "preempted" or hint.state == "gone":
+            return False
+        if attempt.left_at is None:
+            attempt.left_at = attempt.watched_s
+        has_left = attempt.watched_s - attempt.left_at > RESTART_S
+        return hint.state == "pending" or not has_left
 
     def _read(self, run: Run, attempt: Attempt) -> None:
         """Store what is new in the folder."""
@@ -309,7 +381,7 @@ class RunReconciler:
     def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
         """Seal the secrets for an attempt on another machine, once it asks for them."""
         is_known = not self.vault.lacking(run.id, run.spec.secrets)
-        if attempt.has_secrets or run.cancel_requested or not is_known:
+        if run.cancel_requested or not is_known:
             return
         if offer := attempt.folder.offer(attempt.number):
             if sealed := self.target.seal(run, offer, self._secrets_of(run)):
@@ -332,7 +404,9 @@ class RunReconciler:
         """Store what the attempt waits for, and hold its clocks meanwhile."""
         if hint.state == "unknown":
             return
-        is_pending = hint.state == "pending" and attempt.beat is None
+        # An engine that starts a job again has it wait first.
+        is_silent = attempt.beat is None or attempt.asked_at - attempt.beat_at > STALE_S
+        is_pending = hint.state == "pending" and is_silent
         reason = (hint.detail or "a machine") if is_pending else None
         if reason != run.pending_reason:
             queue.record_wait(self.store, run.id, attempt.number, reason)
@@ -362,44 +436,51 @@ class RunReconciler:
             return FlashError.from_dict(result["error"])
         return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
 
-    def _diagnose(self, run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
-        """Why the attempt has to be given up, if it has."""
+    def _fault(self, run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
+        """The error with which the attempt has to be given up, if it has."""
         if run.reported_error:
             return FlashError.from_dict(run.reported_error)
+        if diagnosis := self._diagnose(run, attempt, hint):
+            return self._error(*diagnosis, run, attempt)
+        return None
+
+    def _diagnose(self, run: Run, attempt: Attempt, hint: JobStatus) -> tuple[str, str] | None:
+        """(code, what is wrong) if the attempt has to be given up. Its folder is not looked at."""
         now, patience = attempt.watched_s, self.patience
         # Counted to when it was last asked: with many runs, each is asked less often.
         silent_s = attempt.asked_at - attempt.beat_at
         still_s = attempt.asked_at - attempt.progress_at
+        stale_s = patience.beat_stale_s + self._beat_every_s(attempt)
         if hint.state == "gone" and (
-            not attempt.beat or run.cancel_requested or silent_s > patience.beat_stale_s
+            not attempt.beat or run.cancel_requested or silent_s > stale_s
         ):
             how = f" ({hint.detail})" if hint.detail else ""
             what = f"attempt {attempt.number} ended without a result{how}"
             if hint.is_preempted:
-                return self._error("preempted", what, run, attempt)
+                return "preempted", what
             if shortage := _memory_shortage(attempt.beat):
-                return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
-            return self._error("worker_failed", what, run, attempt)
+                return "out_of_memory", f"{what}; {shortage}"
+            return "worker_failed", what
         if attempt.cancelled_at is not None:
             grace_s = patience.cancel_grace_s + 2 * self.store.slowest_step_s(run.id)
             if now - attempt.cancelled_at > grace_s:
                 what = f"attempt {attempt.number} did not end within {grace_s:.0f} s of the cancel"
-                return self._error("stalled", what, run, attempt)
+                return "stalled", what
         if attempt.pending_at is not None:
             waited_s = now - attempt.pending_at
             if not run.cancel_requested and waited_s <= patience.pending_s:
                 return None
             what = f"attempt {attempt.number} waited {waited_s:.0f} s for {hint.detail}"
-            return self._error("preempted", what, run, attempt)
+            return "preempted", what
         # On a full disk it can write no beat.
         if hint.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
             return None
         if attempt.beat and silent_s > patience.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
-            return self._error("stalled", what, run, attempt)
+            return "stalled", what
         if still_s > run.spec.stall_timeout_s:
             what = f"attempt {attempt.number} made no progress for {still_s:.0f} s"
-            return self._error("stalled", what, run, attempt)
+            return "stalled", what
         return None
 
     def _error(self, code: str, what: str, run: Run, attempt: Attempt) -> FlashError:
@@ -514,7 +595,7 @@ class RunReconciler:
         if run.serves:  # nobody reads its folder
             add_removed(self.store, run)
         self._attempts.pop(run.id, None)
-        for what in ("attach", "advance"):
+        for what in ("attach", "look", "advance"):
             self._troubles.pop((run.id, what), None)
         log.info("%s: %s", run.id, self.store.server_run(run.id).state)
 

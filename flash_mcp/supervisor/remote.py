@@ -33,11 +33,6 @@ class RemoteTargets:
                 self._threads[name] = TargetThread(self, name)
                 self._threads[name].start()
 
-    def stop(self) -> None:
-        """Let the threads end. None is waited for: it may wait for what does not answer."""
-        for thread in self._threads.values():
-            thread.stopped.set()
-
 
 class TargetThread(threading.Thread):
     """Looks after a target's runs until none is active, and clears up behind them."""
@@ -64,6 +59,8 @@ class TargetThread(threading.Thread):
                     self._trouble = repr(error)
                 self.stopped.wait(self.targets.poll_s)
         finally:
+            if self._reconciler:
+                self._reconciler.close()
             store.close()
 
     def _attend(self, store: Store) -> bool:
@@ -72,5 +69,5 @@ class TargetThread(threading.Thread):
         if self.target not in store.active_targets():
             return self._reconciler.maintenance.clear()
         self._reconciler.attend(store.taken_runs(self.target))
-        self._reconciler.maintenance.step()
+        self._reconciler.maintain()
         return True

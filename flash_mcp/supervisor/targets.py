@@ -39,7 +39,8 @@ class LocalTarget(Target):
     name = LOCAL_TARGET
     patience_s = PATIENCE_S
     # Looking at files here costs little.
-    read_s = beats_per_s = math.inf
+    threads = 0
+    beats_per_s = math.inf
     read_every_s = 0.0
 
     def __init__(self, base: Path, launcher: Launcher, worker: Sequence[str]) -> None:
@@ -102,7 +103,7 @@ class RemoteTarget(Target):
         variables = node_environment(self.settings)
         folder, attempt = run.folder, run.attempt
         if run.spec.secrets or run.serves:
-            variables[sealing.TOKEN] = self._token(f"{run.id}-{attempt}")
+            variables[sealing.TOKEN] = self._token(run.id)
         named = ["worker.node", folder, "--attempt", str(attempt)]
         code = None
         if self.code:
@@ -114,11 +115,13 @@ class RemoteTarget(Target):
 
     def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes:
         key = f"{run.id}-{run.attempt}"
-        return sealing.seal(secrets, offer, key, self._token(key))
+        return sealing.seal(secrets, offer, key, self._token(run.id))
 
-    def _token(self, key: str) -> str:
-        """The same for a later supervisor: the attempt may wait in the engine's queue for days."""
-        return hmac.digest(self.key, key.encode(), "sha256").hex()
+    def _token(self, run_id: str) -> str:
+        """The same for a later supervisor: an attempt may wait in the engine's queue for days, and
+        the engine may start it again under another number.
+        """
+        return hmac.digest(self.key, run_id.encode(), "sha256").hex()
 
 
 def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> float:
@@ -146,7 +149,7 @@ class Code:
 
 def on_node(settings: TargetSettings, module: Sequence[str], code: Code | None = None) -> list[str]:
     """The command that runs a module of ours on a node."""
-    command = [settings.python or "python3", "-P", "-m", *module]
+    command = [*shlex.split(settings.python or "python3"), "-P", "-m", *module]
     if code:
         command = _with_code(settings, code, module)
     if settings.env_file is None:
@@ -160,7 +163,7 @@ def _with_code(settings: TargetSettings, code: Code, module: Sequence[str]) -> l
     order = json.dumps({**vars(code), "own_packages": own_packages})
     program = ["-P", "-c", node_code.program(), order, *module]
     if own_packages:
-        return [settings.python, *program]
+        return [*shlex.split(settings.python), *program]
     python = settings.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     uv = ["uv", "run", "--no-project", "--no-config", "--quiet", "--python", python]
     if "://" in settings.storage:

@@ -144,7 +144,7 @@ def acts(store: Store, folder: RunFolder, into: Path) -> Iterator[Callable[[], o
     for epoch in (1, folder.newest_epoch()):
         yield lambda epoch=epoch: seal({"A": "b"}, folder.offer(epoch) or {}, f"{RUN_ID}-1", TOKEN)
         yield (lambda epoch=epoch: (said := folder.listening(epoch)) and Listening.checked(said, TOKEN))
-    yield lambda: (said := folder.probe()) and _checked("lab", said)
+    yield lambda: (said := folder.probe()) and _checked("lab", said, 0.0)
     yield folder.job
     yield folder.drop_superseded
     yield folder.checkpoints.drop_optimizers

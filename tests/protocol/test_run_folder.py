@@ -21,7 +21,7 @@ import fsspec
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder, read_beats
+from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, read_beats
 from flash_mcp.protocol.run_writer import RunWriter
 from tests.damage import DAMAGES
 from tests.places import TESTS
@@ -226,6 +226,29 @@ def test_an_older_epoch_cannot_be_claimed_after_a_newer_one(folder: RunFolder) -
     with pytest.raises(FlashError, match="fenced"):
         RunWriter(folder, 9)
     assert folder.newest_epoch() == 12
+
+
+def test_an_owner_notices_any_later_claim_by_one_file_and_gaps_are_closed(folder: RunFolder, url: str) -> None:
+    first = RunWriter(folder, 1)
+    first.check_owner()
+    RunWriter(RunFolder(url), 4)  # attempts 2 and 3 never started
+    with pytest.raises(FlashError, match="fenced"):
+        first.check_owner()
+    assert sorted(folder.names("epoch")) == ["1", "2", "3", "4"]
+
+
+def test_what_an_engine_starts_again_claims_the_next_number_unless_a_later_launch_owns_the_run(
+    folder: RunFolder, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(launch: int) -> int:
+        monkeypatch.setenv(LAUNCH, str(launch))
+        return RunWriter(RunFolder(url), folder.next_epoch(launch)).epoch
+
+    assert [start(1), start(1), start(1)] == [1, 2, 3]
+    assert start(3) == 4  # the supervisor's third launch comes after what the first one claimed
+    with pytest.raises(FlashError, match="fenced"):
+        start(1)
+    assert start(3) == 5
 
 
 def test_what_the_owner_writes_is_read_back(folder: RunFolder, url: str) -> None:

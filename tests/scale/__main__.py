@@ -1,6 +1,7 @@
 """Sets up a cluster of two nodes on this machine, shows that training on it is safe, tears it down.
 
     scripts/scale slurm [--only checks|faults|overhead] [--runs 40] [--faults 30] [--seed 0]
+    scripts/scale simulation [--runs 1000] [--queued 10000]
 
 The checks are a user's commands; the nodes see nothing of FLASH_HOME, and the storage is moto's S3.
 The faults hit 40 runs of a stand-in for training, whose state is a chain of hashes: a step that was
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flash_mcp.supervisor import keeper
-from tests.scale import checks, rehearsal
+from tests.scale import checks, rehearsal, simulation
 from tests.scale.overhead import measure
 from tests.scale.rehearsal import ENGINES, Rehearsal
 from tests.scale.strikes import TARGET, Runs, Strikes, plan, shown
@@ -136,6 +137,9 @@ def _words(made: Rehearsal, target: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    if words[:1] == ["simulation"]:
+        return simulation.main(words[1:])
     parser = argparse.ArgumentParser(
         prog="scripts/scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -59,6 +59,8 @@ def enqueue_as(owner: str, store: Store, count: int = 1) -> list[str]:
 
 def end(store: Store, run: Run) -> None:
     assert queue.finish(store, run.id, run.attempt, "succeeded")
+    # It worked all the time.
+    store.execute("UPDATE runs SET used_s = max(0, ended - started) WHERE id = ?", [run.id])
 
 
 def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(store: Store) -> None:
@@ -424,6 +426,24 @@ def test_what_an_owner_uses_on_one_target_is_no_share_of_another(store: Store, c
     assert [queue.queued_ahead(store, store.run(run_id)) for run_id in mine] == [0, 1]
     found = queue.claim(store, target="lab")
     assert found and found.owner == "alice"  # hers waited longer, and neither has run there
+
+
+def test_shares_count_gpus_and_not_the_time_that_runs_waited_for_a_machine(store: Store, clock: Clock) -> None:
+    with acting_as(Caller("alice", limits=Limits(queued_runs=1000))):
+        for _ in range(3):
+            enqueue(store, gpus=2)
+    enqueue_as("bob", store, 4)
+    # One run of alice's is as much as two of bob's.
+    assert [claim(store).owner for _ in range(6)] == ["alice", "bob", "bob", "alice", "bob", "bob"]
+    for run in store.runs():
+        if run.started:
+            clock.now += 100
+            assert queue.finish(store, run.id, run.attempt, "succeeded")
+            # Alice's waited in the engine's queue for most of it.
+            store.execute("UPDATE runs SET used_s = ? WHERE id = ?", [1 if run.owner == "alice" else 50, run.id])
+    enqueue_as("bob", store)
+    enqueue_as("alice", store)
+    assert claim(store).owner == "alice"
 
 
 def test_what_was_used_long_ago_does_not_count(store: Store, clock: Clock) -> None:

@@ -308,6 +308,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
     store = Store(tmp_path_factory.mktemp("crowded"))
     run_id = new_run(store)
     run = store.query("SELECT * FROM runs")[0]
+    run.pop("gpus")  # the database computes it
     metrics = {f"group/metric{number}": number * 1.234567 for number in range(19)}
     with store.transaction():
         for number in range(1000):

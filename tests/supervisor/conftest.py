@@ -19,5 +19,6 @@ def target_threads() -> Iterator[None]:
     threads = [thread for thread in threading.enumerate() if isinstance(thread, TargetThread)]
     for thread in threads:
         thread.stopped.set()
-    for thread in threads:
-        thread.join(60)
+    for thread in (*threads, *threading.enumerate()):
+        if thread in threads or thread.name.startswith("crew"):
+            thread.join(60)

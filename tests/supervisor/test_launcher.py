@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
-from tests import engines, ray_cluster, slurm
+from tests import engines, ray_cluster, slurm, sshd
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT
 from tests.refuse import refusing
@@ -188,6 +189,17 @@ def test_an_attempt_that_nobody_submitted_is_gone(harness: Harness) -> None:
     handle = Handle(f"{harness.run_id}-3", "999999")
     assert is_gone(launcher, handle)
     launcher.cancel(handle)
+
+
+def test_an_engine_that_knows_where_an_attempt_runs_says_so(harness: Harness) -> None:
+    launcher = harness.reopen()
+    handle = harness.submit(launcher)
+    wait_for(lambda: state(launcher, handle) == "alive")
+    addresses = launcher.addresses_of(handle)
+    if isinstance(launcher, (SlurmLauncher, RayLauncher)):
+        assert addresses and all(map(IPv4Address, addresses))
+    else:
+        assert addresses is None
 
 
 def test_polling_nothing_is_nothing(harness: Harness) -> None:
@@ -584,3 +596,14 @@ def test_a_run_of_several_gpus_asks_slurm_for_them_in_the_targets_own_option() -
     options = ["--partition=gpu", "--gres=gpu:a100:1", "--gpus=1", "--nodes=1"]
     assert with_gpus(options, 1) == options
     assert with_gpus(options, 4) == ["--partition=gpu", "--gres=gpu:a100:4", "--gpus=4", "--nodes=1"]
+
+
+@pytest.mark.slow
+def test_commands_over_ssh_share_one_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines.need(sshd.missing())
+    with sshd.running(tmp_path) as programs:
+        monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        before = (tmp_path / "sshd.log").read_text().count("Accepted")
+        launcher = SlurmLauncher(ssh="lab")
+        assert [launcher._run(["echo", word]) for word in ("a", "b", "c")] == ["a\n", "b\n", "c\n"]
+        assert (tmp_path / "sshd.log").read_text().count("Accepted") == before + 1

@@ -129,7 +129,7 @@ class Bench:
     def __init__(self, home: Path, storage: Path) -> None:
         self.store = Store(home)
         self.home = home
-        fields = {"engine": "slurm", "storage": str(storage), "python": sys.executable}
+        fields = {"engine": "slurm", "storage": str(storage), "python": sys.executable, "nodes": ["127.0.0.0/8"]}
         self.settings = new_target(home, "lab", fields)
         write_target(home, "lab", self.settings)
         self.engine = Engine()

@@ -205,6 +205,17 @@ def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab
     assert lab.finish(run).state == "cancelled"
 
 
+def test_a_job_that_slurm_starts_again_goes_on_as_the_next_attempt(lab: Lab) -> None:
+    run = lab.train(max_attempts=1, steps=30, save_every=5)
+    lab.until_step(run, 6)
+    job = lab.now(run).handle
+    assert os.system(f"scontrol requeue {job}") == 0
+    ended = lab.finish(run)
+    assert (ended.state, ended.step, ended.attempt) == ("succeeded", 30, 2), lab.trouble()
+    assert (ended.handle, ended.preemptions) == (job, 1)
+    assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
+
+
 def test_a_job_that_is_cancelled_behind_our_back_goes_on(lab: Lab) -> None:
     run = lab.train(max_attempts=1, steps=30, save_every=5)
     lab.until_step(run, 1)

@@ -19,7 +19,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
-from flash_mcp.supervisor.attempt import Attempt, Timeouts
+from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Target
 from flash_mcp.supervisor.loop import Supervisor
@@ -61,6 +61,7 @@ class Engine(MemoryLauncher):
 class Lab(Target):
     name = "lab"
     patience_s = 1.0
+    look_s = TIMEOUT_S  # a look is over once all is done that it began
 
     def __init__(self) -> None:
         self.launcher = self.engine = Engine()
@@ -101,6 +102,10 @@ class Bench:
     def tick(self) -> None:
         self.attendant.attend(self.store.taken_runs("lab"))
 
+    def close(self) -> None:
+        self.attendant.close()
+        self.store.close()
+
     def now(self, run: Run) -> Run:
         return self.store.run(run.id)
 
@@ -118,7 +123,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path / "home")
     yield made
-    made.store.close()
+    made.close()
 
 
 def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(bench: Bench) -> None:
@@ -179,6 +184,36 @@ def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
     error = bench.now(run).error
     assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 5)
     assert error and error["code"] == "worker_failed"
+
+
+def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and_kept(bench: Bench) -> None:
+    run = bench.train(max_attempts=1)
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    writer.commit_result("failed", 1, FlashError("preempted", "its machine is taken away"), retryable=True)
+    writer.beat(1, "train")
+    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("pending", "Slurm: BeginTime")
+    attempt = bench.attendant._attempts[run.id]
+    bench.until(lambda: attempt.left_at is not None)
+    attempt.beat_at -= 100  # it has been silent for long
+    bench.until(lambda: bench.now(run).pending_reason == "Slurm: BeginTime")
+    again = RunWriter(RunFolder(run.folder), 2)
+    again.beat(1, "train")
+    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("alive")
+    bench.until(lambda: bench.now(run).attempt == 2)
+    bench.until(lambda: bench.now(run).beat)
+    after = bench.now(run)
+    assert (after.state, after.preemptions, after.max_attempts, after.pending_reason) == ("running", 1, 2, None)
+    assert bench.lab.engine.submitted == [f"{run.id}-1"] and not bench.lab.engine.cancelled
+    bench.attendant.maintenance.clear()
+    # A later supervisor finds it by the engine's name for it.
+    bench.attendant = bench.new_attendant()
+    bench.until(lambda: bench.attendant._attempts.get(run.id))
+    bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("alive")
+    again.commit_result("succeeded", 2)
+    bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("gone")
+    bench.until(lambda: bench.now(run).ended)
+    assert bench.now(run).state == "succeeded"
 
 
 def test_a_run_that_is_preempted_without_end_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,31 +284,42 @@ def test_each_target_has_slots_and_a_queue_of_its_own(bench: Bench) -> None:
     assert queue.queued_ahead(bench.store, bench.now(here)) == 0
 
 
-def test_a_look_reads_folders_for_a_while_and_the_next_one_begins_with_the_others(
+def test_a_folder_that_does_not_answer_and_an_upload_that_takes_long_hold_up_no_other_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.lab.engine.capacity = 3
-    runs = [bench.train() for _ in range(3)]
-    bench.until(lambda: all(bench.now(run).handle for run in runs))
-    writers = [bench.start(run) for run in runs]
-    bench.until(lambda: all(each.writes_read is not None for each in attempts(bench)))
-    monkeypatch.setattr(bench.lab, "read_s", 0.0)
-    monkeypatch.setattr(Attempt, "has_news", lambda *_: True)
-    writers[1].commit_result("succeeded", 1)
-    bench.lab.engine.hints[f"{runs[1].id}-1"] = JobStatus("gone")
-    for step in (1, 2, 3):
-        for writer in writers:
-            writer.metrics(step, {"loss": 1.0})
-        before = [bench.store.metrics(run.id) for run in runs]
-        bench.tick()
-        after = [bench.store.metrics(run.id) for run in runs]
-        assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
-    assert all(bench.store.metrics(run.id) for run in runs)
-    assert [bench.now(run).state for run in runs] == ["running", "succeeded", "running"]
+    bench.lab.engine.capacity = 4
+    monkeypatch.setattr(bench.lab, "look_s", 0.01)
+    slow, quick, later = bench.train(), bench.train(), bench.train()
+    bench.until(lambda: all(bench.now(run).handle for run in (slow, quick, later)))
+    answers, read, job = threading.Event(), Reader.read, bench.lab.job
 
+    def read_late(reader: Reader, *, now: bool = False) -> bool:
+        if reader.run_id == slow.id:
+            answers.wait(TIMEOUT_S)
+        return read(reader, now=now)
 
-def attempts(bench: Bench) -> list[Attempt]:
-    return list(bench.attendant._attempts.values())
+    def upload_late(run: Run) -> Json:
+        if run.id == large.id:
+            answers.wait(TIMEOUT_S)
+        return job(run)
+
+    monkeypatch.setattr(Reader, "read", read_late)
+    monkeypatch.setattr(bench.lab, "job", upload_late)
+    large = bench.train()
+    for run in (slow, quick, later):
+        writer = bench.start(run)
+        writer.metrics(1, {"loss": 1.0})
+        writer.commit_result("succeeded", 1)
+        bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone")
+    try:
+        bench.until(lambda: bench.now(quick).ended and bench.now(later).ended)
+        small = bench.train()
+        bench.until(lambda: bench.now(small).handle)
+        assert not bench.now(slow).ended and not bench.now(large).handle
+    finally:
+        answers.set()
+    bench.until(lambda: bench.now(slow).ended and bench.now(large).handle)
+    assert {bench.now(run).attempt for run in (slow, quick, later, large, small)} == {1}
 
 
 def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:

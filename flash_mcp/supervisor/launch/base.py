@@ -68,8 +68,8 @@ class Launcher(ABC):
     capacity: int = 1
 
     def slots_of(self, gpus: int) -> int:
-        """The slots that an attempt with so many GPUs takes."""
-        return 1
+        """The slots that an attempt with so many GPUs takes: all of them if it needs more."""
+        return min(gpus, self.capacity)
 
     @abstractmethod
     def submit(self, launch: Launch) -> Handle:
@@ -88,6 +88,10 @@ class Launcher(ABC):
         """End the attempt and all its processes, without asking it: at once, or as soon as the
         engine can. Nothing happens where it has ended.
         """
+
+    def addresses_of(self, handle: Handle) -> list[str] | None:
+        """Where the machine of the attempt is reached, by IPv4; None if the engine does not say."""
+        return None
 
     def under_way(self) -> list[Handle]:
         """The attempts of this state directory that the engine has not ended. Maintenance ends
@@ -110,12 +114,17 @@ class Target(ABC):
     launcher: Launcher
     patience_s: float
     """How long the supervisor retries while the place of the run folders does not answer."""
-    read_s: float = 0.5
-    """Run folders are read for so long in one look; the next look begins with the others."""
+    threads: int = 8
+    """Attempts that are submitted at once, and run folders that are read at once."""
+    look_s: float = 0.5
+    """A look waits so long for what it began; the rest goes on, and the next look does not wait for
+    it."""
     read_every_s: float = 60.0
     """A folder is read so often even though its attempt's heartbeat names nothing new."""
-    beats_per_s: float = 20.0
+    beats_per_s: float = 50.0
     """Heartbeats that are asked for: with many runs, each less often."""
+    beat_every_s: float = 10.0
+    """A heartbeat in an object store is asked for so often: each time is a request."""
 
     @abstractmethod
     def job(self, run: Run) -> Json:

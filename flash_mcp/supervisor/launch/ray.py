@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -67,11 +68,15 @@ class RayLauncher(ApiLauncher):
             jobs = self._list() if handles else {}
         except FlashError as error:
             return {handle.key: JobStatus("unknown", error.what) for handle in handles}
-        return {handle.key: _hint(jobs.get(handle.key)) for handle in handles}
+        return {handle.key: _hint(jobs.get(handle.id)) for handle in handles}
 
     def cancel(self, handle: Handle) -> None:
         """Ray ends the job's processes within some seconds."""
-        self._ask("POST", f"{handle.key}/stop")
+        self._ask("POST", f"{handle.id or handle.key}/stop")
+
+    def addresses_of(self, handle: Handle) -> list[str] | None:
+        agent = urlsplit(self._list().get(handle.id, {}).get("driver_agent_http_address") or "")
+        return [agent.hostname] if agent.hostname else None
 
     def under_way(self) -> list[Handle]:
         live = {key: job for key, job in self._list().items() if _hint(job).state != "gone"}

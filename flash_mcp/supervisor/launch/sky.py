@@ -2,8 +2,7 @@
 SkyPilot's here.
 
 An attempt's key is in its job's name, by which it is found again. SkyPilot starts a job anew whose
-machine was taken away. An attempt is never started twice, so such a job counts as preempted and the
-next attempt gets a job of its own."""
+machine was taken away, and the run goes on as the next attempt."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ LAUNCH_S = 300.0
 """For a job to be taken: before the first one SkyPilot may rent a machine for its controller."""
 LIST_EVERY_S = 10.0
 """Between two lists of jobs: for each, SkyPilot starts a process of several CPU seconds."""
-PENDING = ("PENDING", "SUBMITTED", "STARTING")
+PENDING = ("PENDING", "SUBMITTED", "STARTING", "RECOVERING")
 ALIVE = ("RUNNING", "WINDING_DOWN", "CANCELLING")
-PREEMPTED = ("RECOVERING", "CANCELLED", "FAILED_CONTROLLER")
+PREEMPTED = ("CANCELLED", "FAILED_CONTROLLER")
 """Ends that are no fault of the attempt."""
-FIELDS = ("job_name", "details", "failure_reason", "recovery_count")
+FIELDS = ("job_name", "details", "failure_reason")
 """Of a job, besides its job_id and status."""
 NO_CARDS = "none"
 """The accelerators of a target without GPUs."""
@@ -180,12 +179,11 @@ def script(launch: Launch) -> str:
 def _hint(job: Json) -> JobStatus:
     state = str(job["status"])
     said = " ".join(str(job.get("failure_reason") or job.get("details") or state).split())[:300]
-    is_second = bool(job.get("recovery_count"))
     if state in PENDING:
         return JobStatus("pending", f"SkyPilot: {said}")
-    if state in ALIVE and not is_second:
+    if state in ALIVE:
         return JobStatus("alive")
     detail = f"SkyPilot job {job['job_id']}: {state}"
     if said != state:
         detail += f", {said}"
-    return JobStatus("gone", detail, is_preempted=is_second or state in PREEMPTED)
+    return JobStatus("gone", detail, is_preempted=state in PREEMPTED)

@@ -5,24 +5,33 @@ after its end by default. Jobs get nothing of this process's environment."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from tempfile import mkdtemp
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, exported
 
 TIMEOUT_S = 10.0
-CANCEL_S = 15.0
-"""How long a cancelled job may take to leave its node. Fencing covers what takes longer."""
-PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
+LIST_EVERY_S = 10.0
+"""Between two lists of jobs."""
+PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "RESV_DEL_HOLD")
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-PREEMPTED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "TIMEOUT", "DEADLINE", "REVOKED")
+PREEMPTED = (
+    "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "TIMEOUT", "DEADLINE", "REVOKED",
+    "REQUEUE_HOLD",
+)  # fmt: skip
 """Ends that are no fault of the attempt."""
+GIVEN_UP = ("JobHoldMaxRequeue", "launch failed requeued held")
+"""Why Slurm starts a job no more, although it keeps it."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +46,13 @@ class Job:
     reason: str
 
     def hint(self) -> JobStatus:
-        if self.state in PENDING:
+        if self.state in PENDING and self.reason not in GIVEN_UP:
             return JobStatus("pending", f"Slurm: {self.reason}")
         if self.state in ALIVE:
             return JobStatus("alive")
         detail = f"Slurm job {self.id}: {self.state}"
-        return JobStatus("gone", detail, is_preempted=self.state in PREEMPTED)
+        is_preempted = self.state in (*PREEMPTED, *PENDING)
+        return JobStatus("gone", detail, is_preempted=is_preempted)
 
 
 class SlurmLauncher(Launcher):
@@ -58,16 +68,24 @@ class SlurmLauncher(Launcher):
         self.options = tuple(options)
         self.ssh = ssh
         self.tag = tag
+        self._listing = threading.Lock()
+        self._listed: list[Job] = []
+        self._listed_at = -math.inf
+        self._began_at = time.monotonic()
+        self._submitted_at: dict[str, float] = {}
+        """By key, when its job was last handed to sbatch, which may have failed."""
 
     def submit(self, launch: Launch) -> Handle:
-        for job in self._jobs():
+        # Nobody else submits: a list that is younger than our last try, or than this launcher, has
+        # the job if there is one.
+        for job in self._jobs(self._submitted_at.get(launch.key, self._began_at)):
             if job.name == launch.key:
                 return Handle(launch.key, job.id)
+        self._submitted_at[launch.key] = time.monotonic()
         output = str(launch.log or os.devnull)
         if launch.log:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
-        # A requeued job would be a second process of one attempt.
-        own = ["--parsable", "--no-requeue", "--export=NIL", "--chdir=/", "--open-mode=append"]
+        own = ["--parsable", "--requeue", "--export=NIL", "--chdir=/", "--open-mode=append"]
         named = [f"--job-name={launch.key}", f"--comment={self.tag}", f"--output={output}"]
         options = [*with_gpus(self.options, launch.gpus), *own, *named]
         printed = self._run(["sbatch", *options], script(launch))
@@ -75,15 +93,32 @@ class SlurmLauncher(Launcher):
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         try:
-            jobs = {job.id: job for job in self._jobs()} if handles else {}
+            listed = self._jobs(time.monotonic() - LIST_EVERY_S) if handles else []
         except FlashError as error:
             return {handle.key: JobStatus("unknown", error.what) for handle in handles}
-        forgotten = JobStatus("gone", "Slurm does not list its job")
-        results = {handle.key: jobs.get(handle.id) for handle in handles}
-        return {key: job.hint() if job else forgotten for key, job in results.items()}
+        jobs = {job.id: job for job in listed}
+        return {handle.key: self._hint(handle, jobs.get(handle.id)) for handle in handles}
+
+    def _hint(self, handle: Handle, job: Job | None) -> JobStatus:
+        if job:
+            return job.hint()
+        if self._submitted_at.get(handle.key, -math.inf) >= self._listed_at:
+            return JobStatus("pending", "Slurm: submitted")
+        return JobStatus("gone", "Slurm does not list its job")
+
+    def addresses_of(self, handle: Handle) -> list[str]:
+        job = ["squeue", "--noheader", "--format=%N", f"--jobs={handle.id}"]
+        nodes = self._run(["scontrol", "show", "node", "--oneliner", self._run(job).strip()])
+        names = re.findall(r" NodeAddr=(\S+)", nodes)
+        lines = self._run(["getent", "ahostsv4", *names]).splitlines()
+        addresses = {line.split()[0] for line in lines}
+        if any(address.startswith("127.") for address in addresses):  # the node is this machine
+            addresses |= {"127.0.0.1", *self._run(["hostname", "-I"]).split()}
+        return sorted(address for address in addresses if "." in address)
 
     def under_way(self) -> list[Handle]:
-        mine = [job for job in self._jobs() if self.tag and job.comment == self.tag]
+        jobs = self._jobs(time.monotonic() - LIST_EVERY_S)
+        mine = [job for job in jobs if self.tag and job.comment == self.tag]
         return [Handle(job.name, job.id) for job in mine if job.hint().state != "gone"]
 
     def cancel(self, handle: Handle) -> None:
@@ -92,22 +127,24 @@ class SlurmLauncher(Launcher):
         # The first ends its processes at once, the second one that is pending.
         self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id])
         self._run(["scancel", "--quiet", handle.id])
-        deadline = time.monotonic() + CANCEL_S
-        while self.poll([handle])[handle.key].state != "gone" and time.monotonic() < deadline:
-            time.sleep(0.1)
 
-    def _jobs(self) -> list[Job]:
-        """This user's jobs, and those that ended lately."""
-        form = "--format=%i|%j|%T|%k|%r"
-        listed = self._run(["squeue", "--me", "--states=all", "--noheader", form])
-        return [Job(*line.split("|", 4)) for line in listed.splitlines() if line.count("|") >= 4]
+    def _jobs(self, since: float) -> list[Job]:
+        """This user's jobs, and those that ended lately, as a list has them that is not older."""
+        with self._listing:
+            if self._listed_at < since:
+                began = time.monotonic()
+                form = "--format=%i|%j|%T|%k|%r"
+                listed = self._run(["squeue", "--me", "--states=all", "--noheader", form])
+                lines = [line for line in listed.splitlines() if line.count("|") >= 4]
+                self._listed = [Job(*line.split("|", 4)) for line in lines]
+                self._listed_at = began
+            return self._listed
 
     def _run(self, command: list[str], stdin: str = "") -> str:
         """What the command prints. FlashError(target_unreachable | target_refused)."""
         name = command[0]
         if self.ssh:
-            options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={TIMEOUT_S / 2:.0f}"]
-            command = ["ssh", *options, self.ssh, shlex.join(command)]
+            command = ["ssh", *_ssh_options(), self.ssh, shlex.join(command)]
         try:
             done = subprocess.run(
                 command, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -128,6 +165,20 @@ class SlurmLauncher(Launcher):
             return ""
         fix = "the run waits; if it stays so, correct the target's options in targets.toml"
         raise FlashError("target_refused", f"{name} refused: {said}", fix=fix)
+
+
+@cache
+def _ssh_options() -> list[str]:
+    """All commands share one connection, which ends a minute after the last of them."""
+    settings = {
+        "BatchMode": "yes",
+        "ConnectTimeout": f"{TIMEOUT_S / 2:.0f}",
+        "ControlMaster": "auto",
+        "ControlPath": f"{mkdtemp(prefix='flash-ssh-')}/%C",
+        "ControlPersist": "60",
+        "ServerAliveInterval": "5",
+    }
+    return [f"-o{name}={value}" for name, value in settings.items()]
 
 
 UNREACHABLE = "check that Slurm's controller runs and can be reached from here; the run waits"
