@@ -38,6 +38,8 @@ from flash_mcp.protocol.run_writer import RunWriter
 log = logging.getLogger("node")
 SHIP_EVERY_S = 5.0
 TAIL_BYTES = 64 << 10
+HUB, HUB_S = "huggingface.co", 5.0
+"""From where models come that are named by the hub, and how long a node may take to reach it."""
 
 
 def main() -> int:
@@ -104,8 +106,18 @@ def probe(folder: RunFolder) -> None:
         "missing": missing_packages(),
         "cards": _cards(devices),
         "clock_s": round(time.time() - asked_at, 1),
+        "reaches_hub": _reaches(HUB),
+        "free_gib": round(shutil.disk_usage(tempfile.gettempdir()).free / 2**30, 1),
     }
     folder.put_probe(results)
+
+
+def _reaches(host: str) -> bool:
+    try:
+        socket.create_connection((host, 443), HUB_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _devices() -> list[str]:

@@ -206,6 +206,9 @@ class ProbeFile(File):
     """The fields of Cards."""
     clock_s: Number
     """How much later it was there when the job started than here when it was submitted."""
+    reaches_hub: NotRequired[bool]
+    free_gib: NotRequired[Number]
+    """On the disk of its temporary files."""
 
 
 class StoredJob(File):

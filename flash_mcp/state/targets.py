@@ -89,6 +89,8 @@ class TargetSettings(BaseModel):
     only where the engine says that the node is."""
     options: list[str] = []
     """Arguments of sbatch. For a run with gpus=N, those that ask for GPUs ask for N."""
+    owners: dict[str, list[str]] = {}
+    """More of them for the runs of an owner, such as ["--account=vision", "--qos=low"]."""
     address: str = ""
     """URL of Ray's dashboard, such as http://head:8265, or of SkyPilot's API server."""
     token_file: str | None = None
@@ -127,6 +129,8 @@ class TargetSettings(BaseModel):
             raise ValueError("packages = node needs setup = uv, and the python that has them")
         if (self.engine in ("ray", "sky")) != bool(self.address):
             raise ValueError("the engines ray and sky need an address, and no other has one")
+        if self.owners and self.engine != "slurm":
+            raise ValueError("owners have arguments of sbatch: only Slurm takes them")
         for name, value in self.resources.items():
             if self.engine == "ray" and not isinstance(value, int | float):
                 raise ValueError(f"resources: Ray takes numbers, and {name} is {value!r}")

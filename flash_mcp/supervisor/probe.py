@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import time
+from pathlib import Path
 
 from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
@@ -44,7 +45,9 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
         command = on_node(settings, ["worker.node", folder.url, "--probe"], code)
         began = time.time()
         folder.create({"time": began})
-        handle = launcher.submit(Launch(key, 1, command, node_environment(settings), None))
+        # What it prints before it can store anything is seen where the node shares the folder.
+        log = Path(folder.path("log.1")) if folder.is_local else None
+        handle = launcher.submit(Launch(key, 1, command, node_environment(settings), log))
         probed = _answer(name, folder, launcher, handle, command, wait_s)
         return _checked(name, probed, time.time() - began)
     finally:

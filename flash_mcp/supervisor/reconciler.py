@@ -112,7 +112,8 @@ class RunReconciler:
         for run in taken:
             if not self._attempt_of(run) and self._is_due(run):
                 self._start(run)
-        handles = [attempt.handle for attempt in self._attempts.values()]
+        attempts = list(self._attempts.values())  # others may come meanwhile
+        handles = [attempt.handle for attempt in attempts]
         hints = self.launcher.poll(handles) if handles else {}
         self._read_beats(taken)
         self._take_beats(taken)

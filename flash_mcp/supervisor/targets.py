@@ -111,7 +111,8 @@ class RemoteTarget(Target):
             code = Code(archive, self._code_digest, f"{folder}/log.{attempt}")
         command = on_node(self.settings, [*named, "--version", __version__], code)
         gib = card_gib(self.name, self.settings, run.spec)
-        return Launch(run.id, attempt, command, variables, None, gpus=run.spec.gpus, card_gib=gib)
+        options = self.settings.owners.get(run.owner, [])
+        return Launch(run.id, attempt, command, variables, None, run.spec.gpus, options, gib)
 
     def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes:
         key = f"{run.id}-{run.attempt}"

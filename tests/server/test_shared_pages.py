@@ -23,6 +23,7 @@ QUEUED = 120
 def add_queued(count: int) -> None:
     store = open_store()
     template = store.query("SELECT * FROM runs WHERE state = 'queued'")[0]
+    template.pop("gpus")  # the database computes it
     with store.transaction():
         for number in range(count):
             store.insert("runs", {**template, "id": f"run-q{number:07d}", "idempotency_key": None})

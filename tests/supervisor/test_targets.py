@@ -18,7 +18,7 @@ from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import find_target, key_of, new_target, write_target
+from flash_mcp.state.targets import TargetSettings, find_target, key_of, new_target, write_target
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Target
@@ -31,7 +31,7 @@ from flash_mcp.tools.shared.run_view import report_on
 from tests.memory_launcher import MemoryLauncher
 
 HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class Engine(MemoryLauncher):
@@ -470,6 +470,18 @@ def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_th
     assert sealed and receiver.open(sealed) == {"PLANTED_KEY": "planted"}
     bench.tick()
     assert not [name for name in RunFolder(run.folder).sizes() if name.startswith(("key", "seal"))]
+
+
+def test_an_owners_jobs_get_the_owners_arguments_and_python_may_be_a_command(bench: Bench) -> None:
+    fields = find_target(bench.store.base, "lab").model_dump()
+    python = "apptainer exec --nv '/shared/my flash.sif' python3"
+    settings = TargetSettings(**{**fields, "owners": {"local": ["--account=vision", "--qos=low"]}, "python": python})
+    run = bench.train()
+    launch = RemoteTarget("lab", settings, bench.lab.launcher, b"key").launch(run, {})
+    assert launch.options == ["--account=vision", "--qos=low"]
+    assert launch.command[:7] == ["apptainer", "exec", "--nv", "/shared/my flash.sif", "python3", "-P", "-m"]
+    with pytest.raises(ValueError, match="only Slurm takes them"):
+        TargetSettings(**{**fields, "engine": "ray", "address": "http://head:8265", "owners": {"local": ["--x"]}})
 
 
 def test_the_next_runs_of_an_owner_wait_while_those_of_a_day_have_cost_the_limit(

@@ -30,6 +30,8 @@ class Launch:
     log: Path | None
     gpus: int = 1
     """The cards that it gets, on a machine that has any; with 0 it takes no slot of it."""
+    options: Sequence[str] = ()
+    """Arguments of sbatch of this attempt, beside those of its target."""
     card_gib: float = 0.0
     """The memory that each card must have, for an engine that chooses cards; 0 if that is open."""
 

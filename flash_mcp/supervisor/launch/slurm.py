@@ -87,9 +87,15 @@ class SlurmLauncher(Launcher):
             launch.log.parent.mkdir(parents=True, exist_ok=True)
         own = ["--parsable", "--requeue", "--export=NIL", "--chdir=/", "--open-mode=append"]
         named = [f"--job-name={launch.key}", f"--comment={self.tag}", f"--output={output}"]
-        options = [*with_gpus(self.options, launch.gpus), *own, *named]
+        options = with_gpus((*self.options, *launch.options), launch.gpus)
+        options += [*own, *named]
         printed = self._run(["sbatch", *options], script(launch))
-        return Handle(launch.key, printed.strip().split(";")[0])
+        # A host's greeting may come before it.
+        numbers = re.findall(r"^(\d+)(?:;.*)?$", printed, re.MULTILINE)
+        if not numbers:
+            what = f"sbatch printed no number of a job: {printed.strip()[-200:]!r}"
+            raise FlashError("target_refused", what, fix="see that sbatch works on that host")
+        return Handle(launch.key, numbers[-1])
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         try:
