@@ -32,6 +32,8 @@ from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPr
 
 RecordKind = TypeVar("RecordKind", bound=Record)
 BUSY_TIMEOUT_S = 10
+THREADS_TIMEOUT_S = 60.0
+"""How long a thread waits for the others of its process."""
 SYNCHRONOUS = "FULL"
 """A caller was told that its run is queued: that has to survive a power cut."""
 PAGES_AT_ONCE = 1000
@@ -46,6 +48,8 @@ class Connection:
         self.base = base
         self.path = base / "flash.db"
         self._local = threading.local()
+        self._writing = threading.Lock()
+        """Threads queue for it: of many that poll SQLite's lock, some never get it."""
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _named_errors(self.path):
             self._refuse_newer()
@@ -147,17 +151,22 @@ class Connection:
         if db.conn.in_transaction:
             yield
             return
-        with _named_errors(self.path):
-            if wait_s is None:
-                execute(db, "BEGIN IMMEDIATE")
-            else:
-                _begin_within(db, wait_s)
-            try:
-                yield
-                execute(db, "COMMIT")
-            except BaseException:
-                db.rollback()
-                raise
+        if not self._writing.acquire(timeout=THREADS_TIMEOUT_S if wait_s is None else wait_s):
+            raise _busy(self.path)
+        try:
+            with _named_errors(self.path):
+                if wait_s is None:
+                    execute(db, "BEGIN IMMEDIATE")
+                else:
+                    _begin_within(db, wait_s)
+                try:
+                    yield
+                    execute(db, "COMMIT")
+                except BaseException:
+                    db.rollback()
+                    raise
+        finally:
+            self._writing.release()
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         """One write; the number of rows that it changed."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +321,23 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
         put_metrics(store, run_id, step, **{"reward/mean": step / 50}, **metrics)
         store.put_rollouts(run_id, "train", step, [rollout(step, index) for index in range(32)])
     return store, run_id
+
+
+def test_many_threads_that_write_wait_for_each_other_and_none_finds_the_database_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.01)
+    store = Store(tmp_path)
+    store.execute("CREATE TABLE counts (number INTEGER)")
+
+    def write(number: int) -> None:
+        with store.transaction():
+            (count,) = store.column("SELECT count(*) FROM counts")
+            threading.Event().wait(0.02)  # longer than another program is waited for
+            store.execute("INSERT INTO counts VALUES (?)", [count])
+        store.close()
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(write, range(48)))
+    assert store.column("SELECT number FROM counts ORDER BY number") == list(range(48))
+    store.close()

@@ -607,3 +607,19 @@ def test_commands_over_ssh_share_one_connection(tmp_path: Path, monkeypatch: pyt
         launcher = SlurmLauncher(ssh="lab")
         assert [launcher._run(["echo", word]) for word in ("a", "b", "c")] == ["a\n", "b\n", "c\n"]
         assert (tmp_path / "sshd.log").read_text().count("Accepted") == before + 1
+
+
+@pytest.mark.parametrize(("said", "number"), [("Welcome to node 7\n4711;lab", "4711"), ("4711", "4711"), ("hello", "")])
+def test_a_greeting_of_the_host_is_no_number_of_a_job(
+    said: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, printed in (("squeue", ""), ("sbatch", said)):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat >/dev/null\necho '{printed}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launch = Launch("run-1", 1, SLEEPER, {}, None)
+    if number:
+        assert SlurmLauncher().submit(launch).id == number
+    else:
+        with pytest.raises(FlashError, match="no number of a job: 'hello'"):
+            SlurmLauncher().submit(launch)
