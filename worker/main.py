@@ -12,7 +12,6 @@ import argparse
 import errno
 import logging
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -22,8 +21,6 @@ import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
-
-import psutil
 
 from environments.process.host import EnvironmentFault
 from environments.settings import machine_directory
@@ -39,6 +36,7 @@ from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from flash_mcp.protocol.storage import PATIENCE_S
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
+from worker.lack_of_memory import is_memory_error, memory_state
 from worker.process import CARDS, prepare_process
 from worker.ranks import Ranks, serve_rank, started, variables
 
@@ -246,13 +244,12 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         what = f"the training packages are not installed: {error}"
         fix = "install flash-mcp with the extra cpu or gpu"
         return FlashError("engine_missing", what, fix=fix)
-    if _is_memory(error):
+    if is_memory_error(error):
+        state: Json = memory_state(error)
         return FlashError(
             "out_of_memory",
             f"memory ran out during {phase}: {error or type(error).__name__}",
-            held_gib=round(psutil.Process().memory_info().rss / 2**30, 2),
-            peak_gib=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-            available_gib=round(psutil.virtual_memory().available / 2**30, 2),
+            **state,
             fix="lower max_tokens, group_size or max_length, or use a smaller model; the event "
             "`memory` says what needs most",
         )
@@ -275,39 +272,6 @@ def _was_killed(error: FlashError) -> bool:
 
 _NO_SPACE = ("No space left on device", "PytorchStreamWriter failed writing")
 """How safetensors and torch.save report a full disk, in errors of their own."""
-_NO_MEMORY = (
-    "out of memory",
-    "not allocate memory",
-    "'t allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "cublas_status_alloc_failed",
-    "no available memory",
-    "available kv cache memory",
-    "less than desired gpu memory",
-)
-"""What allocators say, and vLLM when its engine finds too little memory."""
-_NO_KERNEL_MEMORY = "could not create a primitive"
-"""oneDNN's whole message when a kernel finds no memory for its code. Its message for an unknown
-operation is longer.
-"""
-_NO_THREAD = "can't start new thread"
-"""Python's message when a thread finds no memory for its stack, and when the system allows no more
-threads.
-"""
-
-
-def _is_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the machine or the device. Each allocator words it differently."""
-    if isinstance(error, MemoryError):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    message = str(error).lower()
-    if message == _NO_THREAD:
-        return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    return message == _NO_KERNEL_MEMORY or any(words in message for words in _NO_MEMORY)
-
 
 if __name__ == "__main__":
     _leave(main())

@@ -24,7 +24,7 @@ from worker.ranks import ALONE, Ranks, check_devices
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
 from worker.training.kernels import FP32_HEAD
-from worker.training.packing import Way, way_of
+from worker.training.packing import Way, longest_pack, way_of
 from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
 from worker.training.trackers import Trackers
 from worker.training_session import TrainingSession
@@ -111,6 +111,7 @@ def _rollout_trainer(
             folder = ensure(source["path"], has_gpu=torch.cuda.is_available())
         teacher = load_teacher(source, folder, session.model, common["way"])
         session.teacher_bytes = teacher.bytes
+    session.longest_pack = longest_pack(policy.get_base_model())
     keep_tokens = session.check_memory(*longest, way=common["way"])
     common["keep_tokens"] = session.ranks.share(keep_tokens)
     if session.has_engine:
@@ -122,6 +123,7 @@ def _rollout_trainer(
         rollouts_of=session.rollouts,
         max_completion=spec.max_tokens,
         teacher=teacher,
+        warn=lambda what: session.writer.event("warning", what),
         **common,
     )
 

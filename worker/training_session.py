@@ -61,6 +61,7 @@ class TrainingSession(Session[RunSpec]):
         """The step of the checkpoint that this attempt resumed from."""
         self.swaps_mid_turn = spec.max_staleness > 0
         self.teacher_bytes = 0
+        self.longest_pack: float | None = None
         self._steps_ahead = StepsAhead(lambda step: self.collecting(self._tasks(step), self.limits))
 
     def close(self) -> None:
@@ -108,6 +109,7 @@ class TrainingSession(Session[RunSpec]):
             four_bit=is_four_bit(self.spec),
             shards=len(self.model.cards),
             teacher=self.teacher_bytes,
+            longest=self.longest_pack,
         )
         needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
         message = f"at most {needs}"

@@ -486,3 +486,19 @@ def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
 def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(reward: float, size: int) -> None:
     group = [Rollout(Task("train", 0, 0, index, 0), "t", reward=reward) for index in range(size)]
     assert not group_advantages(group, "grpo").any()
+
+
+def test_packs_without_a_mask_are_bounded_by_memory_alone() -> None:
+    """A prompt of 3,000 tokens and eight answers of 1,000."""
+    limit = packing.pack_limit
+    assert limit(3000) == 9000 and limit(3000, longest=packing.FLASH_TOKENS) == packing.FLASH_TOKENS
+    assert limit(3000, 20_000, packing.FLASH_TOKENS) == 20_000
+    assert limit(3000, 11_000, packing.FLASH_TOKENS) == 9000, "shorter packs, computed twice"
+    ids = torch.ones(8, 4000, dtype=torch.long)
+    arguments = ids, ids, ids[:, 3000:]
+    (pack,) = packing.packs_of(*arguments, longest=packing.FLASH_TOKENS)
+    work = memory.Workload(3000, 1000, 1, 4000, 8, 0, 8, longest=packing.FLASH_TOKENS)
+    assert pack.tokens == work.tokens == 11_000
+    assert len(packing.packs_of(*arguments, longest=5500)) == 4, "after memory ran out"
+    trees = [[(3500, 3100)]] * 8
+    assert len(packing.packs_of(*arguments, forks_B=trees, longest=packing.FLASH_TOKENS)) == 2, "trees have a mask"

@@ -19,6 +19,7 @@ from tests.attempts import VOWELS, Attempt, make_run
 from tests.waiting import PATIENCE_S
 from tests.watch import watch
 from worker.capacity import GIB, MIB, _control_group_rooms, kv_cache_bytes
+from worker.lack_of_memory import memory_state
 from worker.training import attention, memory, packing
 from worker.training.memory import Workload, check, estimate
 from worker.training.policy import load_policy
@@ -234,6 +235,16 @@ def test_an_attempt_that_cannot_fit_is_refused_before_its_engine_starts(tiny_mod
     assert error["code"] == "out_of_memory" and error["values"]["largest"] == "process"
     assert error["values"]["available_gib"] == 0.5 < error["values"]["needed_gib"] and "smaller model" in error["fix"]
     assert ": engine" not in done.stderr and not run.metric_steps()
+
+
+def test_an_error_of_the_card_says_what_the_card_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 70 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 75 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    card = memory_state(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert card == {"held_gib": 70, "peak_gib": 75, "available_gib": 1}
+    assert memory_state(MemoryError())["held_gib"] < 70, "the host's"
 
 
 LONG_ANSWERS = """

@@ -295,6 +295,42 @@ def test_a_distillation_has_the_gradient_of_the_dense_reference(
     check(caught, fp32_model, groups, spec, reference)
 
 
+def test_memory_that_runs_out_once_halves_the_packs_and_the_gradient_stays_the_same(
+    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second group's backward pass, when all but the last layer's gradients are added up."""
+    groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
+    sizes: list[int] = []
+    several: list[bool] = []
+    warnings: list[str] = []
+    failing = {2}
+    logps = packing.Pack.logps
+
+    def short(pack: packing.Pack, causal_lm: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        sizes.append(pack.tokens)
+        several.append(len(pack.completions) > 1)
+        if len(sizes) in failing:
+            next(p for p in causal_lm.parameters() if p.requires_grad).register_hook(out_of_memory)
+        return logps(pack, causal_lm, *args, **options)
+
+    def out_of_memory(_: Tensor) -> None:
+        if len(sizes) in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(packing.Pack, "logps", short)
+    caught = train(fp32_model, groups, spec_of(), tmp_path / "halved", warn=warnings.append)
+    (said,) = warnings
+    assert f"in a pack of {sizes[1]} tokens" in said and "CUDA out of memory" in said
+    again = list(zip(sizes[2:], several[2:], strict=True))
+    assert len(again) > GROUPS and all(size <= sizes[1] // 2 for size, is_shared in again if is_shared)
+    check(caught, fp32_model, groups, spec_of())
+    sizes.clear()
+    failing |= {3}
+    with pytest.raises(torch.OutOfMemoryError):
+        train(fp32_model, groups, spec_of(), tmp_path / "twice", warn=warnings.append)
+    assert len(warnings) == 2, "once for each trainer"
+
+
 RANK_CASES = [{"loss_type": "dapo"}, {"loss_type": "rollout_mean", "kl_penalty_coef": 0.1}]
 
 

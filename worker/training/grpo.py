@@ -18,6 +18,7 @@ Axes: G rollouts of a group, P prompt tokens, C completion tokens, T = P + C; N 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,10 +38,12 @@ from flash_mcp.protocol.spec import LossType, RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.scheduler import Rollout
 from worker.training.checkpoints import trainer_arguments
-from worker.training.packing import Pack, Way, group_logps, packs_of
+from worker.training.limits import PackLimits
+from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of
 from worker.training.parallel import Passes, combine, no_loss
 from worker.training.teacher import Teacher
 
+log = logging.getLogger("worker")
 RolloutsOf = Callable[[int], list[Rollout]]
 """Step, from 1 -> its rollouts, those of a group next to each other."""
 
@@ -66,6 +69,7 @@ class Trainer(GRPOTrainer):
         keep_tokens: float = math.inf,
         ranks: Ranks = ALONE,
         teacher: Teacher | None = None,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._ranks = ranks
         self._passes = Passes(model, ranks)
@@ -88,7 +92,9 @@ class Trainer(GRPOTrainer):
         self._pad_id = int(tokenizer.pad_token_id)
         self._way = way
         self._teacher = teacher
-        self._keep_tokens = keep_tokens
+        longest = longest_pack(model.get_base_model())
+        self._limits = PackLimits(keep_tokens, longest, warn)
+        self._begun: list[dict[str, Any]] = []  # groups of the step that are computed
         self._groups: list[dict[str, Any]] = []  # this rank's of the step that are still to come
         self._loss = 0.0  # the sum over this rank's groups of the step
 
@@ -108,7 +114,18 @@ class Trainer(GRPOTrainer):
                 inputs["normalizers"] = normalizers(
                     self._spec, inputs["mask"], int(trained), self._max_completion
                 )
-        return self._groups.pop(0)
+        self._begun.append(self._groups.pop(0))
+        return self._begun[-1]
+
+    def _rewind(self) -> int:
+        """Begin the groups of the step again; how many they are. Ranks that share the model cannot:
+        each pass needs all of them."""
+        if self._passes.is_shared:
+            return 0
+        count = len(self._begun)
+        self._groups[:0] = self._begun
+        self._begun.clear()
+        return count
 
     def _tensors(self, group: Sequence[Rollout]) -> dict[str, Any]:
         """One group: its longest prompt has P tokens, its longest completion C. A rollout is one
@@ -171,7 +188,11 @@ class Trainer(GRPOTrainer):
         ranks.
         """
         trl = cast(Any, super())
-        loss: Tensor = trl.training_step(model, inputs, num_items_in_batch)
+        if not self._groups:
+            self._begun.clear()
+        loss = self._limits.run(
+            self, lambda: trl.training_step(model, inputs, num_items_in_batch), self._rewind
+        )
         if self._ranks.count == 1:
             return loss
         self._loss += loss.item()
@@ -197,7 +218,9 @@ class Trainer(GRPOTrainer):
             return no_loss(model)
         causal_lm = self._unwrapped(model).get_base_model()
         batch = inputs["ids"], inputs["seen"], inputs["mask"]
-        packs = packs_of(*batch, self._keep_tokens, inputs["forks"], self._way)
+        limits = self._limits
+        arguments = limits.keep_tokens, inputs["forks"], self._way, limits.longest
+        packs = packs_of(*batch, *arguments)
         known_GC = self._known_logps(inputs) if self._needs_whole_rows(packs) else None
         metrics = Metrics()
         total = torch.zeros((), device=inputs["ids"].device)
@@ -206,8 +229,9 @@ class Trainer(GRPOTrainer):
                 cast(Any, self.accelerator).backward(total)
                 total = total.detach()
             with self.accelerator.autocast():
+                limits.current = pack.tokens
                 logps_N, entropies_N = pack.logps(
-                    causal_lm, self.temperature, keep_tokens=self._keep_tokens
+                    causal_lm, self.temperature, keep_tokens=limits.keep_tokens
                 )
             tokens = Tokens.of(self._spec, pack, inputs, logps_N.detach(), known_GC)
             total = total + loss_of(self._spec, tokens, logps_N, metrics)

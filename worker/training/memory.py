@@ -43,6 +43,8 @@ seldom fits the next tensor.
 """
 GPU_HEAP_OVERHEAD = 0.1
 """The same of PyTorch's allocator on a GPU. This is a guess."""
+KEPT_SHARE = 0.98
+"""A pack with a smaller part of prompt in it needs a little more for each token."""
 NF4_BYTES = 0.516
 """Bytes of a parameter in NF4: 4 bits, and scales that are quantized too."""
 TRACED_LAYERS = 2
@@ -66,6 +68,8 @@ class Workload:
     lora_rank: int
     way: str = "packed"
     """The training pass's worker.training.packing.Way."""
+    longest: float | None = None
+    """Tokens of a pack, where attention has no mask (worker.training.packing.longest_pack)."""
     four_bit: bool = False
     """Whether the trainer's linear layers are in NF4. The engine's are whole."""
     recomputed: bool = False
@@ -89,7 +93,9 @@ class Workload:
         from worker.training.packing import pack_limit  # noqa: PLC0415
 
         shared, own = (0, self.prompt) if self.way == "rows" else (self.prompt, 0)
-        fitting = int(pack_limit(shared) - shared) // (own + self.completion)
+        longest = None if self.recomputed else self.longest
+        limit = pack_limit(shared, longest=longest)
+        fitting = int(limit - shared) // (own + self.completion)
         return max(1, min(self.group_size, fitting))
 
     @property
@@ -231,7 +237,7 @@ def check(
     # Activations grow with the tokens.
     passing = needs.activations + needs.fragmentation
     room = max(0, capacity - needs.total + passing)
-    kept = work.tokens * room // passing
+    kept = int(KEPT_SHARE * work.tokens * room / passing)
     needs = estimate(model_path, recomputed, dtype, capacity)
     if needs.total <= capacity:
         return needs, kept, None

@@ -41,6 +41,8 @@ from worker.training.kernels import Head, token_logps
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
 """A longer sequence is split: its mask grows with the square, and one more prompt is cheaper."""
+FLASH_TOKENS = 32_768
+"""The same where attention needs no mask."""
 LONG_PROMPT = 3
 """A pack may be so many times as long as its prompt, and as PACK_TOKENS at most."""
 PROMPT_SHARE = 4
@@ -265,6 +267,7 @@ def packs_of(
     keep_tokens: float = math.inf,
     forks_B: Sequence[Forks] | None = None,
     way: Way = Way.PACKED,
+    longest: float | None = None,
 ) -> list[Pack]:
     """The packs of a batch (arguments as of `group_logps`): of at most `pack_limit` tokens or
     a single completion, and of at most `keep_tokens` where the repeated prompts cost little. A tree
@@ -272,10 +275,12 @@ def packs_of(
     width = trained_BC.size(1)
     starts = ids_BT.size(1) - width
     packs: list[Pack] = []
-    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens, way):
+    if longest == FLASH_TOKENS and any(forks_B or ()):  # trees have a mask
+        longest = None
+    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens, way, longest):
         forks = [forks_B[row] if forks_B else () for row in rows]
         completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
-        is_long = len(prompt) + len(completions[0]) > pack_limit(len(prompt))
+        is_long = len(prompt) + len(completions[0]) > pack_limit(len(prompt), longest=longest)
         if any(forks) if way != Way.PACKED else forks[0] and is_long:
             packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows, way)
             continue
@@ -350,7 +355,12 @@ def recompute(causal_lm: Any, on: bool) -> None:
 
 
 def _rows_of_packs(
-    ids_BT: Tensor, seen_BT: Tensor, starts: int, keep_tokens: float, way: Way
+    ids_BT: Tensor,
+    seen_BT: Tensor,
+    starts: int,
+    keep_tokens: float,
+    way: Way,
+    longest: float | None,
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """(prompt, rows) of each pack."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
@@ -362,7 +372,7 @@ def _rows_of_packs(
         prompt = ids_BT.new_tensor(key)
         shared = 0 if way == Way.ROWS else len(prompt)
         own = len(prompt) - shared
-        limit = pack_limit(shared, keep_tokens)
+        limit = pack_limit(shared, keep_tokens, longest)
         pack: list[int] = []
         size = shared
         for row in rows:
@@ -375,14 +385,27 @@ def _rows_of_packs(
         yield prompt, pack
 
 
-def pack_limit(prompt: int, keep_tokens: float = math.inf) -> float:
-    """The most tokens of a pack of several completions; more after a long prompt, which would be
-    computed for each of them. If only `keep_tokens` fit into memory, a pack is split where one more
-    prompt costs less time than computing activations twice."""
-    limit = min(max(PACK_TOKENS, LONG_PROMPT * prompt), LONG_PROMPT * PACK_TOKENS)
-    if prompt * PROMPT_SHARE <= keep_tokens < limit:
+def pack_limit(prompt: int, keep_tokens: float = math.inf, longest: float | None = None) -> float:
+    """The most tokens of a pack of several completions: `longest`, by default what a mask allows,
+    which is more after a long prompt, as that would be computed for each of them. If only
+    `keep_tokens` fit into memory, a pack is split where one more prompt costs less time than
+    computing activations twice."""
+    masked = min(max(PACK_TOKENS, LONG_PROMPT * prompt), LONG_PROMPT * PACK_TOKENS)
+    limit = masked if longest is None else longest
+    if keep_tokens >= limit:
+        return limit
+    if prompt * PROMPT_SHARE <= keep_tokens:
         return keep_tokens
-    return limit
+    return min(limit, masked)
+
+
+def longest_pack(causal_lm: Any, device: torch.device | None = None) -> float | None:
+    """`longest` of `pack_limit`: where attention has no mask, memory alone bounds a pack."""
+    device = device or cast(torch.device, causal_lm.device)
+    windows = windows_of(causal_lm.config)
+    if windows is None or any(windows.values()):
+        return None
+    return FLASH_TOKENS if can_flash(causal_lm.config, causal_lm.dtype, device) else None
 
 
 def layout_of(

@@ -50,8 +50,8 @@ class Passes:
         self._ranks = ranks
         self._model: Any = policy.get_base_model()
         self._fills = False
-        self._is_shared = ranks.count > 1 and hasattr(self._model.model, "unshard")
-        if self._is_shared:
+        self.is_shared = ranks.count > 1 and hasattr(self._model.model, "unshard")
+        if self.is_shared:
             self._model.model.register_forward_pre_hook(self._announce, prepend=True)
 
     def _announce(self, *_: Any) -> None:
@@ -61,7 +61,7 @@ class Passes:
     def finish(self) -> None:
         """After this rank's last pass, make passes that count nothing while other ranks make some:
         forward, and backward where gradients are enabled."""
-        if not self._is_shared:
+        if not self.is_shared:
             return
         self._fills = True
         while any(self._ranks.gather(False)):

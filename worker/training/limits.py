@@ -1,0 +1,60 @@
+"""How much of a step is computed at once, and what is done when memory runs out all the same."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.lack_of_memory import is_memory_error
+
+log = logging.getLogger("worker")
+
+
+class PackLimits:
+    """The packs of a trainer. Those of more than `keep_tokens` tokens compute their activations
+    twice; none of several completions has more than `longest`.
+
+    Both fall to half of the pack that found no memory, once: the estimate may be off a little, and
+    other programs may take some of the card. `warn` says so to the run's owner."""
+
+    def __init__(
+        self, keep_tokens: float, longest: float | None, warn: Callable[[str], None]
+    ) -> None:
+        self.keep_tokens = keep_tokens
+        self.longest = longest
+        self.current = 0
+        """Tokens of the pack that is computed."""
+        self._warn = warn
+        self._is_halved = False
+
+    def run(self, trainer: Any, compute: Callable[[], Tensor], rewind: Callable[[], int]) -> Tensor:
+        """`compute`. If memory runs out, drop the step's gradients so far, halve the packs, and
+        `compute` as often as `rewind` says: once for each part of the step that was begun."""
+        try:
+            return compute()
+        except Exception as error:
+            if not is_memory_error(error) or self._is_halved:
+                raise
+            parts = rewind()
+            if not parts or not self.current:
+                raise
+            half = self.current // 2
+            what = f"memory ran out in a pack of {self.current} tokens ({error!s:.200})"
+        # Here no frame of the failed pass holds tensors any more.
+        self._is_halved = True
+        self._warn(f"{what}: from here on packs have at most {half}")
+        self.keep_tokens = min(self.keep_tokens, half)
+        self.longest = min(math.inf if self.longest is None else self.longest, half)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        trainer.model.zero_grad()
+        trainer._metrics["train"].clear()
+        results = [compute() for _ in range(parts)]
+        return results[-1]
