@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.tiny import make_tokenizer
@@ -26,7 +27,6 @@ COMMON = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": False,
 }
-SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {
     "num_hidden_layers": 4,
@@ -61,6 +61,15 @@ LATENT = {
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 
 
+def sliding(layers: int) -> dict[str, Any]:
+    """Fields for so many layers with a window, and then one without."""
+    kinds = ["sliding_attention"] * layers + ["full_attention"]
+    return {"sliding_window": WINDOW, "num_hidden_layers": len(kinds), "layer_types": kinds}
+
+
+SLIDING = sliding(1)
+
+
 def _text(**fields: Any) -> dict[str, Any]:
     return {**COMMON, **fields}
 
@@ -82,15 +91,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", _text(sliding_window=None)),
     "phi3": ("phi3", _text(pad_token_id=3)),
     "glm4": ("glm4", _text(partial_rotary_factor=0.5, pad_token_id=3)),
-    "smollm3": ("smollm3", _text(no_rope_layers=[1, 0], pad_token_id=3)),
-    "olmo3": ("olmo3", _text(**SLIDING)),
+    "smollm3": ("smollm3", _text(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0], pad_token_id=3)),
+    "olmo3": ("olmo3", _text(**sliding(3))),
     "granite": ("granite", _text(logits_scaling=4.0, residual_multiplier=0.5)),
     "gemma2": ("gemma2", _text(**SLIDING, query_pre_attn_scalar=32, tie_word_embeddings=True)),
-    "gemma3_text": ("gemma3_text", _text(**SLIDING, query_pre_attn_scalar=32)),
+    "gemma3_text": ("gemma3_text", _text(**sliding(5), query_pre_attn_scalar=32)),
     "gemma3": (
         "gemma3",
         {
-            **_wrapped("gemma3_text", SIGLIP, **SLIDING, query_pre_attn_scalar=32),
+            **_wrapped("gemma3_text", SIGLIP, **sliding(5), query_pre_attn_scalar=32),
             "mm_tokens_per_image": 4,
             "image_token_index": 250,
             "boi_token_index": 251,
@@ -190,6 +199,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Name of the row -> (model_type, fields of its config)."""
+WITH_SENTENCEPIECE = ("phi3", "gemma2")
+"""Their hub folders have a tokenizer.model, and llama.cpp's converter asks for it."""
 
 
 def make_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
@@ -210,7 +221,23 @@ def make_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, s
         _randomize(model, printable)
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if name in WITH_SENTENCEPIECE:
+        (folder / "tokenizer.model").write_bytes(_sentencepiece(len(tokenizer)))
     return folder
+
+
+def _sentencepiece(size: int) -> bytes:
+    """A tokenizer of bytes in SentencePiece's form. Only the converter to GGUF reads it."""
+    model = sentencepiece_model_pb2.ModelProto()
+    kinds = model.SentencePiece
+    pieces = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
+    pieces += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
+    pieces += [(f"▁{place}", kinds.NORMAL) for place in range(size - len(pieces))]
+    for text, kind in pieces:
+        model.pieces.add(piece=text, type=kind, score=0.0)
+    model.trainer_spec.model_type = model.trainer_spec.BPE
+    model.trainer_spec.byte_fallback = True
+    return model.SerializeToString()
 
 
 def _class_of(config: Any) -> Callable[..., Any]:

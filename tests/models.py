@@ -313,30 +313,28 @@ def _export(kind: Any, policy: Any, adapter: Path, base: Path, folder: Path) -> 
     assert agreement
     if agreement.equal == agreement.tokens:
         return "ok"
-    if kind != "merged" and _gguf_difference(policy, next(target.glob("*.gguf"))) < GGUF_NATS:
+    if kind != "merged" and _llama_regret(policy, base, next(target.glob("*.gguf"))) < GGUF_NATS:
         return "ok"
     raise ValueError(f"{agreement.equal} of {agreement.tokens} tokens equal")
 
 
-def _gguf_difference(policy: Any, path: Path) -> float:
-    """Nats between the policy and its file, whose 16 bits may turn a near tie."""
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+def _llama_regret(policy: Any, base: Path, path: Path) -> float:
+    """`_regret` of what llama.cpp writes, whose 16 bits may turn a near tie."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
 
-    from worker.gguf_file import read_back  # noqa: PLC0415
+    from worker.gguf_file import answers  # noqa: PLC0415
 
-    policy.eval()
-    written = read_back(path, AutoModelForCausalLM, policy.dtype)
-    ids = torch.arange(33, 93)[None]
-    with torch.no_grad():
-        logps = [model(input_ids=ids, use_cache=False).logits.log_softmax(-1) for model in (policy, written)]
-    return (logps[0] - logps[1]).abs().max().item()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    question = {"role": "user", "content": "What is 3 + 4?"}
+    prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)
+    answer = tokenizer.decode(answers(path, [prompt["input_ids"]], ANSWER_TOKENS)[0])
+    return _regret(policy, tokenizer, question, {"role": "assistant", "content": answer})
 
 
 def _reason(error: Exception) -> str:
     """One line of an error, without paths."""
     text = getattr(error, "what", "") or f"{type(error).__name__}: {error}"
-    if "no GGUF is written" in text:
+    if "llama.cpp cannot convert" in text:
         return "-"
     if "does not run without a GPU" in text:
         return "refused without a GPU"

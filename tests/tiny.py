@@ -49,8 +49,10 @@ def make_tiny_model(folder: Path, *, seed: int = 0, context: int = CONTEXT) -> P
 
 
 def make_tokenizer(context: int = CONTEXT) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    # llama.cpp reads no tokenizer without a merge. This one is of bytes that no text in UTF-8 has.
+    tokens = ["ÀÁ" if token == "ÿ" else token for token in sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("À", "Á")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +34,8 @@ from worker.model_files import auto_class, checkpoint_prefix, config_of, decoder
 
 ANSWER_TOKENS = 48
 """Tokens of each greedy answer that is compared."""
+LEAST_EQUAL = 0.25
+"""Share of them before the first difference. Rounding to 16 or 8 bits turns near ties."""
 
 
 def export(job: ExportJob) -> Exported:
@@ -53,23 +56,33 @@ def export(job: ExportJob) -> Exported:
     # "auto" would give a wrapper's whole config to its text decoder.
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
     model = library.from_pretrained(base, dtype=dtype)
-    merged: dict[str, Tensor] = {}
-    tokenizer = cast(Any, AutoTokenizer).from_pretrained(base)
+    changed: dict[str, Tensor] = {}
     if job.adapter is not None:
         say("merging the adapter", 0.2)
-        merged = _merge(model, job.adapter, checkpoint_prefix(base))
+        changed = _merge(model, job.adapter, checkpoint_prefix(base))
+    tokenizer = cast(Any, AutoTokenizer).from_pretrained(base)
+    tokenizer.chat_template = with_tools(tokenizer.chat_template)
+    prompts = [_token_ids(tokenizer, messages) for messages in job.prompts]
+    say("writing the files", 0.4)
     if job.kind == "merged":
-        say("writing safetensors", 0.4)
-        _write_merged(base, job.folder, merged)
-        tokenizer.chat_template = with_tools(tokenizer.chat_template)
-        tokenizer.save_pretrained(job.folder)
+        _write_merged(base, job.folder, changed, tokenizer)
+        say("comparing greedy answers with those of the files", 0.7)
         written = library.from_pretrained(job.folder, dtype=dtype)
+        theirs = [_greedy(written, prompt) for prompt in prompts]
     else:
-        say("writing GGUF", 0.4)
-        path = gguf_file.write(model, base, job.folder, job.name, job.kind.removeprefix("gguf-"))
-        written = gguf_file.read_back(path, library, model.dtype)
-    say("comparing greedy answers with those of the file", 0.7)
-    result.agreement = _agreement(model, written, tokenizer, job.prompts)
+        type_name = job.kind.removeprefix("gguf-")
+        path = job.folder / f"{job.name}-{type_name}.gguf"
+        with tempfile.TemporaryDirectory(dir=job.folder.parent) as merged:
+            _write_merged(base, Path(merged), changed, tokenizer)
+            gguf_file.write(Path(merged), path, type_name)
+        say("comparing greedy answers with those of the file", 0.7)
+        theirs = gguf_file.answers(path, prompts, ANSWER_TOKENS)
+    agreement = _agreement([_greedy(model, prompt) for prompt in prompts], theirs)
+    if agreement.equal < LEAST_EQUAL * agreement.tokens:
+        what = "the file holds another model: its greedy answers differ from those in memory"
+        values = agreement.model_dump()
+        raise FlashError("export_unsupported", what, **values, fix=gguf_file.OTHER_FORMATS)
+    result.agreement = agreement
     return result
 
 
@@ -86,9 +99,9 @@ def _merge(model: Any, adapter: Path, prefix: str) -> dict[str, Tensor]:
     return {prefix + name.removeprefix(own): weight for name, weight in merged.items()}
 
 
-def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor]) -> None:
-    """The base model's files with the merged weights in place of its own. So a wrapper keeps its
-    towers, and experts the form in which the hub has them.
+def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor], tokenizer: Any) -> None:
+    """The base model's files with the merged weights in place of its own, and this tokenizer. So a
+    wrapper keeps its towers, and experts the form in which the hub has them.
 
     FlashError(export_unsupported) if the files have no weights of these names."""
     missing = set(merged)
@@ -106,6 +119,7 @@ def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor]) -> None:
         what = f"the base model's files have no weights {sorted(missing)[0]!r}"
         fix = "export the adapter (kind adapter) and merge it where it is used"
         raise FlashError("export_unsupported", what, missing=len(missing), fix=fix)
+    tokenizer.save_pretrained(folder)
 
 
 def _write_adapter(job: ExportJob) -> None:
@@ -118,28 +132,35 @@ def _write_adapter(job: ExportJob) -> None:
     )
 
 
-def _agreement(
-    model: Any, written: Any, tokenizer: Any, prompts: Sequence[Sequence[dict[str, str]]]
-) -> Agreement:
+def _agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> Agreement:
     """How many tokens of greedy answers are the same until the first one that differs."""
-    tokens = equal = 0
-    for messages in prompts:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        answers = [_greedy(item, ids) for item in (model, written)]
-        tokens += len(answers[0])
-        equal += _common(*answers)
-    return Agreement(tokens=tokens, equal=equal)
+    result = Agreement(tokens=0, equal=0)
+    for answer, other in zip(ours, theirs, strict=True):
+        result.tokens += len(answer)
+        result.equal += _common(answer, other)
+    return result
 
 
-def _greedy(model: Any, prompt: Any) -> list[int]:
+def _token_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    encoded = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_dict=True
+    )
+    return encoded["input_ids"]
+
+
+def _greedy(model: Any, prompt: Sequence[int]) -> list[int]:
+    """The answer without the token that ends it."""
+    ids = torch.tensor([prompt])
     with torch.inference_mode():
-        ids = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-    return ids[0, prompt["input_ids"].shape[1] :].tolist()
+        written = model.generate(input_ids=ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    ends = model.generation_config.eos_token_id
+    answer: list[int] = written[0, len(prompt) :].tolist()
+    if answer and answer[-1] in (ends if isinstance(ends, list) else [ends]):
+        answer.pop()
+    return answer
 
 
-def _common(left: list[int], right: list[int]) -> int:
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """The length of the shared beginning."""
     for place, (ours, theirs) in enumerate(zip(left, right, strict=False)):
         if ours != theirs:

