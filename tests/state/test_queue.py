@@ -78,7 +78,8 @@ def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
     run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment(store), init_adapter=adapter)
     job = queue.job(run)
     assert set(job) == {
-        "run_id", "owner", "spec", "sources", "environment", "model", "init_adapter", "dataset", "lineage", "created"
+        "run_id", "owner", "spec", "sources", "environment", "model", "init_adapter", "dataset", "lineage", "created",
+        "regression", "teacher",
     }  # fmt: skip
     assert job["environment"] == {
         "name": "calc",
