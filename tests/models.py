@@ -336,6 +336,8 @@ def _reason(error: Exception) -> str:
     text = getattr(error, "what", "") or f"{type(error).__name__}: {error}"
     if "llama.cpp cannot convert" in text:
         return "-"
+    if "Failed to init server" in text:
+        return "llama.cpp does not load it"
     if "does not run without a GPU" in text:
         return "refused without a GPU"
     for said, meaning in ON_A_CPU.items():

@@ -99,7 +99,9 @@ def _be_converter() -> None:
     assert spec and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0], "llama.cpp")
     sys.path.insert(0, str(folder))
-    text_model: Any = import_module("conversion.base").TextModel
+    base: Any = import_module("conversion.base")
+    base.ModelBase.no_mtp = True  # heads that guess further tokens belong to the untrained model
+    text_model = base.TextModel
     by_hash = text_model.get_vocab_base_pre
 
     def name_of_splitting(self: Any, tokenizer: Any) -> str:
