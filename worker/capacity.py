@@ -122,6 +122,15 @@ def capacity_bytes() -> int:
     return room + psutil.Process().memory_info().rss
 
 
+def used_gib() -> dict[str, float]:
+    """What is in use now, by all processes: of the machine's memory, and of the card's."""
+    values = {"system/memory_gib": psutil.virtual_memory().used / 2**30}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        values["system/card_gib"] = (total - free) / 2**30
+    return values
+
+
 def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
     """Bytes left within each memory limit that control groups (version 1 or 2) set on this
     process.

@@ -17,6 +17,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.capacity import share_machine
+from worker.deadline import deadline_of
 from worker.engine.fetch import ensure
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
@@ -51,6 +52,7 @@ def train(
     with TrainingSession.opened(
         job, spec, writer, heartbeat, at_once=at_once, trains=True, ranks=ranks
     ) as session:
+        session.deadline = deadline_of(job, spec)
         if resume_from:
             session.resumed_at = session.reporter.saved_step = resume_from[0]
         watched = {"max_error_share": spec.max_error_share, "advance": heartbeat.advance}

@@ -18,6 +18,7 @@ from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
+from worker.deadline import Deadline
 from worker.model import is_four_bit
 from worker.rollouts.metrics import staleness, summarize, summarize_evaluation
 from worker.rollouts.scheduler import (
@@ -54,9 +55,11 @@ class TrainingSession(Session[RunSpec]):
             spec,
             self.heartbeat.cancelled,
             before_step=self._before_step,
+            planned=self._planned,
             advance=self.heartbeat.advance,
             saves=self.ranks.is_first,
         )
+        self.deadline: Deadline | None = None
         self.resumed_at = 0
         """The step of the checkpoint that this attempt resumed from."""
         self.swaps_mid_turn = spec.max_staleness > 0
@@ -214,6 +217,8 @@ class TrainingSession(Session[RunSpec]):
         mine = self.own(tasks)
         self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
         parts = self.ranks.gather([row.fields() for row in own])
+        if self.deadline:
+            self.deadline.evaluation_s = time.monotonic() - started
         if not self.ranks.is_first:
             return
         rows = [records.Rollout.from_row(fields) for part in parts for fields in part]
@@ -263,9 +268,18 @@ class TrainingSession(Session[RunSpec]):
         """After `step` steps of `steps`, before the next one."""
         self.heartbeat.steps = steps
         self.heartbeat.enter(self.heartbeat.phase, step)
+        if self.deadline:
+            self.deadline.begin(time.monotonic())
         if step and self.spec.eval_every and step % self.spec.eval_every == 0:
             self.evaluate(step)
             self.heartbeat.enter("train")
+
+    def _planned(self, step: int, most: int) -> int:
+        """The steps of the run in all, after `step` of at most `most`."""
+        if deadline := self.deadline:
+            most = self.ranks.from_first(lambda: deadline.steps(step, most, time.monotonic()))
+            self.heartbeat.steps = most
+        return most
 
 
 def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:

@@ -6,6 +6,7 @@ job.json. `resolve` records where every value came from."""
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,7 +132,7 @@ class RunSpec(BaseModel):
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
     """Strings that end a turn; the transcript keeps them."""
     thinking: bool = False
-    """Enable thinking in the chat template, if the model supports it."""
+    """Thinking in the chat template, if supported."""
     kl_penalty_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Weight of the KL penalty to the starting policy."""
     loss_type: LossType = "dr_grpo"
@@ -156,9 +157,9 @@ class RunSpec(BaseModel):
     eval_every: Annotated[int, Field(ge=0, le=100_000)] = 0
     """Steps between evaluations; 0: only eval_before and eval_after."""
     eval_before: bool = False
-    """Evaluate the untrained model on the eval split first."""
+    """Evaluate the untrained model first."""
     eval_after: bool = False
-    """Evaluate the trained model on the eval split last."""
+    """Evaluate the trained model last."""
     eval_examples: Annotated[int, Field(ge=1, le=100_000)] = 200
     """Rows of the eval split used, from the start."""
     regression: Literal["auto", "on", "off"] = "auto"
@@ -187,7 +188,9 @@ class RunSpec(BaseModel):
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
     """Seconds without progress before a restart."""
     max_hours: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
-    """Hours of work after which it saves and ends as cancelled."""
+    """Hours of work, then it saves and ends as cancelled."""
+    finish_by: str | None = None
+    """As 25 min: succeed in time with the steps that fit."""
     max_cost: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """The same by cost."""
     report_to: Annotated[list[Tracker], Field(max_length=4)] = []
@@ -196,6 +199,8 @@ class RunSpec(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> RunSpec:
         self._check_algorithm()
+        if self.finish_by is not None and self.finish_s is None:
+            raise ValueError(f"finish_by={self.finish_by!r} is no time: use 90 s, 25 min or 2 h")
         if self.gpus > self.batch_size:
             raise ValueError(f"gpus={self.gpus} cannot share a batch of {self.batch_size}")
         if self.max_staleness and self.importance_sampling == "none":
@@ -229,6 +234,14 @@ class RunSpec(BaseModel):
         if self.group_size is None:
             return 1
         return self.group_size
+
+    @property
+    def finish_s(self) -> float | None:
+        """The seconds of `finish_by`."""
+        match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?) ?(s|min|h)", self.finish_by or "")
+        if match is None:
+            return None
+        return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
     @property
     def conversations_per_step(self) -> int:

@@ -227,6 +227,7 @@ def job(run: Run) -> Json:
         "regression": run.lineage.get("regression"),
         "lineage": run.lineage,
         "created": run.created,
+        "started": run.started,
     }
 
 
@@ -381,7 +382,7 @@ def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progress
     attempt before. The time since the attempt's last heartbeat counts as work."""
     now = time.time()
     assignments = """used_s = used_s + max(0, ? - coalesce(beat, ?)),
-        step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?),
+        step = coalesce(nullif(?, 0), step), steps = coalesce(?, steps),
         phase = ?, beat = ?,
         progress = CASE WHEN ? THEN ? ELSE progress END"""
     values = [now, now, beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]

@@ -136,6 +136,7 @@ COMMON = (
     "target",
     "gpus",
     "max_hours",
+    "finish_by",
 )
 """Fields that the tool's schema shows each for itself; `settings` takes all others."""
 RARE = tuple(name for name in RunSpec.model_fields if name not in COMMON)

@@ -145,7 +145,7 @@ def curve(run: RunFolder, step: int) -> dict[str, Any]:
     """What of a step's metrics does not tell the time."""
     found = run.metrics(step)
     assert found
-    timed = ("time/", "engine/")
+    timed = ("time/", "engine/", "system/")
     return {name: value for name, value in found["metrics"].items() if not name.startswith(timed)}
 
 

@@ -21,6 +21,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
+from worker.capacity import used_gib
 
 log = logging.getLogger("worker")
 
@@ -103,6 +104,7 @@ class Reporter(TrainerCallback):
         cancelled: threading.Event,
         *,
         before_step: Callable[[int, int], None] = lambda step, steps: None,
+        planned: Callable[[int, int], int] = lambda step, most: most,
         advance: Callable[[], None] = lambda: None,
         saves: bool = True,
     ) -> None:
@@ -112,6 +114,7 @@ class Reporter(TrainerCallback):
         self.spec = spec
         self.cancelled = cancelled
         self.before_step = before_step
+        self.planned = planned
         self.advance = advance
         self.pending: Json = {}
         self.held_out: Callable[[], Json] = dict
@@ -120,6 +123,8 @@ class Reporter(TrainerCallback):
         self.step_started = time.monotonic()
         self.saved_step = -1
         self._last: Json = {}
+        self._most = 0
+        """The steps of the run, if it does not have to end earlier."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -152,13 +157,16 @@ class Reporter(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._most = self._most or state.max_steps
+        # The schedule of the learning rate reads it too.
+        state.max_steps = self.planned(state.global_step, self._most)
         last = state.global_step >= state.max_steps
         every = self.spec.eval_every or self.spec.save_every
         # Before the flags of `control` are set: an evaluation within a step clears them.
         if last or state.global_step % every == 0:
             self.pending |= self.held_out()
         control.should_log = True
-        control.should_training_stop |= self.cancelled.is_set()
+        control.should_training_stop |= last or self.cancelled.is_set()
         is_due = state.global_step % self.spec.save_every == 0
         control.should_save = self.saves and (is_due or last or control.should_training_stop)
 
@@ -187,7 +195,7 @@ class Reporter(TrainerCallback):
         beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")
         train_s = step_s - sum(self.pending.get(name, 0.0) for name in beside)
         times = {"time/step_s": step_s, "time/train_s": train_s}
-        self._last = clean({**self.pending, **reported, **times})
+        self._last = clean({**self.pending, **reported, **times, **used_gib()})
         self.pending = {}
         self.writer.metrics(state.global_step, self._last)
         self.tell(state.global_step, self._last)

@@ -66,9 +66,9 @@ def _of_tasks(plan: Plan) -> list[str]:
 def _of_steps(plan: Plan) -> list[str]:
     """Whether the run is long enough to change the model, and its steps more than noise."""
     spec = plan.spec
+    notes = _of_deadline(plan)
     if spec.algorithm != "grpo" or spec.steps is None:
-        return []
-    notes: list[str] = []
+        return notes
     card = plan.inputs.card
     parameters = card.parameters or parameters_in_name(card.name) or 0
     usual = default_learning_rate("grpo", parameters)
@@ -82,6 +82,18 @@ def _of_steps(plan: Plan) -> list[str]:
         rollouts = f"a step of {spec.conversations_per_step} rollouts"
         notes.append(f"{rollouts} is mostly noise: raise batch_size or group_size")
     return notes
+
+
+def _of_deadline(plan: Plan) -> list[str]:
+    """How many of the steps fit into finish_by."""
+    finish_s = plan.spec.finish_s
+    if finish_s is None:
+        return []
+    steps, expected = plan.estimate.steps, plan.estimate.time
+    if expected is None:
+        return [f"finish_by={plan.spec.finish_by}: how many of {steps} steps fit is not known yet"]
+    fitting = min(steps, int(steps * finish_s / max(1, expected.seconds)))
+    return [f"finish_by={plan.spec.finish_by}: about {fitting} of {steps} steps fit"]
 
 
 def _of_evaluations(plan: Plan) -> list[str]:
