@@ -28,6 +28,9 @@ ADAPTER = "adapter_"
 OPTIMIZER = "optimizer.pt"
 """The optimizer's state, twice as large as the adapter. Only the newest good checkpoint keeps it.
 Without it a checkpoint is complete: whoever resumes from it starts with a fresh optimizer."""
+LATEST = "latest"
+"""A link of a local run folder to the newest checkpoint. The supervisor makes it, and nobody reads
+it but programs of others."""
 SAVED = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 """EPOCH-N, the name of a checkpoint's folder."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
+from flash_mcp.protocol.checkpoints import LATEST
 from flash_mcp.protocol.run_files import Damaged
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.store import Store
@@ -66,9 +69,22 @@ class Reader:
         self._take("evals", folder.eval_steps(), evaluation)
         self._take("events", dict.fromkeys(folder.event_names(), ""), event)
         has_saved = self._take("checkpoints", folder.checkpoints.versions(), checkpoint)
+        if has_saved and folder.is_local:
+            self._link_latest()
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)
         return has_saved
+
+    def _link_latest(self) -> None:
+        """Make `latest` in the run's folder lead to the newest checkpoint that the database has."""
+        newest = self.store.checkpoints(self.run_id)[-1:]
+        link = Path(self.folder.path(LATEST))
+        with suppress(OSError):  # a file system without links
+            for row in newest:
+                part = link.with_name(".latest")
+                part.unlink(missing_ok=True)
+                part.symlink_to(os.path.relpath(row.path, link.parent))
+                part.replace(link)
 
     def _take(self, kind: str, versions: Mapping[Name, str], fetch: Callable[[Name], Put]) -> bool:
         news = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from pathlib import Path
 from typing import Annotated
 
 from anyio.to_thread import run_sync
@@ -12,6 +13,7 @@ from pydantic import Field
 
 from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.protocol import base_models, credentials
+from flash_mcp.protocol.checkpoints import LATEST
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import Run
@@ -239,6 +241,9 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
         step = results[0].step
         serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
         next_step = f"{serve}; {going_on(run, step)} starts another run from it"
+        link = Path(run.folder, LATEST)
+        if link.is_symlink():
+            next_step += f"; {link} leads to the newest, also later"
     elif run.algorithm == "eval":
         next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:

@@ -15,9 +15,11 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.storage import Storage
 from flash_mcp.state import retention, serving
+from flash_mcp.state.disk import usage
 from flash_mcp.state.locks import backing_up
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.checkpoints import _listed
 from tests.places import ROOT
 from tests.samples import end, evaluate, learn, read_in, started_run
 from tests.supervisor.test_local_maintenance import clear, ended_days_ago
@@ -252,3 +254,23 @@ def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(store: 
         assert steps(store, run) == before
     prune_checkpoints(store, run)
     assert len(steps(store, run)) < len(before)
+
+
+def test_latest_leads_to_the_newest_checkpoint_and_is_none_itself(store: Store, tmp_path: Path) -> None:
+    run, writer = saved(tmp_path, keep_checkpoints=1)
+    link = Path(run.folder, "latest")
+    taken = usage(store.base)["checkpoints"]
+    listed = _listed(store, run.id, 3, None)
+    assert f"{link} leads to the newest" in listed.next
+    assert link.resolve() == Path(listed.checkpoints[0].path).resolve()
+    assert (link / "adapter_config.json").is_file()
+    prune_checkpoints(store, store.run(run.id))
+    assert link.resolve() == Path(listed.checkpoints[0].path).resolve()
+    assert usage(store.base)["checkpoints"] < taken
+    assert RunFolder(run.folder).checkpoints.steps() == [3, 9, 10]
+    # An attempt that was replaced, and wakes, moves it nowhere.
+    RunFolder(run.folder).claim(2)
+    with pytest.raises(FlashError, match="newer attempt"):
+        writer.commit_checkpoint(11, tmp_path / "adapter-10", {})
+    read_in(store, run.id)
+    assert link.resolve() == Path(listed.checkpoints[0].path).resolve()
