@@ -19,14 +19,18 @@ import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from flash_mcp.protocol.errors import FlashError
 
 Json = dict[str, Any]
 PASSED_ON = ("FLASH_HOME", "FLASH_MODELS", "FLASH_DEVICE_LOCKS")
 """Variables that the entry sets, because agents start the server with their own environment."""
+TOKEN = "FLASH_TOKEN"
+"""The variable with the token of a server elsewhere: the words of a command are no place for it."""
 COMMAND_S = 30.0
 """Time that an agent's own command has."""
 
@@ -43,15 +47,23 @@ class Installed:
 
 
 def install(
-    client: str, *, name: str = "flash", write: bool = True, ssh: str | None = None
+    client: str,
+    *,
+    name: str = "flash",
+    write: bool = True,
+    ssh: str | None = None,
+    url: str | None = None,
 ) -> Installed:
-    """Add this server, or with `ssh` that of another machine, to the configuration of one of
-    CLIENTS.
+    """Add this server, or with `ssh` or `url` that of another machine, to the configuration of one
+    of CLIENTS.
 
-    FlashError(invalid_argument) if the file cannot be read, `name` is not a server name, or `ssh`
-    is not a HOST or HOST:COMMAND."""
+    FlashError(invalid_argument) if the file cannot be read, `name` is not a server name, `ssh` is
+    not a HOST or HOST:COMMAND, or `url` is not the address of a server with a token."""
     check_name(name)
-    server = entry() if ssh is None else entry_over_ssh(ssh)
+    if url is not None:
+        server = entry_at(url, os.environ.get(TOKEN, ""))
+    else:
+        server = entry() if ssh is None else entry_over_ssh(ssh)
     agent = CLIENTS[client]
     path = Path(os.path.realpath(agent.locate()))  # keeps a link, as dotfile managers make one
     old = ""
@@ -79,7 +91,8 @@ def _added(agent: Client, path: Path, name: str, server: Json) -> bool:
     """Whether the agent's own command has put the entry there. A server of the same name is left to
     the file's editor: commands refuse it, or ask.
     """
-    if agent.command is None:
+    # A command's words can be read by every user of the machine, and a token is secret.
+    if agent.command is None or "url" in server:
         return False
     words = agent.command(name, agent.shape(server))
     if shutil.which(words[0]) is None:
@@ -125,6 +138,25 @@ def entry_over_ssh(destination: str) -> Json:
     return {"command": "ssh", "args": [*options, host, start]}
 
 
+def entry_at(url: str, token: str) -> Json:
+    """How an agent reaches a server that listens, with one of its tokens."""
+    address = urlsplit(url)
+    is_near = address.hostname in ("localhost", "127.0.0.1", "::1")
+    if not address.hostname or address.scheme not in ("http", "https"):
+        fix = "name it as https://box/mcp"
+        raise FlashError("invalid_argument", "that is no address of a server", url=url, fix=fix)
+    if address.scheme == "http" and not is_near:
+        fix = "use https, or `ssh -L 8765:127.0.0.1:8765 user@box` and http://127.0.0.1:8765/mcp"
+        what = "http shows the token to everybody on the way"
+        raise FlashError("invalid_argument", what, url=url, fix=fix)
+    if not re.fullmatch(r"[!-~]+", token):
+        fix = "put one there: `flash-mcp token create NAME` on the server's machine makes it"
+        raise FlashError("invalid_argument", f"{TOKEN} holds no token", url=url, fix=fix)
+    if address.path in ("", "/"):
+        url = f"{url.rstrip('/')}/mcp"
+    return {"url": url, "headers": {"Authorization": f"Bearer {token}"}}
+
+
 def _claude() -> Path:
     folder = os.environ.get("CLAUDE_CONFIG_DIR")
     if folder:
@@ -164,6 +196,14 @@ def _as_opencode(server: Json) -> Json:
 
 def _as_stdio(server: Json) -> Json:
     return {"type": "stdio", **server}
+
+
+def _as_http(server: Json) -> Json:
+    return {"type": "http", **server}
+
+
+def _renamed(server: Json, *, url: str = "url", headers: str = "headers") -> Json:
+    return {url: server["url"], headers: server["headers"]}
 
 
 STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -284,22 +324,41 @@ class Client:
     shape: Callable[[Json], Json] = dict
     command: Callable[[str, Json], list[str]] | None = None
     """The agent's own command that adds a server of this name."""
+    remote: Callable[[Json], Json] = dict
+    """How a server is written that listens elsewhere."""
 
     def merged(self, old: str, name: str, server: Json) -> str:
         """`old` with this server. ValueError where that cannot be done safely."""
-        server = self.shape(server)
+        server = self.remote(server) if "url" in server else self.shape(server)
         if self.locate().suffix == ".toml":
             return merge_toml(old, name, server)
         return merge_json(old, self.key, name, server)
 
 
 CLIENTS = {
-    "claude": Client(_claude, shape=_as_stdio, command=_by_claude),
+    "claude": Client(_claude, shape=_as_stdio, command=_by_claude, remote=_as_http),
     "cursor": Client(lambda: Path.home() / ".cursor" / "mcp.json"),
-    "codex": Client(_codex, "mcp_servers", command=_by_codex),
-    "opencode": Client(_opencode, "mcp", _as_opencode),
-    "vscode": Client(_vscode, "servers", _as_stdio, command=_by_vscode),
-    "windsurf": Client(lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json"),
+    "codex": Client(
+        _codex,
+        "mcp_servers",
+        command=_by_codex,
+        remote=partial(_renamed, headers="http_headers"),
+    ),
+    "opencode": Client(
+        _opencode,
+        "mcp",
+        _as_opencode,
+        remote=lambda server: {"type": "remote", **server},
+    ),
+    "vscode": Client(_vscode, "servers", _as_stdio, command=_by_vscode, remote=_as_http),
+    "windsurf": Client(
+        lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json",
+        remote=partial(_renamed, url="serverUrl"),
+    ),
     "zed": Client(lambda: _settings_home() / "zed" / "settings.json", "context_servers"),
-    "gemini": Client(lambda: Path.home() / ".gemini" / "settings.json", command=_by_gemini),
+    "gemini": Client(
+        lambda: Path.home() / ".gemini" / "settings.json",
+        command=_by_gemini,
+        remote=partial(_renamed, url="httpUrl"),
+    ),
 }

@@ -63,17 +63,22 @@ def install(arguments: Arguments) -> None:
     An agent's other settings and comments stay, and a copy of the old file is kept. `service` makes
     a systemd user service of the supervisor."""
     if arguments.client == "service":
-        if arguments.ssh:
+        if elsewhere := arguments.ssh or arguments.url:
             what = "a service runs on the machine that trains"
             fix = "run `flash-mcp install service` there"
-            raise FlashError("invalid_argument", what, ssh=arguments.ssh, fix=fix)
+            raise FlashError("invalid_argument", what, host=elsewhere, fix=fix)
         _install_service(arguments)
         return
     if arguments.remove:
         fix = "remove the server's entry from the agent's configuration by hand"
         raise FlashError("invalid_argument", "only a service can be removed", fix=fix)
-    write = not arguments.only_print
-    done = install_server(arguments.client, name=arguments.name, write=write, ssh=arguments.ssh)
+    done = install_server(
+        arguments.client,
+        name=arguments.name,
+        write=not arguments.only_print,
+        ssh=arguments.ssh,
+        url=arguments.url,
+    )
     lines = [f"wrote {done.path}", f"restart {done.client}, and ask it to train a model"]
     if done.backup:
         lines[0] += f"; the old one is {done.backup}"
@@ -165,6 +170,7 @@ COMMANDS: dict[str, Command | Group] = {
             "flash-mcp install claude",
             "flash-mcp install codex --print",
             "flash-mcp install claude --ssh user@box",
+            "FLASH_TOKEN=... flash-mcp install claude --url https://box/mcp",
             "flash-mcp install service",
         ),
         (
@@ -175,6 +181,7 @@ COMMANDS: dict[str, Command | Group] = {
                 default="flash",
             ),
             option("--ssh", "start the server of USER@HOST over ssh, or USER@HOST:COMMAND", "HOST"),
+            option("--url", "use a server that listens, with the token in FLASH_TOKEN", "URL"),
             flag("--print", "print the new file, and write nothing", dest="only_print"),
             flag("--dry-run", "as --print", dest="only_print"),
             flag("--remove", "stop and remove the service; what it started goes on"),

@@ -11,12 +11,14 @@ import sys
 import tomllib
 from pathlib import Path
 
+import httpx
 import pytest
 
 from flash_mcp.cli import doctor, main
 from flash_mcp.cli.install import CLIENTS, entry, install, read_json
 from flash_mcp.cli.service import unit_text
 from flash_mcp.protocol.errors import FlashError
+from tests.teams import team_server
 
 CODEX = """# mine
 model = "o9"
@@ -379,6 +381,64 @@ def test_an_agent_starts_the_server_of_another_machine_over_ssh(own_home: Path, 
     )
     answer = json.loads(done.stdout.splitlines()[0])
     assert answer["result"]["serverInfo"]["name"] == "flash-mcp"
+
+
+REMOTE = {
+    "claude": (".claude.json", {"type": "http", "url": "URL", "headers": "HEADERS"}),
+    "cursor": (".cursor/mcp.json", {"url": "URL", "headers": "HEADERS"}),
+    "codex": (".codex/config.toml", {"url": "URL", "http_headers": "HEADERS"}),
+    "opencode": (".config/opencode/opencode.json", {"type": "remote", "url": "URL", "headers": "HEADERS"}),
+    "vscode": (".config/Code/User/mcp.json", {"type": "http", "url": "URL", "headers": "HEADERS"}),
+    "windsurf": (".codeium/windsurf/mcp_config.json", {"serverUrl": "URL", "headers": "HEADERS"}),
+    "zed": (".config/zed/settings.json", {"url": "URL", "headers": "HEADERS"}),
+    "gemini": (".gemini/settings.json", {"httpUrl": "URL", "headers": "HEADERS"}),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_agent_uses_a_server_that_listens_elsewhere(own_home: Path, monkeypatch: pytest.MonkeyPatch, client: str):
+    monkeypatch.setenv("FLASH_TOKEN", "flash_secret")
+    name, shape = REMOTE[client]
+    done = install(client, url="https://box.example")
+    assert done.path == own_home / name and done.path.stat().st_mode & 0o077 == 0
+    text = done.path.read_text()
+    settings = tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
+    values = {"URL": "https://box.example/mcp", "HEADERS": {"Authorization": "Bearer flash_secret"}}
+    expected = {key: values.get(value, value) for key, value in shape.items()}
+    assert settings[CLIENTS[client].key]["flash"] == expected
+    assert not install(client, url="https://box.example/mcp").changed
+
+
+@pytest.mark.slow
+def test_the_entry_of_a_server_elsewhere_reaches_it(own_home: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
+    with team_server() as team:
+        monkeypatch.setenv("FLASH_TOKEN", team.token("alice"))
+        install("cursor", url=f"{team.url}/mcp")
+        server = json.loads((own_home / ".cursor/mcp.json").read_text())["mcpServers"]["flash"]
+        params = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+        request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params}
+        headers = {**server["headers"], "accept": "application/json, text/event-stream"}
+        answer = httpx.post(server["url"], json=request, headers=headers, trust_env=False)
+    assert answer.status_code == 200 and "flash-mcp" in answer.text
+
+
+@pytest.mark.parametrize(
+    "url, token, words",
+    [
+        ("box/mcp", "t", "https://box/mcp"),
+        ("ftp://box", "t", "https://box/mcp"),
+        ("http://box/mcp", "t", "ssh -L"),
+        ("https://box", "", "token create"),
+        ("https://box", "two words", "token create"),
+    ],
+)
+def test_an_address_without_a_safe_way_or_a_token_is_refused(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, url: str, token: str, words: str
+):
+    monkeypatch.setenv("FLASH_TOKEN", token)
+    with pytest.raises(FlashError) as caught:
+        install("cursor", url=url)
+    assert words in caught.value.fix and not (own_home / ".cursor").exists()
 
 
 @pytest.mark.parametrize("host", ["", "-oProxyCommand=x", "user box", "box;rm"])
