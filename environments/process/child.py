@@ -70,6 +70,7 @@ from environments.tools import tool_calls_of, tool_schemas
 
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
+EXPECTED_CHARACTERS = 2000
 PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
 """Size of one page of the task list. In JSON a character takes up to 12 bytes."""
 CANCEL_TIMEOUT_S = 1.0
@@ -282,6 +283,7 @@ class Child:
             raise
         return {
             "task_id": _task_id(example),
+            "expected": _expected(example),
             "messages": opened.messages,
             "max_turns": int(turns),
             "tools": tools,
@@ -728,6 +730,16 @@ def _message(error: BaseException) -> str:
 
 def _task_id(example: TaskExample) -> str:
     return str(example.id) if example.id is not None else _digest(example.input)[:16]
+
+
+def _expected(example: TaskExample) -> str | None:
+    """The gold answer, as a transcript shows it."""
+    gold = example.output
+    if gold is None or isinstance(gold, str):
+        return gold and gold[:EXPECTED_CHARACTERS]
+    with suppress(TypeError, ValueError, RecursionError):
+        return json.dumps(gold, ensure_ascii=False, default=_kind)[:EXPECTED_CHARACTERS]
+    return None
 
 
 def _whole(example: TaskExample) -> str:

@@ -82,6 +82,8 @@ class Opening:
     max_turns: int
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """OpenAI function schemas of what the model may call."""
+    expected: str | None = None
+    """The beginning of the gold answer, if the task has one as text."""
     options: CallOptions = NO_OPTIONS
     """What an agent's first request asks of its answer."""
     is_agent: bool = False

@@ -148,8 +148,8 @@ class Reader:
         return page
 
     def _start_episode(self, value: Any) -> dict[str, Any]:
-        task_id, messages, turns, tools, is_agent, options = _fields(
-            value, "task_id", "messages", "max_turns", "tools", "is_agent", "options"
+        task_id, expected, messages, turns, tools, is_agent, options = _fields(
+            value, "task_id", "expected", "messages", "max_turns", "tools", "is_agent", "options"
         )
         opening = self._messages(messages, OPENING_ROLES)
         if not opening:
@@ -157,6 +157,7 @@ class Reader:
         most = _whole(turns, 1, MAX_TURNS)
         return {
             "task_id": self._id(task_id),
+            "expected": None if expected is None else self._text(expected),
             "messages": opening,
             "max_turns": most,
             "tools": [self._tool(tool) for tool in _items(tools)],

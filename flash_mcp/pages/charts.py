@@ -31,10 +31,14 @@ CHARTS: dict[str, dict[str, str]] = {
         "sampling_kl": "engine from trainer",
     },
     "Gradient norm": {"grad_norm": "before clipping"},
+    "Tokens a second": {"engine/tokens_per_s": "written by the engine"},
+    "Memory, GiB": {"system/memory_gib": "used on the machine", "system/card_gib": "on the card"},
     "Seconds": {"time/step_s": "step", "time/rollout_s": "rollouts", "time/train_s": "training"},
 }
 PARTS = 6
 """Parts of the reward that are drawn."""
+COLOURS = 6
+"""Lines of one chart."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,16 @@ def chart(title: str, lines: Sequence[Series]) -> Chart:
         [(y(tick), f"{tick:.4g}") for tick in ticks],
         [(x(step), step, anchor) for step, anchor in _step_ticks(min(steps), max(steps))],
     )
+
+
+def spark(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """The points of a curve without axes, in a picture of 100 by 24; none of a single point."""
+    if len(points) < 2:
+        return []
+    values = [value for _, value in points]
+    x = Axis(points[0][0], points[-1][0], 2.0, 98.0)
+    y = Axis(min(values), max(values), 22.0, 2.0)
+    return [(x(step), y(value)) for step, value in points]
 
 
 def _line(colour: int, series: Series, x: Axis, y: Axis) -> Line:

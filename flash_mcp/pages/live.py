@@ -5,27 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from flash_mcp.judgement.failures import failure_modes
 from flash_mcp.judgement.statistics import Interval
-from flash_mcp.pages.charts import POINTS, Series, as_data, chart
+from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, spark
+from flash_mcp.pages.dialogue import nodes_of
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Rollout, Run, RunState, Try
+from flash_mcp.state.runs import RunKind, RunOrder
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
+from flash_mcp.tools.rollouts import shared_opening
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import RunView, view_of
 
+SPARK_POINTS = 24
 RUNS = 25
 """Runs on a page of the overview."""
 ROLLOUTS = 12
 """Transcripts on a page."""
-COMPARED = 6
-"""Runs in one chart: as many as there are colours."""
 LINES = {
     "Reward, training": "reward/mean",
     "Success, training": "success/rate",
@@ -42,6 +44,8 @@ class RunRow:
     view: RunView
     parent: str | None
     """The adapter that it started from."""
+    line: list[tuple[float, float]]
+    """Its reward, or its loss, as a small picture's points."""
 
     @property
     def headline(self) -> str:
@@ -55,31 +59,43 @@ class RunRow:
         return self.view.step / self.view.steps
 
 
-def overview(
-    store: Store, live: str, before: str | None = None, state: RunState | None = None
-) -> str:
-    """All runs, or those in one state, the newest first, and what else there is. `before` is the
-    last run of the page before this one."""
-    runs = store.runs(state, RUNS + 1, before)
-    rows = [
-        RunRow(run, view_of(store, run.id), adapter_name(run.init_adapter)) for run in runs[:RUNS]
-    ]
-    result = catalog()
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """Which runs the overview shows."""
+
+    kind: RunKind = "trainings"
+    state: RunState | None = None
+    contains: str = ""
+    order: RunOrder = "newest"
+    page: int = 0
+
+
+def overview(store: Store, live: str, listing: Listing) -> str:
+    """The runs of one kind, and what else there is."""
+    choice = (listing.kind, listing.state, listing.contains, listing.order)
+    runs = store.listed_runs(*choice, RUNS + 1, listing.page * RUNS)
     return render(
         "overview.html.j2",
         live=live,
-        rows=rows,
-        counts=store.run_counts(),
-        only=state,
-        older=rows[-1].run.id if len(runs) > RUNS else None,
-        catalog=result,
+        rows=[_run_row(store, run) for run in runs[:RUNS]],
+        kinds={kind: store.run_counts(kind) for kind in get_args(RunKind)},
+        orders=get_args(RunOrder),
+        listing=listing,
+        has_more=len(runs) > RUNS,
+        catalog=catalog(),
     )
+
+
+def _run_row(store: Store, run: Run) -> RunRow:
+    name = "loss" if run.algorithm == "sft" else "reward/mean"
+    line = spark(store.series(run.id, name, SPARK_POINTS))
+    return RunRow(run, view_of(store, run.id), adapter_name(run.init_adapter), line)
 
 
 def together(store: Store, live: str, run_ids: Sequence[str]) -> str:
     """Several runs in the same charts. FlashError(unknown_run | invalid_argument)."""
-    if len(run_ids) > COMPARED:
-        fix = f"choose at most {COMPARED} runs"
+    if len(run_ids) > COLOURS:
+        fix = f"choose at most {COLOURS} runs"
         raise FlashError(
             "invalid_argument", "these are too many for one chart", run=run_ids, fix=fix
         )
@@ -155,6 +171,7 @@ def transcripts(store: Store, run_id: str, choice: Choice) -> str:
         split=split,
         steps=store.rollout_steps(run_id, split),
         rows=_with_modes(rows),
+        opening=nodes_of(shared_opening(rows)),
         total=total,
         first=choice.page * ROLLOUTS + 1,
         has_more=total > (choice.page + 1) * ROLLOUTS,

@@ -20,14 +20,13 @@ from markupsafe import Markup
 
 from environments.untrusted_text import visible
 from flash_mcp.pages.charts import Axis
-from flash_mcp.protocol.records import text_of
+from flash_mcp.pages.dialogue import dialogue
 from flash_mcp.tools.shared.truncation import shorten, utc
 
 TEMPLATES = Path(__file__).with_name("templates")
 UPLOT = Path(__file__).with_name("uplot")
 """uPlot's own files (MIT), as its npm package has them."""
 MESSAGE_CHARACTERS = 4000
-MESSAGES = 12
 
 
 def render(template: str, *, live: str | None = None, **values: object) -> str:
@@ -59,13 +58,12 @@ def _environment() -> Environment:
     cast(Any, environment).globals.update(
         across=Axis(0.0, 1.0, 4.0, 156.0),
         as_data=_as_data,
+        as_dialogue=dialogue,
         as_json=partial(json.dumps, ensure_ascii=False, default=str),
         clock=_clock,
         policy=_policy,
         shorten=partial(shorten, limit=MESSAGE_CHARACTERS),
-        text_of=text_of,
         utc=utc,
-        most_messages=MESSAGES,
     )
     return environment
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
 from flash_mcp.pages.charts import as_data, chart, series_of
+from flash_mcp.pages.dialogue import Node, nodes_of
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
-from flash_mcp.protocol.records import Rollout, Run
+from flash_mcp.protocol.exports import ExportKind
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Rollout, Run
+from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.run_view import RunView, report_on
+from flash_mcp.tools.rollouts import shared_opening
+from flash_mcp.tools.shared.run_view import RunView, report_on, view_of
 
 TRAIN_STEPS = 5
 """Training steps whose rollouts are shown: the first, the newest and some between."""
@@ -21,8 +26,10 @@ EVAL_STEPS = 2
 SHOWN_ROLLOUTS = 3
 
 
-def html(store: Store, run_id: str, live: str | None = None) -> str:
-    """The page, which needs nothing else; see `render` for `live`. FlashError(unknown_run)."""
+def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -> str:
+    """The page, which needs nothing else; see `render` for `live`. A live page has buttons, and
+    says first in `notice` what the last one did. FlashError(unknown_run).
+    """
     run = store.run(run_id)
     report = report_on(store, run_id, detailed=True)
     view = report.view
@@ -30,6 +37,9 @@ def html(store: Store, run_id: str, live: str | None = None) -> str:
     return render(
         "run.html.j2",
         live=live,
+        notice=notice,
+        seeds=_seeds(store, run),
+        **_buttons(store, run),
         run=run,
         view=view,
         next_step=report.next_step,
@@ -44,13 +54,32 @@ def html(store: Store, run_id: str, live: str | None = None) -> str:
     )
 
 
+def _seeds(store: Store, run: Run) -> list[tuple[Run, RunView]]:
+    """The runs that one call started with several seeds, `run` among them."""
+    others = store.seed_runs(run) if run.seed_group else []
+    return [(other, view_of(store, other.id)) for other in others]
+
+
+def _buttons(store: Store, run: Run) -> dict[str, object]:
+    """What the page needs for what a person may do with the run."""
+    return {
+        "can_write": caller().access == "write",
+        "is_local": caller().is_local,
+        "export_kinds": get_args(ExportKind),
+        "saved_steps": [row.step for row in reversed(store.checkpoints(run.id))],
+        "deployments": [row for row in store.deployments(LIVE_DEPLOYMENT) if row.run_id == run.id],
+    }
+
+
 @dataclass(frozen=True)
 class Step:
     """Rollouts of one step, each with its failure mode where it has one."""
 
     name: str
     summary: str
-    rollouts: list[tuple[Rollout, str | None]]
+    rollouts: Sequence[tuple[Rollout, str | None]]
+    opening: list[Node]
+    """The messages that all of them begin with."""
 
 
 def _steps(store: Store, run_id: str) -> list[Step]:
@@ -83,7 +112,8 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Step:
     # Evenly from the best to the worst: the best alone would flatter.
     for place in _spread(range(total), SHOWN_ROLLOUTS):
         shown += store.rollouts(run_id, split, step, "best", limit=1, offset=place)
-    return Step(name, summary, list(zip(shown, failure_modes(shown, sample), strict=True)))
+    rows = list(zip(shown, failure_modes(shown, sample), strict=True))
+    return Step(name, summary, rows, nodes_of(shared_opening(shown)))
 
 
 def _lineage(run: Run, view: RunView) -> dict[str, str | None]:

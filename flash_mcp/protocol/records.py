@@ -203,6 +203,8 @@ class Rollout(Record):
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     reason: str | None = None
+    expected: str | None = None
+    """The beginning of the task's gold answer, if it has one as text."""
     error: Json | None = None
     turns: int = 0
     prompt_tokens: int = 0

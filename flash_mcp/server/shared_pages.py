@@ -64,7 +64,8 @@ class SharedPages:
             return shared.value
 
     def _of(self, *key: str) -> _Shared:
-        name = (caller().owner, *key)
+        # A token that only reads is shown no buttons.
+        name = (caller().owner, caller().access, *key)
         shared = self._values.setdefault(name, _Shared())
         self._values.move_to_end(name)
         if len(self._values) > MOST:

@@ -1,11 +1,12 @@
 """The live pages below /ui, for a browser: what `status`, `rollouts`, `catalog` and `chat` show.
 
-A browser signs in with a token; a cookie holds a session then. The pages change nothing. A page is
-told by server-sent events that something changed, and loads itself anew."""
+A browser signs in with a token; a cookie holds a session then. The buttons of a run's page call the
+tools, for tokens that may write. A page is told by server-sent events that something changed, and
+loads itself anew."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
@@ -18,12 +19,17 @@ from starlette.routing import Route
 from flash_mcp.pages import live
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import RunState
 from flash_mcp.server.sessions import keep_in_cookie
 from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import STATUS
+from flash_mcp.state.owners import refuse_reader
+from flash_mcp.state.queue import Label, label
+from flash_mcp.state.runs import RunKind, RunOrder
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.deploy import chat
+from flash_mcp.tools.checkpoints import cancel, checkpoints
+from flash_mcp.tools.deploy import chat, deploy, undeploy
 
 PATH = "/ui"
 EVENTS = f"{PATH}/events"
@@ -31,6 +37,7 @@ SIGN_IN = f"{PATH}/sign-in"
 LOOK_S = 1.0
 """Seconds between two looks for changes."""
 KEEP_ALIVE_S = 15.0
+BOTH = ["GET", "POST"]
 MAX_FORM_BYTES = 64 << 10
 HEADERS = {"cache-control": "no-store", "x-frame-options": "DENY", "referrer-policy": "same-origin"}
 """With no-referrer, Chromium sends `Origin: null` with a form, which the gate refuses."""
@@ -53,9 +60,10 @@ def routes() -> list[Route]:
     return [
         Route("/", _to_overview),
         *results,
+        *(Route(f"{PATH}/runs/{{run_id}}/{name}", act, methods=BOTH) for name in ACTIONS),
         Route(EVENTS, events),
         Route(SIGN_IN, _to_overview),
-        Route(f"{PATH}/chat/{{deployment}}", talk, methods=["GET", "POST"]),
+        Route(f"{PATH}/chat/{{deployment}}", talk, methods=BOTH),
         Route(f"{PATH}/{{rest:path}}", _served(_unknown)),
     ]
 
@@ -111,8 +119,14 @@ def _events_of(run_id: str | None = None) -> str:
 
 def _overview(request: Request) -> str:
     query = request.query_params
-    state = next((name for name in get_args(RunState) if name == query.get("state")), None)
-    return live.overview(open_store(), _events_of(), query.get("before"), state)
+    listing = live.Listing(
+        kind=_chosen(query.get("kind"), get_args(RunKind), "trainings"),
+        state=_chosen(query.get("state"), get_args(RunState), None),
+        contains=query.get("contains", "")[:200],
+        order=_chosen(query.get("order"), get_args(RunOrder), "newest"),
+        page=_number(query.get("page", "")) or 0,
+    )
+    return live.overview(open_store(), _events_of(), listing)
 
 
 def _together(request: Request) -> str:
@@ -143,6 +157,10 @@ def _changes(request: Request) -> str:
     page = _number(request.query_params.get("page", "")) or 0
     run_id = request.path_params["run_id"]
     return live.changes(open_store(), _events_of(run_id), run_id, page)
+
+
+def _chosen(text: str | None, values: Sequence[Any], default: Any) -> Any:
+    return text if text in values else default
 
 
 def _number(text: str) -> int | None:
@@ -182,6 +200,67 @@ def _pages(request: Request) -> SharedPages:
     return request.app.state.pages
 
 
+# -- what the buttons of a run do ------------------------------------------------------------------
+
+Form = dict[str, str]
+
+
+async def act(request: Request) -> Response:
+    """Do what a button of a run's page says; that page again, with what came of it."""
+    run_id = request.path_params["run_id"]
+    name = request.url.path.rpartition("/")[2]
+    if request.method == "GET":  # the page loads itself anew
+        return RedirectResponse(f"{PATH}/runs/{run_id}", 303)
+    try:
+        refuse_reader(f"the button {name!r}")
+        notice = await ACTIONS[name](run_id, await _form(request))
+        text = await run_sync(html, open_store(), run_id, _events_of(run_id), notice)
+    except Exception as error:
+        return _refusal(request, error)
+    return HTMLResponse(text, headers=HEADERS)
+
+
+async def _stop(run_id: str, form: Form) -> str:
+    result = await cancel(run_id, form.get("reason", "")[:500], wait_s=0)
+    if result.state == "cancelled":
+        return "The run is cancelled."
+    return f"The run was asked to stop: {result.next.partition(';')[0]}."
+
+
+async def _deploy(run_id: str, form: Form) -> str:
+    result = await deploy(run_id, _number(form.get("step", "")), wait_s=0)
+    return f"Step {result.step} is being served as {result.deployment}: {result.state}."
+
+
+async def _undeploy(run_id: str, form: Form) -> str:
+    result = await undeploy(form.get("deployment", ""), wait_s=0)
+    return f"{result.deployment}: {result.state}."
+
+
+async def _export(run_id: str, form: Form) -> str:
+    kind = _chosen(form.get("kind"), get_args(ExportKind), "merged")
+    result = (await checkpoints(run_id, kind, form.get("push_to") or None)).export
+    assert result is not None  # it was asked for
+    where = result.pushed or result.folder
+    return f"The export is {result.state}: {where}."
+
+
+async def _note(run_id: str, form: Form) -> str:
+    words = Label(form.get("name", "")[:100], form.get("note", "")[:2000])
+    store = open_store()
+    await run_sync(label, store, store.run(run_id), words)
+    return "The note is kept."
+
+
+ACTIONS: dict[str, Callable[[str, Form], Awaitable[str]]] = {
+    "stop": _stop,
+    "deploy": _deploy,
+    "undeploy": _undeploy,
+    "export": _export,
+    "note": _note,
+}
+
+
 # -- chat ------------------------------------------------------------------------------------------
 
 
@@ -203,7 +282,7 @@ async def talk(request: Request) -> Response:
     return HTMLResponse(text, headers=HEADERS)
 
 
-async def _form(request: Request) -> dict[str, str]:
+async def _form(request: Request) -> Form:
     """The fields of a form. A form that is too large counts as empty."""
     body = b""
     async for part in request.stream():
@@ -211,7 +290,8 @@ async def _form(request: Request) -> dict[str, str]:
         if len(body) > MAX_FORM_BYTES:
             return {}
     fields = parse_qs(body.decode(errors="replace"), keep_blank_values=True)
-    return {name: values[0] for name, values in fields.items()}
+    # Browsers end the lines of a text as Windows does.
+    return {name: values[0].replace("\r\n", "\n") for name, values in fields.items()}
 
 
 # -- signing in ------------------------------------------------------------------------------------

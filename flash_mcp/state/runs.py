@@ -14,6 +14,21 @@ from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.database import Connection, marks
 from flash_mcp.state.owners import caller
 
+RunKind = Literal["trainings", "evaluations", "samples"]
+RunOrder = Literal["newest", "success", "name", "longest"]
+KINDS: dict[str, str] = {
+    "trainings": "algorithm <> 'eval'",
+    "evaluations": "algorithm = 'eval' AND json_extract(spec, '$.split') <> 'train'",
+    "samples": "algorithm = 'eval' AND json_extract(spec, '$.split') = 'train'",
+}
+"""A sample evaluates on tasks of training: it shows what a run could learn from."""
+ORDERS: dict[str, str] = {
+    "newest": "created DESC",
+    "success": """(SELECT json_extract(summary, '$.success') FROM evals
+                   WHERE evals.run_id = runs.id ORDER BY step DESC LIMIT 1) DESC NULLS LAST""",
+    "name": "json_extract(lineage, '$.name') NULLS LAST, environment, model",
+    "longest": "used_s DESC",
+}
 RECENT_S = 7 * 86_400.0
 REMOTE_PATIENCE_S = 5.0
 """How long the control plane retries while a store elsewhere does not answer."""
@@ -71,6 +86,23 @@ class RunTable(Connection):
             f"SELECT * FROM runs WHERE {' AND '.join(where)} ORDER BY created DESC, id DESC LIMIT ?"
         )
         return self.records(Run, sql, [*values, limit])
+
+    def listed_runs(
+        self,
+        kind: RunKind,
+        state: str | None = None,
+        contains: str = "",
+        order: RunOrder = "newest",
+        limit: int = 20,
+        offset: int = 0,
+    ) -> list[Run]:
+        """Runs of one kind whose id, name, note, model or environment contains a text."""
+        sql = f"""SELECT * FROM runs WHERE serves IS NULL AND {KINDS[kind]}
+                  AND (?1 IS NULL OR state = ?1)
+                  AND instr(lower(json_array(id, algorithm, model, environment,
+                      json_extract(lineage, '$.name'), json_extract(lineage, '$.note'))), lower(?2))
+                  ORDER BY {ORDERS[order]}, created DESC, id DESC LIMIT ?3 OFFSET ?4"""
+        return self.records(Run, sql, [state, contains, limit, offset])
 
     def evaluations_of(self, environment_digest: str) -> list[Run]:
         """Evaluations on that version that succeeded or have not ended, the newest first."""
@@ -203,7 +235,8 @@ class RunTable(Connection):
         sql = "SELECT DISTINCT target FROM runs WHERE started > ?"
         return set(self.column(sql, [time.time() - RECENT_S]))
 
-    def run_counts(self) -> dict[str, int]:
+    def run_counts(self, kind: RunKind | None = None) -> dict[str, int]:
         """{state: number of runs}"""
-        sql = "SELECT state, count(*) FROM runs WHERE serves IS NULL GROUP BY state"
+        only = f"AND {KINDS[kind]}" if kind else ""
+        sql = f"SELECT state, count(*) FROM runs WHERE serves IS NULL {only} GROUP BY state"
         return dict(self.two_columns(sql))

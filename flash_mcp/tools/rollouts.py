@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Literal
@@ -310,18 +311,22 @@ def _result(
 
 
 def _opening(rows: list[Rollout]) -> list[Message]:
-    """The messages that all prompts begin with; empty for a single row."""
-    prompts = [row.messages[: row.prompt_messages] for row in rows] if len(rows) > 1 else []
-    columns = takewhile(
-        lambda column: all(item == column[0] for item in column), zip(*prompts, strict=False)
-    )
-    shared: list[Json] = [column[0] for column in columns]
+    shared = shared_opening(rows)
     texts = list(map(text_of, shared))
     allowed = share_out(OPENING_CHARACTERS, list(map(json_characters, texts)))
     messages: list[Message] = []
     for message, text, limit in zip(shared, texts, allowed, strict=True):
         messages.append(Message(role=message["role"], content=_excerpt(text, limit, "")))
     return messages
+
+
+def shared_opening(rows: Sequence[Rollout]) -> list[Json]:
+    """The messages that all prompts begin with; empty for a single row."""
+    prompts = [row.messages[: row.prompt_messages] for row in rows] if len(rows) > 1 else []
+    columns = takewhile(
+        lambda column: all(item == column[0] for item in column), zip(*prompts, strict=False)
+    )
+    return [column[0] for column in columns]
 
 
 def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:

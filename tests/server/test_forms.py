@@ -26,8 +26,8 @@ from tests.teams import Team, team_server
 __all__ = ["browser"]
 pytestmark = pytest.mark.slow
 TEMPLATES = ROOT / "flash_mcp/pages/templates"
-SUBMITTED = {"chat", "overview", "sign_in", "transcripts"}
-"""The templates whose forms the tests below submit."""
+SUBMITTED = {"chat", "overview", "run", "sign_in", "transcripts"}
+"""The templates whose forms the tests below, and those of test_buttons.py, submit."""
 
 
 @pytest.fixture
@@ -122,11 +122,13 @@ def test_runs_are_listed_by_state(page: Any, team: Team, tmp_path: Path) -> None
     queued = queued_run(tmp_path / "queued").id
     give("alice", "alices")
     page.reload()
-    page.click("a:text('1 queued')")
-    page.wait_for_selector(f"a:text('{queued}')")
-    assert done not in page.inner_text("main")
-    page.click("a:text-is('all')")
-    page.wait_for_selector(f"a:text('{done}')")
+    page.select_option("[name=state]", "queued")
+    page.click("button:text('Show')")
+    page.wait_for_url("**state=queued*")
+    assert queued in page.inner_text("main") and done not in page.inner_text("main")
+    page.select_option("[name=state]", "")
+    page.click("button:text('Show')")
+    page.wait_for_selector(f"main:has-text('{done}')")
 
 
 def test_an_evaluation_has_attempts_and_no_curves(team: Team, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ class Rollout:
     success: bool = False
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     reason: str | None = None
+    expected: str | None = None
     error: dict[str, str] | None = None
     seconds: float = 0.0
     refusals: dict[str, int] = field(default_factory=dict[str, int])
@@ -191,6 +192,7 @@ class Rollout:
             advantage=advantage,
             metrics=self.metrics,
             reason=self.reason,
+            expected=self.expected,
             error=self.error,
             turns=self.turns,
             finish=self.finish,
@@ -416,6 +418,7 @@ class _Conversation:
             opening = await self._host.open(rollout.task.split, rollout.task.example)
             self.episode = opening.episode
             rollout.task_id = opening.task_id
+            rollout.expected = opening.expected
             if opening.is_agent:
                 serving = _SampledCalls(
                     rollout, self._template, self._host, self._generator, self._limits

@@ -83,7 +83,7 @@ LOADED = {
     "plays_gold": False,
     "generated": [],
 }
-OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1, "tools": [], "is_agent": False}
+OPENED = {"task_id": "t0", "expected": "4", "messages": [USER], "max_turns": 1, "tools": [], "is_agent": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 STEPPED = {"done": False, "messages": [USER]}
@@ -158,6 +158,7 @@ FORGED_REPLIES = {
     "three scores for a group of two": ("group", reply([SCORED] * 3)),
     "a group with a score that is null": ("group", reply([SCORED, None])),
     "an id that is a number": ("start", reply(OPENED | {"task_id": 1})),
+    "a gold answer that is a number": ("start", reply(OPENED | {"expected": 4})),
     "an id of 10,000 characters": ("start", reply(OPENED | {"task_id": "x" * 10_000})),
     "an opening without messages": ("start", reply(OPENED | {"messages": []})),
     "no turns": ("start", reply(OPENED | {"max_turns": 0})),
