@@ -149,7 +149,7 @@ class RunSpec(BaseModel):
     max_grad_norm: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Gradients are scaled down to this norm."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Seed of data order, initial adapter and sampling."""
+    """Seed of data, adapter and sampling."""
     save_every: Annotated[int, Field(ge=1, le=100_000)] = 10
     """Steps between checkpoints; the last step is saved too."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 4
@@ -161,7 +161,7 @@ class RunSpec(BaseModel):
     eval_after: bool = False
     """Evaluate the trained model last."""
     eval_examples: Annotated[int, Field(ge=1, le=100_000)] = 200
-    """Rows of the eval split used, from the start."""
+    """First rows of the eval split used."""
     regression: Literal["auto", "on", "off"] = "auto"
     """Try a hundred short tasks of other kinds before and after, to see what was forgotten; auto:
     where they are at most a tenth of the run's conversations."""
@@ -188,9 +188,9 @@ class RunSpec(BaseModel):
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
     """Seconds without progress before a restart."""
     max_hours: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
-    """Hours of work, then it saves and ends as cancelled."""
+    """Hours, then it ends as cancelled."""
     finish_by: str | None = None
-    """As 25 min: succeed in time with the steps that fit."""
+    """As 25 min: only steps that fit."""
     max_cost: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """The same by cost."""
     report_to: Annotated[list[Tracker], Field(max_length=4)] = []
