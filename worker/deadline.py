@@ -20,7 +20,7 @@ class Deadline:
     evaluation_s: float | None = None
     """What an evaluation took."""
     began: float = 0.0
-    made: int = 0
+    steps_done: int = 0
     """Steps since it began."""
 
     def begin(self, now: float) -> None:
@@ -28,8 +28,8 @@ class Deadline:
 
     def steps(self, step: int, most: int, now: float) -> int:
         """How many steps the run makes in all, after `step` of them; `most` at most."""
-        self.made += 1
-        pace_s = (now - self.began) / self.made
+        self.steps_done += 1
+        pace_s = (now - self.began) / self.steps_done
         last_s = self.last_attempts * pace_s
         if self.last_attempts and self.evaluation_s is not None:
             last_s = self.evaluation_s

@@ -132,15 +132,15 @@ def _splitting(described: dict[str, Any]) -> str:
 
 def _answer(questions: Path) -> None:
     llama: Any = import_module("xllamacpp")
-    asked = json.loads(questions.read_text())
+    job = json.loads(questions.read_text())
     parameters = llama.CommonParams()
-    parameters.model.path = asked["path"]
-    parameters.n_ctx = max(map(len, asked["prompts"])) + asked["tokens"]
+    parameters.model.path = job["path"]
+    parameters.n_ctx = max(map(len, job["prompts"])) + job["tokens"]
     parameters.n_parallel = 1
     server = llama.Server(parameters)
     results: list[list[int]] = []
-    for prompt in asked["prompts"]:
-        request = {"prompt": prompt, "max_tokens": asked["tokens"], "temperature": 0, "logprobs": 1}
+    for prompt in job["prompts"]:
+        request = {"prompt": prompt, "max_tokens": job["tokens"], "temperature": 0, "logprobs": 1}
         answer = server.handle_completions(request)
         written = answer["choices"][0]["logprobs"]["content"]
         results.append([token["id"] for token in written])

@@ -21,7 +21,7 @@ from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.truncation import shorten, utc
 
-ASKED_CHARACTERS = 80
+QUESTION_CHARACTERS = 80
 LOG_BYTES = 64 << 10
 """Nodes store no more of an attempt's output."""
 LOG_OVERLAP = 1000
@@ -134,14 +134,14 @@ def recordings(arguments: Arguments) -> None:
         return
     rows: list[Json] = []
     for line in filter(matches, recording.answers()):
-        asked = shorten(text_of(line["messages"][-1]), ASKED_CHARACTERS)
+        question = shorten(text_of(line["messages"][-1]), QUESTION_CHARACTERS)
         shown = {name: line.get(name) for name in ("id", "user", "rating")}
-        rows.insert(0, {"time": utc(line.get("time", 0.0)), **shown, "asked": asked})
+        rows.insert(0, {"time": utc(line.get("time", 0.0)), **shown, "asked": question})
     answer(arguments, rows, "\n".join(render_all(rows, "")) if rows else "nothing matches")
 
 
 def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
-    wanted = [pair.partition("=") for pair in arguments.metadata]
+    pairs = [pair.partition("=") for pair in arguments.metadata]
     rating = rating_of(arguments.rating)
     if arguments.rating not in (None, "none") and rating is None:
         what = f"--rating: {arguments.rating!r:.40} is no rating"
@@ -154,7 +154,7 @@ def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
             (arguments.user is None or line.get("user") in _names_of(arguments.user))
             and (arguments.id is None or line.get("id") == arguments.id)
             and (arguments.rating is None or line["rating"] == rating)
-            and all(str(metadata.get(name)) == value for name, _, value in wanted)
+            and all(str(metadata.get(name)) == value for name, _, value in pairs)
             and (arguments.contains is None or arguments.contains in "\n".join(texts))
         )
 

@@ -195,9 +195,9 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
     row = await run_sync(references.environment, store, reference)
     entries: list[Json] = []
     for arm, subject in zip(arms, subjects, strict=True):
-        given = {**common, **arm}
+        arguments = {**common, **arm}
         resolved = resolve.resolve_eval(
-            subject, row, split=split, tasks=[], attempts=1, given=given
+            subject, row, split=split, tasks=[], attempts=1, given=arguments
         )
         resolved, _ = await run_sync(place, store, resolved)
         entry = {"name": arm["name"], "of": subject.name, "adapter": subject.adapter}

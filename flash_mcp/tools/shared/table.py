@@ -79,13 +79,13 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     dropped: Counter[str] = Counter()
     golds: dict[str, str] = {}
     for row in rows:
-        asked, gold = _text(row.get(question)), _text(row.get(answer))
-        if not asked or not gold:
+        prompt, gold = _text(row.get(question)), _text(row.get(answer))
+        if not prompt or not gold:
             dropped["empty"] += 1
-        elif asked not in golds:
-            golds[asked] = gold
+        elif prompt not in golds:
+            golds[prompt] = gold
         else:
-            dropped["copies" if golds[asked] == gold else "other answer to the same question"] += 1
+            dropped["copies" if golds[prompt] == gold else "other answer to the same question"] += 1
     if len(golds) < FEWEST_ROWS:
         what = f"there are {len(golds)} different questions with an answer"
         raise _refusal(source, what, f"give at least {FEWEST_ROWS}, better some hundreds")
@@ -279,8 +279,8 @@ def _split(golds: Mapping[str, str]) -> tuple[list[dict[str, str]], list[dict[st
     held_out: list[dict[str, str]] = []
     for group in groups:
         split, rows = ("eval", held_out) if len(held_out) < eval_size else ("train", train)
-        for asked in group:
-            row = {"id": f"{split}-{len(rows):05}", "input": asked, "output": golds[asked]}
+        for prompt in group:
+            row = {"id": f"{split}-{len(rows):05}", "input": prompt, "output": golds[prompt]}
             rows.append(row)
     return train, held_out
 
@@ -290,9 +290,9 @@ def _alike(golds: Mapping[str, str]) -> list[list[str]]:
     same numbers and answer.
     """
     same: dict[tuple[str, ...], list[str]] = {}
-    for asked in golds:
-        words = tuple(sorted(re.findall(r"\w+", asked.casefold())))
-        same.setdefault(words, []).append(asked)
+    for prompt in golds:
+        words = tuple(sorted(re.findall(r"\w+", prompt.casefold())))
+        same.setdefault(words, []).append(prompt)
     clusters: list[list[list[str]]] = []
     heads: defaultdict[Any, list[list[list[str]]]] = defaultdict(list)
     for words, group in same.items():
