@@ -151,7 +151,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_QWEN_IDS,
         },
     ),
-    "qwen3_moe": ("qwen3_moe", _text(**EXPERTS)),
+    "qwen3_moe": ("qwen3_moe", _text(**EXPERTS, norm_topk_prob=True)),
     "qwen3_next": ("qwen3_next", _text(**LINEAR, **EXPERTS, shared_expert_intermediate_size=32)),
     "deepseek_v3": ("deepseek_v3", _text(**LATENT)),
     "glm4_moe_lite": ("glm4_moe_lite", _text(**LATENT)),

@@ -335,7 +335,7 @@ def _reason(error: Exception) -> str:
     """One line of an error, without paths."""
     text = getattr(error, "what", "") or f"{type(error).__name__}: {error}"
     if "llama.cpp cannot convert" in text:
-        return "-"
+        return "-" if "is not supported" in text else "needs its own tokenizer"
     if "Failed to init server" in text:
         return "llama.cpp does not load it"
     if "does not run without a GPU" in text:

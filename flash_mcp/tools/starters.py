@@ -35,7 +35,7 @@ FOLDERS = {
 """The folder of a template, where it has another name."""
 INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "configs/rl.toml")
 """Files of a starter that are returned where none can be written, in order of their worth."""
-INLINE_CHARACTERS = 7_500
+INLINE_CHARACTERS = 7_550
 INLINE_ROWS = 3
 TEXTS = {".py", ".toml", ".jsonl", ".txt", ".md", ".json"}
 
@@ -202,10 +202,14 @@ def _written(folder: str | None, name: str, files: dict[str, bytes], change: str
     paths = sorted(files)
     if folder is None:
         first = [path for path in INLINE if path in files]
+        order = list(dict.fromkeys([*first, *paths]))
+        contents = _inline(files, order, INLINE_ROWS)
+        if not contents.keys() >= set(first):
+            contents = _inline(files, order, 1)
         return EnvSetup(
             name=name,
             files=paths,
-            contents=_inline(files, dict.fromkeys([*first, *paths])),
+            contents=contents,
             next=f"{change}; then env_push(name={name!r}, files={{path: text}}); the resource "
             "flash://playbook has the contract",
         )
@@ -215,9 +219,9 @@ def _written(folder: str | None, name: str, files: dict[str, bytes], change: str
     return EnvSetup(folder=str(target), name=name, files=paths, next=following)
 
 
-def _inline(files: Mapping[str, bytes], paths: Iterable[str]) -> dict[str, str]:
+def _inline(files: Mapping[str, bytes], paths: Iterable[str], rows: int) -> dict[str, str]:
     """Texts as env_push takes them in `files`, as many as a result has room for; of datasets the
-    first rows.
+    first `rows`.
     """
     contents: dict[str, str] = {}
     room = INLINE_CHARACTERS
@@ -226,7 +230,7 @@ def _inline(files: Mapping[str, bytes], paths: Iterable[str]) -> dict[str, str]:
             continue
         lines = files[path].decode(errors="replace").splitlines(keepends=True)
         if path.endswith(".jsonl"):
-            lines = lines[:INLINE_ROWS]
+            lines = lines[:rows]
         text = "".join(lines)
         if json_characters(text) <= room:
             room -= json_characters(text)

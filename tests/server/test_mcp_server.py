@@ -149,7 +149,7 @@ async def test_an_unknown_tool_is_refused_with_the_nearest_name(client: Client):
 
 
 async def test_wrong_values_are_explained_one_field_a_line_without_the_validators_own_words(client: Client):
-    result = await client.call_tool("train", {"environment": "echo", "steps": 0, "group_size": 1, "loss_type": "x"})
+    result = await client.call_tool("train", {"environment": "echo", "steps": 0, "group_size": 0, "loss_type": "x"})
     assert code_of(result) == "invalid_argument"
     lines = text_of(result).splitlines()[1:]
     assert [line.partition(":")[0] for line in lines] == ["steps", "group_size", "loss_type"]

@@ -181,11 +181,11 @@ def test_no_attempt_is_made_beyond_the_last(store: Store) -> None:
     assert store.run(run.id).state == "failed"
 
 
-def test_what_epochs_come_to_is_heard_from_the_worker_once(store: Store) -> None:
+def test_how_many_steps_a_run_makes_is_what_its_worker_said_last(store: Store) -> None:
     run, _ = enqueue(store, algorithm="sft", epochs=2)
     claim(store)
     assert store.run(run.id).steps is None
-    for beat, expected in (({}, None), ({"steps": None}, None), ({"steps": 12}, 12), ({"steps": 13}, 12)):
+    for beat, expected in (({}, None), ({"steps": None}, None), ({"steps": 12}, 12), ({}, 12), ({"steps": 13}, 13)):
         assert queue.record_beat(store, run.id, 1, {"step": 1, "phase": "train", **beat}, progressed=True)
         assert store.run(run.id).steps == expected
 

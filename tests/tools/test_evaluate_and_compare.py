@@ -63,7 +63,7 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert (run.algorithm, run.state, run.steps) == ("eval", "succeeded", 60)
     status = await call(client, "status", run_id=body["run_id"])
     assert status["run"]["scores"] == scores
-    assert f"<td>low</td><td>{scores['low']}</td>" in html(open_store(), body["run_id"])
+    assert f"({scores['low']} to {scores['high']})" in html(open_store(), body["run_id"])
     assert status["next"] == body["next"]
     shown = await call(client, "rollouts", run_id=body["run_id"], success=False)
     assert shown["total"] == 30

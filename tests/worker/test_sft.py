@@ -164,7 +164,7 @@ def tune(
         output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip
     session: Any = SimpleNamespace(spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE)
-    assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
+    assert _optimize(trainer, session, _resume_point(writer, scratch), None) == steps
     return spec
 
 

@@ -72,9 +72,10 @@ def group_logps(
     forks_B: Sequence[Forks] | None = None,
     way: Way = Way.PACKED,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained_BC` is 0. Entropies
-    carry no gradient."""
-    logps_BC = ids_BT.new_zeros(trained_BC.shape, dtype=torch.float32)
+    """(log-probabilities, entropies), both (B, C) in fp32 (fp64 if the model is), zero where
+    `trained_BC` is 0. Entropies carry no gradient."""
+    exact = torch.promote_types(causal_lm.dtype, torch.float32)
+    logps_BC = ids_BT.new_zeros(trained_BC.shape, dtype=exact)
     entropies_BC = torch.zeros_like(logps_BC)
     for pack in packs_of(ids_BT, seen_BT, trained_BC, forks_B=forks_B, way=way):
         values_N, entropies_N = pack.logps(causal_lm, temperature)

@@ -1,0 +1,1 @@
+"""What people and CI run, and what those share."""
