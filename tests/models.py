@@ -338,6 +338,8 @@ def _reason(error: Exception) -> str:
         return "-" if "is not supported" in text else "needs its own tokenizer"
     if "Failed to init server" in text:
         return "llama.cpp does not load it"
+    if "holds another model" in text:
+        return "refused: llama.cpp answers otherwise"
     if "does not run without a GPU" in text:
         return "refused without a GPU"
     for said, meaning in ON_A_CPU.items():

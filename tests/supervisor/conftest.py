@@ -7,18 +7,30 @@ from collections.abc import Iterator
 
 import pytest
 
+from flash_mcp.state.store import Store
+from flash_mcp.supervisor.crew import Crew
 from flash_mcp.supervisor.remote import TargetThread
 
 
 @pytest.fixture(autouse=True)
-def target_threads() -> Iterator[None]:
+def target_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """End the threads of targets with the test that started them. One that asks for a store that is gone draws its
     delays at random, which Hypothesis takes for a fault of the tests that come after it.
     """
+    crews: list[Crew] = []
+    begin = Crew.__init__
+
+    def record(crew: Crew, store: Store, threads: int) -> None:
+        begin(crew, store, threads)
+        crews.append(crew)
+
+    monkeypatch.setattr(Crew, "__init__", record)
     yield
     threads = [thread for thread in threading.enumerate() if isinstance(thread, TargetThread)]
     for thread in threads:
         thread.stopped.set()
-    for thread in (*threads, *threading.enumerate()):
-        if thread in threads or thread.name.startswith("crew"):
-            thread.join(60)
+    for thread in threads:
+        thread.join(60)
+    for crew in crews:
+        crew.close()
+        crew.wait(60)
