@@ -107,10 +107,18 @@ def ray() -> Iterator[ray_cluster.Cluster]:
 
 
 def on_ray(logs: Path, cluster: ray_cluster.Cluster) -> Harness:
+    def kill(handle: Handle) -> bool:
+        processes = [
+            process
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get("OWN_KEY") == handle.key
+        ]
+        for process in processes:
+            process.kill()
+        return bool(processes)
+
     def end(handle: Handle) -> None:
-        for process in psutil.process_iter(["environ"]):
-            if (process.info["environ"] or {}).get("OWN_KEY") == handle.key:
-                process.kill()
+        wait_for(lambda: kill(handle))  # Ray says that a job runs before it has started its program
 
     token = str(cluster.token_file)
     return Harness(lambda: RayLauncher(cluster.address, 2, token_file=token), end, logs)

@@ -163,7 +163,9 @@ def tune(
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
         output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip
-    session: Any = SimpleNamespace(spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE)
+    session: Any = SimpleNamespace(
+        spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE, try_regression=lambda *_: None
+    )
     assert _optimize(trainer, session, _resume_point(writer, scratch), None) == steps
     return spec
 
