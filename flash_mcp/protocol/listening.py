@@ -1,6 +1,6 @@
 """Where a model server listens, as its attempt says.
 
-On a node it listens on all addresses, with TLS. Its certificate is its own, made anew for each
+On a node it listens on all addresses, with TLS. Its certificate is its own, a new one for each
 start, and is the only one that is accepted: whoever else listens there learns no key. The code
 (HMAC) by the supervisor's key shows that nobody else wrote what is said here."""
 

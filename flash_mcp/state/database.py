@@ -42,7 +42,7 @@ ENCODED = JSON_COLUMNS | NAMES
 
 
 class Connection:
-    """The database BASE/flash.db, made and migrated if needed; each thread has a connection."""
+    """The database BASE/flash.db, created and migrated if needed; each thread has a connection."""
 
     def __init__(self, base: Path) -> None:
         self.base = base

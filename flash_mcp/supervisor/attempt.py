@@ -84,7 +84,7 @@ class Attempt:
     has_secrets: bool = False
     """They were sealed for it; of an attempt on another machine."""
     left_at: float | None = None
-    """Since when it is known that its machine is taken away."""
+    """When its machine was first said to be taken away."""
     cancelled_at: float | None = None
     result_at: float | None = None
 

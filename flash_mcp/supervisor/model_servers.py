@@ -363,7 +363,7 @@ def _unreachable(run: Run, listening: Listening) -> FlashError:
 
 
 def _end_of(run: Run) -> FlashError:
-    """Why a server is over that nobody asked to end."""
+    """Why a server ended although no deployment was stopped."""
     if run.error:
         return FlashError.from_dict(run.error)
     what = f"its server on {run.target} ended by itself: for long it heard of nobody"

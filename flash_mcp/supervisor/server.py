@@ -122,7 +122,7 @@ class Server:
 
 
 def server_here(home: Path, run: Run) -> Server:
-    """What is known here of a run's server, made if missing: keys come before an address."""
+    """The record of a run's server, created if missing: keys come before an address."""
     folder = home / "servers" / run.id
     if server := Server.read(folder):
         return server

@@ -126,7 +126,7 @@ class Target(ABC):
     beats_per_s: float = 50.0
     """Heartbeats that are asked for: with many runs, each less often."""
     beat_every_s: float = 10.0
-    """A heartbeat in an object store is asked for so often: each time is a request."""
+    """Between two reads of a heartbeat in an object store: each is a request."""
 
     @abstractmethod
     def job(self, run: Run) -> Json:

@@ -1,5 +1,5 @@
 """Rows of a user's file or of a dataset at the hub, as the tasks of an environment or as
-conversations to learn: columns found, copies dropped, split."""
+conversations to learn: columns recognised, copies dropped, split."""
 
 from __future__ import annotations
 
