@@ -114,7 +114,7 @@ async def prompts(trial: Trial) -> str:
     await trial.open(trial.tasks[0])
     await trial.each([partial(trial.open, task) for task in trial.tasks[1:]])
     turns = trial.max_turns.values()
-    return f"{len(turns)} tasks opened, at most {max(turns)} turns each"
+    return f"{len(turns)} tasks opened; turns per task: at most {max(turns)}"
 
 
 async def gold(trial: Trial) -> str:

@@ -18,6 +18,7 @@ from flash_mcp.cli.shell import in_shell
 from flash_mcp.pages.headline import headline, percent
 from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import Checkpoints
+from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
 from flash_mcp.tools.shared.scores import Scores
 from flash_mcp.tools.status import RunLine, Status
@@ -39,6 +40,8 @@ WIDEST = 110
 """Longer lines are hard to read."""
 ROLE = 11
 """Columns of a message's role."""
+CHECK = 13
+"""Columns of a check's name."""
 DETAILS = ("failures", "metrics", "lineage", "values", "sources", "log_tail")
 """Fields of a detailed report, which follow the report as they are."""
 COLUMNS = ("SUCCESS", "95 % INTERVAL", "REWARD", "CONSTANT", "CUT OFF", "ERRORS")
@@ -137,6 +140,8 @@ def _page_of(result: BaseModel) -> str | None:
         _rollouts(page, result)
     elif isinstance(result, Checkpoints) and not result.export:
         _checkpoints(page, result)
+    elif isinstance(result, EnvTest) and result.probes:
+        _checks(page, result)
     else:
         return None
     page.line()
@@ -414,3 +419,28 @@ def _checkpoints(page: Page, result: Checkpoints) -> None:
     page.table(CHECKPOINT_COLUMNS, lines)
     page.line()
     page.line(f"The first is in {rows[0].path}")
+
+
+# -- the checks of an environment ------------------------------------------------------------------
+
+
+def _checks(page: Page, result: EnvTest) -> None:
+    verdicts: dict[bool | None, tuple[str, Style]] = {
+        True: ("passed", "good"),
+        False: ("failed", "bad"),
+        None: ("unfinished", "warn"),
+    }
+    verdict, style = verdicts[result.passed]
+    tasks = f"{result.train_tasks} train and {result.eval_tasks} eval tasks"
+    page.prose(f"{verdict}: {result.environment}, {tasks}, in {result.seconds:.1f} s", style)
+    page.line()
+    for probe in result.probes:
+        mark, style = {True: ("✓", None), False: ("✗", "bad"), None: ("-", "warn")}[probe.passed]
+        page.prose(probe.evidence, style, label=f"{mark} {probe.name:{CHECK}} ")
+        if probe.fix and not probe.passed:
+            page.prose(in_shell(probe.fix), label=f"{'  fix':{CHECK + 2}} ")
+    page.line()
+    page.prose(", ".join(result.accepted or ()), label="accepted       ")
+    page.prose(result.sandbox or "", "dim")
+    if result.sample:
+        page.lines += map(visible, render({"sample": result.sample.model_dump(mode="json")}))

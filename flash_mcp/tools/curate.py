@@ -22,7 +22,8 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import loaded
 from flash_mcp.tools.shared.next_steps import passed_on
-from flash_mcp.tools.shared.table import is_rows, keep_conversations
+from flash_mcp.tools.shared.rows import is_rows
+from flash_mcp.tools.shared.table import keep_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten
 

@@ -43,6 +43,24 @@ def test_what_is_laid_out_fits_a_terminal(words: tuple[str, ...], tmp_path: Path
     assert max(map(len, folded)) <= views.WIDTH
 
 
+def test_the_checks_of_an_environment_are_lines_with_the_fix_under_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "sort"
+    assert main.main(["env-setup", str(folder), "--template", "sort_words"]) == 0
+    source = (folder / "environment.py").read_text()
+    (folder / "environment.py").write_text(source.replace("success=", "success=True or "))
+    capsys.readouterr()
+    text = printed(capsys, "env-test", str(folder))
+    lines = text.splitlines()
+    assert lines[0].startswith("failed: ")
+    assert re.search(r"\n✓ loads +in .*\n", text)
+    assert re.search(r"\n✗ junk +train\[0\]: (.*\n)+?  fix +\S", text)
+    assert lines[-1].startswith("Next: correct what junk says")
+    folded = [line for line in lines if str(folder) not in line]
+    assert max(map(len, folded)) <= views.WIDTH
+
+
 def test_colours_are_for_terminals_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from environments import load_dataset
 from environments.checks import gate
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.tools.shared.table import read_table
+from flash_mcp.tools.shared.table import read_conversations, read_table
 from flash_mcp.tools.starters import env_setup
 
 ROWS = [
@@ -122,6 +122,71 @@ def test_near_copies_come_into_one_split_unless_all_rows_have_that_form(tmp_path
     assert 15 < sum(row["output"] == "no" for row in table.held_out) < 31
 
 
+def test_what_separates_columns_is_told_by_the_header(tmp_path: Path) -> None:
+    expected = read_table(str(csv_file(tmp_path)), None, None)
+    path = tmp_path / "semicolons.csv"
+    lines = [";".join(row.values()) for row in [{"a": "Question", "b": "Answer"}, *ROWS]]
+    path.write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
+    assert read_table(str(path), None, None) == expected
+
+
+def tasks_of(tmp_path: Path, rows: list[dict[str, Any]], question: str | None = None) -> dict[str, str]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    table = read_table(str(path), question, None)
+    return {row["input"]: row["output"] for row in (*table.train, *table.held_out)}
+
+
+LETTERS = {"label": ["1", "2"], "text": ["red", "blue"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"instruction": "Add", "input": "2 and 3", "output": "5"}, "Add\n\n2 and 3", "5"),
+        ({"instruction": "Add 2 and 3", "input": "", "output": "5"}, "Add 2 and 3", "5"),
+        (
+            {"question": "Who?", "context": "It was Ann.", "answers": {"text": ["Ann"], "answer_start": [7]}},
+            "It was Ann.\n\nWho?",
+            "Ann",
+        ),
+        ({"question": "Sum?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}, "Sum?", "5"),
+        ({"question": "Which?", "choices": ["red", "blue"], "answer": 1}, "Which?\n\nA. red\n\nB. blue", "B"),
+        ({"question": "Which?", "choices": ["red", "blue"], "answer": "blue"}, "Which?\n\nA. red\n\nB. blue", "B"),
+        ({"question": "Which?", "choices": LETTERS, "answerKey": "2"}, "Which?\n\n1. red\n\n2. blue", "2"),
+        ({"question": "one\u2028two\x85three", "answer": "5"}, "one\u2028two\x85three", "5"),
+    ],
+)
+def test_the_columns_of_common_datasets_make_one_question(
+    tmp_path: Path, row: dict[str, Any], question: str, answer: str
+) -> None:
+    first = next(iter(row))
+    tasks = tasks_of(tmp_path, [row | {first: f"{number}: {row[first]}"} for number in range(12)])
+    joined = question.replace(row[first], f"7: {row[first]}")
+    assert tasks[joined] == answer
+
+
+def test_several_columns_are_one_question_where_the_user_names_them(tmp_path: Path) -> None:
+    rows = [{"a": f"first {number}", "b": "second", "answer": "x"} for number in range(10)]
+    assert "first 3\n\nsecond" in tasks_of(tmp_path, rows, "a, b")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello"}]},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+        {"prompt": "hi", "completion": "hello"},
+    ],
+)
+def test_common_forms_of_conversations_are_the_same_rows(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    assert read_conversations(str(path)) == [{"messages": turns, "prompt_messages": 1}]
+
+
 def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path) -> None:
     rows = [*ROWS, *ROWS[:7], {"Question": ROWS[0]["Question"], "Answer": "0"}, {"Question": "  ", "Answer": "5"}]
     rows += [{"Question": f"{row['Question'][:-1].upper()}, please... no!", "Answer": row["Answer"]} for row in ROWS]
@@ -141,6 +206,7 @@ def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path
 
 REFUSALS = {
     "rows.csv": ("id,weight\n1,2\n", "no column is called question or input or prompt", "'id', 'weight'"),
+    "ragged.csv": ("question,answer\na, b,c\n", "line 2 has more fields than the header line", "a header line"),
     "few.csv": ("question,answer\na,b\n", "there are 1 different questions", "at least 10"),
     "bad.jsonl": ('{"question": 1}\n[2]\n', "row 2 is no object", "JSONL (an object a line)"),
     "cut.json": ("[{", "cannot be read", "in UTF-8"),

@@ -24,8 +24,8 @@ DATASETS = Path(__file__).parent / "datasets"
 INSTRUCTIONS = "Write your answer as <answer>...</answer>."
 SCORER: str = "tolerant"
 """exact: the answer is the row's, letter by letter. tolerant: whatever its case and spacing;
-numbers may differ by TOLERANCE. judge: as tolerant, and then a language model says whether another
-answer means the same.
+numbers may differ by TOLERANCE and have commas between thousands. judge: as tolerant, and then a
+language model says whether another answer means the same.
 """
 JUDGE: dict[str, Any] = {"base_url": "http://127.0.0.1:8000/v1", "model": "a-model", "criteria": ""}
 """With SCORER = "judge": an OpenAI-compatible endpoint, such as a deployment, and what counts. Its
@@ -72,6 +72,7 @@ def is_right(answer: str, gold: str) -> bool:
 
 
 def plain(text: str) -> str:
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}\b)", "", text)
     return " ".join(text.casefold().split())
 
 

@@ -34,7 +34,8 @@ from flash_mcp.state.references import RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import fetch_adapter, served_model
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.table import is_rows, keep_conversations
+from flash_mcp.tools.shared.rows import is_rows
+from flash_mcp.tools.shared.table import keep_conversations
 from flash_mcp.tools.shared.truncation import without_empty
 
 TAKEN_FROM_RUN = (

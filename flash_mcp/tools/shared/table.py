@@ -3,47 +3,56 @@ conversations to learn: columns recognised, copies dropped, split."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import itertools
 import json
-import os
 import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
-
 from environments.checks.likeness import ALIKE, share_of_words
 from flash_mcp.judgement.curation import Counts, is_held_back
-from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.errors import did_you_mean
 from flash_mcp.protocol.records import Json
 from flash_mcp.state import datasets
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.tools.shared.rows import Row, read_rows, refusal
 
-HUB = re.compile(r"hub:(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")
-"""hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG."""
-HUB_TIMEOUT_S = 20.0
-MOST_BYTES = 64 * 2**20
+ASK_TOGETHER = (("context", "question"), ("passage", "question"), ("instruction", "input"))
+"""Columns that are one question where all of them exist."""
 QUESTIONS = ("question", "input", "prompt", "instruction", "text", "query", "problem")
-ANSWERS = ("answer", "output", "label", "target", "response", "completion", "solution", "result")
+ANSWERS = (
+    "answer",
+    "answerkey",
+    "output",
+    "label",
+    "target",
+    "response",
+    "completion",
+    "solution",
+    "result",
+    "answers",
+)
+CHOICES = ("choices", "options")
+"""Columns of the answers to choose from."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+FINAL = "####"
+"""What stands before the answer itself where the rows hold its derivation too, as GSM8K's do."""
+CHAT_COLUMNS = ("messages", "conversations")
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+"""Roles of the ShareGPT form, {"from": role, "value": text}."""
 EVAL_SHARE = 0.2
 MOST_EVAL = 200
-SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 FEWEST_ROWS = 10
 MOST_ALIKE = 20
 """Questions that are one another in other words. If more are, it is the form of all questions."""
 MOST_COMPARED = 30
-
-Row = Json
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Table:
     held_out: list[dict[str, str]]
     columns: list[str]
     question: str
-    """The column of the questions."""
+    """The column of the questions, or the columns that together are one."""
     answer: str
     """The column of the answers."""
     dropped: dict[str, int]
@@ -74,12 +83,14 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     Raises FlashError(invalid_argument).
     """
     rows, columns = read_rows(source)
-    question = _column(source, columns, question, QUESTIONS, "question")
+    asking = _asking(source, columns, question, "question")
     answer = _column(source, columns, answer, ANSWERS, "answer")
+    pairs = [_task(row, asking, answer) for row in rows]
+    if all(FINAL in gold for _, gold in pairs):
+        pairs = [(prompt, gold.rpartition(FINAL)[2].strip()) for prompt, gold in pairs]
     dropped: Counter[str] = Counter()
     golds: dict[str, str] = {}
-    for row in rows:
-        prompt, gold = _text(row.get(question)), _text(row.get(answer))
+    for prompt, gold in pairs:
         if not prompt or not gold:
             dropped["empty"] += 1
         elif prompt not in golds:
@@ -88,21 +99,50 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
             dropped["copies" if golds[prompt] == gold else "other answer to the same question"] += 1
     if len(golds) < FEWEST_ROWS:
         what = f"there are {len(golds)} different questions with an answer"
-        raise _refusal(source, what, f"give at least {FEWEST_ROWS}, better some hundreds")
+        raise refusal(source, what, f"give at least {FEWEST_ROWS}, better some hundreds")
     train, held_out = _split(golds)
-    return Table(train, held_out, columns, question, answer, dict(dropped))
+    return Table(train, held_out, columns, ", ".join(asking), answer, dict(dropped))
+
+
+def _task(row: Row, asking: Sequence[str], answer: str) -> tuple[str, str]:
+    """Question and answer; the letter, of an answer that chooses."""
+    texts = [_text(row.get(name)) for name in asking]
+    value = row.get(answer)
+    gold = _text(value)
+    options = _options(row)
+    texts += [f"{letter}. {option}" for letter, option in options.items()]
+    for number, (letter, option) in enumerate(options.items()):
+        if gold not in options and (option == gold or value == number):
+            gold = letter
+    return "\n\n".join(filter(None, texts)), gold
+
+
+def _options(row: Row) -> dict[str, str]:
+    """{letter: answer to choose}; the hub has them as a list, or as {"text": [], "label": []}."""
+    listed = [row[name] for name in CHOICES if row.get(name)]
+    options: Any = listed[0] if listed else ()
+    letters: Any = LETTERS
+    if isinstance(options, dict):
+        letters = cast("Json", options).get("label", LETTERS)
+        options = cast("Json", options).get("text", [])
+    if isinstance(options, list):
+        return dict(zip(letters, map(_text, cast("list[Any]", options)), strict=False))
+    return {}
 
 
 def read_conversations(source: str) -> list[Row]:
-    """The rows as conversations to learn: a column `messages`, or a question and an answer.
+    """The rows as conversations to learn: a column of messages, or a question and an answer.
 
     Raises FlashError(invalid_argument)."""
     rows, columns = read_rows(source)
-    if "messages" not in columns:
-        question = _column(source, columns, None, QUESTIONS, "messages")
-        answer = _column(source, columns, None, ANSWERS, "messages")
-        return [_conversation(_text(row.get(question)), _text(row.get(answer))) for row in rows]
-    return [_of_messages(source, number, row) for number, row in enumerate(rows, start=1)]
+    chats = next((name for name in CHAT_COLUMNS if name in columns), None)
+    if chats is not None:
+        return [_of_messages(source, n, row, row.get(chats)) for n, row in enumerate(rows, 1)]
+    if any(isinstance(row.get("prompt"), list) for row in rows):
+        return [_of_parts(source, n, row) for n, row in enumerate(rows, 1)]
+    asking = _asking(source, columns, None, "messages")
+    answer_column = _column(source, columns, None, ANSWERS, "messages")
+    return [_conversation(*_task(row, asking, answer_column)) for row in rows]
 
 
 def _conversation(question: str, answer: str) -> Row:
@@ -110,25 +150,33 @@ def _conversation(question: str, answer: str) -> Row:
     return {"messages": turns, "prompt_messages": 1}
 
 
-def _of_messages(source: str, number: int, row: Row) -> Row:
+def _of_messages(source: str, number: int, row: Row, messages: Any) -> Row:
     """What follows the first user's messages is learnt."""
-    messages: Any = row["messages"]
     roles: list[Any] = []
     with suppress(ValueError, AttributeError, TypeError):
         if isinstance(messages, str):  # a CSV has them as JSON
             messages = json.loads(messages)
-        turns: list[Any] = list(messages)
-        roles = [turn.get("role") for turn in turns]
+        messages = list(map(_message, messages or ()))
+        roles = [message.get("role") for message in messages]
     if "assistant" not in roles[1:] or None in roles:
         fix = "give messages as [{'role': 'user', 'content': ...}, {'role': 'assistant', ...}]"
-        raise _refusal(source, f"row {number}: messages holds no conversation", fix)
+        raise refusal(source, f"row {number}: messages holds no conversation", fix)
     kept = {"messages": messages, "prompt_messages": roles.index("assistant", 1)}
     return kept | ({"tools": row["tools"]} if row.get("tools") else {})
 
 
-def is_rows(reference: str) -> bool:
-    """Whether it names rows, and not a dataset that was curated."""
-    return bool(HUB.fullmatch(reference)) or Path(reference).suffix.lower() in SUFFIXES
+def _of_parts(source: str, number: int, row: Row) -> Row:
+    """TRL's form of a conversation: messages in `prompt`, and those to learn in `completion`."""
+    prompt: list[Any] = row.get("prompt") or []
+    result = _of_messages(source, number, row, prompt + (row.get("completion") or []))
+    return result | {"prompt_messages": len(prompt)}
+
+
+def _message(message: Any) -> Any:
+    if "from" not in message:
+        return message
+    role = message["from"]
+    return {"role": ROLES.get(role, role), "content": message["value"]}
 
 
 def keep_conversations(
@@ -158,92 +206,15 @@ def keep_conversations(
     return datasets.find(f"{version.name}@{version.digest}", base)
 
 
-def read_rows(source: str) -> tuple[list[Row], list[str]]:
-    """All rows, and the names of their columns. Raises FlashError(invalid_argument)."""
-    if named := HUB.fullmatch(source):
-        rows = _parquet(source, _from_hub(source, named["id"], named["config"]))
-    else:
-        path = Path(source).expanduser().absolute()
-        rows = _rows(source, path.suffix.lower(), _content(source, path))
-    return rows, list(dict.fromkeys(name for row in rows for name in row))
-
-
-def _content(source: str, path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise _too_large(source)
-        return path.read_bytes()
-    except OSError as error:
-        what = f"cannot read it: {error.strerror}"
-        raise _refusal(source, what, "name a file, or hub:OWNER/NAME") from error
-
-
-def _from_hub(source: str, name: str, config: str | None) -> bytes:
-    """The first part of the train split, in the form that the hub keeps of every dataset."""
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    token = os.environ.get("HF_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True) as client:
-            listed = client.get(f"{hub}/api/datasets/{name}/parquet").raise_for_status().json()
-            if config is not None and config not in listed:
-                fix = f"name one of: {', '.join(listed)}"
-                raise _refusal(source, f"{name} has no configuration {config!r}", fix)
-            splits = listed[config or next(iter(listed))]
-            files = splits.get("train") or next(iter(splits.values()))
-            with client.stream("GET", files[0]) as response:
-                content = bytearray()
-                for part in response.raise_for_status().iter_bytes():
-                    content += part
-                    if len(content) > MOST_BYTES:
-                        raise _too_large(source)
-                return bytes(content)
-    except (httpx.HTTPError, ValueError, LookupError, AttributeError, StopIteration) as error:
-        fix = "check the name; set HF_TOKEN if the dataset asks for it; or give a file"
-        what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}"
-        raise _refusal(source, what, fix) from error
-
-
-def _rows(source: str, suffix: str, content: bytes) -> list[Row]:
-    if suffix == ".parquet":
-        return _parquet(source, content)
-    try:
-        return _parsed(suffix, content.decode("utf-8-sig"))
-    except (ValueError, csv.Error) as error:  # JSONDecodeError and UnicodeDecodeError are both
-        fix = (
-            "give CSV with a header line, TSV, JSON, JSONL (an object a line) or parquet, in UTF-8"
-        )
-        raise _refusal(source, f"it cannot be read: {error}", fix) from error
-
-
-def _parsed(suffix: str, text: str) -> list[Row]:
-    """Raises ValueError and csv.Error."""
-    if suffix in (".csv", ".tsv"):
-        delimiter = "\t" if suffix == ".tsv" else ","
-        return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
-    if suffix == ".json":
-        rows: Any = json.loads(text)
-    else:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    if not isinstance(rows, list):
-        raise ValueError("it holds no list of rows")
-    for number, row in enumerate(cast("list[Any]", rows), start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {number} is no object")
-    return cast("list[Row]", rows)
-
-
-def _parquet(source: str, content: bytes) -> list[Row]:
-    try:
-        parquet: Any = import_module("pyarrow.parquet")  # only there with the extra cpu or gpu
-    except ImportError as error:
-        fix = "install flash-mcp with the extra cpu or gpu, or give CSV or JSONL"
-        raise _refusal(source, "parquet needs pyarrow, which is not installed", fix) from error
-    try:
-        return parquet.read_table(io.BytesIO(content)).to_pylist()
-    except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
-        what = f"it is no parquet file: {error}"
-        raise _refusal(source, what, "give the file that its writer has closed") from error
+def _asking(source: str, columns: Sequence[str], names: str | None, what: str) -> list[str]:
+    """The columns that are the question."""
+    by_name = {column.strip().casefold(): column for column in columns}
+    for together in ASK_TOGETHER:
+        if names is None and by_name.keys() >= set(together):
+            return [by_name[name] for name in together]
+    if names is None or names in columns:
+        return [_column(source, columns, names, QUESTIONS, what)]
+    return [_column(source, columns, name.strip(), QUESTIONS, what) for name in names.split(",")]
 
 
 def _column(
@@ -254,13 +225,13 @@ def _column(
         if name in columns:
             return name
         near = did_you_mean(name, columns)
-        raise _refusal(source, f"there is no column {name!r}{near}", f"its columns are: {shown}")
+        raise refusal(source, f"there is no column {name!r}{near}", f"its columns are: {shown}")
     by_name = {column.strip().casefold(): column for column in columns}
     for candidate in usual:
         if candidate in by_name:
             return by_name[candidate]
     fix = f"name it: {what}=...; its columns are: {shown}"
-    raise _refusal(source, f"no column is called {' or '.join(usual[:3])}", fix)
+    raise refusal(source, f"no column is called {' or '.join(usual[:3])}", fix)
 
 
 def _text(value: Any) -> str:
@@ -268,6 +239,10 @@ def _text(value: Any) -> str:
         return ""
     if isinstance(value, str):
         return value.strip()
+    if isinstance(value, dict):  # SQuAD's answers, of which the first is taken
+        texts = cast("Json", value).get("text")
+        if isinstance(texts, list):
+            return _text(next(iter(cast("list[Any]", texts)), None))
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -316,12 +291,3 @@ def _alike(golds: Mapping[str, str]) -> list[list[str]]:
 
 def _jsonl(rows: Iterable[Mapping[str, str]]) -> bytes:
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
-
-
-def _too_large(source: str) -> FlashError:
-    what = f"it is larger than {MOST_BYTES >> 20} MiB"
-    return _refusal(source, what, "take a sample of its rows")
-
-
-def _refusal(source: str, what: str, fix: str) -> FlashError:
-    return FlashError("invalid_argument", what, data=source, fix=fix)

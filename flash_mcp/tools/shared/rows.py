@@ -1,0 +1,146 @@
+"""Rows of a user's file or of a dataset at the hub, with the columns that they have."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+
+HUB = re.compile(r"hub:(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")
+"""hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG."""
+HUB_TIMEOUT_S = 20.0
+MOST_BYTES = 64 * 2**20
+SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+
+Row = Json
+
+
+def is_rows(reference: str) -> bool:
+    """Whether it names rows, and not a dataset that was curated."""
+    return bool(HUB.fullmatch(reference)) or Path(reference).suffix.lower() in SUFFIXES
+
+
+def read_rows(source: str) -> tuple[list[Row], list[str]]:
+    """All rows, and the names of their columns. Raises FlashError(invalid_argument)."""
+    if named := HUB.fullmatch(source):
+        rows = _parquet(source, _from_hub(source, named["id"], named["config"]))
+    else:
+        path = Path(source).expanduser().absolute()
+        rows = _rows(source, path.suffix.lower(), _content(source, path))
+    return rows, list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _content(source: str, path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise _too_large(source)
+        return path.read_bytes()
+    except OSError as error:
+        what = f"cannot read it: {error.strerror}"
+        raise refusal(source, what, "name a file, or hub:OWNER/NAME") from error
+
+
+def _from_hub(source: str, name: str, config: str | None) -> bytes:
+    """The first part of the train split, in the form that the hub keeps of every dataset."""
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    token = os.environ.get("HF_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True) as client:
+            listed = client.get(f"{hub}/api/datasets/{name}/parquet").raise_for_status().json()
+            if config is not None and config not in listed:
+                fix = f"name one of: {', '.join(listed)}"
+                raise refusal(source, f"{name} has no configuration {config!r}", fix)
+            splits = listed[config or next(iter(listed))]
+            files = splits.get("train") or next(iter(splits.values()))
+            with client.stream("GET", files[0]) as response:
+                content = bytearray()
+                for part in response.raise_for_status().iter_bytes():
+                    content += part
+                    if len(content) > MOST_BYTES:
+                        raise _too_large(source)
+                return bytes(content)
+    except (httpx.HTTPError, ValueError, LookupError, AttributeError, StopIteration) as error:
+        fix = "check the name; set HF_TOKEN if the dataset asks for it; or give a file"
+        what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}"
+        raise refusal(source, what, fix) from error
+
+
+def _rows(source: str, suffix: str, content: bytes) -> list[Row]:
+    if suffix == ".parquet":
+        return _parquet(source, content)
+    try:
+        return _parsed(suffix, content.decode("utf-8-sig"))
+    except (ValueError, csv.Error) as error:  # JSONDecodeError and UnicodeDecodeError are both
+        fix = (
+            "give CSV with a header line, TSV, JSON, JSONL (an object a line) or parquet, in UTF-8"
+        )
+        raise refusal(source, f"it cannot be read: {error}", fix) from error
+
+
+def _parsed(suffix: str, text: str) -> list[Row]:
+    """Raises ValueError and csv.Error."""
+    if suffix in (".csv", ".tsv"):
+        return _separated(text.lstrip("\r\n"))
+    if suffix == ".json":
+        rows: Any = json.loads(text)
+    else:
+        # Not splitlines(): a text in JSON may hold the line ends that Unicode has besides.
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    if not isinstance(rows, list):
+        raise ValueError("it holds no list of rows")
+    for number, row in enumerate(cast("list[Any]", rows), start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is no object")
+    return cast("list[Row]", rows)
+
+
+def _separated(text: str) -> list[Row]:
+    """Rows of a file whose header line tells what separates them: spreadsheets also write
+    semicolons. Raises ValueError and csv.Error.
+    """
+
+    def header(delimiter: str) -> list[str]:
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        return next(lines) if text else []
+
+    delimiter = max(",;\t|", key=lambda candidate: len(header(candidate)))
+    rows: list[Row] = []
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    for row in reader:
+        if None in row:  # where DictReader puts what has no column
+            raise ValueError(f"line {reader.line_num} has more fields than the header line")
+        rows.append(row)
+    return rows
+
+
+def _parquet(source: str, content: bytes) -> list[Row]:
+    try:
+        parquet: Any = import_module("pyarrow.parquet")  # only there with the extra cpu or gpu
+    except ImportError as error:
+        fix = "install flash-mcp with the extra cpu or gpu, or give CSV or JSONL"
+        raise refusal(source, "parquet needs pyarrow, which is not installed", fix) from error
+    try:
+        return parquet.read_table(io.BytesIO(content)).to_pylist()
+    except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
+        what = f"it is no parquet file: {error}"
+        raise refusal(source, what, "give the file that its writer has closed") from error
+
+
+def _too_large(source: str) -> FlashError:
+    what = f"it is larger than {MOST_BYTES >> 20} MiB"
+    return refusal(source, what, "take a sample of its rows")
+
+
+def refusal(source: str, what: str, fix: str) -> FlashError:
+    return FlashError("invalid_argument", what, data=source, fix=fix)
