@@ -29,7 +29,9 @@ from mcp import Client
 from flash_mcp.cli import main as cli
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.server.mcp_server import server
+from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.news import FLAG_LETTERS
+from flash_mcp.tools.shared import placing
 from tests.docs import PLAYBOOK, tables
 from tests.frozen_calls import Names, results
 from tests.outlines import pretty, tool_outline
@@ -87,14 +89,16 @@ def used(folder: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def settings(folder: Path) -> Generator[None, None, None]:
     """A state directory and a model cache below `folder`, help 100 characters wide, and the same
-    ids of runs.
+    ids of runs; models are placed on a machine of 16 GiB.
     """
     values = {"FLASH_HOME": str(folder / "home"), "FLASH_MODELS": str(folder / "models"), "COLUMNS": "100"}
     # Ids of runs decide between equals, and which names are near an unknown one: they are the same
     # each time.
     ids = patch("secrets.choice", random.Random(0).choice)
     unsynced = patch("os.fsync")  # nothing here has to survive the machine
-    with patch.dict(os.environ, values), ids, unsynced:
+    device = Device("cpu", "a processor", 16.0, 8.0, cores=2)
+    machine = patch.multiple(placing, processor=lambda: device, gpus=list[Device], missing_packages=list[str])
+    with patch.dict(os.environ, values), ids, unsynced, machine:
         yield
 
 

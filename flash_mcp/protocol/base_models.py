@@ -40,6 +40,7 @@ class ModelCard:
     """Of a hub model whose files were pinned."""
     twin: str | None = None
     """For a model that is not from the hub: the hub id of the same model."""
+    needs_gpu: bool = False
     unchecked: str | None = None
     """The facts that copies of the hub's page, or other pages, say: its own was not read."""
 
@@ -103,7 +104,7 @@ _CARDS = (
         1.17e9,
         32_768,
         licence="lfm1.0",
-        notes="needs a GPU",
+        needs_gpu=True,
         unchecked="parameters, context",
     ),
     _card(

@@ -56,10 +56,14 @@ class EnvironmentTable(Connection):
             " (?, ?)"
         )
         stored = self.query(others, [row.name, row.digest])[0]["n"]
-        limit = caller().limits.environment_bytes
-        if allowed := disk_settings(self.base).uploads_gib:
-            limit = int(allowed * 2**30)
+        limit = self.environment_limit()
         check_quota("environments", stored, row.size_bytes, limit, "uploads_gib")
+
+    def environment_limit(self) -> int:
+        """The bytes of environments that the caller may store."""
+        if allowed := disk_settings(self.base).uploads_gib:
+            return int(allowed * 2**30)
+        return caller().limits.environment_bytes
 
     def put_gate(
         self,

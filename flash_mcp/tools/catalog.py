@@ -1,14 +1,17 @@
-"""catalog: models, environments, datasets, devices, targets and deployments, and a ledger."""
+"""catalog: models, environments, datasets, machines, deployments, a ledger, and the caller."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from shutil import disk_usage
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flash_mcp.protocol.base_models import MODELS, ToolTemplate
+from flash_mcp.protocol.base_models import MODELS, ModelCard, ToolTemplate, find, parameters_in_name
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import exports_dir, models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
 from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
@@ -18,11 +21,25 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch import devices as machine
+from flash_mcp.supervisor.launch.memory_need import memory_need
 from flash_mcp.supervisor.server import idle_minutes
+from flash_mcp.tools.shared.placing import Place, places
 from flash_mcp.tools.shared.tool_base import Result, ResultModel
 from flash_mcp.tools.shared.truncation import utc
 
-Kind = Literal["models", "environments", "datasets", "devices", "targets", "deployments", "ledger"]
+Kind = Literal[
+    "models",
+    "environments",
+    "datasets",
+    "devices",
+    "targets",
+    "deployments",
+    "ledger",
+    "whoami",
+]
+UNMEASURED = "unmeasured"
+LOOKED_AT = 50
+"""Newest runs among which one with measured steps is looked for."""
 
 
 class Model(ResultModel):
@@ -30,21 +47,25 @@ class Model(ResultModel):
 
     name: str
     """Pass as train's `model`."""
-    parameters: int | None = None
-    active: int | None = None
+    parameters: str | None = None
+    active: str | None = None
     """Parameters that each token passes, where they are fewer."""
     context: int | None = None
     """Tokens."""
     thinking: bool | None = None
     """Whether it can reason before it answers."""
     tools: ToolTemplate | None = None
-    """Which chat template shows tools: its own; or ours, in the Hermes form, as its own knows
-    none."""
+    """Which chat template shows tools: ours, in the Hermes form, as its own knows none; absent: its
+    own."""
     licence: str | None = None
     source: str
     """Where it comes from."""
     ready: bool | None = None
     """Whether it is in the model cache."""
+    fits: str
+    """Whether its weights fit this machine, in trainer and engine, and which targets."""
+    step: str
+    """What a step of training took in its newest run, here and on targets."""
     notes: str | None = None
     unchecked: str | None = None
     """Facts that were not read on the hub's own page."""
@@ -91,6 +112,9 @@ class Device(ResultModel):
     busy: float | None = None
     """Share in use."""
     cores: int | None = None
+    price_per_hour: float | None = None
+    step: str
+    """As of a model: the newest run of each model."""
 
 
 class Target(ResultModel):
@@ -108,6 +132,7 @@ class Target(ResultModel):
     waiting: int
     """Runs that wait for a slot or for a machine."""
     price_per_hour: float | None = None
+    step: str
 
 
 class Deployment(ResultModel):
@@ -139,13 +164,38 @@ class Spent(ResultModel):
     cost: str | None = None
 
 
-Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent
+class Quotas(ResultModel):
+    """What the caller has taken, and may take."""
+
+    queued_runs: str
+    environments: str
+    requests_per_minute: int
+    cost_per_day: float | None = None
+
+
+class Whoami(ResultModel):
+    """The caller."""
+
+    name: str
+    """The owner of what the caller makes."""
+    access: str
+    """write: every tool; read: those that change nothing."""
+    secrets: list[str] | None = None
+    """Variables of the server that `secrets` may name; absent: any."""
+    targets: list[str]
+    quotas: Quotas | None = None
+    """Absent for the local owner, who has none."""
+
+
+Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent | Whoami
 
 
 class Catalog(Result):
     """Models, environments, datasets, devices, targets and deployments."""
 
     models: list[Model] | None = None
+    not_fitting: list[str] | None = None
+    """Models that fit neither here nor a target: `contains` shows each, and why."""
     default_model: str | None = None
     environments: list[Environment] | None = None
     datasets: list[Dataset] | None = None
@@ -154,6 +204,7 @@ class Catalog(Result):
     deployments: list[Deployment] | None = None
     ledger: list[Spent] | None = None
     """By day, then by name."""
+    whoami: list[Whoami] | None = None
     disk: str | None = None
     """What is taken and free."""
     spent: str | None = None
@@ -177,14 +228,14 @@ def catalog(
     For runs call status, for a run's saved adapters checkpoints.
 
     Args:
-        kind: Only this kind; default: all but the ledger, which adds up hours and cost.
+        kind: Default: all but ledger (hours, cost) and whoami.
         contains: Only names that contain this text.
         limit: Entries per kind.
         cursor: With kind: `cursor` of the previous page.
     """
     store = open_store()
     readers: dict[Kind, Callable[[Store], Sequence[Entry]]] = {
-        "models": _models,
+        "models": partial(_models, contains=contains or ""),
         "environments": _environments,
         "datasets": _datasets,
         "devices": _devices,
@@ -193,6 +244,8 @@ def catalog(
     }
     if kind == "ledger":
         readers[kind] = _ledger
+    if kind == "whoami":
+        readers[kind] = _whoami
     requested = (contains or "").lower()
     start = 0
     if kind and cursor and cursor.isdigit():
@@ -203,6 +256,8 @@ def catalog(
     for name, read in readers.items():
         if kind in (None, name):
             entries = [entry for entry in read(store) if requested in _name(entry)]
+            if name == "models" and not requested:
+                entries, shown["not_fitting"] = _fitting(entries)
             has_more = has_more or len(entries) > end
             shown[name] = entries[start:end]
     return Catalog(
@@ -217,28 +272,128 @@ def catalog(
 
 
 def _name(entry: Entry) -> str:
+    if isinstance(entry, Model):
+        return f"{entry.name} {entry.source}".lower()
     name = entry.deployment if isinstance(entry, Deployment) else entry.name
     return name.lower()
 
 
-def _models(_: Store) -> list[Model]:
-    models: list[Model] = []
-    for card in MODELS.values():
-        is_ready = (models_dir() / card.name / "config.json").is_file()
-        facts: dict[str, Any] = {**vars(card), "ready": is_ready or None}
-        facts |= {"thinking": card.thinking or None, "notes": card.notes or None}
-        del facts["commit"], facts["twin"]
-        models.append(Model(**facts))
-    return models
+def _models(store: Store, contains: str) -> list[Model]:
+    """The models of the catalog, and the hub model or folder that `contains` names."""
+    cards = dict(MODELS)
+    if "/" in contains:
+        with suppress(FlashError):
+            card = find(contains.strip())
+            cards[card.name] = card
+    here = places(store)
+    steps = _steps(store)
+    return [_model(card, here, steps) for card in cards.values()]
 
 
-def _devices(_: Store) -> list[Device]:
-    return [Device(**vars(device)) for device in machine.devices()]
+def _fitting(models: Sequence[Any]) -> tuple[list[Model], list[str] | None]:
+    """Those that fit somewhere, and the names of the others; all of them if none fits."""
+    fitting: list[Model] = []
+    refused: list[str] = []
+    for model in models:
+        if model.fits.startswith("no:") and "; " not in model.fits:
+            refused.append(model.name)
+        else:
+            fitting.append(model)
+    return fitting or list(models), refused if fitting and refused else None
+
+
+def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> Model:
+    is_ready = (models_dir() / card.name / "config.json").is_file()
+    facts: dict[str, Any] = {**vars(card), "ready": is_ready or None}
+    facts |= {"thinking": card.thinking or None, "notes": card.notes or None}
+    del facts["commit"], facts["twin"], facts["needs_gpu"]
+    if card.tools == "own":
+        facts["tools"] = None
+    if card.parameters is None and (parameters := parameters_in_name(card.name)):
+        facts |= {"parameters": parameters, "unchecked": "parameters"}
+    for name in ("parameters", "active"):
+        facts[name] = facts[name] and _billions(facts[name])
+    measured = [f"{where}: {text}" for (name, where), text in steps.items() if name == card.name]
+    fits = _fits(card, places)
+    return Model(**facts, fits=fits, step="; ".join(measured) or UNMEASURED)
+
+
+def _billions(parameters: float) -> str:
+    """Such as 135M or 4.02B."""
+    if parameters < 1e9:
+        return f"{parameters / 1e6:.3g}M"
+    return f"{parameters / 1e9:.3g}B"
+
+
+def _fits(card: ModelCard, places: Sequence[Place]) -> str:
+    """For GRPO on one card; this machine is the first of the places."""
+    here, *others = places
+    need_on = partial(memory_need, card, has_engine=True)
+    refusal = here.refusal(need_on, 1)
+    if not refusal and card.needs_gpu and here.cards and here.cards.kind != "gpu":
+        refusal = "it needs a GPU"
+    fits = f"no: {refusal}" if refusal else "yes"
+    if not refusal and here.cards and need_on(here.cards) is None:
+        fits = "not known: neither the catalog nor its name says how large it is"
+    fitting = [place.name for place in others if not place.refusal(need_on, 1)]
+    return "; ".join([fits, *(f"{name}: yes" for name in fitting)])
+
+
+Steps = dict[tuple[str, str], str]
+"""{(model, target): what a step took}, the newest first."""
+
+
+def _steps(store: Store) -> Steps:
+    steps: Steps = {}
+    for run in store.runs(limit=LOOKED_AT):
+        place = (run.model, run.target)
+        if run.algorithm == "eval" or place in steps:
+            continue
+        if points := store.series(run.id, "time/step_s", points=1):
+            step_s = points[0][1]
+            size = f"{run.training.conversations_per_step} conversations"
+            steps[place] = f"{step_s:.2g} s for {size} ({run.algorithm}, {run.id})"
+            if cost := costs.cost_of({run.target: 100 * step_s * run.spec.gpus}, store.base):
+                steps[place] += f", 100 steps {cost}"
+    return steps
+
+
+def _steps_on(steps: Steps, target: str) -> str:
+    measured = [f"{model}: {text}" for (model, where), text in steps.items() if where == target]
+    return "; ".join(measured) or UNMEASURED
+
+
+def _devices(store: Store) -> list[Device]:
+    price = costs.price_of_hour(store.base).price_per_hour or None
+    step = _steps_on(_steps(store), LOCAL_TARGET)
+    devices = machine.devices()
+    return [Device(**vars(device), price_per_hour=price, step=step) for device in devices]
+
+
+def _whoami(store: Store) -> list[Whoami]:
+    who = caller()
+    answer = Whoami(
+        name=who.owner,
+        access=who.access,
+        secrets=None if who.secrets is None else sorted(who.secrets),
+        targets=[LOCAL_TARGET, *targets(store.base)],
+    )
+    if not who.is_local:
+        queued = store.query("SELECT count(*) AS n FROM runs WHERE state = 'queued'")[0]["n"]
+        stored = store.query("SELECT coalesce(sum(size_bytes), 0) AS n FROM environments")[0]["n"]
+        answer.quotas = Quotas(
+            queued_runs=f"{queued} of {who.limits.queued_runs}",
+            environments=f"{in_words(stored)} of {in_words(store.environment_limit())}",
+            requests_per_minute=who.limits.requests_per_minute,
+            cost_per_day=costs.price_of_hour(store.base).owner_per_day or None,
+        )
+    return [answer]
 
 
 def _targets(store: Store) -> list[Target]:
     counts = store.counts_by_target()
     results: list[Target] = []
+    steps = _steps(store)
     for name, settings in targets(store.base).items():
         target = Target(
             name=name,
@@ -248,6 +403,7 @@ def _targets(store: Store) -> list[Target]:
             running=counts.get((name, "running"), 0),
             waiting=counts.get((name, "queued"), 0) + counts.get((name, "starting"), 0),
             price_per_hour=settings.price_per_hour,
+            step=_steps_on(steps, name),
         )
         results.append(target)
     return results

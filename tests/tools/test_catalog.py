@@ -12,8 +12,11 @@ from flash_mcp.protocol.base_models import MODELS, find
 from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import DEFAULT_MODEL
+from flash_mcp.state.owners import Caller, acting_as
+from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.catalog import Model, catalog
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
+from tests.samples import finished_run
 
 
 def test_every_card_says_what_a_user_has_to_know() -> None:
@@ -28,14 +31,70 @@ def test_every_card_says_what_a_user_has_to_know() -> None:
 
 
 def test_the_catalog_shows_each_model_and_what_of_it_was_not_checked_within_one_result() -> None:
-    result = catalog(kind="models")
+    result = catalog(kind="models", contains="-")
     assert not result.has_more and len(to_text(result.model_dump())) < RESULT_CHARACTERS
     models = {model.name: model for model in result.models or []}
     assert list(models) == list(MODELS)
     mixture = models["gpt-oss-20b"]
-    assert (mixture.source, mixture.active, mixture.thinking) == ("hub:openai/gpt-oss-20b", 3_600_000_000, True)
+    assert (mixture.source, mixture.active, mixture.thinking) == ("hub:openai/gpt-oss-20b", "3.6B", True)
     assert mixture.unchecked == "active, context" and "deployments only" in (mixture.notes or "")
     assert models["qwen3-4b"].unchecked is None
+
+
+def on_a_machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("cpu", "a processor", gib, gib, cores=2)
+    monkeypatch.setattr("flash_mcp.tools.shared.placing.processor", lambda: device)
+    monkeypatch.setattr("flash_mcp.tools.shared.placing.gpus", list[Device])
+
+
+def test_each_model_says_whether_it_fits_here_and_elsewhere(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_machine_of(23.5, monkeypatch)
+    flash_home.mkdir()
+    (flash_home / "targets.toml").write_text(
+        f'[lab]\nengine = "slurm"\nstorage = "{flash_home}/lab"\n'
+        'cards = {kind = "gpu", name = "H100", memory_gib = 80}\n'
+    )
+    shown = catalog(kind="models")
+    assert shown.not_fitting == ["gpt-oss-20b"] and len(shown.models or []) == len(MODELS) - 1
+    fits = {model.name: model.fits for model in catalog(kind="models", contains="-").models or []}
+    assert fits["smollm2-1.7b-instruct"] == "yes; lab: yes"
+    assert fits["qwen3-4b"] == "no: 22.5 GiB of weights exceed 85% of 23.5 GiB of a processor; lab: yes"
+    assert fits["lfm2.5-1.2b-instruct"] == "no: it needs a GPU; lab: yes"
+    assert fits["gpt-oss-20b"] == "no: 117.3 GiB of weights exceed 85% of 23.5 GiB of a processor"
+
+
+def test_a_model_that_the_catalog_does_not_name_is_shown_by_its_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_machine_of(23.5, monkeypatch)
+    (model,) = catalog(kind="models", contains="allenai/OLMo-2-7B").models or []
+    assert (model.source, model.parameters, model.unchecked) == ("hub:allenai/OLMo-2-7B", "7B", "parameters")
+    assert model.fits.startswith("no: 39.1 GiB") and model.step == "unmeasured"
+    (model,) = catalog(kind="models", contains="someone/some-model").models or []
+    assert model.fits.startswith("not known")
+    assert catalog(kind="models", contains="no/such/model").models == []
+    (model,) = catalog(kind="models", contains="Qwen/Qwen3-0.6B").models or []
+    assert model.name == "qwen3-0.6b"
+
+
+def test_steps_that_a_run_measured_stand_beside_its_model_and_its_machine(tmp_path: Path, flash_home: Path) -> None:
+    run = finished_run(tmp_path)
+    (flash_home / "settings.toml").write_text('[cost]\nprice_per_hour = 1.8\ncurrency = "EUR"\n')
+    models = {model.name: model for model in catalog(kind="models").models or []}
+    text = f"2 s for 32 conversations (grpo, {run.id}), 100 steps 0.10 EUR"
+    assert models[DEFAULT_MODEL].step == f"local: {text}"
+    assert models["qwen3-0.6b"].step == "unmeasured"
+    for device in catalog(kind="devices").devices or []:
+        assert (device.price_per_hour, device.step) == (1.8, f"{DEFAULT_MODEL}: {text}")
+
+
+def test_callers_learn_who_they_are_and_what_they_may(tmp_path: Path) -> None:
+    (who,) = catalog(kind="whoami").whoami or []
+    assert (who.name, who.access, who.secrets, who.targets, who.quotas) == ("local", "write", None, ["local"], None)
+    with acting_as(Caller("alice", access="read", secrets=frozenset({"JUDGE_KEY"}))):
+        (who,) = catalog(kind="whoami").whoami or []
+    assert (who.name, who.access, who.secrets) == ("alice", "read", ["JUDGE_KEY"])
+    assert who.quotas and who.quotas.model_dump(exclude_none=True) == {
+        "queued_runs": "0 of 20", "environments": "0 B of 2.1 GB", "requests_per_minute": 240
+    }  # fmt: skip
 
 
 def test_the_default_model_needs_no_hub() -> None:

@@ -75,7 +75,7 @@ def test_what_no_place_can_take_is_refused_with_the_reason_of_each() -> None:
     with pytest.raises(FlashError) as caught:
         choose([SMALL, MIDDLE, UNKNOWN], lambda device: need_of(32, device))
     assert caught.value.code == "device_unsupported"
-    assert "small: 119.2 GiB of weights do not fit 16 GiB of a card of 16" in caught.value.what
+    assert "small: 119.2 GiB of weights exceed 85% of 16 GiB of a card of 16" in caught.value.what
     assert "unknown: its cards are not known: `flash-mcp target check unknown`" in caught.value.what
 
 

@@ -49,7 +49,8 @@ class Place:
             return f"a node has {self.count} GPUs, as targets.toml says"
         need = need_on(self.cards)
         if need and need.all_gib > WEIGHTS_SHARE * self.cards.memory_gib:
-            return f"{need.all_gib:.1f} GiB of weights do not fit {_gib(self.cards)}"
+            share = f"{WEIGHTS_SHARE:.0%}"
+            return f"{need.all_gib:.1f} GiB of weights exceed {share} of {_gib(self.cards)}"
         return ""
 
     def __str__(self) -> str:

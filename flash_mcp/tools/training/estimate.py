@@ -43,8 +43,8 @@ class Estimate(ResultModel):
     disk: str | None = None
     """What checkpoints take, and what is free."""
     time: RunTime | None = None
-    """From the sample's tokens and speed, else from earlier runs of the model on this machine;
-    absent if there are none."""
+    """From the sample's tokens and speed, else from earlier runs there, of the model or, as a
+    guess, of another; absent if there are none."""
 
 
 def check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from flash_mcp.judgement import attempts, statistics
+from flash_mcp.protocol.base_models import find, parameters_in_name
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
@@ -98,11 +100,12 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
 
 def expected_time(store: Store, work: Work) -> RunTime | None:
     """From the newest run of the same model, algorithm and target, in this environment if there is
-    one; else, with grpo, from the newest evaluation of the model. None if neither was run.
+    one; else, with grpo, from the newest evaluation of the model; else from a run of another model
+    there. None if none was run.
     """
-    place = (work.spec.model, work.spec.target, work.spec.gpus)
-    recent = store.runs(limit=LOOKED_AT)
-    ended = [run for run in recent if (run.model, run.target, run.spec.gpus) == place]
+    place = (work.spec.target, work.spec.gpus)
+    recent = [run for run in store.runs(limit=LOOKED_AT) if (run.target, run.spec.gpus) == place]
+    ended = [run for run in recent if run.model == work.spec.model]
     # Those of this environment first: their conversations are as long.
     ended.sort(key=lambda run: run.environment != work.environment)
     if result := _as_before(store, work, ended):
@@ -110,7 +113,29 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
     for run in ended:
         if run.algorithm == "eval" and (result := time_by_evaluation(store, work, run)):
             return result
+    return _by_size(store, work, recent)
+
+
+def _by_size(store: Store, work: Work, others: Sequence[Run]) -> RunTime | None:
+    """From a run of another model, as if time grew with the parameters that a token passes."""
+    parameters = _passed_parameters(work.spec.model)
+    for run in sorted(others, key=lambda run: run.environment != work.environment):
+        its_parameters = _passed_parameters(run.model)
+        if not parameters or not its_parameters or not (time := _as_before(store, work, [run])):
+            continue
+        ratio = parameters / its_parameters
+        size = f"{ratio:.2g} times the parameters of {run.model}"
+        basis = f"a guess, as no run of this model was measured: {size}; {time.basis}"
+        return RunTime(seconds=round(ratio * time.seconds), basis=basis)
     return None
+
+
+def _passed_parameters(model: str) -> float | None:
+    try:
+        card = find(model)
+    except FlashError:  # a folder that was removed
+        return None
+    return card.active or card.parameters or parameters_in_name(model)
 
 
 def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None:
