@@ -189,7 +189,7 @@ class TrainingSession(Session[RunSpec]):
         check_errors(rows, spec.max_error_share)
         tokens = sum(rollout.transcript.model_tokens for rollout in rollouts if rollout.transcript)
         self.reporter.pending = {
-            **summarize(groups),
+            **summarize(groups, spec.thinking_length_penalty_coef),
             "engine/tokens_per_s": tokens / rollout_s,
             "time/rollout_s": rollout_s,
             "time/sync_s": sync_s,

@@ -115,6 +115,25 @@ def compare_evaluations(
     )
 
 
+def headroom(best: Sequence[float], last: Sequence[float], attempts: int) -> str:
+    """Whether training has used up what its first policy could do. `best`: 1 for each task that
+    one of that policy's `attempts` solved, else 0; `last`: what the last policy reaches on it.
+    """
+    change = compare_paired(last, best, effect=MIN_CHANGE)
+    both = f"the best of {attempts} attempts of base solves {fmean(best):.0%}"
+    both += f", other {fmean(last):.0%}"
+    if change.outcome == "improved":
+        meaning = "headroom: base can do what other does not do yet, so more steps may help"
+    elif change.outcome == "underpowered":
+        meaning = f"undecided: about {change.decide_n} tasks would tell headroom from ceiling"
+    else:
+        meaning = (
+            "ceiling: other does all that base could; what is left needs other means than more "
+            "reinforcement, as sft on better answers, a larger model, or easier tasks between"
+        )
+    return f"{meaning} ({both}; {change.explanation})"
+
+
 def judge(
     evaluations: Sequence[Evaluation], pairs: Sequence[tuple[float, float]], overlap: Json | None
 ) -> tuple[Change, Verdict] | None:

@@ -3,6 +3,7 @@
     error      environment code failed; says nothing of the model
     empty      the model wrote nothing
     looping    it said the same again and again
+    overthinking  it was cut off while the model still thought
     truncated  it was cut off at max_tokens or max_length
     bad_tool_call  a tool call did not parse, named no tool, or its arguments did not fit
     wrapped    the answer is in a code fence, \\boxed{}, quotes or bold, unlike each success
@@ -23,7 +24,15 @@ from typing import Literal
 from flash_mcp.protocol.records import Rollout
 
 FailureMode = Literal[
-    "error", "empty", "looping", "truncated", "bad_tool_call", "wrapped", "unparsed", "wrong"
+    "error",
+    "empty",
+    "looping",
+    "overthinking",
+    "truncated",
+    "bad_tool_call",
+    "wrapped",
+    "unparsed",
+    "wrong",
 ]
 
 SAMPLE_ROLLOUTS = 256
@@ -77,7 +86,8 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     if _loops(turns):
         return "looping"
     if row.truncated or row.finish == "length":
-        return "truncated"
+        is_thinking = "<think>" in turns[-1] and "</think>" not in turns[-1]
+        return "overthinking" if is_thinking else "truncated"
     if row.bad_tool_call:
         return "bad_tool_call"
     parsed = _is_parsed(row)

@@ -482,6 +482,8 @@ def _reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
 
 def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     lengths = trend(steps.column("tokens/completion_mean"))
+    if steps.column("tokens/thinking_penalty"):  # the run pays for short thinking
+        return None
     rewards = trend(steps.column("reward/mean"))
     if not lengths or not rewards or len(steps) < WINDOW:
         return None
@@ -501,6 +503,28 @@ def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
         "read rollouts (which=best): where they exploit the scorer, change the scorer and "
         "env_push; short answers may also be right",
         is_problem=not is_earned and not is_held,
+    )
+
+
+def _overthinking(steps: Steps, recent: Steps) -> Sign | None:
+    tokens = trend(steps.column("tokens/thinking_mean"))
+    success = trend(steps.column("success/rate"))
+    if not tokens or not success:
+        return None
+    cut_off = recent.share("rollouts/overthinking_share")
+    grows = len(steps) >= WINDOW and tokens.last >= 1.5 * tokens.first
+    is_vain = grows and success.last <= success.first + 0.05
+    if cut_off < 0.2 and not is_vain:
+        return None
+    what = f"{cut_off:.0%} of the rollouts of {recent} were cut off while the model still thought"
+    if is_vain:
+        what += f"; thinking grew over {steps}, success did not"
+    coef = 0.2 / max(tokens.last, 1.0)
+    return Sign(
+        f"{what}: from {tokens.first:.0f} to {tokens.last:.0f} tokens of thinking, success from "
+        f"{success.first:.0%} to {success.last:.0%}",
+        f"where some succeed, train with settings={{'thinking_length_penalty_coef': {coef:.1g}}}; "
+        "where few do, raise max_tokens or ask for short reasoning in the prompt",
     )
 
 
@@ -628,6 +652,7 @@ CHECKS: dict[str, Check] = {
     "reward_falling": _reward_falling,
     "reward_without_success": _reward_without_success,
     "length_collapse": _length_collapse,
+    "overthinking": _overthinking,
     "reward_follows_length": _reward_follows_length,
     "entropy_collapse": _entropy_collapse,
     "repeated_outputs": _repeated_outputs,
@@ -648,6 +673,7 @@ OF_REWARD = frozenset(
         "reward_falling",
         "reward_without_success",
         "length_collapse",
+        "overthinking",
         "reward_follows_length",
         "entropy_collapse",
     }

@@ -83,19 +83,18 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     environment: Annotated[str, Field(min_length=1)]
-    """NAME (pinned to its newest version) or NAME@DIGEST, as returned by env_push; or
-    reasoning-gym:DATASET."""
+    """NAME (pinned to its newest version), NAME@DIGEST or reasoning-gym:DATASET."""
     model: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
     """Base model: a catalog name, a hub id (NAME@COMMIT pins its files) or a local folder."""
     algorithm: Algorithm = "grpo"
-    """grpo: reinforcement learning from the environment's reward. sft: fine-tuning on its gold
-    answers, or on a dataset. distill: on the model's own rollouts towards a teacher; no reward."""
+    """grpo: reinforcement by the environment's reward. sft: fine-tuning on its gold answers, or on
+    a dataset. distill: on own rollouts towards a teacher; no reward."""
     teacher: Annotated[str | None, Field(min_length=1)] = None
-    """distill only. RUN_ID, RUN_ID@STEP or an adapter's folder, of the same base model; or another
-    model with the same tokenizer."""
+    """For distill: RUN_ID, RUN_ID@STEP or an adapter's folder, of the same base model; or another
+    model with its tokenizer."""
     dataset: Annotated[str | None, Field(min_length=1)] = None
-    """Conversations to learn from, sft only: NAME@DIGEST of curate, a file of rows as env_setup
-    takes it, or hub:OWNER/NAME; else gold answers."""
+    """For sft, instead of gold answers: NAME@DIGEST of curate, a file of rows as env_setup takes
+    it, or hub:OWNER/NAME."""
 
     steps: Annotated[int | None, Field(ge=1, le=100_000, default_factory=_of_recipe("steps"))]
     """Optimizer steps; with sft, overrides epochs."""
@@ -104,8 +103,7 @@ class RunSpec(BaseModel):
     batch_size: Annotated[int, Field(ge=1, le=4096, default_factory=_of_recipe("batch_size"))]
     """Prompts per step, or examples per step (sft)."""
     group_size: Annotated[int | None, Field(ge=1, le=256, default_factory=_of_recipe("group_size"))]
-    """Rollouts per prompt, not for sft. At least 2 with grpo: advantages compare those of a
-    group."""
+    """Rollouts per prompt, not for sft; at least 2 with grpo, which compares them."""
     learning_rate: Annotated[float, Field(gt=0, le=1, default_factory=_of_recipe("learning_rate"))]
     """Peak learning rate; the default falls with the model's size."""
     lr_schedule: Annotated[LrSchedule, Field(default_factory=_of_recipe("lr_schedule"))]
@@ -135,6 +133,15 @@ class RunSpec(BaseModel):
     """Thinking in the chat template, if supported."""
     kl_penalty_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Weight of the KL penalty to the starting policy."""
+    kl_schedule: LrSchedule = "constant"
+    """How that weight goes on; linear and cosine fall to 0 at the last step."""
+    entropy_coef: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Weight of a bonus for the mean entropy of the trained tokens; not for sft."""
+    mask_truncated: bool = False
+    """Train no rollout that was cut off; it still counts in its group's mean."""
+    thinking_length_penalty_coef: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Taken off the reward for each token of thinking, times the share of the group that succeeds;
+    grpo only."""
     loss_type: LossType = "dr_grpo"
     """What a rollout's loss is divided by: a constant (dr_grpo, maxrl), its tokens (rollout_mean,
     grpo), its group's (bnpo), the step's (dapo, cispo); rollout_mean by default for agents.
@@ -219,10 +226,11 @@ class RunSpec(BaseModel):
             raise ValueError(f"epochs is for algorithm='sft'; a {name} run is as long as its steps")
         if name != "sft" and self.dataset is not None:
             raise ValueError("dataset is for algorithm='sft'")
-        if name == "sft" and self.group_size is not None:
-            raise ValueError("group_size is for algorithm='grpo'")
-        if name == "sft" and self.max_staleness:
-            raise ValueError("max_staleness is for algorithm='grpo'")
+        for field in ("group_size", "max_staleness", "entropy_coef", "mask_truncated"):
+            if name == "sft" and getattr(self, field):
+                raise ValueError(f"{field} is for algorithm='grpo'")
+        if name != "grpo" and self.thinking_length_penalty_coef:
+            raise ValueError("thinking_length_penalty_coef is for algorithm='grpo'")
         if name == "grpo" and self.group_size == 1:
             raise ValueError("group_size=1 is for algorithm='distill': grpo compares rollouts")
         if (name == "distill") != (self.teacher is not None):

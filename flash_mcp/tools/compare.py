@@ -116,6 +116,9 @@ class Compare(Result):
     """Tasks on one side only."""
     success: Change
     reward: Change
+    headroom: str | None = None
+    """Where base had several attempts and fewer steps of training: whether the best of them solve
+    tasks that other does not (headroom) or not (ceiling)."""
     newly_solved: int
     """Paired tasks with more successes than before."""
     no_longer: int
@@ -166,9 +169,8 @@ def compare(
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
     shown = better[:flips] + worse[:flips]
-    notes = [*_limits(pair), *_spreads(store, pair)]
-    if memory:
-        notes.insert(0, f"CONTAMINATED: {memory.evidence}")
+    warning = [f"CONTAMINATED: {memory.evidence}"] if memory else []
+    notes = [*warning, *_limits(pair), *_spreads(store, pair)]
     result = Compare(
         verdict=_judged(pair, changes[metric], memory),
         metric=metric,
@@ -178,6 +180,7 @@ def compare(
         left_out=pair.left_out or None,
         success=changes["success"],
         reward=changes["reward"],
+        headroom=pair.headroom(),
         newly_solved=len(better),
         no_longer=len(worse),
         flips=_flips(store, shown, pair, FLIP_CHARACTERS // (2 if further else 1)),
@@ -313,6 +316,18 @@ class Pair:
             if self.is_confounded:
                 result.explanation += ", not from the model"
         return result
+
+    def headroom(self) -> str | None:
+        tries = min((len(self.base.tasks[task]) for task in self.shared), default=1)
+        is_earlier = self.base.run.model == self.other.run.model
+        is_earlier &= self.base.row.step < self.other.row.step
+        if tries < 2 or not is_earlier:
+            return None
+        last = self.other.means("success")
+        best = [any(item.success for item in self.base.tasks[task]) for task in self.shared]
+        return comparison.headroom(
+            [float(outcome) for outcome in best], [last[task] for task in self.shared], tries
+        )
 
     def moved(self) -> dict[str, float]:
         """{paired task: change of its share of successes} if it changed, the largest first."""

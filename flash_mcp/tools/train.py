@@ -172,13 +172,13 @@ async def train(
 
     Args:
         seeds: A run for each; status reports their spread.
-        resume: An ended run, to continue from its newest checkpoint; only steps, counted from its
-            start, may be given with it.
+        resume: An ended run, to continue from its newest checkpoint; takes only steps, counted
+            from its start.
         fresh_optimizer: With resume: go on even if the optimizer's state was deleted.
         config: TOML file on the server with any of the fields above; arguments override it.
         validate_only: Check, resolve and estimate; start nothing.
-        sample: With validate_only: let the model try a few train tasks, and report whether there is
-            anything to learn and how long the run takes.
+        sample: With validate_only: the model tries a few train tasks; reports what there is to
+            learn and how long the run takes.
         price_per_hour: With sample: to estimate the cost.
         idempotency_key: A repeated key, with the same fields, returns the first run.
         accept_failed_gate: Train although env_test found the environment faulty; the lineage keeps

@@ -226,3 +226,13 @@ def test_one_answer_to_nearly_all_tasks_is_told():
     trained = Evaluation(step=9, epoch=1, time=0.0, summary={**summary, "answers/common_success": 0.6})
     said = comparison.against_constant(trained)
     assert said == "it gives one and the same answer to 96% of the tasks"
+
+
+@pytest.mark.parametrize(
+    ("best", "last", "answer"), [(90, 60, "headroom"), (62, 60, "undecided"), (60, 60, "ceiling"), (50, 80, "ceiling")]
+)
+def test_the_best_of_several_early_attempts_tell_headroom_from_ceiling(best: int, last: int, answer: str):
+    solved = [[float(task < count) for task in range(100)] for count in (best, last)]
+    text = comparison.headroom(*solved, attempts=8)
+    assert text.startswith(f"{answer}: ")
+    assert f"the best of 8 attempts of base solves {best}%, other {last}%" in text

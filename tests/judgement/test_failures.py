@@ -37,6 +37,9 @@ def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
         (row("so " * 200, truncated=True), "looping"),
         (row("Let me count the ways in which this may be done", truncated=True), "truncated"),
         (row("Let me count", finish="length"), "truncated"),
+        (row("<think>Let me count", truncated=True), "overthinking"),
+        (row("<think>4</think> The answer", truncated=True), "truncated"),
+        (row("<think>Let me count"), "wrong"),
         (row("5", messages=[*MESSAGES, {**MESSAGES[1], "bad_tool_call": "it does not parse"}]), "bad_tool_call"),
         (row("5", messages=[{**MESSAGES[1], "bad_tool_call": "an example"}, *MESSAGES]), "wrong"),
         (row("```\n4\n```"), "wrapped"),
@@ -56,7 +59,7 @@ def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
         (row("5, and that is 5 because 5 is 5"), "wrong"),
     ],
 )
-def test_a_rollout_fails_in_one_of_eight_ways(rollout: Rollout, mode: str | None):
+def test_a_rollout_fails_in_one_of_nine_ways(rollout: Rollout, mode: str | None):
     assert failure_modes([rollout]) == [mode]
 
 

@@ -353,3 +353,23 @@ def test_a_sample_and_steps_with_the_same_numbers_are_judged_alike(
     truncated = sum(group[0].truncated for group in groups) / len(groups)
     steps = history(5, **{"groups/uniform_share": [uniform] * 5, "rollouts/truncated_share": [truncated] * 5})
     assert {flag.name: flag.severity for flag in health.flags(steps)}.get(name) == severity
+
+
+def test_a_model_that_is_cut_off_while_it_thinks_overthinks():
+    thinking = {"tokens/thinking_mean": [300.0] * 12, "rollouts/overthinking_share": [0.3] * 12}
+    (flag,) = health.flags(history(**thinking))
+    assert flag.name == "overthinking"
+    assert "30%" in flag.evidence and "'thinking_length_penalty_coef': 0.0007" in flag.remedy
+    assert names(history(**{**thinking, "rollouts/overthinking_share": [0.1] * 12})) == []
+
+
+def test_thinking_that_grows_without_success_is_overthinking():
+    grows = {"tokens/thinking_mean": rising(100, 300, 12), "rollouts/overthinking_share": [0.0] * 12}
+    assert names(history(**grows)) == ["overthinking"]
+    assert names(history(**grows, **{"success/rate": rising(0.3, 0.7, 12)})) == []
+
+
+def test_answers_that_a_run_pays_to_be_short_have_not_collapsed():
+    shrinks = {"tokens/completion_mean": rising(100, 20, 12), "reward/mean": rising(0.3, 0.6, 12)}
+    assert names(history(**shrinks)) == ["length_collapse"]
+    assert names(history(**shrinks, **{"tokens/thinking_penalty": [0.1] * 12})) == []

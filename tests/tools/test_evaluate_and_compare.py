@@ -579,3 +579,16 @@ async def test_another_adapter_and_another_version_are_measured_anew(client: Cli
     # Until its files are there, what lies in the folder is not measured in its place.
     error = await refusal(client, "evaluate", model=f"{run.id}@20", **asked)
     assert "checkpoint_corrupt" in error
+
+
+async def test_the_best_attempts_of_an_early_policy_tell_whether_training_has_headroom(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    often = {"often": list(range(60))}
+    start = await call(client, "evaluate", model=f"{run.id}@0", attempts=4, environment_args=often)
+    last = await call(client, "evaluate", model=f"{run.id}@20", environment_args={"solved": list(range(20))})
+    body = await call(client, "compare", base=start["run_id"], other=last["run_id"])
+    assert body["headroom"].startswith("headroom: ")
+    assert "the best of 4 attempts of base solves 100%, other 33%" in body["headroom"]
+    again = await call(client, "compare", base=last["run_id"], other=start["run_id"])
+    assert "headroom" not in again, "its base had one attempt"

@@ -40,6 +40,30 @@ def test_log_probabilities_and_entropies_are_those_of_a_softmax(
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fields", [{}, {"scale": 0.25}, {"softcap": 4.0}, {"scale": 3.0, "softcap": 9.0}], ids=str)
+@pytest.mark.parametrize("tile", [7, 1000])
+def test_the_gradient_of_entropies_is_that_of_a_softmax(
+    monkeypatch: pytest.MonkeyPatch, tile: int, fields: dict[str, float]
+) -> None:
+    """Together with that of log-probabilities, which it is added to."""
+    monkeypatch.setattr(kernels, "VOCABULARY_TILE", tile)
+    torch.manual_seed(0)
+    head = Head(torch.nn.Linear(16, 100, dtype=torch.float64), **fields)
+    ours, theirs = (torch.randn(9, 16, generator=torch.Generator().manual_seed(1)).double() for _ in range(2))
+    ours.requires_grad_(), theirs.requires_grad_()
+    targets, upstream, weights = torch.randint(100, (9,)), torch.randn(9), torch.randn(9)
+    logps, entropies = token_logps(head, ours, targets, 0.7, trains_entropy=True)
+    logits = head.linear(theirs) * head.scale
+    if head.softcap:
+        logits = head.softcap * (logits / head.softcap).tanh()
+    expected = torch.log_softmax(logits / 0.7, -1)
+    entropies_too = -(expected.exp() * expected).sum(1)
+    torch.testing.assert_close(entropies, entropies_too)
+    (logps * upstream + entropies * weights).sum().backward()
+    (expected.gather(1, targets[:, None]).squeeze(1) * upstream + entropies_too * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("scale", [1e-3, 300.0])
 def test_far_apart_logits_neither_overflow_nor_vanish(scale: float) -> None:
     torch.manual_seed(0)

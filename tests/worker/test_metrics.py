@@ -16,10 +16,11 @@ from flash_mcp.tools.registry import TOOLS
 from tests.samples import read_in, started_run, supervised
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
-from worker.rollouts.metrics import length_correlation, repeated_share, staleness, summarize
+from worker.rollouts.metrics import length_correlation, repeated_share, staleness, summarize, thinking_penalties
 from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
+from worker.training.grpo import group_advantages
 
 TOKENIZER = make_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -216,3 +217,54 @@ def test_one_answer_to_all_tasks_is_counted():
         made.turns = 1
     found = summarize(groups)
     assert (found["answers/common_share"], found["answers/common_success"]) == (1.0, 0.25)
+
+
+THOUGHTS = "<think>so it goes</think>4"
+TOKENS = len(TOKENIZER.encode("so it goes", add_special_tokens=False))
+
+
+def test_thinking_is_counted_in_each_turn_and_cut_off_only_where_it_does_not_end():
+    talk = Transcript(TEMPLATE, [{"role": "user", "content": "?"}, {"role": "assistant", "content": THOUGHTS}])
+    talk.add_environment([{"role": "user", "content": THOUGHTS}])
+    assert talk.thinking == (0, False), "the model wrote none of it"
+    for number in (1, 2):
+        talk.add_answer(TEMPLATE.answer(THOUGHTS))
+        talk.add_environment([{"role": "user", "content": "and?"}])
+        assert talk.thinking == (number * TOKENS, False)
+    talk.add_answer(TEMPLATE.answer("<think>so it goes"))
+    assert talk.thinking[1], "the last answer ends within its thinking"
+
+
+def test_a_template_that_opens_the_thinking_counts_what_comes_before_its_end():
+    tokenizer = make_tokenizer()
+    opened = "<|im_start|>assistant\n{% endif %}"
+    assert opened in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(opened, opened.replace("{%", "<think>\n{%"))
+    template = ChatTemplate(tokenizer)
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in ("so it goes</think>4", "so it goes")]
+    assert [template.thought(answer) for answer in ids] == [(TOKENS, False), (TOKENS, True)]
+    assert template.thought(tokenizer.encode("4")) == (1, True)
+
+
+def test_thinking_costs_nothing_while_a_task_is_unsolved():
+    """The formula of the playbook: coefficient x tokens of thinking x share of the group that succeeds."""
+    group = [
+        rollout(THOUGHTS, 1.0, success=True),
+        rollout("4", 1.0, success=True),
+        rollout(THOUGHTS + THOUGHTS, 0.0),
+        rollout("<think>so it goes", 0.0),
+        rollout(THOUGHTS, 0.0, success=True, failed=True),
+    ]
+    unit = 0.01 * TOKENS / 2
+    assert thinking_penalties(group, 0.01)[:2] == pytest.approx([unit, 0.0])
+    advantages = group_advantages(group, "dr_grpo", 0.01)
+    paid = [1.0 - unit, 1.0, 0.0 - unit, 0.0 - 0.01 * group[3].transcript.thinking[0] / 2]
+    mean = sum(paid) / 4
+    assert advantages.tolist() == pytest.approx([*(reward - mean for reward in paid), 0.0], abs=1e-6)
+    metrics = summarize([group], 0.01)
+    assert metrics["rollouts/overthinking_share"] == 0.0, "it was not cut off"
+    assert metrics["tokens/thinking_penalty"] == pytest.approx((2 * unit + unit + 0.0 + unit) / 5)
+    for item in group:
+        item.success = False
+    assert not any(thinking_penalties(group, 0.01)), "brevity is worth nothing yet"
+    assert "tokens/thinking_mean" not in summarize([[rollout("4", 1.0)]])

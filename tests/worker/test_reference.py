@@ -85,6 +85,8 @@ class Reference:
             if hasattr(module, "lora_A")
         }  # fmt: skip
         self.start = copy.deepcopy(self.adapters)
+        self.entropies: list[Tensor] = []
+        """Sums over the tokens that each call sampled."""
         self.teacher: Any = None
         """(calls, of a rollout) -> what the teacher gives to the sampled tokens"""
         for pair in self.adapters.values():
@@ -100,12 +102,14 @@ class Reference:
         inputs = {"input_ids": ids[None], "use_cache": False}
         logits = torch.func.functional_call(self.base, weights, args=(), kwargs=inputs).logits[0]
         logps = (logits[:-1] / self.spec.temperature).log_softmax(-1)
+        if adapters is self.adapters:
+            self.entropies.append(-(logps.exp() * logps)[call.shown - 1 :].sum())
         return logps.gather(1, ids[1:, None])[call.shown - 1 :, 0]
 
     def token_terms(self, calls: list[Call], advantage: float) -> Tensor:
         """(N,) -advantage * weight * log-probability, and the KL penalty, of a rollout's tokens."""
         spec = self.spec
-        if not calls:
+        if not calls or (spec.mask_truncated and calls[-1].transcript.truncated):
             return torch.zeros(0)
         mine = torch.cat([self.logps(call, self.adapters) for call in calls])
         engine = torch.tensor(
@@ -158,6 +162,8 @@ class Reference:
                 total = total + whole / tokens / GROUPS
             else:
                 total = total + whole / count
+        if self.spec.entropy_coef:
+            total = total - self.spec.entropy_coef * torch.stack(self.entropies).sum() / count
         total.backward()
         return {name: [weight.grad for weight in pair] for name, pair in self.adapters.items()}
 
@@ -165,8 +171,9 @@ class Reference:
 class Caught(TrainerCallback):
     """The gradients of the optimizer's step, before they are clipped."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, last: int) -> None:
         self.policy = policy
+        self.last = last
         self.gradients: dict[str, Tensor] = {}
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -175,15 +182,20 @@ class Caught(TrainerCallback):
                 assert ".teacher." not in name
                 self.gradients[name.removeprefix("base_model.model.")] = weight.grad.clone()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.last
 
-def train(model: Path, groups: list[Group], spec: RunSpec, out: Path, *, teacher: Any = None, **options: Any) -> Caught:
-    """One step of the trainer's own loop. `teacher` names one as job.json does."""
+
+def train(
+    model: Path, groups: list[Group], spec: RunSpec, out: Path, *, teacher: Any = None, last: int = 1, **options: Any
+) -> Caught:
+    """A step of the trainer's own loop, by default one. `teacher` names one as job.json does."""
     policy = make_policy(model, torch.float64)
     if teacher:
         template = ChatTemplate(AutoTokenizer.from_pretrained(model))
         held = Model(model, template, torch.float64, 256, policy)
         options["teacher"] = load_teacher(teacher, Path(teacher["path"]), held, packing.Way.PACKED)
-    caught = Caught(policy)
+    caught = Caught(policy, last)
     rollouts = [rollout for group in groups for rollout, _ in group]
     trainer = Trainer(
         policy, AutoTokenizer.from_pretrained(model), spec, rollouts_of=lambda step: copy.deepcopy(rollouts),
@@ -216,6 +228,9 @@ CASES: list[dict[str, Any]] = [
     *({"loss_type": loss, "importance_sampling_clip": 1.3} for loss in LOSSES),
     *({"importance_sampling": mode, "importance_sampling_clip": 1.3} for mode in MODES),
     {"kl_penalty_coef": 0.1, "temperature": 0.7},
+    {"entropy_coef": 0.3, "temperature": 0.7},
+    {"entropy_coef": 0.3, "loss_type": "rollout_mean", "mask_truncated": True},
+    *({"loss_type": loss, "mask_truncated": True} for loss in LOSSES),
 ]
 
 
@@ -229,8 +244,20 @@ def test_the_step_has_the_gradient_of_the_dense_reference(
     """With 16 tokens in a pack, or 48 after such a prompt, trees are split into their paths."""
     monkeypatch.setattr(packing, "PACK_TOKENS", pack_tokens)
     groups = make_groups(AutoTokenizer.from_pretrained(fp32_model), failed=failed)
+    for rollout, calls in itertools.chain(*(group[::2] for group in groups)):
+        if rollout.transcript:  # each second one was cut off
+            rollout.transcript.truncated = calls[-1].transcript.truncated = True
     spec = spec_of(**fields)
     check(train(fp32_model, groups, spec, tmp_path), fp32_model, groups, spec)
+
+
+@pytest.mark.parametrize(("schedule", "left"), [("linear", 2 / 3), ("cosine", 0.75)])
+def test_the_kl_penalty_falls_by_its_schedule(fp32_model: Path, tmp_path: Path, schedule: str, left: float) -> None:
+    """In the second of three steps, which a third of the steps precedes; the first moves nothing."""
+    groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
+    spec = spec_of(kl_penalty_coef=0.3, kl_schedule=schedule, steps=3, learning_rate=1e-12)
+    caught = train(fp32_model, groups, spec, tmp_path, last=2)
+    check(caught, fp32_model, groups, spec_of(kl_penalty_coef=0.3 * left))
 
 
 @pytest.mark.parametrize("fields", [{}, {"importance_sampling": "sequence_truncate"}], ids=str)

@@ -23,7 +23,7 @@ LEAST_FREEDOM = 6
 """The fewest degrees of freedom (numbers minus subtracted means) for a correlation."""
 
 
-def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
+def summarize(groups: Sequence[Sequence[Rollout]], thinking_coef: float = 0.0) -> dict[str, Any]:
     """The metrics of one step's groups; means are over the rollouts that the environment did not
     fail.
     """
@@ -46,9 +46,40 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
         "tokens/completion_mean": mean(transcript.model_tokens for transcript in transcripts),
         "tokens/prompt_mean": mean(len(transcript.prompt_ids) for transcript in transcripts),
         "tokens/reward_correlation": length_correlation(scored),
+        **_thinking(transcripts),
+        **_penalties(groups, thinking_coef),
         **_tool_shares(transcripts),
         **_common_answer([rollout.record(0) for rollout in valid]),
         **_refusals(list(itertools.chain.from_iterable(groups))),
+    }
+
+
+def thinking_penalties(group: Sequence[Rollout], coef: float) -> list[float]:
+    """What each rollout of a group pays for its tokens of thinking: `coef` a token, times the share
+    of the group that succeeds. While a task is unsolved, brevity is worth nothing."""
+    solved = mean(rollout.success for rollout in group if not rollout.error) or 0.0
+    transcripts = [rollout.transcript for rollout in group]
+    return [coef * solved * (t.thinking[0] if t else 0) for t in transcripts]
+
+
+def _penalties(groups: Sequence[Sequence[Rollout]], coef: float) -> dict[str, float | None]:
+    if not coef:
+        return {}
+    penalties = itertools.chain.from_iterable(thinking_penalties(group, coef) for group in groups)
+    return {"tokens/thinking_penalty": mean(penalties)}
+
+
+def _thinking(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
+    """How much the model thinks, and how often it was cut off while it did."""
+    thinking = [transcript.thinking for transcript in transcripts]
+    if not any(tokens for tokens, _ in thinking):
+        return {}
+    pairs = zip(thinking, transcripts, strict=True)
+    return {
+        "tokens/thinking_mean": mean(tokens for tokens, _ in thinking),
+        "rollouts/overthinking_share": mean(
+            is_open and transcript.truncated for (_, is_open), transcript in pairs
+        ),
     }
 
 

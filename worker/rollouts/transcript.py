@@ -31,6 +31,7 @@ MOST_STARTS = 32
 MEMORABLE_TOKENS = 256
 FREE_SHARE = 0.99
 """A token was free if the model gave the tokens that the grammar allowed at least this share."""
+THINK = "<think>"
 EMPTY_THINK = "<think>\n\n</think>\n\n"
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
 
@@ -61,6 +62,8 @@ class ChatTemplate:
         self._reader: CallReader | None = None
         self._with_tools: dict[str, Self] = {}
         self._check([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}])
+        prompt = self._render([{"role": "user", "content": "?"}])
+        self._opens_thinking = prompt.rstrip().endswith(THINK)
 
     def for_tools(self, tools: Sequence[Json]) -> Self:
         """This template for conversations that may call these tools (OpenAI function schemas).
@@ -222,6 +225,14 @@ class ChatTemplate:
         """What the model wrote, without the special tokens that end a turn."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def thought(self, token_ids: Sequence[int]) -> tuple[int, bool]:
+        """Tokens of thinking in an answer, and whether it ends within them."""
+        thought, end, _ = self._written(token_ids).partition("</think>")
+        if self._opens_thinking:
+            thought = THINK + thought
+        _, start, thought = thought.partition(THINK)
+        return len(self._encode(thought)), bool(start) and not end
+
     def _end_of_turn(self, glue: list[int]) -> int:
         for at, token in enumerate(glue):
             if token in self.end_ids:
@@ -352,6 +363,27 @@ class Transcript:
     @property
     def model_tokens(self) -> int:
         return sum(self.mask)
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The tokens that are trained, apart where others or a fork are between them: those of each
+        turn."""
+        forks = {start - len(self.prompt_ids) for start, _ in self.forks}
+        spans: list[list[int]] = []
+        is_open = False
+        for at, (token, is_trained) in enumerate(zip(self.completion_ids, self.mask, strict=True)):
+            if is_trained and (not is_open or at in forks):
+                spans.append([])
+            is_open = bool(is_trained)
+            if is_trained:
+                spans[-1].append(token)
+        return spans
+
+    @property
+    def thinking(self) -> tuple[int, bool]:
+        """Tokens of thinking, and whether the last answer ends within them."""
+        thoughts = [self.template.thought(answer) for answer in self.answers]
+        return sum(tokens for tokens, _ in thoughts), bool(thoughts) and thoughts[-1][1]
 
     @property
     def all_messages(self) -> list[ChatMessage]:

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.spec import RunSpec
+from flash_mcp.protocol.spec import LrSchedule, RunSpec
 from worker.capacity import used_gib
 
 log = logging.getLogger("worker")
@@ -77,10 +77,14 @@ def rate_factor(spec: RunSpec, step: int, steps: int) -> float:
     rising = int(spec.warmup * steps)
     if step < rising:
         return (step + 1) / (rising + 1)
-    share = (step - rising) / max(1, steps - rising)
-    if spec.lr_schedule == "linear":
+    return decayed(spec.lr_schedule, (step - rising) / max(1, steps - rising))
+
+
+def decayed(schedule: LrSchedule, share: float) -> float:
+    """What is left of a value after this share of the steps."""
+    if schedule == "linear":
         return max(0.0, 1 - share)
-    if spec.lr_schedule == "cosine":
+    if schedule == "cosine":
         return (1 + math.cos(math.pi * min(1.0, share))) / 2
     return 1.0
 

@@ -6,6 +6,8 @@ sum of fixed coefficients times the gradients of log-probabilities. A token's co
     - advantage * weight / normaliser
     + beta * (1 - exp(reference - policy)) / normaliser, with a KL penalty
 
+With `entropy_coef` the mean entropy of the step's trained tokens, times that, is taken off.
+
 With a teacher (worker/training/teacher.py) a token's advantage is teacher - policy instead.
 
 The weight is exp(trainer's log-probability - engine's), truncated or masked: the engine rounds in
@@ -36,8 +38,9 @@ from trl.trainer.utils import pad, use_adapter
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import LossType, RunSpec
 from worker.ranks import ALONE, Ranks
+from worker.rollouts.metrics import thinking_penalties
 from worker.rollouts.scheduler import Rollout
-from worker.training.checkpoints import trainer_arguments
+from worker.training.checkpoints import decayed, trainer_arguments
 from worker.training.limits import PackLimits
 from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of
 from worker.training.parallel import Passes, combine, no_loss
@@ -110,7 +113,11 @@ class Trainer(GRPOTrainer):
                 self._passes.finish()  # those of the reference
             trained = torch.stack([inputs["mask"].sum() for inputs in self._groups]).sum()
             trained = self._ranks.sum(trained)
+            share = self.state.global_step / max(1, self.state.max_steps)
+            kl_coef = self._spec.kl_penalty_coef * decayed(self._spec.kl_schedule, share)
             for inputs in self._groups:
+                inputs["kl_coef"] = kl_coef
+                inputs["step_tokens"] = trained.clamp(min=1)
                 inputs["normalizers"] = normalizers(
                     self._spec, inputs["mask"], int(trained), self._max_completion
                 )
@@ -135,6 +142,8 @@ class Trainer(GRPOTrainer):
         device = self.accelerator.device
         nothing: tuple[list[int], list[int], list[float]] = [padding], [0], [0.0]
         transcripts = [rollout.transcript for rollout in group]
+        if self._spec.mask_truncated:
+            transcripts = [None if t and t.truncated else t for t in transcripts]
         prompts = [t.prompt_ids if t else [padding] for t in transcripts]
         sampled = [
             (t.completion_ids, t.mask, t.logprobs) if t and t.mask else nothing for t in transcripts
@@ -213,8 +222,9 @@ class Trainer(GRPOTrainer):
         """A group's part of the step's loss, after the backward pass of every pack but the last:
         only one pack's activations are alive.
         """
-        # Without advantage and KL a group's gradient is zero.
-        if not self._spec.kl_penalty_coef and not inputs["advantages"].any():
+        spec = self._spec
+        # Without advantage, KL and entropy a group's gradient is zero.
+        if not (inputs["kl_coef"] or spec.entropy_coef or inputs["advantages"].any()):
             return no_loss(model)
         causal_lm = self._unwrapped(model).get_base_model()
         batch = inputs["ids"], inputs["seen"], inputs["mask"]
@@ -231,11 +241,16 @@ class Trainer(GRPOTrainer):
             with self.accelerator.autocast():
                 limits.current = pack.tokens
                 logps_N, entropies_N = pack.logps(
-                    causal_lm, self.temperature, keep_tokens=limits.keep_tokens
+                    causal_lm,
+                    self.temperature,
+                    keep_tokens=limits.keep_tokens,
+                    trains_entropy=spec.entropy_coef > 0,
                 )
-            tokens = Tokens.of(self._spec, pack, inputs, logps_N.detach(), known_GC)
-            total = total + loss_of(self._spec, tokens, logps_N, metrics)
-            metrics.add("entropy", entropies_N, 1)
+            tokens = Tokens.of(spec, pack, inputs, logps_N.detach(), known_GC)
+            total = total + loss_of(spec, tokens, logps_N, metrics)
+            if spec.entropy_coef:
+                total = total - spec.entropy_coef * entropies_N.sum() / inputs["step_tokens"]
+            metrics.add("entropy", entropies_N.detach(), 1)
         means = metrics.means()
         if (squared := means.pop("is_ratio/squared", 0.0)) > 0:
             means["is_ratio/effective_share"] = means["is_ratio/mean"] ** 2 / squared
@@ -264,6 +279,7 @@ class Tokens:
     teacher_logps: Tensor | None
     advantages: Tensor
     normalizers: Tensor
+    kl_coef: float
 
     @classmethod
     def of(
@@ -292,6 +308,7 @@ class Tokens:
             None if teacher_GC is None else at_tokens(teacher_GC),
             inputs["advantages"][rows_N],
             inputs["normalizers"][rows_N],
+            inputs["kl_coef"],
         )
 
 
@@ -342,8 +359,8 @@ def loss_of(
         # KL(policy | reference) by the estimator k3: http://joschu.net/blog/kl-approx.html
         away_N = tokens.reference_logps - tokens.logps
         kl_N = away_N.exp() - away_N - 1
-        value_N = value_N + spec.kl_penalty_coef * kl_N
-        slope_N = slope_N + spec.kl_penalty_coef * (1 - away_N.exp())
+        value_N = value_N + tokens.kl_coef * kl_N
+        slope_N = slope_N + tokens.kl_coef * (1 - away_N.exp())
         metrics.add("kl", kl_N, 1)
     if spec.importance_sampling != "none":
         metrics.add("is_ratio/mean", weight_N, 1)
@@ -403,14 +420,16 @@ def advantages_of(group: Sequence[Rollout], spec: RunSpec) -> Tensor:
     failed: the factor of its tokens' advantages."""
     if spec.algorithm == "distill":
         return torch.tensor([float(not rollout.error) for rollout in group])
-    return group_advantages(group, spec.loss_type)
+    return group_advantages(group, spec.loss_type, spec.thinking_length_penalty_coef)
 
 
 SCALED = ("grpo", "bnpo", "dapo", "cispo")
 """Losses that divide advantages by their group's standard deviation."""
 
 
-def group_advantages(group: Sequence[Rollout], loss_type: LossType) -> Tensor:
+def group_advantages(
+    group: Sequence[Rollout], loss_type: LossType, thinking_coef: float = 0.0
+) -> Tensor:
     """(G,) reward minus the group's mean; divided by the group's standard deviation (SCALED), or by
     its mean (maxrl, whose rewards must not be negative).
 
@@ -419,6 +438,8 @@ def group_advantages(group: Sequence[Rollout], loss_type: LossType) -> Tensor:
     rewards = [math.nan if rollout.error else rollout.reward for rollout in group]
     # In fp64: a mean that is rounded moves all advantages of the group the same way.
     rewards_G = torch.tensor(rewards, dtype=torch.float64)
+    if thinking_coef:
+        rewards_G -= torch.tensor(thinking_penalties(group, thinking_coef), dtype=torch.float64)
     valid = rewards_G[~rewards_G.isnan()]
     # The mean of equal numbers is rounded, so compare the numbers.
     if valid.numel() == 0 or valid.min() == valid.max():

@@ -7,6 +7,7 @@ Axes: N rows, I inputs, O outputs, R rank, H hidden size, V vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Self, cast
@@ -129,17 +130,16 @@ class Head:
 
 
 def token_logps(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: float
+    head: Head, hidden: Tensor, targets: Tensor, temperature: float, *, trains_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (N,) in fp32, or in fp64 of such a model: of `targets`
     (N,) under `hidden` (N, H).
 
-    Logits are computed VOCABULARY_TILE columns at a time. The entropies and the head carry no
-    gradient."""
-    weight = head.linear.weight
+    Logits are computed VOCABULARY_TILE columns at a time. The head carries no gradient, and the
+    entropies do with `trains_entropy`, which computes all logits a second time."""
     # Autocast would take the products in half precision again.
     with torch.autocast(hidden.device.type, enabled=False):
-        return cast(Any, _TokenLogps).apply(hidden, weight, targets, temperature, head)
+        return cast(Any, _TokenLogps).apply(hidden, targets, temperature, head, trains_entropy)
 
 
 class _TokenLogps(torch.autograd.Function):
@@ -155,15 +155,15 @@ class _TokenLogps(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight_VH: Tensor,
         targets_N: Tensor,
         temperature: float,
         head: Head,
+        trains_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         exact, dtype = head.dtypes
         ctx.dtype = hidden.dtype
         hidden_NH = hidden.to(dtype)
-        bias_V = cast(Tensor | None, head.linear.bias)
+        weight_VH = head.linear.weight
         count = len(targets_N)
         largest_N1 = hidden.new_full((count, 1), -torch.inf, dtype=exact)
         total_N1 = torch.zeros_like(largest_N1)  # of exp(logit - largest)
@@ -172,14 +172,7 @@ class _TokenLogps(torch.autograd.Function):
         # of p(v) s(v) W[v], the target left out
         others_NH = torch.zeros_like(hidden_NH, dtype=exact) if ctx.needs_input_grad[0] else None
         room = largest_N1.new_empty(count, min(VOCABULARY_TILE, len(weight_VH)))
-        for start in range(0, len(weight_VH), VOCABULARY_TILE):  # v: the columns of a tile
-            tile = slice(start, start + VOCABULARY_TILE)
-            weight_vH = weight_VH[tile].to(dtype)
-            bias = None if bias_V is None else bias_V[tile].to(dtype)
-            logits_Nv = linear(hidden_NH, weight_vH, bias).to(exact).mul_(head.scale)
-            if head.softcap is not None:
-                logits_Nv.div_(head.softcap).tanh_().mul_(head.softcap)
-            logits_Nv.div_(temperature)
+        for start, weight_vH, logits_Nv in _tiles(head, hidden_NH, temperature):
             width = logits_Nv.size(1)
             place_N1 = targets_N[:, None] - start
             inside_N1 = (place_N1 >= 0) & (place_N1 < width)
@@ -202,22 +195,63 @@ class _TokenLogps(torch.autograd.Function):
             weighted_N1 = weighted_N1 * shrink_N1 + logits_Nv.sum(1, keepdim=True)
         normalizer_N1 = largest_N1 + total_N1.log()
         logps_N1 = chosen_N1 - normalizer_N1
+        entropies_N1 = normalizer_N1 - weighted_N1 / total_N1
+        slopes: list[Tensor] = []
         if others_NH is not None:
             own_N1 = -torch.expm1(logps_N1)
             if head.softcap is not None:
                 own_N1 = own_N1 * _slope(chosen_N1 * temperature, head.softcap)
             slope_NH = own_N1 * weight_VH[targets_N].to(exact) - others_NH.div_(total_N1)
             slope_NH.mul_(head.scale / temperature)
-            ctx.save_for_backward(slope_NH.to(dtype))
-        entropies_N = (normalizer_N1 - weighted_N1 / total_N1).squeeze(1)
-        ctx.mark_non_differentiable(entropies_N)
+            slopes.append(slope_NH.to(dtype))
+            if trains_entropy:
+                slope_NH = _entropy_slope(head, hidden_NH, normalizer_N1, entropies_N1, temperature)
+                slopes.append(slope_NH.to(dtype))
+        ctx.save_for_backward(*slopes)
+        entropies_N = entropies_N1.squeeze(1)
+        if not trains_entropy:
+            ctx.mark_non_differentiable(entropies_N)
         return logps_N1.squeeze(1), entropies_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (slope_NH,) = ctx.saved_tensors
-        return (grad_N[:, None] * slope_NH).to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        slope_NH, *entropy_slopes = ctx.saved_tensors
+        grad_NH = grads[0][:, None] * slope_NH
+        for entropy_slope_NH in entropy_slopes:
+            grad_NH += grads[1][:, None] * entropy_slope_NH
+        return grad_NH.to(ctx.dtype), None, None, None, None
+
+
+def _tiles(
+    head: Head, hidden_NH: Tensor, temperature: float
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(first column, weights, logits) of each tile of the vocabulary; v: the columns of a tile."""
+    exact, dtype = head.dtypes
+    weight_VH = head.linear.weight
+    bias_V = cast(Tensor | None, head.linear.bias)
+    for start in range(0, len(weight_VH), VOCABULARY_TILE):
+        tile = slice(start, start + VOCABULARY_TILE)
+        weight_vH = weight_VH[tile].to(dtype)
+        bias = None if bias_V is None else bias_V[tile].to(dtype)
+        logits_Nv = linear(hidden_NH, weight_vH, bias).to(exact).mul_(head.scale)
+        if head.softcap is not None:
+            logits_Nv.div_(head.softcap).tanh_().mul_(head.softcap)
+        yield start, weight_vH, logits_Nv.div_(temperature)
+
+
+def _entropy_slope(
+    head: Head, hidden_NH: Tensor, normalizer_N1: Tensor, entropies_N1: Tensor, temperature: float
+) -> Tensor:
+    """d entropy / d hidden = -scale / temperature (sum over v of p(v) (log p(v) + H) s(v) W[v])."""
+    slope_NH = torch.zeros_like(hidden_NH, dtype=normalizer_N1.dtype)
+    for _, weight_vH, logits_Nv in _tiles(head, hidden_NH, temperature):
+        logps_Nv = logits_Nv - normalizer_N1
+        parts_Nv = logps_Nv.exp() * (logps_Nv + entropies_N1)
+        if head.softcap is not None:
+            parts_Nv *= _slope(logits_Nv * temperature, head.softcap)
+        slope_NH.sub_(parts_Nv.to(weight_vH.dtype) @ weight_vH)
+    return slope_NH.mul_(head.scale / temperature)
 
 
 def _slope(capped: Tensor, softcap: float) -> Tensor:

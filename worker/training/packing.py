@@ -109,17 +109,24 @@ class Pack:
         return prompts * len(self.prompt) + sum(map(len, self.completions))
 
     def logps(
-        self, causal_lm: Any, temperature: float, *, keep_tokens: float = math.inf
+        self,
+        causal_lm: Any,
+        temperature: float,
+        *,
+        keep_tokens: float = math.inf,
+        trains_entropy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies), both (N,) in fp32, of the trained tokens. Entropies carry
-        no gradient.
+        a gradient with `trains_entropy`.
 
         Above `keep_tokens` tokens, activations are recomputed in the backward pass."""
         if torch.is_grad_enabled():
             recomputed = self.tokens > keep_tokens
             recompute(causal_lm, recomputed)
             if recomputed and self.way == Way.STATE:  # transformers keeps no cache then
-                return replace(self, way=Way.ROWS).logps(causal_lm, temperature, keep_tokens=0)
+                rows = replace(self, way=Way.ROWS)
+                options: dict[str, Any] = {"keep_tokens": 0, "trains_entropy": trains_entropy}
+                return rows.logps(causal_lm, temperature, **options)
         hidden_NH = self.hidden(causal_lm)
         parts = zip(self.completions, self.trained, strict=True)
         targets_N = torch.cat([completion[at] for completion, at in parts])
@@ -130,6 +137,7 @@ class Pack:
             pad(hidden_NH, (0, 0, 0, filler)),
             pad(targets_N, (0, filler)),
             temperature,
+            trains_entropy=trains_entropy,
         )
         return values[:count], entropies[:count]
 
