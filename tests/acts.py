@@ -64,7 +64,8 @@ numbers = {
         migrate_pages=238, reboot=142, sched_setscheduler=119,
     ),
 }[platform.machine()] | dict(
-    clone3=435, pidfd_open=434, pidfd_getfd=438, open_tree=428, fsopen=430, mount_setattr=442, prlimit=0, 
+    clone3=435, pidfd_open=434, pidfd_getfd=438, open_tree=428, move_mount=429, fsopen=430, mount_setattr=442,
+    prlimit=0,
 )
 
 def call(name, *arguments):
@@ -153,8 +154,41 @@ FILES = {
     "that it is there, from the working directory": "os.stat(os.path.relpath(STATE))",
     "that it is there, by the process's root": "os.stat('/proc/self/root' + STATE)",
     "where a link of the state leads": "os.readlink(STATE + '.link')",
-    "the names in the state": "os.listdir(os.path.dirname(STATE))",
+    "the names in the state": (
+        "if 'state' not in os.listdir(os.path.dirname(STATE)): raise OSError(errno.ENOENT, 'none is there')"
+    ),
     "a file beside the state": "open(STATE + '.new', 'w')",
+    "that a file is there, its size and times": "os.stat(SECRET)",
+    "that a file is there, by way of the parent of the root": "os.stat('/../../..' + SECRET)",
+    "that a file is there, from its own folder": (
+        "os.stat(os.path.relpath(SECRET, here), dir_fd=os.open(here, os.O_PATH))"
+    ),
+    "where a link leads": "os.readlink(LINK)",
+    "a file where the machine's root was": "os.stat('/.machine' + SECRET)",
+    "a file by the root of the first process": "os.stat('/proc/1/root' + SECRET)",
+    "a file by the working directory of the first process": "os.listdir('/proc/1/cwd')",
+    "a file by the server's root": "os.stat(f'/proc/{os.getppid()}/root' + SECRET)",
+    "a folder outside by a descriptor": (
+        "for name in os.listdir('/proc/self/fd'):\n"
+        "    if os.path.isdir(f'/proc/self/fd/{name}'): os.stat(f'/proc/self/fd/{name}/../../../../..' + SECRET)\n"
+        "raise OSError(errno.ENOENT, 'none leads out')"
+    ),
+    "a folder of its own moved out, and what is above it": (
+        "os.mkdir(here + '/inner')\n"
+        "inner = os.open(here + '/inner', os.O_RDONLY)\n"
+        "os.rename(here + '/inner', HIDDEN + '/inner')\n"
+        "os.stat('../secret', dir_fd=inner)"
+    ),
+    "the machine's disks and folders in the list of mounts": (
+        "if HIDDEN not in open('/proc/self/mountinfo').read(): raise OSError(errno.ENOENT, 'no such mount')"
+    ),
+    "the names in the machine's root": (
+        "if not {'boot', 'home', 'run', 'var'} & {*os.listdir('/')}: raise OSError(errno.ENOENT, 'none is there')"
+    ),
+    "a file in the root": "open('/planted', 'w')",
+    "a folder in place of the machine's root": "os.mkdir('/.machine/etc')",
+    "another file in place of a setting": "os.rename(own, '/etc/hosts')",
+    "the terminal of the server": "open('/dev/tty', 'w')",
 }
 
 MOUNTS = {
@@ -163,6 +197,13 @@ MOUNTS = {
     "the end of read-only by attributes": "call('mount_setattr', -100, b'/', 0x8000, longs(0, 1, 0, 0), size(32))",
     "the end of a mount": "checked(libc.umount2(b'/proc', 2))",
     "a copy of all mounts": "call('open_tree', -100, b'/', 0x8001)",
+    "the end of its root": "checked(libc.umount2(b'/', 2))",
+    "the end of the mount that a setting is": "checked(libc.umount2(b'/etc/hosts', 2))",
+    "the mount of a folder moved elsewhere": "call('move_mount', -100, b'/usr', -100, here.encode(), 0)",
+    "its folder mounted anew, to be written to": (
+        "checked(libc.mount(b'', os.getcwd().encode(), None, 0x20 | 0x1000, None))"
+    ),
+    "users of another namespace": "write('/proc/self/uid_map', '0 0 1')",
     "a file system of its own": "call('fsopen', b'tmpfs', 0)",
     "another root": "in_fork(lambda: os.chroot(here))",
     "another root by pivoting": "call('pivot_root', here.encode(), here.encode())",
@@ -275,12 +316,7 @@ ABSENT = {
     "the tracing of another's process": "ESRCH",
     "moving another's memory": "ESRCH",
     "a list of the machine's connections": "ENOENT",
-    # An empty folder is in place of the state directory.
-    "a file of the state": "ENOENT",
-    "that a file of the state is there": "ENOENT",
-    "that it is there, from the working directory": "ENOENT",
-    "that it is there, by the process's root": "ENOENT",
-    "where a link of the state leads": "ENOENT",
+    "the terminal of the server": "ENXIO",
     "a file of root's": "EINVAL",
     "root": "EINVAL",
     # Its /proc shows none that it may not trace.
@@ -288,6 +324,18 @@ ABSENT = {
     "the memory of the first process": "ENOENT",
     "the variables of the first process": "ENOENT",
     "the descriptors of the first process": "ENOENT",
+    "a file by the root of the first process": "ENOENT",
+    "a file by the working directory of the first process": "ENOENT",
+    "a file by the server's root": "ENOENT",
+    "a folder outside by a descriptor": "ENOENT",
+    "the names in the machine's root": "ENOENT",
+    "a folder in place of the machine's root": "ENOENT",
+    "a start-up file of Python": "ENOENT",  # Debian's is a link into /etc
+} | {
+    # Nothing of the machine's is in its root but what it may use.
+    act: "ENOENT"
+    for act, code in FILES.items()
+    if any(name in code for name in ("SECRET", "HIDDEN", "PROGRAM", "LINK", "STATE"))
 }
 """{act: what it is told where there is no such thing, as in a namespace of its own}"""
 
@@ -296,6 +344,12 @@ NEEDS = {
     "that it is there, from the working directory": "attributes",
     "that it is there, by the process's root": "attributes",
     "where a link of the state leads": "attributes",
+    "that a file is there, its size and times": "attributes",
+    "that a file is there, by way of the parent of the root": "attributes",
+    "that a file is there, from its own folder": "attributes",
+    "where a link leads": "attributes",
+    "a folder outside by a descriptor": "attributes",
+    "the machine's disks and folders in the list of mounts": "attributes",
     "the times of a secret": "attributes",
     "an attribute of a secret": "attributes",
     "the shared memory of others": "attributes",
@@ -341,11 +395,6 @@ FAULTS = {
 """What ends in a fault of the environment, and never in a defect of ours or in our advice."""
 
 OPEN = {
-    "that a file is there, its size and times": (
-        "os.stat(SECRET)",
-        "Landlock does not restrict it; in a mount namespace nothing of `FLASH_HOME` is there",
-    ),
-    "where a link leads": ("os.readlink(LINK)", "Landlock does not restrict it"),
     "the load and memory of the machine": (
         "open('/proc/loadavg'); open('/proc/meminfo')",
         "programs need them to choose how much they start",

@@ -15,8 +15,13 @@ import sys
 from environments.sandbox import seccomp
 from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, checked, libc
 
-CALLS = {"landlock": {"x86_64": 444, "aarch64": 444}, "namespaces": {"x86_64": 272, "aarch64": 97}}
-"""landlock_create_ruleset and unshare."""
+CALLS = {
+    "landlock": {"x86_64": 444, "aarch64": 444},  # landlock_create_ruleset
+    "namespaces": {"x86_64": 272, "aarch64": 97},  # unshare
+    "mount": {"x86_64": 165, "aarch64": 40},
+    "pivot_root": {"x86_64": 155, "aarch64": 41},
+    "mount_setattr": {"x86_64": 442, "aarch64": 442},
+}
 
 
 def refuse(*names: str) -> None:

@@ -8,8 +8,8 @@ Linux, no helper program and no root.
 
 - files (Landlock): the code reads its folder and the system's libraries, and writes to a temporary
   folder. It gets terminals if the mount namespace has its own.
-- attributes (a read-only mount namespace): it changes no file's mode or time outside that temporary
-  folder, and finds nothing of the state directory.
+- attributes (a root of its own, by pivot_root): other files do not exist, and it changes no mode or
+  time outside that temporary folder.
 - network (seccomp): it can make no socket except pairs of connected ones. With network, which
   environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too. Without,
   it also gets an empty network namespace, if it may have namespaces. With an endpoint it makes TCP

@@ -19,6 +19,8 @@ CAP_KILL = 5
 CAPABILITY_VERSION_3 = 0x20080522
 MOUNT_SETATTR = 442
 AT_FDCWD = -100
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+MNT_DETACH = 2
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,6 +88,16 @@ def mount(
 ) -> None:
     encoded = (os.fsencode(source), os.fsencode(target), kind.encode() or None)
     checked(libc.mount(*encoded, ctypes.c_ulong(flags), options.encode() or None))
+
+
+def unmount(target: str) -> None:
+    checked(libc.umount2(os.fsencode(target), MNT_DETACH))
+
+
+def pivot_root(new: str, old: str) -> None:
+    """Make the mount `new` the root, and `old`, a folder in it, the place of the former one."""
+    number = PIVOT_ROOT.get(os.uname().machine, -1)
+    checked(libc.syscall(number, os.fsencode(new), os.fsencode(old)))
 
 
 def set_mount_attributes(path: str, flags: int, *, on: int = 0, off: int = 0) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from environments.sandbox.kernel import checked, libc
-from environments.sandbox.namespaces import Mounts
+from environments.sandbox.namespaces import DEVICES, SHARED_MEMORY, Mounts
 from environments.sandbox.needs import Bounds
 
 LANDLOCK_CREATE_RULESET = 444
@@ -40,6 +40,8 @@ TRUNCATE = 1 << 14
 IOCTL_DEV = 1 << 15
 ALL_OF_VERSION_1 = (1 << 13) - 1
 READ = EXECUTE | READ_FILE | READ_DIR
+ALL = (1 << 16) - 1
+OF_SHARED_MEMORY = READ | WRITE_FILE | TRUNCATE | REMOVE_FILE | MAKE_REG
 OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 SCOPE_ABSTRACT_SOCKETS = 1
 SCOPE_SIGNALS = 2
@@ -49,10 +51,10 @@ hosts ld.so.cache ld.so.conf ld.so.conf.d locale.alias localtime mime.types nssw
 passwd pki/tls/certs pki/ca-trust protocols resolv.conf services ssl/certs ssl/openssl.cnf timezone
 """.split()  # noqa: SIM905
 """What programs look up in /etc. The rest of it may be secret."""
-DEVICES = ("null", "zero", "full", "random", "urandom")
 TERMINALS = ("tty", "ptmx", "pts")
-SHARED_MEMORY = Path("/dev/shm")
 PACKAGE = Path(__file__).parents[1]
+Right = tuple[str | Path, int]
+"""A path, and what may be done there."""
 
 
 def knows_ports() -> bool:
@@ -67,8 +69,12 @@ def restrict_files(bounds: Bounds, mounts: Mounts, port: int) -> tuple[str, str]
     if version < 1:
         why = f"this kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
         return why, why
+    if mounts.has_root:
+        rights = [("/", READ), *_written(bounds, *TERMINALS), (SHARED_MEMORY, ALL)]
+    else:
+        rights = [*_read(bounds), *_written(bounds), (SHARED_MEMORY, OF_SHARED_MEMORY)]
     try:
-        rules = _ruleset(version, partial(_rules, bounds, mounts), port=port)
+        rules = _ruleset(version, rights, port=port)
         checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
         os.close(rules)
     except OSError as error:
@@ -86,30 +92,25 @@ def program_rules(bounds: Bounds, folder: Path, files: Sequence[str]) -> int:
     """
     inner = replace(bounds, folder=str(folder), written=(str(folder),), readable=tuple(files))
     opened = {_real(folder), *map(_real, files)}
-    closed = (_real(bounds.folder), _real(bounds.scratch))
-
-    def rules(handled: int) -> Iterator[tuple[Path, int]]:
-        for path, rights in _rules(inner, Mounts(terminals=True), handled):
-            if path == SHARED_MEMORY:
-                rights &= ~READ_DIR  # without the names in there it finds nothing of others
-            parts = [path]
-            if _real(path) not in opened:
-                parts = _outside(path, closed)
-            for part in parts:
-                yield part, rights
-
-    return _ruleset(checked(landlock_version()), rules)
+    # Without the names in shared memory it finds nothing of others.
+    rights = [*_written(inner, *TERMINALS), (SHARED_MEMORY, OF_SHARED_MEMORY & ~READ_DIR)]
+    for path, right in _read(inner):
+        parts = [Path(path)]
+        if _real(path) not in opened:
+            for place in map(_real, (bounds.folder, bounds.scratch)):
+                parts = without(parts, place)
+                parts = [part for part in parts if not _real(part).is_relative_to(place)]
+        rights += [(part, right) for part in parts]
+    return _ruleset(checked(landlock_version()), rights)
 
 
 def landlock_version() -> int:
     return libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, VERSION_FLAG)
 
 
-def _ruleset(
-    version: int, rules: Callable[[int], Iterable[tuple[Path, int]]], *, port: int = 0
-) -> int:
-    """The descriptor of a set of rules: `rules` gets all rights that are handled, and says which
-    paths have which of them. With a `port`, TCP reaches and serves no other one.
+def _ruleset(version: int, rights: Iterable[Right], *, port: int = 0) -> int:
+    """The descriptor of a set of rules: which paths may be used with which rights. With a `port`,
+    TCP reaches and serves no other one.
     """
     # A kernel accepts only the rights that it knows. It does not restrict the others.
     handled = ALL_OF_VERSION_1
@@ -127,8 +128,8 @@ def _ruleset(
     attributes = struct.pack("QQQ", handled, ports, scoped)
     result = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
     try:
-        for path, rights in rules(handled):
-            _allow(result, path, rights & handled)
+        for path, right in rights:
+            _allow(result, path, right & handled)
         if port:
             rule = struct.pack("=QQ", ports, port)
             checked(libc.syscall(LANDLOCK_ADD_RULE, result, NET_PORT, rule, 0))
@@ -138,67 +139,48 @@ def _ruleset(
     return result
 
 
-def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
-    """The paths that it may use, each with its rights."""
-    hidden = _real(bounds.hidden)
-    # Python looks for the package there. There may be more in it than packages.
-    if not hidden.is_relative_to(_real(PACKAGE.parent)):
-        yield PACKAGE.parent, READ_DIR
-    system = [*bounds.system, *(f"/etc/{name}" for name in SETTINGS)]
-    for root in (*system, *read_by(bounds)):
-        for path in _without(_real(root), hidden):
-            yield path, READ
-    yield Path(bounds.folder), READ_DIR
-    devices = DEVICES
-    if mounts.terminals:
-        devices += TERMINALS
-    for name in devices:
-        yield Path("/dev", name), READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV
+def _written(bounds: Bounds, *terminals: str) -> Iterator[Right]:
+    for name in (*DEVICES, *terminals):
+        yield f"/dev/{name}", READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV
     for folder in bounds.writable:
-        yield Path(folder), handled
-    shared = READ | WRITE_FILE | TRUNCATE | REMOVE_FILE | MAKE_REG
-    if mounts.shm:
-        shared = handled
-    yield SHARED_MEMORY, shared
+        yield folder, ALL
 
 
-def read_by(bounds: Bounds) -> list[str]:
-    """What the code reads beside the system's folders. What is hidden may lie within it."""
-    executable = Path(sys.executable).resolve().parent
-    readable = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable)]
-    readable += [entry for entry in sys.path if entry and Path(entry) != PACKAGE.parent]
-    return [*readable, *bounds.readable, str(PACKAGE), bounds.folder]
+def _read(bounds: Bounds) -> Iterator[Right]:
+    # Python looks for the package there. There may be more in it than packages.
+    if not _real(bounds.hidden).is_relative_to(_real(PACKAGE.parent)):
+        yield PACKAGE.parent, READ_DIR
+    yield bounds.folder, READ_DIR
+    for path in readable(bounds):
+        yield path, READ
 
 
-def installed(bounds: Bounds) -> tuple[str, ...]:
-    """The folders of installed programs, or their parts that do not lead to what is hidden. Within
-    the sandbox a folder that holds it cannot be listed.
-    """
-    hidden = _real(bounds.hidden)
-    return tuple(str(part) for root in bounds.system for part in _without(_real(root), hidden))
+def readable(bounds: Bounds) -> list[Path]:
+    """What the code reads: nothing of it leads to what is hidden."""
+    folder = str(Path(sys.executable).resolve().parent)
+    installed = [sys.executable, folder, sys.prefix, sys.base_prefix, sys.exec_prefix]
+    installed += [entry for entry in sys.path if entry and Path(entry) != PACKAGE.parent]
+    installed += [*bounds.system, *(f"/etc/{name}" for name in SETTINGS), str(PACKAGE)]
+    return without([*installed, *bounds.readable, bounds.folder], bounds.hidden)
 
 
-def _outside(path: Path, places: tuple[Path, ...]) -> list[Path]:
-    """The parts of `path` that lie in none of these places."""
-    parts = [path]
-    for place in places:
-        outer = [part for part in parts if not part.is_relative_to(place)]
-        parts = [part for root in outer for part in _without(root, place)]
-    return parts
+def without(roots: Iterable[str | Path], hidden: str | Path) -> list[Path]:
+    """These paths, or the parts of them that do not lead to `hidden`."""
+    real = _real(hidden)
+    return [part for root in roots for part in _without(Path(root), real)]
 
 
 def _without(root: Path, hidden: Path) -> list[Path]:
-    """`root`, or the parts of it that do not lead to `hidden`. Both are free of symbolic links."""
-    if not hidden.is_relative_to(root):
+    if not hidden.is_relative_to(_real(root)):
         return [root]
     paths: list[Path] = []
     try:
         for entry in root.iterdir():
-            real = _real(entry) if entry.is_symlink() else entry
+            real = _real(entry)
             # A link is followed only if it leads neither into `hidden` nor above it.
-            leads_above = real is not entry and hidden.is_relative_to(real)
+            leads_above = entry.is_symlink() and hidden.is_relative_to(real)
             if not real.is_relative_to(hidden) and not leads_above:
-                paths += _without(real, hidden)
+                paths += _without(entry, hidden)
     except OSError:
         return []
     return paths
@@ -208,13 +190,13 @@ def _real(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _allow(rules: int, path: Path, rights: int) -> None:
+def _allow(rules: int, path: str | Path, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # it does not exist
         return
     try:
-        if not path.is_dir():
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= OF_A_FILE
         rule = struct.pack("=Qi", rights, descriptor)
         checked(libc.syscall(LANDLOCK_ADD_RULE, rules, PATH_BENEATH, rule, 0))

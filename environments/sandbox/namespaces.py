@@ -1,7 +1,7 @@
-"""The user and the namespaces of environment code.
+"""The user, the namespaces and the root of environment code.
 
     own = enter_namespaces(...)       # in the warden: holds for the processes that it forks next
-    mounts = own_mounts(bounds, own)  # in the first of these
+    mounts = enter_root(bounds, readable, own)  # in the first of these
     become(own)                       # in the process that runs environment code
 
 The kernel never counts root's processes, so root makes the code another user, one that no other
@@ -15,6 +15,7 @@ import struct
 
 # The module socket takes 5 ms to import.
 from _socket import AF_INET, AF_UNIX, SOCK_DGRAM, SOCK_STREAM, socket
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fcntl import ioctl
@@ -27,8 +28,10 @@ from environments.sandbox.kernel import (
     keep_capabilities,
     libc,
     mount,
+    pivot_root,
     set_dumpable,
     set_mount_attributes,
+    unmount,
     works_in_a_fork,
 )
 from environments.sandbox.needs import Bounds
@@ -184,76 +187,139 @@ def become(own: Own) -> None:
     set_dumpable(True)  # else root would own its /proc/self
 
 
-# -- mounts ----------------------------------------------------------------------------------------
+# -- a root of its own -----------------------------------------------------------------------------
+
+OLD = "/.machine"
+"""Where the machine's root is while the new one is filled."""
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {
+    "ptmx": "pts/ptmx",
+    "fd": "/proc/self/fd",
+    "stdin": "fd/0",
+    "stdout": "fd/1",
+    "stderr": "fd/2",
+}
+"""{name in /dev: where the link leads}"""
+TERMINALS = "/dev/pts"
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class Mounts:
-    """Whether /dev/shm and the terminals are its own. `attributes` is "" if modes and times of
-    other files are protected, `proc` if /proc shows its own processes only; else why not.
+    """`attributes` is "" if the code has a root of its own, `proc` if its /proc shows its own
+    processes only; else why not.
     """
 
-    shm: bool = False
-    terminals: bool = False
     attributes: str = "this system has no mount namespaces"
     proc: str = attributes
 
+    @property
+    def has_root(self) -> bool:
+        return not self.attributes
 
-def own_mounts(bounds: Bounds, read: list[str], own: Own) -> Mounts:
-    """Make every mount read-only except what the code writes, and let nothing be in what is hidden
-    but what it writes and reads. Landlock does not forbid changes of modes and times, and shows
-    whether a file exists.
 
-    /dev/shm, where multiprocessing keeps its locks, also holds the shared memory of all other
-    programs, and /dev/pts their terminals."""
+def enter_root(bounds: Bounds, readable: Iterable[Path], own: Own) -> Mounts:
+    """Enter a root in which nothing exists but what the code reads and writes. Landlock alone would
+    show whether other files exist, and let their modes and times be changed.
+
+    It is read-only except for what the code writes. /dev/shm, where multiprocessing keeps its
+    locks, is its own, and so are the terminals."""
+    paths = [str(path) for path in readable if os.access(path, os.F_OK)]
+    place, working = os.path.realpath(bounds.scratch), Path.cwd()
     try:
         checked(libc.unshare(CLONE_NEWNS))
         mount("/", MS_REC | MS_PRIVATE)
+        mount(place, MS_NOSUID | MS_NODEV, kind="tmpfs", options="size=1m,mode=755")
     except OSError as error:
         why = f"no mount namespace can be had: {error}"
-        return Mounts(attributes=why, proc=why)
+        return Mounts(why, why)
+    try:
+        Path(place + OLD).mkdir()
+        pivot_root(place, place + OLD)
+        proc = _fill(bounds, paths, own)
+        unmount(OLD)
+    except OSError as error:
+        with suppress(OSError):
+            pivot_root(OLD, OLD + place)
+        unmount(place)
+        why = f"no root of its own can be had: {error}"
+        return Mounts(why, why)
+    finally:
+        os.chdir("/")
+        with suppress(OSError):
+            os.chdir(working)
+    return Mounts("", proc)
+
+
+def _fill(bounds: Bounds, paths: list[str], own: Own) -> str:
+    """Mount what the code may use into the new root. Returns why /proc shows other processes, or ""
+    if it does not.
+    """
+    written = [_way(path) for path in bounds.writable]
+    outer = OLD
+    for path in sorted({*map(_way, paths)} - {"/proc"}):
+        if not path.startswith(f"{outer}/"):
+            _show(path)
+            outer = path
+    for path in (*written, *(f"/dev/{name}" for name in (*DEVICES, "tty"))):
+        _show(path)
+    for name, target in LINKS.items():
+        Path("/dev", name).symlink_to(target)
+    for path in ("/proc", SHARED_MEMORY, TERMINALS):
+        Path(path).mkdir()
     proc = own.process_tree
     if own.has_processes:
         # Where a container hides parts of /proc, the kernel refuses a user namespace a whole one.
         # A program with rules of its own (programs.py) finds no process of others in it.
         flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
         proc = _refused("/proc", flags, kind="proc", options="hidepid=ptraceable")
-    attributes = ""
-    writable = bounds.writable
-    try:
-        _hide(bounds, [*read, *writable])
-        for folder in writable:
-            mount(folder, MS_BIND, source=folder)
-        set_mount_attributes("/", AT_RECURSIVE, on=MOUNT_ATTR_RDONLY)
-        for folder in writable:
-            set_mount_attributes(folder, 0, off=MOUNT_ATTR_RDONLY)
-    except OSError as error:
-        attributes = f"mounts cannot be made read-only: {error}"
+    if proc:
+        _show("/proc")
+    set_mount_attributes("/", AT_RECURSIVE, on=MOUNT_ATTR_RDONLY)
+    for path in written:
+        set_mount_attributes(path, 0, off=MOUNT_ATTR_RDONLY)
     options = f"size={bounds.memory_bytes // 2},mode=1777"
-    shm = not _refused("/dev/shm", MS_NOSUID | MS_NODEV, kind="tmpfs", options=options)
-    options = "newinstance,ptmxmode=0666,mode=0600"
-    terminals = not _refused("/dev/pts", MS_NOSUID, kind="devpts", options=options)
-    terminals = terminals and not _refused("/dev/ptmx", MS_BIND, source="/dev/pts/ptmx")
-    return Mounts(shm, terminals, attributes, proc)
+    mount(SHARED_MEMORY, MS_NOSUID | MS_NODEV, kind="tmpfs", options=options)
+    _refused(TERMINALS, MS_NOSUID, kind="devpts", options="newinstance,ptmxmode=0666,mode=0600")
+    return proc
 
 
-def _hide(bounds: Bounds, kept: list[str]) -> None:
-    """Put an empty folder in place of what is hidden, with those folders in it that are `kept`."""
-    hidden, working = os.path.realpath(bounds.hidden), Path.cwd()
-    sources: dict[str, int] = {}
-    for path in kept:
-        # It may lie elsewhere and be reached by a link in there, or the other way round.
-        if path.startswith((hidden, bounds.hidden)) or os.path.realpath(path).startswith(hidden):
-            with suppress(OSError):
-                sources[path] = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    mount(hidden, MS_NOSUID | MS_NODEV, kind="tmpfs", options="size=1m,mode=755")
-    for path, descriptor in sources.items():
-        Path(path).mkdir(parents=True, exist_ok=True)
-        mount(path, MS_BIND | MS_REC, source=f"/proc/self/fd/{descriptor}")
-        os.close(descriptor)
-    os.chdir("/")
-    with suppress(OSError):
-        os.chdir(working)  # until now it was the folder that is covered
+def _way(path: str) -> str:
+    """Make the links of the machine that `path` goes through. Returns its real path."""
+    real = ""
+    parts = path.split("/")[::-1]
+    while parts:
+        part = parts.pop()
+        if part == "..":
+            real = real.rpartition("/")[0]
+        elif part not in ("", "."):
+            place = f"{real}/{part}"
+            try:
+                target = str(Path(OLD + place).readlink())
+            except OSError:  # it is no link
+                real = place
+                continue
+            Path(real or "/").mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                Path(place).symlink_to(target)
+            if target.startswith("/"):
+                real = ""
+            parts += target.split("/")[::-1]
+    return real
+
+
+def _show(path: str) -> None:
+    """Mount a folder or file of the machine at the same place, if it exists. `path` has no link."""
+    source, place = Path(OLD + path), Path(path)
+    if source.is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+    elif source.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            place.touch()
+    else:
+        return
+    mount(path, MS_BIND | MS_REC, source=OLD + path)
 
 
 def _refused(target: str, flags: int, **options: str) -> str:

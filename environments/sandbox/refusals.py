@@ -6,8 +6,10 @@ import errno
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any, cast
 
+from environments.sandbox.namespaces import OLD
 from environments.sandbox.needs import FILE, READABLE_VARIABLE, Bounds, Needs
 from environments.settings import FILE as SETTINGS_FILE
 
@@ -89,9 +91,18 @@ def _refusal(error: BaseException) -> tuple[str, str] | None:
         about = f"a file may have the file_gib of its {FILE} ({usual.file_gib:g} if left out)"
         return "environment_file_size", about
     is_refused = number in (errno.EACCES, errno.EPERM, errno.EROFS)
-    if isinstance(error, OSError) and is_refused and error.filename:
+    if isinstance(error, OSError) and error.filename and (is_refused or _is_left_out(error)):
         return "environment_access", (
             "it may read its own folder and installed programs, and write to its temporary folder "
             f"(tempfile); the server's variable {READABLE_VARIABLE} names more folders to read"
         )
     return None
+
+
+def _is_left_out(error: OSError) -> bool:
+    """Whether a file is missing where the sandbox's own root leaves out what the machine has."""
+    path, root = Path(os.fsdecode(error.filename)), Path("/")
+    if error.errno != errno.ENOENT or not path.is_absolute() or not Path(OLD).exists():
+        return False
+    folder = next(parent for parent in path.parents if parent.exists())
+    return folder.stat().st_dev == root.stat().st_dev

@@ -16,7 +16,7 @@ and all that administers the machine.
 
 from __future__ import annotations
 
-import platform
+import os
 
 # Files, waiting, sockets, memory, processes, users, the machine: a name with its numbers on x86_64
 # and aarch64.
@@ -86,8 +86,8 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 def allowed_calls() -> tuple[int, dict[str, int]]:
     """This machine's architecture and {name: number}. KeyError if it is not known here."""
-    architecture = _ARCHITECTURES[platform.machine()]
-    column = [*_ARCHITECTURES].index(platform.machine())
+    architecture = _ARCHITECTURES[os.uname().machine]
+    column = [*_ARCHITECTURES].index(os.uname().machine)
     calls: dict[str, int] = {}
     for row in _TABLE.split(","):
         name, *numbers = row.split()

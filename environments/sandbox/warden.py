@@ -46,8 +46,8 @@ from environments.sandbox.kernel import (
     set_dumpable,
     set_subreaper,
 )
-from environments.sandbox.landlock import installed, read_by
-from environments.sandbox.namespaces import Mounts, Own, enter_namespaces, own_mounts, pids_by_user
+from environments.sandbox.landlock import readable, without
+from environments.sandbox.namespaces import Mounts, Own, enter_namespaces, enter_root, pids_by_user
 from environments.sandbox.needs import Bounds
 
 CHECK_EVERY_S = 0.5
@@ -89,7 +89,7 @@ def enclose(bounds: Bounds) -> dict[str, str]:
         # If memory runs out, the kernel kills these processes before the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
     is_grouped = group is not None and group.enter()
-    mounts = own_mounts(bounds, read_by(bounds), own)
+    mounts = enter_root(bounds, readable(bounds), own)
     if own.has_processes:
         child = os.fork()
         if child:
@@ -334,7 +334,8 @@ def _take_pipes() -> tuple[int, int]:
 
 def main() -> None:
     bounds = Bounds.load(sys.argv[2])
-    bounds = replace(bounds, system=installed(bounds))
+    # Within the sandbox a folder that holds what is hidden cannot be listed.
+    bounds = replace(bounds, system=tuple(map(str, without(bounds.system, bounds.hidden))))
     interpreter = sys.argv[3]
     die_with_parent(int(sys.argv[1]), by=signal.SIGTERM)
     sys.stdout.write(json.dumps(enclose(bounds)) + "\n")

@@ -280,12 +280,16 @@ def tried(action):
         return errno.errorcode[error.errno]
     return "done"
 
+def listed(home):
+    if "secret" not in os.listdir(home):  # only the way to its own folders is there
+        raise OSError(errno.ENOENT, "no secret")
+
 def attack():
     home = Path(HOME)
     target = home / "interpreters" / Path(__file__).relative_to(home / "interpreters").parts[0]
     return {
         "read": tried((home / "secret").read_text),
-        "list": tried(lambda: os.listdir(home)),
+        "list": tried(lambda: listed(home)),
         "write": tried(lambda: (home / "planted").write_text("")),
         "write elsewhere": tried(lambda: Path(HOME + "-beside").write_text("")),
         "plant a link that the server follows": tried(lambda: (target / ".requirements.txt.1").symlink_to("/")),

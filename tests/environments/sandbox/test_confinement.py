@@ -120,9 +120,15 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(publi
                 assert "its own folder" in fault.what
             else:
                 assert "No such file" in fault.what
-        for command in (f"cat {flash_home}/flash.db", f"ls {flash_home}", f"ls {Path.home()}", "ls /tmp"):
-            told = await attack.told(f"import os; told = os.system({command + ' >/dev/null 2>&1'!r})")
-            assert told != "0", command
+        told = await attack.told(f"import os; told = os.system('cat {flash_home}/flash.db >/dev/null 2>&1')")
+        assert told != "0"
+        (flash_home.parent / "beside").touch()
+        for hidden in (flash_home / "flash.db", flash_home / "environments" / "other", flash_home.parent / "beside"):
+            names = f"import os; told = os.listdir({str(hidden.parent)!r})"
+            if attack.host.sandbox["attributes"]:
+                assert (await attack.fault(names)).code == "environment_access"
+            else:
+                assert hidden.name not in await attack.told(names), "only the way to its own folders is there"
         assert "Addition" in await attack.told("told = open('environment.py').read()")
 
 
@@ -221,6 +227,34 @@ async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path
     repository = {"PYTHONPATH": str(CALCULATOR.parents[2])}
     told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=PATIENCE_S)  # noqa: ASYNC221
     assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
+
+
+async def test_a_virtual_environment_works_wherever_it_and_its_python_lie(tmp_path: Path) -> None:
+    pythons = tmp_path / "home" / ".local" / "pythons"  # as uv keeps them: a link for each minor version
+    pythons.mkdir(parents=True)
+    (pythons / "cpython").symlink_to(sys.base_prefix)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home" / "venvs").symlink_to("../disk/../disk")
+    venv = tmp_path / "home" / "venvs" / "ours"
+    (data := tmp_path / "disk" / "data").mkdir()
+    (data / "rows").write_text("42")
+    (tmp_path / "rows").symlink_to(data)
+    python = pythons / "cpython" / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    subprocess.check_call([python, "-m", "venv", "--without-pip", "--symlinks", venv])  # noqa: ASYNC221
+    environment_folder(tmp_path / "folder", ATTACKER)
+    code = f"""
+import subprocess, sys
+rows = open({str(tmp_path / "rows" / "rows")!r}).read()
+told = [sys.prefix, rows, subprocess.check_output([sys.executable, "-c", ""])]
+"""
+    server = [venv / "bin" / "python", "-c", AS_A_USER, tmp_path / "folder", code]
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "FLASH_READABLE": str(tmp_path / "rows"),
+        "FLASH_HOME": str(tmp_path / "state"),
+    }
+    told = subprocess.check_output(server, cwd=tmp_path, env=variables, timeout=PATIENCE_S)  # noqa: ASYNC221
+    assert json.loads(told.splitlines()[-1])[1] == [str([str(venv), "42", b""])]
 
 
 @pytest.mark.hostile("state")
@@ -795,6 +829,23 @@ async def test_no_code_runs_where_files_cannot_be_protected_unless_the_operator_
     allow(flash_home, "without_file_protection = true")
     told = subprocess.check_output(command, timeout=PATIENCE_S, text=True, cwd=ROOT)  # noqa: ASYNC221
     assert told.startswith("loaded; this kernel has no Landlock"), told
+
+
+@pytest.mark.hostile("unprotected")
+@pytest.mark.parametrize("refused", ["mount", "pivot_root", "mount_setattr"])
+async def test_where_no_root_of_its_own_can_be_had_landlock_keeps_files_out_of_reach(
+    tmp_path: Path, refused: str
+) -> None:
+    (tmp_path / "secret").touch()
+    environment_folder(tmp_path / "folder", ATTACKER)
+    attacks = [f"open({str(tmp_path / 'secret')!r})", "import os; told = os.getcwd()"]
+    attacks += ["import os; told = os.listdir()", "import tempfile; told = tempfile.TemporaryFile().write(b'x')"]
+    refusing = [sys.executable, "-m", "tests.refusing", refused]
+    command = [*refusing, sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
+    told = subprocess.check_output(command, timeout=PATIENCE_S, cwd=ROOT)  # noqa: ASYNC221
+    sandbox, told = json.loads(told.splitlines()[-1])
+    assert "can be had" in sandbox["attributes"] and not sandbox["files"]
+    assert told == ["environment_access", str(tmp_path / "folder"), "['environment.py']", "1"]
 
 
 # -- as a user without rights ----------------------------------------------------------------------
