@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 Json = dict[str, Any]
 PROTOCOL = "2025-06-18"
+TIMEOUT_S = 10.0
 NO_METHOD = {"code": -32601, "message": "this client serves no requests"}
 
 
@@ -28,10 +32,16 @@ class McpError(RuntimeError):
     """The server refused a request, reported a failure of its tool, or has ended."""
 
 
-class McpServer:
-    """A running server. It ends with the environment's process, or at `close`."""
+class McpTimeout(McpError):
+    """The server did not answer in time."""
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+
+class McpServer:
+    """A running server. It ends with the environment's process, or at `close`. What it does not
+    answer in `timeout_s` seconds fails.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S) -> None:
         bin_folder = Path(sys.executable).parent
         program = sys.executable if command[0] == "python" else command[0]
         path = f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
@@ -42,13 +52,20 @@ class McpServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        self._timeout_s = timeout_s
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
         self._lock = threading.Lock()
         self._requests = 0
         client = {"name": "flash-mcp", "version": "1"}
         hello = {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": client}
-        self._request("initialize", hello)
-        self._send({"method": "notifications/initialized"})
-        self.tools = list(map(_function, self._listed()))
+        try:
+            self._request("initialize", hello)
+            self._send({"method": "notifications/initialized"})
+            self.tools = list(map(_function, self._listed()))
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text that the tool returns. Raises McpError."""
@@ -60,8 +77,11 @@ class McpServer:
         return text
 
     def close(self) -> None:
+        assert self._process.stdin is not None
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def _listed(self) -> Iterator[Json]:
         page: Json = {}
@@ -72,14 +92,20 @@ class McpServer:
                 return
             page = {"cursor": result["nextCursor"]}
 
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            while line := lines.readline():
+                self._lines.put(line)
+        self._lines.put(b"")
+
     def _request(self, method: str, parameters: Json) -> Json:
         with self._lock:
             self._requests += 1
             number = self._requests
             self._send({"id": number, "method": method, "params": parameters})
-            assert self._process.stdout is not None
-            for line in self._process.stdout:
-                message = json.loads(line)
+            ends = time.monotonic() + self._timeout_s
+            while message := self._next_message(method, ends):
                 if "method" in message and "id" in message:
                     is_ping = message["method"] == "ping"
                     answer: Json = {"result": {}} if is_ping else {"error": NO_METHOD}
@@ -89,6 +115,23 @@ class McpServer:
                         raise McpError(f"{method}: {message['error'].get('message')}")
                     return message["result"]
         raise McpError(f"the MCP server ended, with exit code {self._process.wait()}")
+
+    def _next_message(self, method: str, ends: float) -> Json | None:
+        """None at the end of what the server writes. Lines that are no messages are passed over:
+        some servers greet. Raises McpTimeout at `ends`."""
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                what = f"{method}: the MCP server did not answer in {self._timeout_s:g} s"
+                raise McpTimeout(f"{what}. In the sandbox it has no network") from None
+            if not line:
+                self._lines.put(line)
+                return None
+            with suppress(ValueError):
+                message: Any = json.loads(line)
+                if isinstance(message, dict):
+                    return cast("Json", message)
 
     def _send(self, message: Json) -> None:
         assert self._process.stdin is not None

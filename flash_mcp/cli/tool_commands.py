@@ -242,6 +242,10 @@ def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:
     from flash_mcp.tools.shared.tool_base import check_arguments, listen  # noqa: PLC0415
 
     check_arguments(tool, arguments)
+    if missing := [_flag(name) for name in tool.required if name not in arguments]:
+        command = f"flash-mcp {tool.name.replace('_', '-')}"
+        fix = f"for example: flash-mcp {EXAMPLES[tool.name]}; see {command} --help"
+        raise FlashError("invalid_argument", f"{', '.join(missing)} is missing", fix=fix)
     try:
         checked = tool.arguments(**arguments)
     except ValidationError as error:

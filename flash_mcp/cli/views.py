@@ -438,9 +438,8 @@ def _checks(page: Page, result: EnvTest) -> None:
         mark, style = {True: ("✓", None), False: ("✗", "bad"), None: ("-", "warn")}[probe.passed]
         page.prose(probe.evidence, style, label=f"{mark} {probe.name:{CHECK}} ")
         if probe.fix and not probe.passed:
-            page.prose(in_shell(probe.fix), label=f"{'  fix':{CHECK + 2}} ")
-    page.line()
-    page.prose(", ".join(result.accepted or ()), label="accepted       ")
-    page.prose(result.sandbox or "", "dim")
+            page.prose(in_shell(probe.fix), label=f"  {'fix':{CHECK}} ")
+    page.prose(", ".join(result.accepted or ()), label="accepted        ")
+    page.prose(result.sandbox or "", "dim", label="sandbox         ")
     if result.sample:
         page.lines += map(visible, render({"sample": result.sample.model_dump(mode="json")}))

@@ -33,6 +33,12 @@ FOLDERS = {
     "agent": "agent_calculator",
 }
 """The folder of a template, where it has another name."""
+PROGRAMS = {".py": "python", ".js": "node", ".mjs": "node", ".cjs": "node"}
+BUNDLE = (
+    "make one file of it: npm install esbuild PACKAGE; npx esbuild node_modules/PACKAGE/FILE "
+    "--bundle --platform=node --format=esm --outfile=server.mjs, where FILE is its bin in "
+    "package.json; then data='server.mjs'"
+)
 INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "configs/rl.toml")
 """Files of a starter that are returned where none can be written, in order of their worth."""
 INLINE_CHARACTERS = 7_550
@@ -131,16 +137,40 @@ def _of_server(folder: str | None, data: str | None) -> EnvSetup:
     """A starter with the tools of an MCP server: its own one, or that of `data`."""
     name = _name(folder, "mcp_server")
     files = _starter("mcp_server", name)
+    packages = "name the server's packages in requirements.txt, if it has any"
     if data is not None:
+        del files["server.py"]
         path = Path(data).expanduser()
         command = shlex.split(data)
-        if path.is_file():
-            files["server.py"] = path.read_bytes()
-            command = ["python", "server.py"]
+        if path.suffix in PROGRAMS and path.is_file():
+            program = f"server{path.suffix}"
+            files[program] = path.read_bytes()
+            command = [PROGRAMS[path.suffix], program]
+        elif command[0] == "uvx":
+            requirement, command = _installed(command, data)
+            files["requirements.txt"] = f"{requirement}\n".encode()
+            packages = f"requirements.txt names {requirement}"
+        elif command[0] == "npx":
+            what = "npx fetches a package, and an environment has no network"
+            raise FlashError("invalid_argument", what, data=data, fix=BUNDLE)
         source = re.sub(r"(?m)^SERVER = .*$", f"SERVER = {command!r}", _text(files))
         files["environment.py"] = source.encode()
-    packages = "name the server's packages in requirements.txt, if it has any"
     return _written(folder, name, files, packages)
+
+
+def _installed(command: list[str], data: str) -> tuple[str, list[str]]:
+    """The requirement that `uvx [--from PACKAGE] PROGRAM ...` installs, and the command itself."""
+    words = command[1:]
+    package = ""
+    if words[:1] == ["--from"]:
+        package = words[1] if len(words) > 1 else ""
+        words = words[2:]
+    if not words or words[0].startswith("-"):
+        fix = "write uvx PROGRAM or uvx --from PACKAGE PROGRAM"
+        raise FlashError("invalid_argument", "uvx names no program", data=data, fix=fix)
+    program, _, version = words[0].partition("@")
+    pinned = f"{program}=={version}" if version and version != "latest" else program
+    return package or pinned, [program, *words[1:]]
 
 
 def _of_data(

@@ -139,6 +139,37 @@ async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_p
     assert sum(tested.splits.values()) > 100
     command = await call(client, "env_setup", template="mcp_server", data="mcp-server-time --local-timezone UTC")
     assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
+    assert "server.py" not in command["files"]
+
+
+@pytest.mark.parametrize(
+    ("command", "requirement", "server"),
+    [
+        ("uvx mcp-server-time --local-timezone UTC", "mcp-server-time", ["mcp-server-time", "--local-timezone", "UTC"]),
+        ("uvx mcp-server-time@1.2", "mcp-server-time==1.2", ["mcp-server-time"]),
+        ("uvx --from a-package serve", "a-package", ["serve"]),
+    ],
+)
+async def test_what_uvx_would_install_is_a_requirement(
+    client: Client, command: str, requirement: str, server: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "server"
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=command)
+    assert (folder / "requirements.txt").read_text() == f"{requirement}\n"
+    assert f"SERVER = {server!r}\n" in (folder / "environment.py").read_text()
+
+
+async def test_a_server_of_another_language_is_copied_and_one_that_is_fetched_is_refused(
+    client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.mjs").write_text("console.log()")
+    folder = tmp_path / "server"
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=str(tmp_path / "mine.mjs"))
+    assert (folder / "server.mjs").read_text() == "console.log()"
+    assert "SERVER = ['node', 'server.mjs']" in (folder / "environment.py").read_text()
+    for data, words in (("npx -y a-package", "npx esbuild node_modules/"), ("uvx --from", "uvx PROGRAM")):
+        text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", data=data)
+        assert words in text
 
 
 async def test_a_published_version_comes_back_as_a_folder(client: Client, tmp_path: Path) -> None:

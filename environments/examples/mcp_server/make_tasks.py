@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from environments.adapters.mcp import McpError, McpServer
+from environments.adapters.mcp import McpError, McpServer, McpTimeout
 
 VALUES: dict[str, list[Any]] = {}
 """What to draw for an argument of this name, such as {"city": ["Paris", "Rome"]}, where its schema
@@ -29,12 +29,20 @@ def make_rows(server: McpServer) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     functions = [tool["function"] for tool in server.tools]
     tries: Counter[str] = Counter()
+    failures: dict[str, str] = {}
     while functions and len(rows) < sum(SIZES.values()) and tries.total() < MOST_TRIES:
         function = source.choice(functions)
         name, arguments = function["name"], draw(function["parameters"], source)
         key = json.dumps([name, arguments], sort_keys=True)
         tries[name] += 1
-        result = "" if key in rows else called(server, name, arguments)
+        try:
+            result = "" if key in rows else called(server, name, arguments)
+        except McpError as error:
+            failures[name] = f"{name}({json.dumps(arguments)}): {error}"
+            result = ""
+            if isinstance(error, McpTimeout):
+                functions.remove(function)
+                continue
         if result:
             says = function["description"].strip().split("\n")[0] or name
             row = {"tool": name, "arguments": arguments, "result": result}
@@ -42,19 +50,19 @@ def make_rows(server: McpServer) -> list[dict[str, Any]]:
         elif tries[name] == FRUITLESS and all(row["tool"] != name for row in rows.values()):
             functions.remove(function)
     if not rows:
-        raise ValueError("no call of a tool gave a result to ask for: see VALUES")
+        what = "no call gave a result to ask for: say in VALUES of make_tasks.py what to draw"
+        raise ValueError("; ".join([what, *failures.values()])[:1000])
     return list(rows.values())
 
 
 def called(server: McpServer, name: str, arguments: dict[str, Any]) -> str:
-    """The result of a call, if it is short and the same again; else ""."""
-    try:
-        result = server.call(name, arguments)
-        if len(result) > MOST_CHARACTERS or server.call(name, arguments) != result:
-            return ""
-        return result.strip()
-    except McpError:
-        return ""
+    """The result of a call, if it is short and the same again. Raises McpError if it is not."""
+    result = server.call(name, arguments).strip()
+    if len(result) > MOST_CHARACTERS:
+        raise McpError(f"its result has {len(result)} characters")
+    if server.call(name, arguments).strip() != result:
+        raise McpError("its result is another one the second time")
+    return result
 
 
 def draw(schema: dict[str, Any], source: random.Random, name: str = "") -> Any:

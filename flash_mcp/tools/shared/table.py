@@ -39,8 +39,6 @@ ANSWERS = (
     "result",
     "answers",
 )
-CHOICES = ("choices", "options")
-"""Columns of the answers to choose from."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FINAL = "####"
 """What stands before the answer itself where the rows hold its derivation too, as GSM8K's do."""
@@ -86,11 +84,12 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     asking = _asking(source, columns, question, "question")
     answer = _column(source, columns, answer, ANSWERS, "answer")
     pairs = [_task(row, asking, answer) for row in rows]
-    if all(FINAL in gold for _, gold in pairs):
-        pairs = [(prompt, gold.rpartition(FINAL)[2].strip()) for prompt, gold in pairs]
+    has_derivations = all(FINAL in gold for _, gold in pairs)
     dropped: Counter[str] = Counter()
     golds: dict[str, str] = {}
     for prompt, gold in pairs:
+        if has_derivations:
+            gold = gold.rpartition(FINAL)[2].strip()
         if not prompt or not gold:
             dropped["empty"] += 1
         elif prompt not in golds:
@@ -110,8 +109,8 @@ def _task(row: Row, asking: Sequence[str], answer: str) -> tuple[str, str]:
     value = row.get(answer)
     gold = _text(value)
     options = _options(row)
-    texts += [f"{letter}. {option}" for letter, option in options.items()]
     for number, (letter, option) in enumerate(options.items()):
+        texts.append(f"{letter}. {option}")
         if gold not in options and (option == gold or value == number):
             gold = letter
     return "\n\n".join(filter(None, texts)), gold
@@ -119,8 +118,7 @@ def _task(row: Row, asking: Sequence[str], answer: str) -> tuple[str, str]:
 
 def _options(row: Row) -> dict[str, str]:
     """{letter: answer to choose}; the hub has them as a list, or as {"text": [], "label": []}."""
-    listed = [row[name] for name in CHOICES if row.get(name)]
-    options: Any = listed[0] if listed else ()
+    options: Any = row.get("choices") or row.get("options")
     letters: Any = LETTERS
     if isinstance(options, dict):
         letters = cast("Json", options).get("label", LETTERS)
