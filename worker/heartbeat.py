@@ -35,7 +35,9 @@ class Heartbeat(threading.Thread):
         self.elsewhere: Callable[[], int] = lambda: 0
         """The progress of the attempt's other processes."""
         self._of = 0
-        self._entered = (time.monotonic(), 0)
+        self._done = 0
+        """How often this phase advanced by work."""
+        self._entered = time.monotonic()
         self.cancelled = threading.Event()
         """The worker is to save and end."""
         self.is_preempted = False
@@ -48,12 +50,11 @@ class Heartbeat(threading.Thread):
         """The phase; with its share and the time left at its pace if its work is counted."""
         if not self._of:
             return self.phase
-        began, before = self._entered
-        done = min(self.progress - before, self._of)
+        done = min(self._done, self._of)
         text = f"{self.phase} {done}/{self._of}"
         if not done:
             return text
-        left_s = (time.monotonic() - began) * (self._of - done) / done
+        left_s = (time.monotonic() - self._entered) * (self._of - done) / done
         return f"{text}, {left_s:.0f} s left"
 
     def enter(self, phase: str, step: int | None = None, *, of: int = 0) -> None:
@@ -68,16 +69,20 @@ class Heartbeat(threading.Thread):
             log.info("step %s: %s", self.step, phase)
         self.phase = phase
         self._of = of
-        self._entered = (time.monotonic(), self.progress)
+        self._done = 0
+        self._entered = time.monotonic()
 
     def preempt(self) -> None:
         """Let the worker save and end, for another attempt to go on."""
         self.is_preempted = True
         self.cancelled.set()
 
-    def advance(self) -> None:
-        """Count progress within a step, so that a long step is not taken for a stall."""
+    def advance(self, *, by_work: bool = True) -> None:
+        """Count progress within a step, so that a long step is not taken for a stall. A wait that
+        is sure to end counts too, but is no share of the phase's work.
+        """
         self.progress += 1
+        self._done += by_work
 
     def run(self) -> None:
         is_last = looks_for_cancel = False

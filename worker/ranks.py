@@ -281,8 +281,8 @@ class RankPulse(Heartbeat):
         self._place = 8 * rank
         self._file = os.open(scratch / PROGRESS, os.O_WRONLY)
 
-    def advance(self) -> None:
-        super().advance()
+    def advance(self, *, by_work: bool = True) -> None:
+        super().advance(by_work=by_work)
         os.pwrite(self._file, self.progress.to_bytes(8, sys.byteorder), self._place)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
@@ -255,9 +256,15 @@ class Session(Generic[S]):
             on_done(rollout)
 
         template = self.model.template
-        return await scheduler.collect(
-            tasks, host or self.host, self._generator, template, limits, on_done=done
-        )
+        # Each call of the environment has an end: that is no stall, however long an agent works.
+        wait = partial(self.heartbeat.advance, by_work=False)
+        waiting = asyncio.create_task(self._generator.while_idle(wait))
+        try:
+            return await scheduler.collect(
+                tasks, host or self.host, self._generator, template, limits, on_done=done
+            )
+        finally:
+            waiting.cancel()
 
     def collect_blocks(
         self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]

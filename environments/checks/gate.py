@@ -94,7 +94,7 @@ async def check(
             ends = started + deadline_s
             trial = Trial(host, start_other, report, ends, max_tokens)
             await _check_all(trial, time.monotonic() - started)
-            report.probes.append(_times(trial, timeout_s))
+            report.probes.append(_times(trial, host.timeout_s))
     except EnvironmentFault as fault:
         if fault.code == "not_ready":
             raise

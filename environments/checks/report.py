@@ -78,7 +78,8 @@ class Report:
 
 FIX_OF_CODE = {
     **FIXES,
-    "environment_timeout": "give every wait and every loop in environment code an end",
+    "environment_timeout": "give every wait and every loop in environment code an end; if it needs "
+    f"the time, declare call_timeout_s in {NEEDS_FILE}",
     "dataset_invalid": "correct the dataset at the place named",
     "requirements_failed": f"correct {requirements.FILE}: name packages and versions that exist "
     "for this Python",

@@ -61,6 +61,8 @@ MOST_AGENTS = 128
 """Agents that run at once in one environment."""
 THREADS_OF_AN_AGENT = 17
 """Its own; and for each of 8 requests at once, one that serves it and one of its client."""
+MOST_CALL_S = 86_400.0
+"""No environment.toml makes a call longer."""
 MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
 MAX_PRINTED_LINE_CHARACTERS = 10_000
@@ -171,6 +173,8 @@ class EnvironmentHost:
         """Whether the environment defines `score_group`."""
         self.plays_gold = False
         """Whether it is an agent that defines `gold_turn`: `gold` then has nothing."""
+        self.timeout_s = limits.timeout_s
+        """The seconds of one call, with what environment.toml says of them."""
         self._generated: list[str] = []
         self._known_as = known_as
         self._args = dict(args)
@@ -453,6 +457,7 @@ class EnvironmentHost:
     async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""
         needs, operator = _granted(self.folder, self._known_as)
+        self.timeout_s = max(self._limits.timeout_s, min(needs.call_timeout_s, MOST_CALL_S))
         threads = self._limits.concurrency
         if needs.endpoint:
             threads += THREADS_OF_AN_AGENT * MOST_AGENTS
@@ -517,7 +522,7 @@ class EnvironmentHost:
     async def _call(
         self, child: _Child, op: str, since: Callable[[], float] | None = None, /, **fields: Any
     ) -> Any:
-        timeout_s = self._limits.timeout_s
+        timeout_s = self.timeout_s
         try:
             return await child.call(op, timeout_s, since, **fields)
         except _UnansweredError as unanswered:

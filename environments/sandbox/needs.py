@@ -35,6 +35,8 @@ class Needs:
     """Processes and threads, in addition to one thread for each running call."""
     file_gib: float = 4.0
     """The size of one file."""
+    call_timeout_s: float = 0.0
+    """Seconds that one call into its code may take, if those of its caller are fewer."""
     secrets: tuple[str, ...] = ()
     """Names of the server's variables that it needs. A caller has to pass each one."""
 

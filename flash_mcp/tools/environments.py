@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import anyio
 from anyio.to_thread import run_sync
 from pydantic import Field
 
@@ -69,6 +70,8 @@ LOAD_TIMEOUT_S = 25.0
 TRACEBACK = "\n| Traceback"
 """How a traceback begins within evidence."""
 CALL_TIMEOUT_S = 15.0
+SLOW_OPENING_S = 12.0
+"""Less than CALL_TIMEOUT_S: then the opening is left out."""
 TEST_DEADLINE_S = 38.0
 HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
@@ -254,8 +257,12 @@ async def _splits(
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="nothing was published: correct it and push again; load=false skips the loading",
     ) as host:
-        opening = await host.open("train", 0)
-        await host.close(opening.episode)
+        needs = Needs.of(stage.folder)
+        # An agent may work for longer before it first asks the model.
+        is_slow = needs.endpoint or needs.call_timeout_s > CALL_TIMEOUT_S
+        with anyio.move_on_after(SLOW_OPENING_S if is_slow else None):
+            opening = await host.open("train", 0)
+            await host.close(opening.episode)
         return host.splits, await overlap(host), await host.generated()
 
 

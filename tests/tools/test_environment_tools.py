@@ -18,6 +18,7 @@ from flash_mcp.protocol.spec import read_toml, validate
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
+from flash_mcp.tools import environments
 from flash_mcp.tools.environments import env_push, env_test
 from flash_mcp.tools.shared import playbook
 from tests.calls import call_over as call
@@ -256,6 +257,28 @@ async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
     assert text.startswith("[environment_error environment=late] ")
     assert f"Fix: add {package} to requirements.txt" in text
     assert open_store().environments() == []
+
+
+async def test_an_agent_that_works_before_it_asks_is_published(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "CALL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(environments, "SLOW_OPENING_S", 1.0)
+    source = """
+    import threading
+    from environments import EnvironmentAgent
+
+    class Sample(EnvironmentAgent):
+        def __init__(self):
+            self.dataset = tasks()
+
+        def run(self, example, base_url, api_key, model):
+            threading.Event().wait()
+    """
+    folder = environment_folder(tmp_path, source)
+    (folder / "environment.toml").write_text("endpoint = true\n")
+    pushed = await call(client, "env_push", folder=str(folder), name="slow")
+    assert pushed["created"]
 
 
 async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(client: Client, tmp_path: Path) -> None:

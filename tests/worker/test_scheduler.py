@@ -57,6 +57,21 @@ def test_a_conversation_goes_on_in_the_iteration_after_its_answer() -> None:
     assert len(engine.batches) == max(tokens)
 
 
+def test_an_environment_that_works_for_hours_is_no_stall_but_an_engine_that_hangs_is() -> None:
+    async def scenario(latency_s: float, step_s: float) -> int:
+        engine = FakeEngine(step_s=step_s)
+        generator = Generator(engine, run_step=engine.run_step)
+        noted: list[None] = []
+        noting = asyncio.ensure_future(generator.while_idle(lambda: noted.append(None)))
+        await collect(tasks(1), FakeHost(lambda: latency_s), generator, TEMPLATE, LIMITS)
+        noting.cancel()
+        await generator.aclose()
+        return len(noted)
+
+    assert run_virtually(scenario(7200.0, 0.01))[0] > 2 * 7200 / 30
+    assert run_virtually(scenario(0.0, 7200.7))[0] == 0
+
+
 def test_the_rollouts_of_a_group_render_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(make_tokenizer())
     rendered: list[str] = []

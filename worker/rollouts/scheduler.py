@@ -207,6 +207,9 @@ CYCLES = 4
 answers at once takes two to ask for its next turn, which the next iteration then begins."""
 
 
+IDLE_EVERY_S = 20.0
+
+
 class Generator:
     """Turns for many coroutines of one event loop from one engine.
 
@@ -225,6 +228,13 @@ class Generator:
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._engine_lock = asyncio.Lock()
+
+    async def while_idle(self, call: Callable[[], None]) -> None:
+        """`call` now and then while no turn is waited for, until this is cancelled."""
+        while True:
+            await asyncio.sleep(IDLE_EVERY_S)
+            if not self._waiting:
+                call()
 
     async def between_steps(self, call: Callable[[], Awaitable[None]]) -> None:
         """`call` while no iteration runs and no turn is submitted."""

@@ -80,11 +80,13 @@ CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "argu
 
 
 @asynccontextmanager
-async def agents(folder: Path, *programs: str, source: str = "", **options: Any) -> AsyncGenerator[EnvironmentHost]:
+async def agents(
+    folder: Path, *programs: str, source: str = "", needs: str = "", **options: Any
+) -> AsyncGenerator[EnvironmentHost]:
     """A host whose task number n runs program n. The program tells what is in its list `told`."""
     returns = f"Sample({[textwrap.dedent(each) for each in programs]!r})"
     environment_folder(folder, AGENT + textwrap.dedent(source), returns=returns)
-    (folder / "environment.toml").write_text("endpoint = true\n")
+    (folder / "environment.toml").write_text(f"endpoint = true\n{needs}\n")
     async with await EnvironmentHost.start(folder, **options) as host:
         yield host
 
@@ -763,6 +765,12 @@ async def test_an_agent_that_does_not_end_is_left_behind(tmp_path: Path) -> None
         first = host._children[-1]
         assert await told(host, ["y"], index=1) == []
         assert host._children[-1] is not first and not first.alive
+
+
+async def test_a_slow_agent_declares_its_own_limit(tmp_path: Path) -> None:
+    slow = 'time.sleep(0.5)\nask([user("x")])'
+    async with agents(tmp_path / "agent", slow, timeout_s=0.1, needs="call_timeout_s = 30") as host:
+        assert await told(host, ["y"]) == []
 
 
 # -- the sandbox -----------------------------------------------------------------------------------
