@@ -487,3 +487,27 @@ async def test_sft_takes_a_file_of_rows(client: Client, tmp_path: Path) -> None:
     body = body_of(await client.call_tool("train", {**sft, "dataset": str(tmp_path / "Says Things.csv")}))
     assert re.fullmatch("says-things@[0-9a-f]{16}", body["values"]["dataset"])
     assert body["estimate"]["dataset_rows"] == 40
+
+
+async def test_sft_on_rows_needs_no_environment(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    turns = [[{"from": "human", "value": f"Say {n}"}, {"from": "gpt", "value": f"{n}!"}] for n in range(60)]
+    path.write_text("\n".join(json.dumps({"conversations": row}) for row in turns))
+    call = {"algorithm": "sft", "dataset": str(path), "validate_only": True}
+    body = body_of(await client.call_tool("train", call))
+    assert body["environment"].startswith("regression@")
+    assert body["sources"]["argument"] == ["algorithm", "dataset"]
+    estimate = body["estimate"]
+    assert estimate["dataset_rows"] < 60 and estimate["held_out_examples"] > 0
+    assert not any("env_test" in note for note in body.get("notes", ()))
+    kept = body_of(await client.call_tool("curate", {"runs": [str(path)], "name": "chats"}))["dataset"]
+    body = body_of(await client.call_tool("train", {**call, "dataset": kept}))
+    assert body["environment"].startswith("regression@") and body["estimate"]["dataset_rows"] == 60
+    code, text = await refused(client, "train", algorithm="grpo", dataset=str(path))
+    assert (code, "environment: missing" in text) == ("invalid_argument", True)
+
+
+async def test_sft_on_a_curated_dataset_is_judged_by_its_environment(client: Client) -> None:
+    kept = (await curated(client, runs=[recorded(solved()).id], name="right"))["dataset"]
+    body = body_of(await client.call_tool("train", {"algorithm": "sft", "dataset": kept, "validate_only": True}))
+    assert body["environment"].startswith("numbers@")

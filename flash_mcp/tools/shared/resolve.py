@@ -30,12 +30,12 @@ from flash_mcp.protocol.spec import (
 from flash_mcp.state import datasets
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller
-from flash_mcp.state.references import RUN, Subject, base_model
+from flash_mcp.state.references import REGRESSION, RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import fetch_adapter, served_model
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.rows import is_rows
-from flash_mcp.tools.shared.table import keep_conversations
+from flash_mcp.tools.shared.table import FROM_ROWS, keep_conversations
 from flash_mcp.tools.shared.truncation import without_empty
 
 TAKEN_FROM_RUN = (
@@ -50,6 +50,8 @@ TAKEN_FROM_RUN = (
     "env_concurrency",
 )
 """What an evaluation of a run's checkpoint has in common with that run unless told otherwise."""
+HOLDOUT = 0.1
+"""Share of a dataset's conversations that are held out where no environment judges the model."""
 SHARED_FIELDS = [
     name
     for name in EvalSpec.model_fields
@@ -122,19 +124,20 @@ def resolved_spec(
 ) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
     from_file = read_toml(Path(config).expanduser()) if config else {}
     from_file.pop("seeds", None)  # `train` starts a run for each
-    if "environment" not in from_file | arguments:
-        fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
-        what = "environment: missing, here and in the config file"
-        raise FlashError("invalid_argument", what, fix=fix)
     fields = from_file | arguments
+    is_own = "environment" in fields
+    if not is_own:
+        fields = {"environment": _default_environment(fields)} | fields
     shape = _adapter_shape(store, fields)
     fields = shape | fields
     spec = validate(fields)
     card = base_model(spec.model)
     dataset = None
     if spec.dataset:
-        find = keep_conversations if is_rows(spec.dataset) else datasets.find
-        dataset = find(spec.dataset)
+        if is_rows(spec.dataset):
+            dataset = keep_conversations(spec.dataset, holdout=0.0 if is_own else HOLDOUT)
+        else:
+            dataset = datasets.find(spec.dataset)
     pinned = {"model": card.name, "dataset": dataset.reference if dataset else None}
     # A relative folder or another spelling has to mean the same everywhere.
     if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:
@@ -145,7 +148,22 @@ def resolved_spec(
         adapter_fields=frozenset(shape),
         parameters=card.parameters or parameters_in_name(card.name),
     )
+    if not is_own:
+        resolved.sources["environment"] = "default"
     return _bounded(resolved, card), card, dataset
+
+
+def _default_environment(fields: Mapping[str, Any]) -> str:
+    """That of the dataset to learn; rows have none, and `regression` shows what their run forgets."""
+    source = fields.get("dataset")
+    if fields.get("algorithm") != "sft" or not isinstance(source, str):
+        fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
+        what = "environment: missing, here and in the config file"
+        raise FlashError("invalid_argument", what, fix=fix)
+    if is_rows(source):
+        return REGRESSION
+    environment = datasets.find(source).manifest["environment"]
+    return REGRESSION if environment["digest"] == FROM_ROWS else environment["name"]
 
 
 def for_environment(resolved: ResolvedSpec, environment: EnvironmentVersion) -> ResolvedSpec:

@@ -42,6 +42,8 @@ ANSWERS = (
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FINAL = "####"
 """What stands before the answer itself where the rows hold its derivation too, as GSM8K's do."""
+FROM_ROWS = "rows"
+"""Stands for the environment's digest in the manifest of a dataset that no run made."""
 CHAT_COLUMNS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """Roles of the ShareGPT form, {"from": role, "value": text}."""
@@ -199,7 +201,7 @@ def keep_conversations(
     counts.train_tasks = counts.train_rows = len(train)
     counts.holdout_tasks = counts.holdout_rows = len(held)
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
-    manifest |= {"environment": {"name": Path(source).name, "digest": "rows", "args": {}}}
+    manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
     version = datasets.register(name, train, list(held.values()), manifest, base)
     return datasets.find(f"{version.name}@{version.digest}", base)
 

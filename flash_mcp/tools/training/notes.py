@@ -13,6 +13,7 @@ from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.base_models import parameters_in_name
 from flash_mcp.protocol.spec import default_learning_rate
+from flash_mcp.state.references import OF_THE_PACKAGE
 from flash_mcp.tools.shared.loading import contamination_note
 from flash_mcp.tools.shared.truncation import to_text
 from flash_mcp.tools.training import probe
@@ -120,6 +121,8 @@ def _of_machine(plan: Plan) -> list[str]:
 
 def _of_gate(plan: Plan) -> list[str]:
     tested = f"env_test(environment={plan.inputs.environment.reference!r})"
+    if plan.inputs.environment.data == OF_THE_PACKAGE:
+        return []
     if plan.gate.time is None:
         return [f"{tested} was never run: a reward that pays for the wrong thing wastes a run"]
     if not plan.gate.is_refused:
