@@ -54,7 +54,7 @@ def train(
     ) as session:
         session.deadline = deadline_of(job, spec)
         if resume_from:
-            session.resumed_at = session.reporter.saved_step = resume_from[0]
+            session.resume(*resume_from)
         watched = {"max_error_share": spec.max_error_share, "advance": heartbeat.advance}
         tasks = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
         host = session.host

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,9 +26,11 @@ from worker.rollouts.scheduler import (
     StepsAhead,
     Task,
     grouped,
+    groups_of,
     mixed_seed,
     task_groups,
 )
+from worker.rollouts.task_choice import REFILLS, TaskChoice, examples_of
 from worker.session import PLACE_TIMEOUT_S, Session, check_errors
 from worker.training import memory
 from worker.training.checkpoints import Reporter
@@ -65,7 +66,22 @@ class TrainingSession(Session[RunSpec]):
         self.swaps_mid_turn = spec.max_staleness > 0
         self.teacher_bytes = 0
         self.longest_pack: float | None = None
+        self._choice: TaskChoice | None = None
+        if spec.task_sampling == "useful":
+            total = self.host.splits["train"]
+            self._choice = TaskChoice(total, spec.rollouts_per_prompt, spec.seed)
+        self.reporter.add_files = self._add_files
         self._steps_ahead = StepsAhead(lambda step: self.collecting(self._tasks(step), self.limits))
+
+    def resume(self, step: int, folder: Path) -> None:
+        """Go on from the checkpoint of `step`."""
+        self.resumed_at = self.reporter.saved_step = step
+        if self._choice:
+            self._choice.load(folder)
+
+    def _add_files(self, checkpoint: Path) -> None:
+        if self._choice:
+            self._choice.save(checkpoint)
 
     def close(self) -> None:
         self.runner.run(self._steps_ahead.aclose())
@@ -139,24 +155,63 @@ class TrainingSession(Session[RunSpec]):
         started = time.monotonic()
         rollouts = self.wait(self._steps_ahead.take(step, last_begun(spec, step)))
         every = self._from_all(rollouts)
+        if self._choice:
+            every = self._refilled(step, every, self._choice.copy())
         if self.ranks.is_first:
             self._report_rollouts(step, every, time.monotonic() - started, sync_s)
         self.heartbeat.enter("train")
-        if self.model.is_shared:
-            groups = self.ranks.mine(range(spec.batch_size))
-            rollouts = [item for item in every if item.task.group in groups]
-        return rollouts
+        groups = groups_of(every, spec.rollouts_per_prompt)[: spec.batch_size]
+        return list(itertools.chain.from_iterable(self.ranks.mine(groups)))
+
+    def _refilled(self, step: int, every: list[Rollout], choice: TaskChoice) -> list[Rollout]:
+        """The rollouts of a step, those of groups that teach nothing after those of other tasks
+        which were tried instead. The first `batch_size` groups are trained."""
+        from worker.training.grpo import advantages_of  # noqa: PLC0415  only GRPO needs TRL's
+
+        spec = self.spec
+        useful: list[Rollout] = []
+        rest: list[Rollout] = []
+        size = spec.rollouts_per_prompt
+        for turn in range(REFILLS + 1):
+            for group in groups_of(every, size):
+                teaches = bool(cast(Any, advantages_of(group, spec)).any())
+                (useful if teaches else rest).extend(group)
+                rewards = [rollout.reward for rollout in group if not rollout.error]
+                choice.learn(group[0].task.example, rewards, taught=teaches)
+            missing = spec.batch_size - len(useful) // size
+            if turn == REFILLS or missing < 1:
+                break
+            tried = {rollout.task.example for rollout in (*useful, *rest)}
+            examples = choice.draw(step, missing, turn=turn + 1, without=tried)
+            own = self._own_tasks(step, examples, (len(useful) + len(rest)) // size)
+            self.heartbeat.enter("rollout", of=missing * size)
+            every = self._from_all(self.collect(own, self.limits))
+        # Only now: a cancel before leaves the beliefs as they were after the step before.
+        self._choice = choice
+        counts = {"useful": len(useful), "tried": len(useful) + len(rest)}
+        self.reporter.pending = {f"groups/{name}": n // size for name, n in counts.items()}
+        return useful + rest
 
     def _tasks(self, step: int) -> list[Task]:
         """Those of this rank."""
         spec = self.spec
-        examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
+        if self._choice:
+            examples = self._choice.draw(step, spec.batch_size)
+        else:
+            examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
+        return self._own_tasks(step, examples)
+
+    def _own_tasks(self, step: int, examples: Sequence[int], before: int = 0) -> list[Task]:
+        """This rank's, of groups that `before` others precede in the step."""
+        spec = self.spec
+        first = before * spec.rollouts_per_prompt
         tasks = task_groups(
             "train",
             examples,
             spec.rollouts_per_prompt,
-            lambda example, index, attempt: mixed_seed(spec.seed, step, index),
+            lambda example, index, attempt: mixed_seed(spec.seed, step, first + index),
         )
+        tasks = [replace(t, group=before + t.group, index=first + t.index) for t in tasks]
         # A group stays on one rank: its advantages need all its rewards.
         return list(itertools.chain.from_iterable(self.own(grouped(tasks))))
 
@@ -173,10 +228,7 @@ class TrainingSession(Session[RunSpec]):
         self, step: int, rollouts: list[Rollout], rollout_s: float, sync_s: float
     ) -> None:
         """Write a step's rollouts and leave their metrics to the reporter."""
-        from worker.training.grpo import (  # noqa: PLC0415  only GRPO needs TRL's
-            advantages_of,
-            groups_of,
-        )
+        from worker.training.grpo import advantages_of  # noqa: PLC0415  only GRPO needs TRL's
 
         spec = self.spec
         groups = groups_of(rollouts, spec.rollouts_per_prompt)
@@ -188,7 +240,7 @@ class TrainingSession(Session[RunSpec]):
         self.writer.rollouts(step, [row.fields() for row in rows])
         check_errors(rows, spec.max_error_share)
         tokens = sum(rollout.transcript.model_tokens for rollout in rollouts if rollout.transcript)
-        self.reporter.pending = {
+        self.reporter.pending |= {
             **summarize(groups, spec.thinking_length_penalty_coef),
             "engine/tokens_per_s": tokens / rollout_s,
             "time/rollout_s": rollout_s,
@@ -282,24 +334,9 @@ class TrainingSession(Session[RunSpec]):
         return most
 
 
-def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:
-    """The `count` examples of step 1, 2, ...: they pass through all `total` again and again, each
-    time in another order.
-
-    They depend on the step alone, so an attempt that resumes draws what the one before would
-    have."""
-    places = range((step - 1) * count, step * count)
-    return [_order(place // total, total, seed)[place % total] for place in places]
-
-
 def last_begun(spec: RunSpec, step: int) -> int:
     """The last step whose rollouts begin during `step`. None is under way when the run saves
     or evaluates: an attempt that resumes there has missed nothing."""
     assert spec.steps is not None
     ends = [-(-step // every) * every for every in (spec.save_every, spec.eval_every) if every]
     return min(step + spec.max_staleness, spec.steps, *ends)
-
-
-@lru_cache(maxsize=2)
-def _order(epoch: int, total: int, seed: int) -> list[int]:
-    return random.Random(f"{seed}/{epoch}").sample(range(total), total)

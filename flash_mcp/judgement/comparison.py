@@ -115,10 +115,11 @@ def compare_evaluations(
     )
 
 
-def headroom(best: Sequence[float], last: Sequence[float], attempts: int) -> str:
-    """Whether training has used up what its first policy could do. `best`: 1 for each task that
-    one of that policy's `attempts` solved, else 0; `last`: what the last policy reaches on it.
+def headroom(pairs: Sequence[tuple[float, float]], attempts: int) -> str:
+    """Whether training has used up what its first policy could do. `pairs`: for each task 1 if one
+    of that policy's `attempts` solved it, else 0; and what the last policy reaches on it.
     """
+    best, last = zip(*pairs, strict=True)
     change = compare_paired(last, best, effect=MIN_CHANGE)
     both = f"the best of {attempts} attempts of base solves {fmean(best):.0%}"
     both += f", other {fmean(last):.0%}"

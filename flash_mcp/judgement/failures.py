@@ -86,8 +86,9 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     if _loops(turns):
         return "looping"
     if row.truncated or row.finish == "length":
-        is_thinking = "<think>" in turns[-1] and "</think>" not in turns[-1]
-        return "overthinking" if is_thinking else "truncated"
+        if "<think>" in turns[-1] and "</think>" not in turns[-1]:
+            return "overthinking"
+        return "truncated"
     if row.bad_tool_call:
         return "bad_tool_call"
     parsed = _is_parsed(row)

@@ -153,6 +153,9 @@ class RunSpec(BaseModel):
     max_staleness: Annotated[int, Field(ge=0, le=4)] = 0
     """Steps by which a rollout may begin ahead of its own, so that no step waits for the longest
     one; grpo only. Needs importance_sampling; saves and evaluations begin nothing ahead."""
+    task_sampling: Literal["passes", "useful"] = "passes"
+    """passes: each task once a pass. useful: tasks whose groups are likely to differ in reward, and
+    up to two more rounds of tasks for groups that do not; grpo only."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Gradients are scaled down to this norm."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
@@ -231,6 +234,8 @@ class RunSpec(BaseModel):
                 raise ValueError(f"{field} is for algorithm='grpo'")
         if name != "grpo" and self.thinking_length_penalty_coef:
             raise ValueError("thinking_length_penalty_coef is for algorithm='grpo'")
+        if name != "grpo" and self.task_sampling != "passes":
+            raise ValueError(f"task_sampling={self.task_sampling!r} is for algorithm='grpo'")
         if name == "grpo" and self.group_size == 1:
             raise ValueError("group_size=1 is for algorithm='distill': grpo compares rollouts")
         if (name == "distill") != (self.teacher is not None):

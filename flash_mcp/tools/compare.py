@@ -169,8 +169,7 @@ def compare(
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
     shown = better[:flips] + worse[:flips]
-    warning = [f"CONTAMINATED: {memory.evidence}"] if memory else []
-    notes = [*warning, *_limits(pair), *_spreads(store, pair)]
+    notes = [*_limits(pair, memory), *_spreads(store, pair)]
     result = Compare(
         verdict=_judged(pair, changes[metric], memory),
         metric=metric,
@@ -318,16 +317,17 @@ class Pair:
         return result
 
     def headroom(self) -> str | None:
-        tries = min((len(self.base.tasks[task]) for task in self.shared), default=1)
+        tries = attempts.settings(self.base.run)["attempts"]
         is_earlier = self.base.run.model == self.other.run.model
         is_earlier &= self.base.row.step < self.other.row.step
-        if tries < 2 or not is_earlier:
+        if tries < 2 or not is_earlier or not self.shared:
             return None
+        best = self.base.means("success")
         last = self.other.means("success")
-        best = [any(item.success for item in self.base.tasks[task]) for task in self.shared]
-        return comparison.headroom(
-            [float(outcome) for outcome in best], [last[task] for task in self.shared], tries
-        )
+        pairs: list[tuple[float, float]] = []
+        for task in self.shared:
+            pairs.append((float(best[task] > 0), last[task]))
+        return comparison.headroom(pairs, tries)
 
     def moved(self) -> dict[str, float]:
         """{paired task: change of its share of successes} if it changed, the largest first."""
@@ -485,9 +485,11 @@ def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
     return Shown(index, last_prompt(row), conversation(row))
 
 
-def _limits(pair: Pair) -> list[str]:
+def _limits(pair: Pair, memory: Flag | None) -> list[str]:
     """What limits the comparison."""
     notes: list[str] = []
+    if memory:
+        notes.append(f"CONTAMINATED: {memory.evidence}")
     if pair.base.run.environment_digest != pair.other.run.environment_digest:
         two = "the two are of different versions of the environment"
         notes.append(f"{two}: tasks and scorer may differ")

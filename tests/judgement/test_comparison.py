@@ -233,6 +233,6 @@ def test_one_answer_to_nearly_all_tasks_is_told():
 )
 def test_the_best_of_several_early_attempts_tell_headroom_from_ceiling(best: int, last: int, answer: str):
     solved = [[float(task < count) for task in range(100)] for count in (best, last)]
-    text = comparison.headroom(*solved, attempts=8)
+    text = comparison.headroom([*zip(*solved, strict=True)], attempts=8)
     assert text.startswith(f"{answer}: ")
     assert f"the best of 8 attempts of base solves {best}%, other {last}%" in text

@@ -39,11 +39,12 @@ from tests.watch import is_running, listening_ports
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model
 from worker.rollouts.scheduler import Limits, Rollout, Task
+from worker.rollouts.task_choice import examples_of
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import BLOCK
 from worker.survey import preflight
 from worker.training.sft import gold_rows
-from worker.training_session import TrainingSession, examples_of, last_begun
+from worker.training_session import TrainingSession, last_begun
 
 
 def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:

@@ -202,6 +202,11 @@ class Rollout:
         )
 
 
+def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
+    """The rollouts of each group, of so many that are next to each other."""
+    return [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
+
+
 CYCLES = 4
 """Cycles of the event loop between two iterations of the engine. A conversation whose environment
 answers at once takes two to ask for its next turn, which the next iteration then begins."""

@@ -22,6 +22,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import LrSchedule, RunSpec
 from worker.capacity import used_gib
+from worker.rollouts.task_choice import BELIEFS
 
 log = logging.getLogger("worker")
 
@@ -46,6 +47,7 @@ CHECKPOINT_FILES = {
     "scheduler.pt",
     "rng_state.pth",
     "trainer_state.json",
+    BELIEFS,
 }
 
 
@@ -124,6 +126,8 @@ class Reporter(TrainerCallback):
         self.held_out: Callable[[], Json] = dict
         self.tell: Callable[[int, Json], None] = lambda step, metrics: None
         """Gets the metrics of every step and of every evaluation."""
+        self.add_files: Callable[[Path], None] = lambda folder: None
+        """Writes more of CHECKPOINT_FILES into a checkpoint."""
         self.step_started = time.monotonic()
         self.saved_step = -1
         self._last: Json = {}
@@ -221,6 +225,7 @@ class Reporter(TrainerCallback):
                 shutil.rmtree(path)
             elif path.name not in CHECKPOINT_FILES:  # such as the tokenizer: the base model has it
                 path.unlink()
+        self.add_files(source)
         manifest = self.writer.commit_checkpoint(step, source, self._last)
         shutil.rmtree(source)
         self.saved_step = step

@@ -39,7 +39,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import LossType, RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.metrics import thinking_penalties
-from worker.rollouts.scheduler import Rollout
+from worker.rollouts.scheduler import Rollout, groups_of
 from worker.training.checkpoints import decayed, trainer_arguments
 from worker.training.limits import PackLimits
 from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of
@@ -408,11 +408,6 @@ def _arguments(
         beta=spec.kl_penalty_coef,
         temperature=spec.temperature,
     )
-
-
-def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
-    """The rollouts of each group, of so many that are next to each other."""
-    return [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
 
 
 def advantages_of(group: Sequence[Rollout], spec: RunSpec) -> Tensor:
