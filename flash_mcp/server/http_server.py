@@ -129,7 +129,9 @@ class Gate:
             return NOBODY
         if refused := await self.security.validate_request(request):
             fix = "use a known name of this server, or start it with --allow-host NAME"
-            raise FlashError("host_refused", bytes(refused.body).decode(), fix=fix)
+            host, origin = request.headers.get("host"), request.headers.get("origin")
+            what = bytes(refused.body).decode()
+            raise FlashError("host_refused", what, host=host, origin=origin, fix=fix)
         _check_origin(request)
         authorization = request.headers.get("authorization", "")
         kind, _, text = authorization.partition(" ")
@@ -268,6 +270,14 @@ async def healthz(request: Request) -> Response:
     return PlainTextResponse("ok\n")
 
 
+async def nowhere(request: Request) -> Response:
+    """404 for a path that nothing serves, such as that of the older SSE transport."""
+    what = f"nothing is at {request.url.path:.200}"
+    return PlainTextResponse(
+        f"{what}: MCP's Streamable HTTP is at {MCP_PATH}, pages at {ui.PATH}\n", 404
+    )
+
+
 async def metrics(request: Request) -> Response:
     """Counts for Prometheus: the caller's; with a metrics token, those of the whole machine."""
     with acting_as(LOCAL if caller().access == "metrics" else caller()):
@@ -314,6 +324,8 @@ def application(
         Route("/metrics", metrics),
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
         *ui.routes(),
+        Route("/", nowhere, methods=["POST"]),
+        Route("/{path:path}", nowhere),
     ]
     app.state.pages = SharedPages()
     return Gate(

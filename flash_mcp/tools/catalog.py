@@ -313,9 +313,7 @@ def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> Model:
         facts |= {"parameters": parameters, "unchecked": "parameters"}
     for name in ("parameters", "active"):
         facts[name] = facts[name] and _billions(facts[name])
-    measured = [f"{where}: {text}" for (name, where), text in steps.items() if name == card.name]
-    fits = _fits(card, places)
-    return Model(**facts, fits=fits, step="; ".join(measured) or UNMEASURED)
+    return Model(**facts, fits=_fits(card, places), step=_steps_text(steps, model=card.name))
 
 
 def _billions(parameters: float) -> str:
@@ -335,8 +333,10 @@ def _fits(card: ModelCard, places: Sequence[Place]) -> str:
     fits = f"no: {refusal}" if refusal else "yes"
     if not refusal and here.cards and need_on(here.cards) is None:
         fits = "not known: neither the catalog nor its name says how large it is"
-    fitting = [place.name for place in others if not place.refusal(need_on, 1)]
-    return "; ".join([fits, *(f"{name}: yes" for name in fitting)])
+    for place in others:
+        if not place.refusal(need_on, 1):
+            fits += f"; {place.name}: yes"
+    return fits
 
 
 Steps = dict[tuple[str, str], str]
@@ -358,16 +358,22 @@ def _steps(store: Store) -> Steps:
     return steps
 
 
-def _steps_on(steps: Steps, target: str) -> str:
-    measured = [f"{model}: {text}" for (model, where), text in steps.items() if where == target]
+def _steps_text(steps: Steps, model: str | None = None, target: str | None = None) -> str:
+    """Those of a model, by target; or those on a target, by model."""
+    measured: list[str] = []
+    for (name, place), text in steps.items():
+        if model == name:
+            measured.append(f"{place}: {text}")
+        if target == place:
+            measured.append(f"{name}: {text}")
     return "; ".join(measured) or UNMEASURED
 
 
 def _devices(store: Store) -> list[Device]:
     price = costs.price_of_hour(store.base).price_per_hour or None
-    step = _steps_on(_steps(store), LOCAL_TARGET)
-    devices = machine.devices()
-    return [Device(**vars(device), price_per_hour=price, step=step) for device in devices]
+    step = _steps_text(_steps(store), target=LOCAL_TARGET)
+    build = partial(Device, price_per_hour=price, step=step)
+    return [build(**vars(device)) for device in machine.devices()]
 
 
 def _whoami(store: Store) -> list[Whoami]:
@@ -403,7 +409,7 @@ def _targets(store: Store) -> list[Target]:
             running=counts.get((name, "running"), 0),
             waiting=counts.get((name, "queued"), 0) + counts.get((name, "starting"), 0),
             price_per_hour=settings.price_per_hour,
-            step=_steps_on(steps, name),
+            step=_steps_text(steps, target=name),
         )
         results.append(target)
     return results

@@ -169,6 +169,10 @@ async def checkpoints(
         cursor: `cursor` of the previous page.
     """
     store = open_store()
+    if export is None and push_to is not None:
+        what = f"push_to={push_to!r} needs export"
+        fix = "say in which format, for example export='merged'"
+        raise FlashError("invalid_argument", what, fix=fix)
     if export is None:
         return await run_sync(_listed, store, run_id, limit, cursor)
     if push_to is not None:

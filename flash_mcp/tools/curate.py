@@ -167,7 +167,7 @@ async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
         next="curate again with a name and without dry_run keeps it",
     )
     if not curated.train:
-        return _nothing(result, is_dry=name is None)
+        return _nothing(result, runs[0], is_dry=name is None)
     if name is not None:
         await run_sync(
             _keep, store, result, name, dict(zip(runs, rows, strict=True)), curated, plan
@@ -362,11 +362,11 @@ def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
     )
 
 
-def _nothing(result: Curate, *, is_dry: bool) -> Curate:
+def _nothing(result: Curate, first: str, *, is_dry: bool) -> Curate:
     """The dry run that says why nothing is left to train on, or that as an error."""
     counts = result.counts
     if counts.attempts == 0:
-        runs = "status(run_id=...) says whether the runs have come to a step or an evaluation"
+        runs = f"status(run_id={first!r}) says whether it has come to a step or an evaluation"
         fix = f"{runs}; see source, since_step"
     elif counts.eval_attempts and not counts.tasks:
         attempts = "a grpo run's rollouts, or evaluate with split='train'"

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state.history import NEWEST_STEPS
@@ -119,6 +120,9 @@ async def status(
         cursor: Without run_id: `cursor` of the previous page.
     """
     store = open_store()
+    if run_id is None and (until or since):
+        what = "until and since need run_id"
+        raise FlashError("invalid_argument", what, fix="status() lists the runs; name one of them")
     if run_id is None:
         return await run_sync(_list, store, state, limit, cursor)
     if until or since:
@@ -161,7 +165,14 @@ async def _follow(
 
 
 def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> Status:
-    rows = store.runs(state, limit + 1, cursor)
+    try:
+        rows = store.runs(state, limit + 1, cursor)
+    except FlashError as error:
+        if error.code != "unknown_run":
+            raise
+        fix = "pass it unchanged, or leave it out"
+        what = "that is no cursor of status"
+        raise FlashError("invalid_argument", what, cursor=cursor, fix=fix) from error
     lines = _lines(store, rows[:limit])
     has_more = len(rows) > len(lines)
     if has_more:

@@ -207,5 +207,7 @@ def page_offset(cursor: str | None, tool: str) -> int:
     """The number in a cursor of `tool`; 0 without one."""
     if cursor is not None and not cursor.isdigit():
         what = f"that is no cursor of {tool}"
-        raise FlashError("invalid_argument", what, cursor=cursor, fix="pass it unchanged")
+        raise FlashError(
+            "invalid_argument", what, cursor=cursor, fix="pass it unchanged, or leave it out"
+        )
     return int(cursor or 0)

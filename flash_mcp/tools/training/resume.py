@@ -34,10 +34,11 @@ def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer:
     """
     with store.transaction():
         run = store.run(run_id)
+        if run.ended is not None:
+            _check_files(run)
         total = _total(run, steps)
         if run.ended is None or (run.state == "succeeded" and total == run.steps):
             return Resumed(run, run.step, [f"it is {run.state} already: nothing was changed"])
-        _check_files(run)
         folder = RunFolder(run.folder, patience_s=PATIENCE_S)
         step = folder.checkpoints.newest_good() or 0
         notes = _loss(folder, step, fresh_optimizer=fresh_optimizer)
@@ -60,7 +61,11 @@ def _total(run: Run, steps: int | None) -> int | None:
         raise FlashError("not_ready", what, run_id=run_id, steps=steps, fix=fix)
     if steps is None and run.state == "succeeded":
         what = f"{run_id} has made all its {run.steps} steps"
-        fix = f"name more: train(resume={run_id!r}, steps={2 * (run.steps or run.step)})"
+        checkpoints = RunFolder(run.folder, patience_s=PATIENCE_S).checkpoints
+        fresh = ""
+        if not checkpoints.has_optimizer(checkpoints.newest_good() or 0):
+            fresh = ", fresh_optimizer=true"
+        fix = f"name more: train(resume={run_id!r}, steps={2 * (run.steps or run.step)}{fresh})"
         raise FlashError("invalid_argument", what, fix=fix)
     if steps is not None and steps < run.step:
         what = f"{run_id} has made {run.step} steps"
