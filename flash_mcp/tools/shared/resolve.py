@@ -154,7 +154,7 @@ def resolved_spec(
 
 
 def _default_environment(fields: Mapping[str, Any]) -> str:
-    """That of the dataset to learn; rows have none, and `regression` shows what their run forgets."""
+    """That of the dataset to learn. Rows have none: `regression` shows what their run forgets."""
     source = fields.get("dataset")
     if fields.get("algorithm") != "sft" or not isinstance(source, str):
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
