@@ -122,7 +122,7 @@ NO_WHEEL = re.compile(
 """What uv and pip write if a package has no wheel, and its name."""
 
 
-REASONING_GYM_BUILDS = ["cellpylib", "pycosat", "zss"]
+REASONING_GYM_BUILDS = ("cellpylib", "pycosat", "zss")
 """Packages that reasoning-gym requires and that have no wheel."""
 
 
@@ -155,7 +155,7 @@ def remedy(fault: EnvironmentFault) -> str | None:
     if fault.code == "requirements_failed" and (wheel := NO_WHEEL.search(fault.what)):
         names = list(filter(None, wheel.groups()))
         if "reasoning-gym" in fault.what:
-            names = REASONING_GYM_BUILDS
+            names = list(REASONING_GYM_BUILDS)
         return (
             f"{', '.join(names)} has no wheel for this Python: choose a version that has one; or "
             "the operator allows the build in settings.toml: [environments] build_from_source = "

@@ -53,7 +53,7 @@ from pathlib import Path
 from typing import IO
 
 from environments.adapters import SDK, imports_sdk
-from environments.faults import EnvironmentFault
+from environments.faults import REASONING_GYM_BUILDS, EnvironmentFault
 from environments.locks import lock as wait_for_lock
 from environments.locks import try_lock
 from environments.sandbox import kernel, namespaces, scratch, warden
@@ -78,6 +78,10 @@ OPTION = re.compile(
 VARIABLE = re.compile(r"\$\{")
 """uv and pip would put the password of an index here, perhaps into another host's address."""
 SDK_REQUIREMENT = "freesolo>=0.4,<0.5"
+REASONING_GYM = ["cellpylib==2.4.0", "pycosat==0.6.6", "reasoning-gym==0.1.25", "zss==1.2.0"]
+"""What `reasoning-gym:DATASET` requires. These versions are this package's choice and no
+environment's, so those that have no wheel are built without the operator's leave.
+"""
 PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|PIP|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
 """Environment variables that an installer gets."""
 UPLOADS = re.compile(r"UV_PUBLISH_.*", re.IGNORECASE)
@@ -470,7 +474,7 @@ def _steps(target: Path, versions: IO[str]) -> bool:
         versions.flush()
 
     is_done = done(partial(install_wheels, target, str(target / FILE)), with_passwords=True)
-    names = load_settings(target.parent.parent).environments.build_from_source
+    names = may_build(target)
     if not is_done and names:
         sys.stderr.write(f"building from source: {', '.join(names)}\n")
         others = _others(target, names)
@@ -478,6 +482,14 @@ def _steps(target: Path, versions: IO[str]) -> bool:
         done(partial(install_wheels, target, others), with_passwords=True)
         is_done = done(partial(build, target, names), with_passwords=False)
     return is_done and done(list_versions, with_passwords=False, network=False)
+
+
+def may_build(target: Path) -> tuple[str, ...]:
+    """Names of the packages that may be built from source."""
+    allowed = load_settings(target.parent.parent).environments.build_from_source
+    if (target / FILE).read_text().splitlines() == REASONING_GYM:
+        return (*allowed, *REASONING_GYM_BUILDS)
+    return allowed
 
 
 def _own_user(target: Path) -> int | None:

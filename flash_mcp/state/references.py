@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import environments
+from environments.process.requirements import REASONING_GYM
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
@@ -22,7 +23,6 @@ from flash_mcp.state.store import Store
 from flash_mcp.state.versions import Files, folder_files, inline_files, staged
 
 SOURCE = "reasoning-gym"
-REQUIREMENT = "reasoning-gym==0.1.25"
 REGRESSION = "regression"
 REGRESSION_FOLDER = Path(environments.__file__).parent / "regression"
 OF_THE_PACKAGE = {"package": "flash-mcp"}
@@ -71,7 +71,8 @@ def files_of(reference: str) -> Files | None:
         fix = f"use {near}" if near else f"the datasets are: {', '.join(DATASETS)}"
         raise FlashError("unknown_environment", what, fix=fix)
     source_text = ENVIRONMENT.format(dataset=dataset)
-    return inline_files({"environment.py": source_text, "requirements.txt": f"{REQUIREMENT}\n"})
+    packages = "\n".join(REASONING_GYM)
+    return inline_files({"environment.py": source_text, "requirements.txt": f"{packages}\n"})
 
 
 def published_name(reference: str) -> str:

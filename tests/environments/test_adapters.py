@@ -276,7 +276,7 @@ async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_
         "list_functions",
     )
     folder = written(tmp_path, environment_py="")
-    (folder / "requirements.txt").write_text(references.REQUIREMENT)
+    (folder / "requirements.txt").write_text("\n".join(requirements.REASONING_GYM))
     python = await requirements.interpreter(folder)
 
     async def run_alone(*datasets: str) -> dict[str, Any]:

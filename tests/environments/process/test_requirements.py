@@ -387,6 +387,18 @@ async def test_a_package_without_a_wheel_is_not_built_unless_the_operator_allows
     assert 'settings.toml: [environments] build_from_source = ["attacker"]' in fix
 
 
+def test_only_the_versions_that_this_package_chose_are_built_without_leave(flash_home: Path) -> None:
+    target = flash_home / "interpreters" / "0"
+    target.mkdir(parents=True)
+    (target / requirements.FILE).write_text("\n".join(requirements.REASONING_GYM) + "\n")
+    assert requirements.may_build(target) == ("cellpylib", "pycosat", "zss")
+    for lines in (["cellpylib"], [*requirements.REASONING_GYM, "attacker"], requirements.REASONING_GYM[:3]):
+        (target / requirements.FILE).write_text("\n".join(lines))
+        assert requirements.may_build(target) == ()
+    allow(flash_home, 'build_from_source = ["attacker"]')
+    assert requirements.may_build(target) == ("attacker",)
+
+
 async def test_a_project_around_the_state_directory_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\n')
     python = await requirements.interpreter(folder_with(tmp_path, SMALL))
