@@ -107,7 +107,7 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
 
 def _task(row: Row, asking: Sequence[str], answer: str) -> tuple[str, str]:
     """Question and answer; the letter, of an answer that chooses."""
-    texts = [_text(row.get(name)) for name in asking]
+    texts = list(map(_text, map(row.get, asking)))
     value = row.get(answer)
     gold = _text(value)
     options = _options(row)
@@ -136,13 +136,21 @@ def read_conversations(source: str) -> list[Row]:
     Raises FlashError(invalid_argument)."""
     rows, columns = read_rows(source)
     chats = next((name for name in CHAT_COLUMNS if name in columns), None)
-    if chats is not None:
-        return [_of_messages(source, n, row, row.get(chats)) for n, row in enumerate(rows, 1)]
-    if any(isinstance(row.get("prompt"), list) for row in rows):
-        return [_of_parts(source, n, row) for n, row in enumerate(rows, 1)]
-    asking = _asking(source, columns, None, "messages")
-    answer_column = _column(source, columns, None, ANSWERS, "messages")
-    return [_conversation(*_task(row, asking, answer_column)) for row in rows]
+    in_parts = any(isinstance(row.get("prompt"), list) for row in rows)
+    asking: list[str] = []
+    answer = ""
+    if chats is None and not in_parts:
+        asking = _asking(source, columns, None, "messages")
+        answer = _column(source, columns, None, ANSWERS, "messages")
+    conversations: list[Row] = []
+    for number, row in enumerate(rows, start=1):
+        if chats is not None:
+            conversations.append(_of_messages(source, number, row, row.get(chats)))
+        elif in_parts:
+            conversations.append(_of_parts(source, number, row))
+        else:
+            conversations.append(_conversation(*_task(row, asking, answer)))
+    return conversations
 
 
 def _conversation(question: str, answer: str) -> Row:
@@ -195,14 +203,16 @@ def keep_conversations(
         text = json.dumps(row, sort_keys=True)
         task = hashlib.sha256(text.encode()).hexdigest()[:16]
         rows[task] = row | {"provenance": {"task_id": task}}
-    held = {task: row for task, row in rows.items() if is_held_back(task, holdout)}
-    train = [row for task, row in rows.items() if task not in held]
+    train: list[Row] = []
+    held_out: list[Row] = []
+    for task, row in rows.items():
+        (held_out if is_held_back(task, holdout) else train).append(row)
     counts = Counts(attempts=total, duplicates=total - len(rows), tasks=len(rows))
     counts.train_tasks = counts.train_rows = len(train)
-    counts.holdout_tasks = counts.holdout_rows = len(held)
+    counts.holdout_tasks = counts.holdout_rows = len(held_out)
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
-    version = datasets.register(name, train, list(held.values()), manifest, base)
+    version = datasets.register(name, train, held_out, manifest, base)
     return datasets.find(f"{version.name}@{version.digest}", base)
 
 
@@ -211,7 +221,7 @@ def _asking(source: str, columns: Sequence[str], names: str | None, what: str) -
     by_name = {column.strip().casefold(): column for column in columns}
     for together in ASK_TOGETHER:
         if names is None and by_name.keys() >= set(together):
-            return [by_name[name] for name in together]
+            return list(map(by_name.__getitem__, together))
     if names is None or names in columns:
         return [_column(source, columns, names, QUESTIONS, what)]
     return [_column(source, columns, name.strip(), QUESTIONS, what) for name in names.split(",")]
