@@ -7,13 +7,15 @@ import itertools
 import json
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from environments import load_dataset
@@ -185,6 +187,23 @@ def test_common_forms_of_conversations_are_the_same_rows(tmp_path: Path, row: di
     path.write_text(json.dumps(row))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     assert read_conversations(str(path)) == [{"messages": turns, "prompt_messages": 1}]
+
+
+COLUMNS = ["question", "answer", "instruction", "input", "prompt", "completion", "choices", "answerKey", "answers"]
+COLUMNS += ["messages", "conversations", "context", "tools", "", " "]
+PARTS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+PARTS |= st.just({"role": "user", "content": "q"}) | st.just({"from": "gpt", "value": "a"})
+PARTS |= st.fixed_dictionaries({}, optional={"text": st.lists(st.text(max_size=3)) | st.none(), "label": st.none()})
+ROW = st.dictionaries(st.sampled_from(COLUMNS), PARTS | st.lists(PARTS, max_size=3))
+
+
+@given(st.lists(ROW, max_size=12))
+def test_whatever_rows_hold_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.json"
+    path.write_text(json.dumps(rows))
+    for read in (read_conversations, lambda source: read_table(source, None, None)):
+        with suppress(FlashError):
+            read(str(path))
 
 
 def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path) -> None:

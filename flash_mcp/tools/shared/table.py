@@ -123,11 +123,14 @@ def _options(row: Row) -> dict[str, str]:
     options: Any = row.get("choices") or row.get("options")
     letters: Any = LETTERS
     if isinstance(options, dict):
-        letters = cast("Json", options).get("label", LETTERS)
-        options = cast("Json", options).get("text", [])
-    if isinstance(options, list):
-        return dict(zip(letters, map(_text, cast("list[Any]", options)), strict=False))
-    return {}
+        letters = cast("Json", options).get("label")
+        options = cast("Json", options).get("text")
+    if not isinstance(options, list):
+        return {}
+    if not isinstance(letters, list):
+        letters = LETTERS
+    texts = map(_text, cast("list[Any]", options))
+    return dict(zip(map(_text, letters), texts, strict=False))
 
 
 def read_conversations(source: str) -> list[Row]:
@@ -175,9 +178,12 @@ def _of_messages(source: str, number: int, row: Row, messages: Any) -> Row:
 
 def _of_parts(source: str, number: int, row: Row) -> Row:
     """TRL's form of a conversation: messages in `prompt`, and those to learn in `completion`."""
-    prompt: list[Any] = row.get("prompt") or []
-    result = _of_messages(source, number, row, prompt + (row.get("completion") or []))
-    return result | {"prompt_messages": len(prompt)}
+    prompt, completion = row.get("prompt"), row.get("completion")
+    messages: Any = None
+    if isinstance(prompt, list) and isinstance(completion, list):
+        messages = [*prompt, *completion]
+    result = _of_messages(source, number, row, messages)
+    return result | {"prompt_messages": len(cast("list[Any]", prompt))}
 
 
 def _message(message: Any) -> Any:
