@@ -121,16 +121,17 @@ def _task(row: Row, asking: Sequence[str], answer: str) -> tuple[str, str]:
 def _options(row: Row) -> dict[str, str]:
     """{letter: answer to choose}; the hub has them as a list, or as {"text": [], "label": []}."""
     options: Any = row.get("choices") or row.get("options")
-    letters: Any = LETTERS
+    letters: Any = None
     if isinstance(options, dict):
         letters = cast("Json", options).get("label")
         options = cast("Json", options).get("text")
     if not isinstance(options, list):
         return {}
-    if not isinstance(letters, list):
-        letters = LETTERS
+    names: Sequence[Any] = LETTERS
+    if isinstance(letters, list):
+        names = cast("list[Any]", letters)
     texts = map(_text, cast("list[Any]", options))
-    return dict(zip(map(_text, letters), texts, strict=False))
+    return dict(zip(map(_text, names), texts, strict=False))
 
 
 def read_conversations(source: str) -> list[Row]:
