@@ -4,11 +4,11 @@ claims a second.
 The store holds 10,000 ended runs of 50 steps and 20 metrics each, 10 million metric points,
 2,000 that are queued, and one that is running. No supervisor takes them. Agents are real MCP
 clients over HTTP in processes of their own; each polls the status of some run and thinks for a
-second in between. 50 browsers show the running run, which changes each second, while one more
-client asks for a run. Claims are of runs that were enqueued before, each one claimed and ended;
-huey's SQLite storage enqueued and dequeued as many. huey deletes a task when it is handed out
-and syncs the disk only with fsync=True; ours keeps a lease and always syncs. Both are measured
-on the same disk."""
+second in between. 50 browsers, in a process of their own, show the running run, which changes each
+second, while one more client asks for a run. Claims are of runs that were enqueued before, each one
+claimed and ended; huey's SQLite storage enqueued and dequeued as many. huey deletes a task when it
+is handed out and syncs the disk only with fsync=True; ours keeps a lease and always syncs. Both are
+measured on the same disk."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -302,24 +303,7 @@ def open_pages(base: Path, ids: list[str], pages: int, seconds: float) -> Json:
 async def _pages(
     base: Path, port: int, server: psutil.Process, ids: list[str], pages: int, seconds: float
 ) -> Json:
-    url = f"http://127.0.0.1:{port}"
-    store, loads, times = Store(base), 0, list[float]()
-    ends = time.monotonic() + seconds
-    limits = httpx.Limits(max_connections=None)
-    everyone = asyncio.Barrier(pages + 1)
-
-    async def page(browser: httpx.AsyncClient) -> None:
-        nonlocal loads
-        (await browser.get(f"/ui/runs/{ids[-1]}")).raise_for_status()
-        async with browser.stream("GET", f"/ui/events?run={ids[-1]}") as stream:
-            lines = stream.aiter_lines()
-            await anext(lines)
-            await everyone.wait()
-            while time.monotonic() < ends + 5:
-                line = await anext(lines)
-                if line.startswith("data:"):
-                    (await browser.get(f"/ui/runs/{ids[-1]}")).raise_for_status()
-                    loads += 1
+    store, times = Store(base), list[float]()
 
     def change(step: int) -> None:
         metrics = {"reward/mean": 0.5}
@@ -331,16 +315,17 @@ async def _pages(
             await asyncio.to_thread(change, step)
             await asyncio.sleep(1.0)
 
-    async with (
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=limits) as browser,
-        Client(f"{url}/mcp") as client,
-        asyncio.TaskGroup() as group,
-    ):
-        tasks = [group.create_task(page(browser)) for _ in range(pages)]
-        await everyone.wait()
+    # The browsers' own work is not the client's: they have a process of their own.
+    settings = ("pages", str(port), str(pages), ids[-1])
+    browsers = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.control", *settings, stdout=PIPE
+    )
+    assert browsers.stdout is not None
+    assert await browsers.stdout.readline() == b"open\n"
+    async with Client(f"http://127.0.0.1:{port}/mcp") as client, asyncio.TaskGroup() as group:
         ends = time.monotonic() + seconds
         cpu_started = sum(server.cpu_times()[:2])
-        tasks.append(group.create_task(changes()))
+        changing = group.create_task(changes())
         while time.monotonic() < ends:
             await asyncio.sleep(0.2)
             began = time.perf_counter()
@@ -348,14 +333,45 @@ async def _pages(
             assert not result.is_error
             times.append(time.perf_counter() - began)
         server_cpu_s = sum(server.cpu_times()[:2]) - cpu_started
-        for task in tasks:
-            task.cancel()
+        changing.cancel()
+    browsers.terminate()
+    output, _ = await browsers.communicate()
     return {
         "pages": pages,
-        "loads": loads,
+        "loads": len(output.splitlines()),
         "seconds": times,
         "server_cpu_s": server_cpu_s,
     }
+
+
+async def _browse(port: int, pages: int, run_id: str) -> None:
+    """Browsers that show a run and load it anew with each change; a line is printed for each."""
+    everyone = asyncio.Barrier(pages + 1)
+    limits = httpx.Limits(max_connections=None)
+
+    async def page(browser: httpx.AsyncClient) -> None:
+        (await browser.get(f"/ui/runs/{run_id}")).raise_for_status()
+        async with browser.stream("GET", f"/ui/events?run={run_id}") as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            await everyone.wait()
+            async for line in lines:
+                if line.startswith("data:"):
+                    (await browser.get(f"/ui/runs/{run_id}")).raise_for_status()
+                    sys.stdout.write("loaded\n")
+                    sys.stdout.flush()
+
+    async with (
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60, limits=limits
+        ) as browser,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(pages):
+            group.create_task(page(browser))
+        await everyone.wait()
+        sys.stdout.write("open\n")
+        sys.stdout.flush()
 
 
 def environment_starts(base: Path, count: int) -> dict[str, list[float]]:
@@ -480,6 +496,15 @@ def _huey_claims(peers: Path, file: Path, count: int, fsync: bool) -> float:
     return count / (time.perf_counter() - started)
 
 
+def main() -> None:
+    """The clients of one process: `pages PORT PAGES RUN`, or `PORT AGENTS POLLS RUN...`."""
+    if sys.argv[1] == "pages":
+        port, pages, run_id = sys.argv[2:]
+        asyncio.run(_browse(int(port), int(pages), run_id))
+    else:
+        port, count, polls, *ids = sys.argv[1:]
+        json.dump(asyncio.run(_agents(int(port), int(count), int(polls), ids)), sys.stdout)
+
+
 if __name__ == "__main__":
-    _port, _count, _polls, *_ids = sys.argv[1:]
-    json.dump(asyncio.run(_agents(int(_port), int(_count), int(_polls), _ids)), sys.stdout)
+    main()
