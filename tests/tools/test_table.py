@@ -21,6 +21,7 @@ from pyarrow import parquet
 from environments import load_dataset
 from environments.checks import gate
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.owners import LOCAL_OWNER, Caller, acting_as
 from flash_mcp.tools.shared.table import read_conversations, read_table
 from flash_mcp.tools.starters import env_setup
 
@@ -78,14 +79,20 @@ def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
 
 
 @contextmanager
-def hub(folder: Path) -> Generator[str]:
-    """A server that lists parquet files of the datasets in `folder` as the hub does."""
+def hub(folder: Path, logins: list[str | None]) -> Generator[str]:
+    """A server that lists parquet files of the datasets in `folder` as the hub does, and notes the
+    login of each request.
+    """
     (folder / "api" / "datasets" / "o" / "minutes").mkdir(parents=True)
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "0.parquet")
 
     class Files(SimpleHTTPRequestHandler):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments, directory=str(folder))
+
+        def do_GET(self) -> None:
+            logins.append(self.headers.get("authorization"))
+            super().do_GET()
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -99,7 +106,7 @@ def hub(folder: Path) -> Generator[str]:
 
 
 def test_a_dataset_of_the_hub_gives_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub(tmp_path) as url:
+    with hub(tmp_path, []) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         expected = read_table(str(tmp_path / "0.parquet"), None, None)
         assert read_table("hub:o/minutes", None, None) == expected
@@ -108,6 +115,23 @@ def test_a_dataset_of_the_hub_gives_them_too(tmp_path: Path, monkeypatch: pytest
             read_table("hub:o/minutes/other", None, None)
         with pytest.raises(FlashError, match=r"the hub does not serve it.*404"):
             read_table("hub:o/nothing", None, None)
+
+
+@pytest.mark.hostile("logins")
+def test_rows_of_the_hub_are_read_with_a_login_that_the_caller_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "the-operators")
+    logins: list[str | None] = []
+    with hub(tmp_path, logins) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        # The machine's own user over HTTP, whom settings.toml grants no secret.
+        with acting_as(Caller(LOCAL_OWNER, secrets=frozenset())):
+            read_table("hub:o/minutes", None, None)
+        assert set(logins) == {None}
+        with acting_as(Caller(LOCAL_OWNER, secrets=frozenset({"HF_TOKEN"}))):
+            read_table("hub:o/minutes", None, None)
+        assert logins[-1] == "Bearer the-operators"
 
 
 def test_near_copies_come_into_one_split_unless_all_rows_have_that_form(tmp_path: Path) -> None:

@@ -13,8 +13,11 @@ from typing import Any, cast
 
 import httpx
 
+from flash_mcp.protocol.credentials import HUB as LOGIN
+from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.state.owners import caller
 
 HUB = re.compile(r"hub:(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")
 """hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG."""
@@ -53,7 +56,7 @@ def _content(source: str, path: Path) -> bytes:
 def _from_hub(source: str, name: str, config: str | None) -> bytes:
     """The first part of the train split, in the form that the hub keeps of every dataset."""
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    token = os.environ.get("HF_TOKEN")
+    token = environment_for(caller().secrets, os.environ).get(LOGIN)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True) as client:
