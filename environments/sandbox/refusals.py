@@ -101,8 +101,8 @@ def _refusal(error: BaseException) -> tuple[str, str] | None:
 
 def _is_left_out(error: OSError) -> bool:
     """Whether a file is missing where the sandbox's own root leaves out what the machine has."""
-    path, root = Path(os.fsdecode(error.filename)), Path("/")
-    if error.errno != errno.ENOENT or not path.is_absolute() or not Path(OLD).exists():
+    if error.errno != errno.ENOENT or not Path(OLD).exists():
         return False
+    path = Path(os.path.realpath(os.fsdecode(error.filename)))
     folder = next(parent for parent in path.parents if parent.exists())
-    return folder.stat().st_dev == root.stat().st_dev
+    return folder.stat().st_dev == Path("/").stat().st_dev

@@ -199,7 +199,10 @@ async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monk
     (tmp_path / "data" / "rows").write_text("42")
     read = f"told = open({str(tmp_path / 'data' / 'rows')!r}).read()"
     async with attack_on(tmp_path / "environment") as attack:
-        assert "FLASH_READABLE" in (await attack.fault(read)).what
+        (tmp_path / "environment" / "linked").symlink_to(tmp_path / "data")
+        for refused in (read, "open('linked/rows')"):
+            assert "FLASH_READABLE" in (await attack.fault(refused)).what
+        assert (await attack.fault("open('rows')")).code == "environment_error"
     monkeypatch.setenv("FLASH_READABLE", str(tmp_path / "data"))
     async with attack_on(tmp_path / "environment") as attack:
         assert await attack.told(read) == "42"
