@@ -253,7 +253,7 @@ FIRST_QUEUED = """
 """The oldest run of each owner that may start. Each is looked up in an index: ten thousand may be
 queued. ?4 is the latest that a run can have to wait until: a delay above the maximum means that the
 clock was set back."""
-FAIR_ORDER = """
+FAIR_PLACES = """
     WITH waiting AS ({waiting}),
     owners AS (SELECT count(DISTINCT owner) AS number FROM waiting),
     taken AS (
@@ -268,9 +268,11 @@ FAIR_ORDER = """
         WHERE ended > ?1 - ?2 AND started IS NOT NULL AND target = ?3 AND serves IS NULL
         AND (SELECT number FROM owners) > 1),
     share AS (
-        SELECT owner, sum(running) AS running, sum(seconds) AS seconds FROM taken GROUP BY owner)
-    SELECT id FROM waiting LEFT JOIN share USING (owner)
-    ORDER BY coalesce(running, 0) + place, coalesce(seconds, 0), created, id"""
+        SELECT owner, sum(running) AS running, sum(seconds) AS seconds FROM taken GROUP BY owner),
+    places AS (
+        SELECT coalesce(running, 0) + place AS turn, coalesce(seconds, 0) AS seconds, created, id
+        FROM waiting LEFT JOIN share USING (owner))"""
+FAIR_ORDER = f"{FAIR_PLACES} SELECT id FROM places ORDER BY turn, seconds, created, id"
 """Ids of queued runs in the order in which they start: each time from the owner with the fewest
 GPUs under way on the target, then the fewest seconds of GPUs used there lately, without those that
 runs waited for a machine; within an owner, the oldest first. ?1 is the time, ?2 how far back use
@@ -337,12 +339,12 @@ def claim_server(store: Store, target: str) -> Run | None:
 
 def queued_ahead(store: Store, run: Run) -> int | None:
     """How many queued runs of its target, of all owners, start before it; None if not queued."""
-    values = [time.time(), LATELY_S, run.target]
-    order = store.query(FAIR_ORDER.format(waiting=ALL_QUEUED), values)
-    for position, row in enumerate(order):
-        if row["id"] == run.id:
-            return position
-    return None
+    sql = f"""{FAIR_PLACES.format(waiting=ALL_QUEUED)}
+        SELECT count(*) AS number FROM places, (SELECT * FROM places WHERE id = ?4) AS own
+        WHERE (places.turn, places.seconds, places.created, places.id)
+           <= (own.turn, own.seconds, own.created, own.id)"""
+    [row] = store.query(sql, [time.time(), LATELY_S, run.target, run.id])
+    return row["number"] - 1 if row["number"] else None
 
 
 def mark_running(store: Store, run_id: str, attempt: int) -> bool:
