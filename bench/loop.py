@@ -1,7 +1,7 @@
 """The judged loop on a small real model, played through the tools: what each round was worth, with
 its interval.
 
-    scripts/loop [--only TASK] [--json FILE] [--markdown FILE]
+    scripts/loop [--only TASK] [--seeds N] [--json FILE] [--markdown FILE]
 
 For each task: evaluate the base model on the eval split; sample several attempts at train tasks,
 curate the right ones; sft on them, or on gold answers where none was right; evaluate; grpo from
@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import dates, rows
+from bench import bare, dates, rows
 from flash_mcp.cli.demo import Session, connected, outcome, watch
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
@@ -221,8 +221,12 @@ def markdown(figures: Json) -> str:
     return "\n".join(lines)
 
 
-async def run(console: Console, names: list[str], model: str | None) -> Json:
+async def run(console: Console, names: list[str], model: str | None, seeds: int = 1) -> Json:
     figures: Json = {}
+    if names == ["bare"]:
+        with tempfile.TemporaryDirectory(prefix="flash-bare-") as folder:
+            async with connected(console) as session:
+                return {"bare": await bare.play(session, Path(folder), seeds)}
     if names == ["dates"]:
         async with connected(console) as session:
             return {"dates": await dates.play(session, model=model)}
@@ -244,19 +248,21 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", choices=[*TASKS, "dates", "rows"], help="this task alone")
+    parser.add_argument("--only", choices=[*TASKS, "dates", "rows", "bare"], help="this task alone")
+    parser.add_argument("--seeds", type=int, default=1, help="with --only bare: runs a task")
     parser.add_argument("--model", help="base model (default: the catalog's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     options = parser.parse_args()
     console, started = Console(soft_wrap=True), time.monotonic()
-    figures = outcome(console, run, [options.only] if options.only else list(TASKS), options.model)
+    names = [options.only] if options.only else list(TASKS)
+    figures = outcome(console, run, names, options.model, options.seeds)
     if figures is None:
         return 1
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.markdown:
-        own = {"dates": dates.markdown, "rows": rows.markdown}
+        own = {"bare": bare.markdown, "dates": dates.markdown, "rows": rows.markdown}
         pages = [own[name](value) for name, value in figures.items() if name in own]
         options.markdown.write_text("".join(pages) or markdown(figures))
     console.print(f"\n{(time.monotonic() - started) / 60:.1f} minutes in all")

@@ -12,7 +12,7 @@ import anyio
 import pytest
 from rich.console import Console
 
-from bench import dates, rows
+from bench import bare, dates, rows
 from bench.dates import Plan
 from bench.loop import Json, Task, markdown, play
 from flash_mcp.cli.demo import connected, outcome
@@ -105,6 +105,21 @@ def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(
     ]  # fmt: skip
     assert played["run"]["verdict"]
     assert f"| {len(played['log'])} calls |" in rows.markdown(played)
+
+
+@pytest.mark.long
+def test_runs_without_a_value_have_a_verdict_for_each_seed(tiny_model: Path, flash_home: Path, tmp_path: Path) -> None:
+    quick: Json = {"model": str(tiny_model), "steps": 2, "max_tokens": 8, "eval_examples": 20}
+
+    async def loop() -> Json:
+        async with connected(Console(file=io.StringIO())) as session:
+            return await bare.play(session, tmp_path, 2, ["sort_words", "dates"], quick)
+
+    result = anyio.run(loop)
+    places = [(row["task"], row["seed"], row["steps"]) for row in result["rows"]]
+    assert places == [("sort_words", 0, 2), ("sort_words", 1, 2), ("dates", 0, 2), ("dates", 1, 2)]
+    table = bare.markdown(result)
+    assert table.count("| sort_words |") == 2 and "| underpowered | 2 |" in table
 
 
 def test_what_failed_is_shown_with_its_code() -> None:
