@@ -53,12 +53,16 @@ class TaskExample:
 
 @dataclass(frozen=True)
 class EnvironmentStepResult:
-    """The environment's reply to one model turn. `messages` join the conversation unless `done`."""
+    """The environment's reply to one model turn. `messages` join the conversation unless `done`.
+
+    `reward` is what that turn earns beside the final score: the conversation's reward is the sum,
+    and training credits a turn only with what is earned from it on."""
 
     done: bool = True
     messages: Sequence[ChatMessage] = ()
     final_response_text: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    reward: float | None = None
 
 
 @dataclass(frozen=True)

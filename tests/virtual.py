@@ -120,7 +120,9 @@ class FakeHost:
         await self._serve("step", int(said[0]))
         said.append(assistant_text)
         turns = 1 + int(said[0]) % self.max_turns
-        return Step(len(said) > turns, [] if len(said) > turns else [{"role": "user", "content": f"r{len(said)}"}])
+        reward = None if len(said) % 2 else len(said) / 8
+        ends = len(said) > turns
+        return Step(ends, [] if ends else [{"role": "user", "content": f"r{len(said)}"}], reward)
 
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
         await self._serve("score", int(self.opened[episode][0]))

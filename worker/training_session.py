@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
@@ -166,7 +166,7 @@ class TrainingSession(Session[RunSpec]):
     def _refilled(self, step: int, every: list[Rollout], choice: TaskChoice) -> list[Rollout]:
         """The rollouts of a step, those of groups that teach nothing after those of other tasks
         which were tried instead. The first `batch_size` groups are trained."""
-        from worker.training.grpo import advantages_of  # noqa: PLC0415  only GRPO needs TRL's
+        from worker.training.grpo import turn_advantages  # noqa: PLC0415  only GRPO needs TRL's
 
         spec = self.spec
         useful: list[Rollout] = []
@@ -174,7 +174,8 @@ class TrainingSession(Session[RunSpec]):
         size = spec.rollouts_per_prompt
         for turn in range(REFILLS + 1):
             for group in groups_of(every, size):
-                teaches = bool(cast(Any, advantages_of(group, spec)).any())
+                turns = itertools.chain.from_iterable(turn_advantages(group, spec))
+                teaches = any(advantage for _, advantage in turns)
                 (useful if teaches else rest).extend(group)
                 rewards = [rollout.reward for rollout in group if not rollout.error]
                 choice.learn(group[0].task.example, rewards, taught=teaches)
@@ -234,8 +235,8 @@ class TrainingSession(Session[RunSpec]):
         groups = groups_of(rollouts, spec.rollouts_per_prompt)
         rows: list[records.Rollout] = []
         for group in groups:
-            advantages_G = cast(Any, advantages_of(group, spec)).tolist()
-            for rollout, advantage in zip(group, advantages_G, strict=True):
+            advantages = advantages_of(group, spec)
+            for rollout, advantage in zip(group, advantages, strict=True):
                 rows.append(rollout.record(step, None if spec.teacher else advantage))
         self.writer.rollouts(step, [row.fields() for row in rows])
         check_errors(rows, spec.max_error_share)

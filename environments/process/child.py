@@ -96,6 +96,8 @@ class Episode:
     messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
     prompt_length: int = 0
     final_text: str | None = None
+    earned: float | None = None
+    """The sum of the rewards of its turns, where the environment rewards turns."""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -310,14 +312,21 @@ class Child:
         if final is not None:
             state.final_text = _text(final, "step_episode's final_response_text")
         state.metadata.update(result.metadata)
+        reward = None
+        if result.reward is not None:
+            reward = _finite(result.reward)
+            if reward is None:
+                got = _shown(result.reward)
+                raise _error(f"step_episode's reward must be a finite number, got {got}")
+            state.earned = (state.earned or 0.0) + reward
         if result.done:
-            return {"done": True, "messages": []}
+            return {"done": True, "messages": [], "reward": reward}
         answers = _messages(result.messages, "step_episode", ANSWER_ROLES)
         if not answers:
             why = "the model would have nothing to answer"
             raise _error(f"step_episode returned done=False without messages: {why}")
         state.messages += answers
-        return {"done": False, "messages": answers}
+        return {"done": False, "messages": answers, "reward": reward}
 
     async def op_next_call(self, episode: int) -> dict[str, Any]:
         """The agent's next request, or how the agent ended."""
@@ -352,7 +361,7 @@ class Child:
         state = self._episode(episode)
         try:
             result = await self._alone(state, latency_ms, total_tokens)
-            return {**_score(result, ALONE), "refusals": self._refusals(state)}
+            return self._scored(state, result, ALONE)
         finally:
             await self.op_close_episode(episode)
 
@@ -390,9 +399,16 @@ class Child:
                 raise _error(f"{must}, one for each episode, got {len(rewards)}")
             states = [self._episode(number) for number, *_ in episodes]
             return [
-                {**_score(result, must), "refusals": self._refusals(state)}
+                self._scored(state, result, must)
                 for result, state in zip(rewards, states, strict=True)
             ]
+
+    def _scored(self, state: Episode, result: Any, must: str) -> dict[str, Any]:
+        score = _score(result, must)
+        if state.earned is not None:
+            score["reward"] += state.earned
+            score["metrics"]["turn_rewards"] = state.earned
+        return {**score, "refusals": self._refusals(state)}
 
     def _refusals(self, state: Episode) -> dict[str, int]:
         """What the API refused to the agent or left out."""

@@ -113,6 +113,8 @@ class Step:
 
     done: bool
     messages: list[ChatMessage]
+    reward: float | None = None
+    """What the turn earned, where the environment rewards turns."""
 
 
 @dataclass(frozen=True)

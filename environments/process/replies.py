@@ -166,11 +166,12 @@ class Reader:
         }
 
     def _step_episode(self, value: Any) -> dict[str, Any]:
-        done, messages = _fields(value, "done", "messages")
+        done, messages, reward = _fields(value, "done", "messages", "reward")
         answers = self._messages(messages, ANSWER_ROLES)
         if _truth(done) == bool(answers):
             raise ForgedError
-        return {"done": done, "messages": answers}
+        reward = None if reward is None else _number(reward)
+        return {"done": done, "messages": answers, "reward": reward}
 
     def _next_call(self, value: Any) -> dict[str, Any]:
         if set(_mapping(value)) == {"ended"}:

@@ -30,7 +30,7 @@ from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training import attention, memory, packing
 from worker.training.checkpoints import Reporter
-from worker.training.grpo import SCALED, Trainer, group_advantages
+from worker.training.grpo import SCALED, Trainer, advantages_of
 from worker.training.policy import load_policy
 
 GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
@@ -476,16 +476,16 @@ def test_a_pack_is_the_same_computed_as_one_block(fp32_model: Path, monkeypatch:
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
     group = [Rollout(Task("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))]
     group[2].error = {"code": "environment_error", "what": "boom"}
-    assert group_advantages(group, "dr_grpo").tolist() == [0.5, -0.5, 0.0]
+    assert advantages_of(group, settings_of()) == [0.5, -0.5, 0.0]
     group[1].error = group[2].error
-    assert group_advantages(group, "dr_grpo").tolist() == [0.0, 0.0, 0.0]
+    assert advantages_of(group, settings_of()) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1 / 3])
 @pytest.mark.parametrize("size", [3, 8, 13])
 def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(reward: float, size: int) -> None:
     group = [Rollout(Task("train", 0, 0, index, 0), "t", reward=reward) for index in range(size)]
-    assert not group_advantages(group, "grpo").any()
+    assert not any(advantages_of(group, settings_of(loss_type="grpo")))
 
 
 def test_packs_without_a_mask_are_bounded_by_memory_alone() -> None:

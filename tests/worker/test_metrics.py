@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from environments.process.host import Score
+from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from tests.samples import read_in, started_run, supervised
@@ -20,7 +21,7 @@ from worker.rollouts.metrics import length_correlation, repeated_share, stalenes
 from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
-from worker.training.grpo import group_advantages
+from worker.training.grpo import advantages_of
 
 TOKENIZER = make_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -257,10 +258,11 @@ def test_thinking_costs_nothing_while_a_task_is_unsolved():
     ]
     unit = 0.01 * TOKENS / 2
     assert thinking_penalties(group, 0.01)[:2] == pytest.approx([unit, 0.0])
-    advantages = group_advantages(group, "dr_grpo", 0.01)
+    fields = {"group_size": len(group), "thinking_length_penalty_coef": 0.01}
+    advantages = advantages_of(group, RunSpec(environment="e", **fields))
     paid = [1.0 - unit, 1.0, 0.0 - unit, 0.0 - 0.01 * group[3].transcript.thinking[0] / 2]
     mean = sum(paid) / 4
-    assert advantages.tolist() == pytest.approx([*(reward - mean for reward in paid), 0.0], abs=1e-6)
+    assert advantages == pytest.approx([*(reward - mean for reward in paid), 0.0], abs=1e-6)
     metrics = summarize([group], 0.01)
     assert metrics["rollouts/overthinking_share"] == 0.0, "it was not cut off"
     assert metrics["tokens/thinking_penalty"] == pytest.approx((2 * unit + unit + 0.0 + unit) / 5)

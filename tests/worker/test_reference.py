@@ -28,7 +28,8 @@ from worker.model import Model
 from worker.ranks import Ranks
 from worker.rollouts.calls import Call, merged
 from worker.rollouts.scheduler import Rollout, Task
-from worker.rollouts.transcript import ChatTemplate
+from worker.rollouts.transcript import ChatTemplate, Transcript
+from worker.rollouts.turns import Completion
 from worker.training import packing
 from worker.training.grpo import Trainer
 from worker.training.policy import load_policy
@@ -72,6 +73,29 @@ def advantages_of(rollouts: list[Rollout], loss: str) -> list[float]:
     return [0.0 if rollout.error else (rollout.reward - mean) / by for rollout in rollouts]
 
 
+def turn_advantages_of(rollouts: list[Rollout], loss: str) -> list[list[float]]:
+    """For each rollout the advantage of each turn: reward to go, less its mean among those that came so far."""
+
+    def to_go(rollout: Rollout, turn: int) -> float:
+        return rollout.reward - sum(reward or 0.0 for _, reward in rollout.turn_rewards[:turn])
+
+    def standing(value: float, others: list[float]) -> float:
+        mean = sum(others) / len(others)
+        spread = math.sqrt(sum((other - mean) ** 2 for other in others) / (len(others) - 1))
+        return 0.0 if len(set(others)) == 1 else (value - mean) / (spread + 1e-4 if loss == "dapo" else 1.0)
+
+    valid = [rollout for rollout in rollouts if not rollout.error]
+    result: list[list[float]] = []
+    for rollout in rollouts:
+        result.append([])
+        for turn in range(len(rollout.turn_rewards)):
+            peers = [to_go(other, turn) for other in valid if len(other.turn_rewards) > turn]
+            if len(peers) == 1:  # none but this one has so many turns
+                peers += [other.reward for other in valid if other is not rollout]
+            result[-1].append(0.0 if rollout.error else standing(to_go(rollout, turn), peers))
+    return result
+
+
 class Reference:
     """The base model, with W + scale BA in the place of each adapted weight."""
 
@@ -87,6 +111,7 @@ class Reference:
         self.start = copy.deepcopy(self.adapters)
         self.entropies: list[Tensor] = []
         """Sums over the tokens that each call sampled."""
+        self.advantages: Any = lambda rollouts: advantages_of(rollouts, spec.loss_type)
         self.teacher: Any = None
         """(calls, of a rollout) -> what the teacher gives to the sampled tokens"""
         for pair in self.adapters.values():
@@ -142,7 +167,7 @@ class Reference:
         count = 0
         parts: list[list[Tensor]] = []
         for group in groups:
-            advantages = advantages_of([rollout for rollout, _ in group], loss)
+            advantages = self.advantages([rollout for rollout, _ in group])
             if self.teacher:
                 advantages = [float(not rollout.error) for rollout, _ in group]
             parts.append([
@@ -386,3 +411,48 @@ train_as(1, Path({str(fp32_model)!r}), Path({str(tmp_path)!r}))
             groups = make_groups(AutoTokenizer.from_pretrained(fp32_model), failed=True)
             check(caught, fp32_model, groups, spec_of(**fields))
         assert second.wait(120) == 0
+
+
+@pytest.mark.parametrize("loss", ["dr_grpo", "rollout_mean", "dapo"])
+def test_turns_that_are_rewarded_have_the_gradient_of_the_dense_reference(
+    fp32_model: Path, tmp_path: Path, loss: str
+) -> None:
+    """Each turn is a sequence of its own there, with the advantage of its own reward to go."""
+    rng, template = random.Random(5), ChatTemplate(AutoTokenizer.from_pretrained(fp32_model))
+    groups: list[Group] = []
+    for group in range(GROUPS):
+        rows: Group = []
+        for index in range(group * SIZE, (group + 1) * SIZE):
+            transcript = Transcript(template, [{"role": "user", "content": f"question {group}"}])
+            rollout = Rollout(Task("train", group, group, index, seed=index), f"t{index}", transcript)
+            calls: list[Call] = []
+            for turn in range(4 if index == 1 else rng.randint(1, 3)):  # one alone has a fourth turn
+                if turn:
+                    transcript.add_environment([{"role": "user", "content": "go on"}])
+                shown = len(transcript)
+                ids = [rng.randrange(33, 126) for _ in range(rng.randint(1, 9))]
+                transcript.add_answer(Completion(ids, [-4.5 + rng.gauss(0, 0.5) for _ in ids], "stop"))
+                reward = None if group == 2 else rng.choice([None, 0.0, 0.5, -0.25])
+                rollout.turn_rewards.append((len(transcript.completion_ids), reward))
+                calls.append(Call(turn, calls[-1] if calls else None, transcript.copy(), shown))
+            rollout.reward = rng.choice([0.0, 1.0]) + sum(reward or 0.0 for _, reward in rollout.turn_rewards)
+            rows.append((rollout, calls))
+        groups.append(rows)
+    groups[0][2][0].error = {"code": "environment_error", "what": "boom"}
+    spec = spec_of(loss_type=loss)
+    reference = Reference(fp32_model, make_policy(fp32_model, torch.float64), spec)
+    terms = reference.token_terms
+
+    def by_turn(calls: list[Call], advantages: Any) -> Tensor:
+        return torch.cat([terms([call], value) for call, value in zip(calls, advantages, strict=True)])
+
+    reference.token_terms = by_turn
+
+    def advantages(rollouts: list[Rollout]) -> Any:
+        if rollouts[0].task.group < 2:
+            return turn_advantages_of(rollouts, loss)
+        pairs = zip(rollouts, advantages_of(rollouts, loss), strict=True)
+        return [[advantage] * len(rollout.turn_rewards) for rollout, advantage in pairs]
+
+    reference.advantages = advantages
+    check(train(fp32_model, groups, spec, tmp_path), fp32_model, groups, spec, reference)

@@ -49,6 +49,21 @@ def test_timing_changes_nothing_but_the_time(seed: int, latency_s: float, count:
     assert essence(at_once) == essence(one_by_one)
 
 
+def test_each_turn_has_its_reward_and_ends_where_its_tokens_do() -> None:
+    rollouts, _ = run_virtually(roll(tasks(6), FakeHost(), FakeEngine()))
+    for rollout in rollouts:
+        transcript = rollout.transcript
+        assert transcript and len(rollout.turn_rewards) == rollout.turns == len(transcript.answers)
+        start = 0
+        for number, ((end, reward), answer) in enumerate(zip(rollout.turn_rewards, transcript.answers, strict=True)):
+            assert transcript.completion_ids[end - len(answer) : end] == answer and sum(
+                transcript.mask[start:end]
+            ) == len(answer)
+            assert reward == (None if number % 2 else (number + 2) / 8)
+            start = end
+    assert any(rollout.turns > 2 for rollout in rollouts)
+
+
 def test_a_conversation_goes_on_in_the_iteration_after_its_answer() -> None:
     """So the engine makes no more iterations than the longest conversation has tokens."""
     engine = FakeEngine()

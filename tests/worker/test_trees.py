@@ -26,7 +26,7 @@ from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training import packing
-from worker.training.grpo import group_advantages
+from worker.training.grpo import relative
 
 
 def make_calls(template: ChatTemplate, rng: random.Random, question: str) -> list[Call]:
@@ -68,7 +68,7 @@ def path_gradients(policy: Any, trees: list[tuple[Rollout, list[Call]]], loss: s
     policy.train()
     for group in range(GROUPS):
         rows = trees[group * SIZE : (group + 1) * SIZE]
-        advantages = group_advantages([rollout for rollout, _ in rows], loss)
+        advantages = relative([rollout.reward for rollout, _ in rows], loss)
         for (_, calls), advantage in zip(rows, advantages, strict=True):
             values: list[Tensor] = []
             for call in calls:

@@ -140,7 +140,8 @@ def _group_shares(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     for group in groups:
         rewards = {rollout.reward for rollout in group}
         outcomes = {rollout.success for rollout in group}
-        shares["uniform"].append(len(rewards) <= 1)
+        has_turns = any(rollout.has_turn_rewards for rollout in group)
+        shares["uniform"].append(len(rewards) <= 1 and not has_turns)
         if group:
             shares["zero"].append(rewards == {0.0})
             shares["solved"].append(outcomes == {True})

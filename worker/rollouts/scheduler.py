@@ -148,8 +148,15 @@ class Rollout:
     expected: str | None = None
     error: dict[str, str] | None = None
     seconds: float = 0.0
+    turn_rewards: list[tuple[int, float | None]] = field(default_factory=list[Any])
+    """(end of the turn in the completion, its reward) of each turn; they are part of `reward`."""
     refusals: dict[str, int] = field(default_factory=dict[str, int])
     """What the endpoint refused to an agent or left out, by what it was."""
+
+    @property
+    def has_turn_rewards(self) -> bool:
+        """Whether the environment rewarded a turn."""
+        return any(reward is not None for _, reward in self.turn_rewards)
 
     def packed(self) -> Json:
         """The ended rollout as JSON, for another process."""
@@ -517,6 +524,7 @@ async def _take_turns(
         rollout.turns += 1
         usage = Usage(len(prompt), len(completion.token_ids), completion.finish_reason)
         step = await host.step(opening.episode, turn.content, turn.tool_calls, usage)
+        rollout.turn_rewards.append((len(transcript.completion_ids), step.reward))
         if step.done:
             return "done"
         if rollout.turns >= opening.max_turns:

@@ -6,6 +6,7 @@ sum of fixed coefficients times the gradients of log-probabilities. A token's co
     - advantage * weight / normaliser
     + beta * (1 - exp(reference - policy)) / normaliser, with a KL penalty
 
+A token's advantage is that of its turn, where the environment rewards turns (`turn_advantages`).
 With `entropy_coef` the mean entropy of the step's trained tokens, times that, is taken off.
 
 With a teacher (worker/training/teacher.py) a token's advantage is teacher - policy instead.
@@ -160,13 +161,19 @@ class Trainer(GRPOTrainer):
         prompt_ids = padded(prompts, padding, "left")
         completion_ids = padded(completions, padding)
         seen = padded(ones(prompts), side="left"), padded(ones(completions))
-        advantages_G = advantages_of(group, self._spec)
+        mask_GC = padded(masks)
+        advantages_GC = torch.zeros(mask_GC.shape, device=device)
+        for row, parts in enumerate(turn_advantages(group, self._spec)):
+            start = 0
+            for end, advantage in parts:
+                advantages_GC[row, start:end] = advantage
+                start = end
         inputs: dict[str, Any] = {
             "ids": torch.cat([prompt_ids, completion_ids], dim=1),  # (G, T)
             "seen": torch.cat(seen, dim=1),  # (G, T)
-            "mask": padded(masks),  # (G, C) 1 on the model's own tokens
+            "mask": mask_GC,  # (G, C) 1 on the model's own tokens
             "engine_logps": padded(logprobs),  # (G, C)
-            "advantages": advantages_G.to(device),  # (G,)
+            "advantages": advantages_GC,
             "forks": [t.forks if t and t.mask else [] for t in transcripts],
         }
         if self._spec.kl_penalty_coef:
@@ -306,7 +313,7 @@ class Tokens:
             log_ratios_N,
             None if reference_GC is None else at_tokens(reference_GC),
             None if teacher_GC is None else at_tokens(teacher_GC),
-            inputs["advantages"][rows_N],
+            at_tokens(inputs["advantages"]),
             inputs["normalizers"][rows_N],
             inputs["kl_coef"],
         )
@@ -410,35 +417,71 @@ def _arguments(
     )
 
 
-def advantages_of(group: Sequence[Rollout], spec: RunSpec) -> Tensor:
-    """(G,) the advantage of each rollout; with a teacher, 1 or 0 for one that the environment
-    failed: the factor of its tokens' advantages."""
+Turns = list[tuple[int | None, float]]
+"""(end in the completion, None for the last, and advantage) of each turn of a rollout, in order."""
+
+
+def advantages_of(group: Sequence[Rollout], spec: RunSpec) -> list[float]:
+    """The advantage of each rollout; with a teacher, 1 or 0 for one that the environment failed:
+    the factor of its tokens' advantages."""
     if spec.algorithm == "distill":
-        return torch.tensor([float(not rollout.error) for rollout in group])
-    return group_advantages(group, spec.loss_type, spec.thinking_length_penalty_coef)
+        return [float(not rollout.error) for rollout in group]
+    return relative(_rewards(group, spec.thinking_length_penalty_coef), spec.loss_type)
+
+
+def turn_advantages(group: Sequence[Rollout], spec: RunSpec) -> list[Turns]:
+    """The advantages of each rollout's turns: one for all turns, unless the environment rewards
+    them. Then what turn k is worth is its return, R(k) = r(k) + r(k+1) + ... + final score, and its
+    advantage is that relative to turn k of the group's other rollouts; relative to their whole
+    rewards where no other has so many turns.
+
+    Reward to go (Williams 1992; https://spinningup.openai.com/en/latest/spinningup/rl_intro3.html)
+    with the group of GRPO as its baseline, turn by turn."""
+    advantages = advantages_of(group, spec)
+    if spec.algorithm == "distill" or not any(rollout.has_turn_rewards for rollout in group):
+        return [[(None, advantage)] for advantage in advantages]
+    rewards = _rewards(group, spec.thinking_length_penalty_coef)
+    turns: list[Turns] = [[] for _ in group]
+    for turn in range(max(len(rollout.turn_rewards) for rollout in group)):
+        returns: list[float] = []
+        for rollout, reward in zip(group, rewards, strict=True):
+            earned = math.fsum(value or 0.0 for _, value in rollout.turn_rewards[:turn])
+            returns.append(reward - earned if turn < len(rollout.turn_rewards) else math.nan)
+        reached = [row for row, value in enumerate(returns) if not math.isnan(value)]
+        if len(reached) == 1:
+            (row,) = reached
+            values = [*rewards[:row], returns[row], *rewards[row + 1 :]]
+            values = relative(values, spec.loss_type)
+        else:
+            values = relative(returns, spec.loss_type)
+        for row in reached:
+            turns[row].append((group[row].turn_rewards[turn][0], values[row]))
+    return turns
+
+
+def _rewards(group: Sequence[Rollout], thinking_coef: float) -> list[float]:
+    """Less what thinking costs. A rollout that the environment failed says nothing about the
+    policy: it has none (NaN)."""
+    rewards = [math.nan if rollout.error else rollout.reward for rollout in group]
+    if not thinking_coef:
+        return rewards
+    penalties = thinking_penalties(group, thinking_coef)
+    return [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
 
 
 SCALED = ("grpo", "bnpo", "dapo", "cispo")
 """Losses that divide advantages by their group's standard deviation."""
 
 
-def group_advantages(
-    group: Sequence[Rollout], loss_type: LossType, thinking_coef: float = 0.0
-) -> Tensor:
-    """(G,) reward minus the group's mean; divided by the group's standard deviation (SCALED), or by
-    its mean (maxrl, whose rewards must not be negative).
-
-    A rollout that the environment failed says nothing about the policy: it has advantage 0 and does
-    not count in the mean."""
-    rewards = [math.nan if rollout.error else rollout.reward for rollout in group]
+def relative(rewards: Sequence[float], loss_type: LossType) -> list[float]:
+    """Rewards less their mean; divided by their standard deviation (SCALED), or by their mean
+    (maxrl, whose rewards must not be negative). One that is NaN gets 0 and does not count."""
     # In fp64: a mean that is rounded moves all advantages of the group the same way.
     rewards_G = torch.tensor(rewards, dtype=torch.float64)
-    if thinking_coef:
-        rewards_G -= torch.tensor(thinking_penalties(group, thinking_coef), dtype=torch.float64)
     valid = rewards_G[~rewards_G.isnan()]
     # The mean of equal numbers is rounded, so compare the numbers.
     if valid.numel() == 0 or valid.min() == valid.max():
-        return torch.zeros_like(rewards_G).float()
+        return [0.0] * len(rewards)
     advantages_G = rewards_G - valid.mean()
     if loss_type in SCALED:
         advantages_G = advantages_G / (valid.std() + 1e-4)
@@ -451,7 +494,7 @@ def group_advantages(
                 fix="use another loss_type, or rewards of at least 0",
             )
         advantages_G = advantages_G / valid.mean()
-    return advantages_G.nan_to_num(0.0).float()
+    return cast(Any, advantages_G.nan_to_num(0.0).float()).tolist()
 
 
 def _rewards_come_with_rollouts(**_: Any) -> list[float | None]:

@@ -187,6 +187,32 @@ async def test_coroutine_methods_run_as_they_are(tmp_path: Path) -> None:
         assert await host.gold("train", 0) == [{"role": "assistant", "content": "gold"}]
 
 
+@pytest.mark.parametrize("together", [False, True])
+async def test_the_rewards_of_turns_are_part_of_the_score(tmp_path: Path, together: bool) -> None:
+    """Also where the score is that of a group."""
+    source = """
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            reward = None if assistant_response == "no" else float(assistant_response)
+            return EnvironmentStepResult(False, [{"role": "user", "content": "on"}], reward=reward)
+        def score_episode(self, example, episode): return RewardResult(1.0)
+        def score_group(self, example, episodes): return [RewardResult(1.0) for _ in episodes]
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        episodes = [(await host.open("train", 0)).episode for _ in range(2)]
+        said = (["0.5", "no", "-0.25"], ["no", "no"])
+        rewards = [
+            [(await host.step(e, text)).reward for text in texts] for e, texts in zip(episodes, said, strict=True)
+        ]
+        assert rewards == [[0.5, None, -0.25], [None, None]]
+        if together:
+            scores = await host.score_group([Ended(episode) for episode in episodes])
+        else:
+            scores = [await host.score(episode) for episode in episodes]
+        assert [(score.reward, score.success) for score in scores] == [(1.25, True), (1.0, True)]
+        assert [score.metrics for score in scores] == [{"turn_rewards": 0.25}, {}]
+
+
 async def test_each_episode_has_state_of_its_own_and_is_closed_once(tmp_path: Path) -> None:
     source = """
     class Sample(Echo):
@@ -355,6 +381,8 @@ MISBEHAVIOUR = {
     "return EnvironmentStepResult(done=False, messages=[{'role': 'bot', 'content': ''}])": "has role 'bot'",
     "return EnvironmentStepResult(done=False, messages=[{'role': 'user', 'content': 3}])": "a string, got int 3",
     "return EnvironmentStepResult(done=False, messages=[{'role': 'user', 'content': '', 'x': {1, 2}}])": "JSON cannot",
+    "return EnvironmentStepResult(done=True, reward='1')": "step_episode's reward must be a finite number, got '1'",
+    "return EnvironmentStepResult(done=True, reward=float('nan'))": "a finite number, got nan",
     "return EnvironmentStepResult(done=True, metadata=None)": "using what step_episode returned raised TypeError",
 }
 

@@ -86,7 +86,7 @@ LOADED = {
 OPENED = {"task_id": "t0", "expected": "4", "messages": [USER], "max_turns": 1, "tools": [], "is_agent": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-STEPPED = {"done": False, "messages": [USER]}
+STEPPED = {"done": False, "messages": [USER], "reward": None}
 SCORED = {"reward": 1, "success": True, "metrics": {}, "reason": None, "error": None}
 
 
@@ -96,7 +96,7 @@ def reply(value: Any) -> str:
 
 def nested(depth: int) -> str:
     message = '{"role":"user","content":"x","extra":' + "[" * depth + "]" * depth + "}"
-    return '{"number":NUMBER,"value":{"done":false,"messages":[' + message + "]}}"
+    return '{"number":NUMBER,"value":{"done":false,"messages":[' + message + '],"reward":null}}'
 
 
 FORGED_REPLIES = {
@@ -106,12 +106,12 @@ FORGED_REPLIES = {
     "JSON in UTF-16": ("step", "{\0}\0"),
     "a list": ("step", "[]"),
     "a text": ("step", '"number"'),
-    "no number": ("step", '{"value":{"done":true,"messages":[]}}'),
+    "no number": ("step", '{"value":{"done":true,"messages":[],"reward":null}}'),
     "neither value nor fault": ("step", '{"number":NUMBER}'),
     "value and fault": ("step", '{"number":NUMBER,"value":null,"fault":["environment_error","","",{}]}'),
     "one more field": ("step", '{"number":NUMBER,"value":null,"more":1}'),
-    "a field twice": ("step", '{"number":NUMBER,"value":{"done":true,"done":false,"messages":[]}}'),
-    "the number as a text": ("step", '{"number":"NUMBER","value":{"done":true,"messages":[]}}'),
+    "a field twice": ("step", '{"number":NUMBER,"value":{"done":true,"done":false,"messages":[],"reward":null}}'),
+    "the number as a text": ("step", '{"number":"NUMBER","value":{"done":true,"messages":[],"reward":null}}'),
     "the number as a list": ("step", '{"number":[NUMBER],"value":null}'),
     "the number as a fraction": ("step", '{"number":NUMBER.0,"value":null}'),
     "the number true": ("step", '{"number":true,"value":null}'),
@@ -123,6 +123,8 @@ FORGED_REPLIES = {
     "the reply to another op": ("step", reply(SCORED)),
     "a step that is null": ("step", reply(None)),
     "done as a number": ("step", reply(STEPPED | {"done": 0})),
+    "a turn's reward as a text": ("step", reply(STEPPED | {"reward": "1"})),
+    "a turn's reward that is no number": ("step", reply(STEPPED | {"reward": float("nan")})),
     "done, and messages": ("step", reply(STEPPED | {"done": True})),
     "neither done nor messages": ("step", reply(STEPPED | {"messages": []})),
     "messages as an object": ("step", reply(STEPPED | {"messages": {"0": USER}})),
