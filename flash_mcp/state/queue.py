@@ -344,7 +344,9 @@ def queued_ahead(store: Store, run: Run) -> int | None:
         WHERE (places.turn, places.seconds, places.created, places.id)
            <= (own.turn, own.seconds, own.created, own.id)"""
     [row] = store.query(sql, [time.time(), LATELY_S, run.target, run.id])
-    return row["number"] - 1 if row["number"] else None
+    if row["number"]:
+        return row["number"] - 1
+    return None
 
 
 def mark_running(store: Store, run_id: str, attempt: int) -> bool:
