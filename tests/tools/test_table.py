@@ -72,9 +72,11 @@ def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
     lines.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n")
     whole = tmp_path / "rows.json"
     whole.write_text(json.dumps(ROWS))
+    named = tmp_path / "named.json"
+    named.write_text(json.dumps({"version": 1, "data": ROWS}))
     columns = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), columns)
-    for path in (tabs, lines, whole, columns):
+    for path in (tabs, lines, whole, named, columns):
         assert read_table(str(path), None, None) == expected, path.name
 
 

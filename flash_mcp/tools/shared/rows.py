@@ -97,6 +97,9 @@ def _parsed(suffix: str, text: str) -> list[Row]:
         return _separated(text.lstrip("\r\n"))
     if suffix == ".json":
         rows: Any = json.loads(text)
+        if isinstance(rows, dict):  # such as {"version": 1, "data": [...]}
+            lists = list(filter(lambda part: isinstance(part, list), cast("Json", rows).values()))
+            rows = lists[0] if len(lists) == 1 else rows
     else:
         # Not splitlines(): a text in JSON may hold the line ends that Unicode has besides.
         rows = [json.loads(line) for line in text.split("\n") if line.strip()]
