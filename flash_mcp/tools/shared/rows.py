@@ -98,8 +98,11 @@ def _parsed(suffix: str, text: str) -> list[Row]:
     if suffix == ".json":
         rows: Any = json.loads(text)
         if isinstance(rows, dict):  # such as {"version": 1, "data": [...]}
-            lists = list(filter(lambda part: isinstance(part, list), cast("Json", rows).values()))
-            rows = lists[0] if len(lists) == 1 else rows
+            lists: list[Any] = []
+            for part in cast("Json", rows).values():
+                if isinstance(part, list):
+                    lists.append(part)
+            rows = lists[0] if len(lists) == 1 else None
     else:
         # Not splitlines(): a text in JSON may hold the line ends that Unicode has besides.
         rows = [json.loads(line) for line in text.split("\n") if line.strip()]
