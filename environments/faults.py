@@ -119,7 +119,7 @@ NO_WHEEL = re.compile(
     r"Wheels are required for `([\w.-]{1,60})`|No matching distribution found for ([\w.-]{1,60})"
     r"|([\w.-]{1,60})(?:==\S+)? ha(?:s|ve) no (?:usable )?wheels"
 )
-"""What uv and pip write if a package has no wheel, and its name."""
+"""What uv writes if a package has no wheel, and its name."""
 
 
 REASONING_GYM_BUILDS = ("cellpylib", "pycosat", "zss")

@@ -17,7 +17,7 @@ The installer runs in the sandbox (environments.sandbox.confinement), in up to t
 3. What was installed is compiled and listed, without network.
 
 It writes only to DIGEST/venv and DIGEST/tmp, which also holds its cache, and reads installed
-programs and the settings of uv and pip. If we are root, these two folders belong to a user that no
+programs and the settings of uv. If we are root, these two folders belong to a user that no
 other process has, and the steps run as that user, who reads what root may read and writes nothing
 else. The server reads and writes the other files in DIGEST, so a build must not be able to place a
 link there.
@@ -25,7 +25,7 @@ link there.
 Before an installation the interpreters that were not used for the longest time are removed, down to
 `interpreters_gib` of settings.toml. A host holds a lock on the one that it uses.
 
-This module uses only the standard library and uv (without uv: venv and pip).
+This module uses only the standard library and uv.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ OPTION = re.compile(
 )
 """Lines with any other option. Some of them allow builds."""
 VARIABLE = re.compile(r"\$\{")
-"""uv and pip would put the password of an index here, perhaps into another host's address."""
+"""uv would put the password of an index here, perhaps into another host's address."""
 SDK_REQUIREMENT = "freesolo>=0.4,<0.5"
 REASONING_GYM = ["cellpylib==2.4.0", "pycosat==0.6.6", "reasoning-gym==0.1.25", "zss==1.2.0"]
 """What `reasoning-gym:DATASET` requires. These versions are this package's choice and no
 environment's, so those that have no wheel are built without the operator's leave.
 """
-PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|PIP|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
+PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
 """Environment variables that an installer gets."""
 UPLOADS = re.compile(r"UV_PUBLISH_.*", re.IGNORECASE)
 """Those that it never gets."""
@@ -91,7 +91,6 @@ CREDENTIAL_NAME = re.compile(
 )
 CREDENTIAL = re.compile(rf"://[^/\s]*@|^\s*[\w.-]*({CREDENTIAL_NAME.pattern})", re.I | re.M)
 """Text that no build may see: a password in an address, or a setting that holds one."""
-SETTINGS = ("/etc/pip.conf", "/etc/uv")
 WHEELS_ONLY = ("--only-binary", ":all:")
 
 Listener = Callable[[str], Awaitable[None]]
@@ -258,7 +257,7 @@ def _start(target: Path, requested: list[str]) -> tuple[subprocess.Popen[bytes],
 
 
 def _installers_environment(target: Path) -> dict[str, str]:
-    temporary = ("HOME", "TMPDIR", "UV_CACHE_DIR", "PIP_CACHE_DIR")
+    temporary = ("HOME", "TMPDIR", "UV_CACHE_DIR")
     return {
         **_variables(secret=False),
         **dict.fromkeys(temporary, str(_temporary(target))),
@@ -268,7 +267,7 @@ def _installers_environment(target: Path) -> dict[str, str]:
 
 
 def _variables(*, secret: bool) -> dict[str, str]:
-    """The settings of uv, pip and the network that hold a password, or those that hold none."""
+    """The settings of uv and the network that hold a password, or those that hold none."""
     results: dict[str, str] = {}
     for name, text in os.environ.items():
         if PASSED_ON.fullmatch(name) and not UPLOADS.fullmatch(name):
@@ -328,11 +327,9 @@ def _confine(target: Path, settings: list[str], *, network: bool, user: int | No
     """Confine this process to the sandbox of an installer. The folders that it writes to exist, and
     belong to `user`.
     """
-    readable = list(settings)
-    if uv := _uv():
-        readable.append(uv)
+    readable = [*settings, _uv()]
     for name, value in os.environ.items():
-        if re.match("UV|PIP|SSL", name) and value.startswith("/"):
+        if re.match("UV|SSL", name) and value.startswith("/"):
             readable.append(value)
     operator = load_settings(target.parent.parent)
     bounds = Bounds(
@@ -349,9 +346,8 @@ def _confine(target: Path, settings: list[str], *, network: bool, user: int | No
 
 
 def _settings() -> list[str]:
-    """The settings files of uv and pip, as far as they exist."""
-    places = [*SETTINGS, str(_config_dir() / "pip"), str(_config_dir() / "uv")]
-    places += [os.environ.get("PIP_CONFIG_FILE", ""), os.environ.get("UV_CONFIG_FILE", "")]
+    """The settings files of uv, as far as they exist."""
+    places = ["/etc/uv", str(_config_dir() / "uv"), os.environ.get("UV_CONFIG_FILE", "")]
     results: list[str] = []
     for place in map(Path, filter(None, places)):
         files = place.rglob("*") if place.is_dir() else (place,)
@@ -360,7 +356,7 @@ def _settings() -> list[str]:
 
 
 def _hide_credentials() -> None:
-    """Leave uv and pip without the settings files if any of them holds a password."""
+    """Leave uv without the settings files if any of them holds a password."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -368,13 +364,13 @@ def _hide_credentials() -> None:
         with suppress(OSError):
             if CREDENTIAL.search(Path(path).read_text(errors="replace")):
                 os.environ.pop("UV_CONFIG_FILE", None)
-                os.environ |= {"UV_NO_CONFIG": "1", "PIP_CONFIG_FILE": os.devnull}
+                os.environ["UV_NO_CONFIG"] = "1"
                 return
 
 
-def _uv() -> str | None:
+def _uv() -> str:
     path = os.environ.get("PATH", os.defpath)
-    return shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{path}")
+    return shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{path}") or "uv"
 
 
 def install_wheels(target: Path, lines: str) -> None:
@@ -387,10 +383,7 @@ def install_wheels(target: Path, lines: str) -> None:
             scratch.remove(left)
         else:
             left.unlink()
-    if uv := _uv():
-        _run(uv, "venv", "--quiet", "--python", sys.executable, str(target / "venv"))
-    else:
-        _run(sys.executable, "-m", "venv", str(target / "venv"))
+    _run(_uv(), "venv", "--quiet", "--python", sys.executable, str(target / "venv"))
     _install(target, lines, *WHEELS_ONLY)
 
 
@@ -404,30 +397,15 @@ def build(target: Path, names: Sequence[str]) -> None:
 
 def _install(target: Path, lines: str, *options: str) -> None:
     python = str(_python(target))
-    if uv := _uv():
-        _run(uv, "pip", "install", "--python", python, *options, "-r", lines)
-    else:
-        if WHEELS_ONLY[0] in options and "://" in _without_options(lines):
-            raise ValueError("without uv, packages cannot be named by an address")
-        pip = (python, "-m", "pip", "install", "--disable-pip-version-check")
-        _run(*pip, "--no-compile", *options, "-r", lines)
-
-
-def _without_options(lines: str) -> str:
-    """The requirements in a file. pip would build those with an address, whatever the options."""
-    text = Path(lines).read_text().splitlines()
-    return "\n".join(line for line in text if not line.startswith("-"))
+    _run(_uv(), "pip", "install", "--python", python, *options, "-r", lines)
 
 
 def finish(target: Path) -> str:
     """Compile what was installed. Returns the installed versions."""
-    python = str(_python(target))
     compile_all = (sys.executable, "-I", "-m", "compileall", "-q", "-j", "0")
     # A package may hold files for another Python, which do not compile.
     subprocess.run((*compile_all, str(target / "venv" / "lib")), stdout=subprocess.DEVNULL)
-    if uv := _uv():
-        return _run(uv, "pip", "freeze", "--python", python, capture=True)
-    return _run(python, "-m", "pip", "freeze", capture=True)
+    return _run(_uv(), "pip", "freeze", "--python", str(_python(target)), capture=True)
 
 
 def _run(*command: str, capture: bool = False) -> str:

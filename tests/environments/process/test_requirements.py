@@ -216,6 +216,7 @@ async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was
 
 
 def test_of_two_installers_one_installs(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
     code = f"""
         import sys, time
         from pathlib import Path
@@ -237,19 +238,6 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     assert [process.returncode for process in both] == [0, 0]
     assert (tmp_path / "venv" / "installed").read_text() == "once "
     assert (tmp_path / "ready").read_text() == "one==1"
-
-
-def test_where_there_is_no_uv_pip_installs(tmp_path: Path) -> None:
-    pytest.importorskip("ensurepip")
-    (tmp_path / "requirements.txt").touch()
-    code = """
-        from environments.process import requirements
-        requirements._uv = lambda: None
-        requirements.main()
-    """
-    scratch = {"HOME": str(tmp_path / "tmp"), "TMPDIR": str(tmp_path / "tmp")}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], env=os.environ | scratch, check=True)
-    assert (tmp_path / "ready").is_file() and list(tmp_path.glob("venv/bin/pip*"))
 
 
 async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
