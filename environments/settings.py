@@ -71,7 +71,6 @@ class EnvironmentSettings:
         return self.at_once or max(16, int(_machine_gib()))
 
     def most_of(self, owner: str) -> int:
-        """Environments of this owner that run at the same time."""
         if owner == LOCAL_OWNER:
             return self.most_at_once
         return min(self.most_at_once, self.at_once_per_owner)

@@ -30,7 +30,6 @@ def visible(text: str) -> str:
 
 
 def marked(text: str) -> str:
-    """The text with the mark before each line."""
     return "\n".join(MARK + line for line in visible(text).split("\n"))
 
 

@@ -117,7 +117,6 @@ class Recorder:
         return self._tokens / self.seconds if self._tokens and self.seconds else None
 
     def start(self) -> None:
-        """Start the clock."""
         self._started = self._written = time.monotonic()
 
     def add(self, rollout: Rollout) -> None:

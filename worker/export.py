@@ -161,7 +161,6 @@ def _greedy(model: Any, prompt: Sequence[int]) -> list[int]:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """The length of the shared beginning."""
     for place, (ours, theirs) in enumerate(zip(left, right, strict=False)):
         if ours != theirs:
             return place

@@ -107,7 +107,6 @@ def main() -> int:
 def _commit(
     writer: RunWriter, state: str, step: int, error: FlashError | None, **values: Any
 ) -> int:
-    """Write the result; the exit code."""
     try:
         if error:
             writer.event("error", str(error))
@@ -177,7 +176,6 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
 
 
 def _serve(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
-    """Serve a deployment, which has no steps."""
     from worker.serving import serve  # noqa: PLC0415
 
     job = _with_artifacts(job, heartbeat)

@@ -34,8 +34,6 @@ EARLY_EVENTS = 10
 
 @dataclass(frozen=True)
 class Model:
-    """A base model, ready for use."""
-
     path: Path
     template: ChatTemplate
     dtype: torch.dtype

@@ -71,7 +71,6 @@ def has_state(config: Any) -> bool:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether the model is a mixture of experts."""
     text = config.get_text_config()
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(getattr(text, name, None) for name in counts)

@@ -97,7 +97,6 @@ class Ranks:
         return total.to(tensor.device)
 
     def copy(self, tensor: Tensor) -> None:
-        """Make the tensor equal to rank 0's."""
         if self._group is None:
             return
         value = tensor.detach().cpu().clone()
@@ -124,7 +123,6 @@ class Ranks:
         return [json.loads(bytes(buffer[:length].numpy())) for buffer, length in pairs]
 
     def share(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
         return self.gather(value if self.is_first else cast(T, None))[0]
 
     def from_first(self, make: Callable[[], T]) -> T:

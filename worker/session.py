@@ -17,13 +17,14 @@ from peft import PeftModel
 from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
 from environments.sandbox.confinement import describe
+from environments.sandbox.needs import Needs
 from environments.settings import LOCAL_OWNER, identity
 from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.spec import EvalSpec, RunSpec
+from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
 from worker.engine.vllm import Sync, VllmEngine
 from worker.event_loop import AsyncRunner
 from worker.handshake import agreeing_engine, check_effect
@@ -31,6 +32,7 @@ from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
 from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
+from worker.rollouts.gateway import Gateway
 from worker.rollouts.scheduler import Limits, Rollout, Task
 
 T = TypeVar("T")
@@ -113,6 +115,7 @@ class Session(Generic[S]):
         self._engine: VllmEngine | None = None
         self._generator: scheduler.Generator | None = None
         self._synced: int | None = None
+        self.gateway: Gateway | None = None
         self.swaps_mid_turn = False
         """Whether turns go on when the policy changes."""
 
@@ -136,6 +139,8 @@ class Session(Generic[S]):
             host = start_environment(job, spec, writer, heartbeat, runner, ranks)
             session = cls(spec, writer, heartbeat, model, host, runner, at_once, ranks)
             try:
+                if Needs.of(host.folder).gateway:
+                    session.open_gateway()
                 yield session
             except Exception as error:
                 lost = lost_process(session.engine_processes)
@@ -145,6 +150,18 @@ class Session(Generic[S]):
             finally:
                 session.close()
                 runner.run(host.stop())
+
+    def open_gateway(self) -> None:
+        """Let programs outside play the rollouts."""
+        if self.spec.target != LOCAL_TARGET or self.ranks.count > 1:
+            what = "agents reach a gateway only on the server's machine, and on one GPU"
+            raise FlashError("invalid_argument", what, fix='use target="local" and gpus=1')
+
+        async def opened() -> Gateway:
+            return Gateway(self.host)
+
+        self.gateway = self.runner.run(opened())
+        self.writer.opens_gateway(self.gateway.endpoint.port, self.gateway.key)
 
     @property
     def _sequences(self) -> int:
@@ -196,6 +213,8 @@ class Session(Generic[S]):
     def close(self) -> None:
         if self._generator:
             self.runner.run(self._generator.aclose())
+        if self.gateway:
+            self.runner.run(self.gateway.endpoint.aclose())
         if self._engine:
             self.ranks.engine_processes = []  # their end is no loss any more
             self._engine.close()
@@ -256,12 +275,13 @@ class Session(Generic[S]):
             on_done(rollout)
 
         template = self.model.template
+        player: Any = host or self.gateway or self.host
         # Each call of the environment has an end: that is no stall, however long an agent works.
         wait = partial(self.heartbeat.advance, by_work=False)
         waiting = asyncio.create_task(self._generator.while_idle(wait))
         try:
             return await scheduler.collect(
-                tasks, host or self.host, self._generator, template, limits, on_done=done
+                tasks, player, self._generator, template, limits, on_done=done
             )
         finally:
             waiting.cancel()

@@ -106,7 +106,6 @@ class TrainingSession(Session[RunSpec]):
         return self._check_memory(work)
 
     def check_batch_memory(self, rows: list[Row], *, way: Way) -> float:
-        """`check_memory` of SFT on batches of `rows`."""
         spec = self.spec
         length = self.limits.max_length
         longest = max((len(row["input_ids"]) for row in rows), default=1)
@@ -194,7 +193,6 @@ class TrainingSession(Session[RunSpec]):
         return useful + rest
 
     def _tasks(self, step: int) -> list[Task]:
-        """Those of this rank."""
         spec = self.spec
         if self._choice:
             examples = self._choice.draw(step, spec.batch_size)
@@ -318,7 +316,6 @@ class TrainingSession(Session[RunSpec]):
             return await self.collecting(tasks, limits, host=host)
 
     def _before_step(self, step: int, steps: int) -> None:
-        """After `step` steps of `steps`, before the next one."""
         self.heartbeat.steps = steps
         self.heartbeat.enter(self.heartbeat.phase, step)
         if self.deadline:
@@ -328,7 +325,6 @@ class TrainingSession(Session[RunSpec]):
             self.heartbeat.enter("train")
 
     def _planned(self, step: int, most: int) -> int:
-        """The steps of the run in all, after `step` of at most `most`."""
         if deadline := self.deadline:
             most = self.ranks.from_first(lambda: deadline.steps(step, most, time.monotonic()))
             self.heartbeat.steps = most

@@ -100,7 +100,6 @@ class OrsEnvironment(EnvironmentMultiTurn):
             return f"{TOOL_ERROR}{error or type(error).__name__}", False
 
     def _take(self, result: Any) -> tuple[str, bool]:
-        """Count the reward of a tool's result."""
         if not result.root.ok:
             return f"{TOOL_ERROR}{result.root.error}", False
         output = result.root.output

@@ -86,7 +86,6 @@ class EnvironmentCommand(EnvironmentAgent):
     async def _ended(
         self, example: TaskExample, place: Path, model_variables: dict[str, str]
     ) -> EndedCommand:
-        """Run the program in `place`."""
         folder = place / "work"
         arguments = {
             "HOME": str(place / "home"),

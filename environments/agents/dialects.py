@@ -135,8 +135,6 @@ def _words(text: str) -> frozenset[str]:
 
 
 class Dialect:
-    """One API."""
-
     ends_with: str | None = None
     """What follows the last event of a stream."""
     replies: str

@@ -147,7 +147,6 @@ class AgentEpisode(EnvironmentMultiTurn):
         self._session.answer(number, turn, usage)
 
     def refuse_call(self, number: int, code: str, what: str) -> None:
-        """Answer a request with an error of the caller's."""
         self._session.fail(number, ApiError(400, code, what, "messages"))
 
     @property

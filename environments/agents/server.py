@@ -12,7 +12,7 @@ import json
 import secrets
 import socket
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -108,15 +108,28 @@ class Connection(Client):
 class Endpoint:
     """The server. `sessions` are those of open episodes by their keys."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, port: int = 0) -> None:
-        """Raises OSError if this process may not listen on the port."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        port: int = 0,
+        exchange: Callable[..., Exchange] | None = None,
+    ) -> None:
+        """Raises OSError if this process may not listen on the port. `exchange` makes an Exchange
+        of a connection.
+        """
         self.sessions: dict[str, Session] = {}
+        self._exchange = exchange or Exchange
         listening = socket.create_server(("127.0.0.1", port), backlog=128)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        self.port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
         self._unread: dict[asyncio.StreamWriter, None] = {}
         self._seen_off: set[Exchange] = set()
         serving = asyncio.start_server(self._serve, sock=listening, limit=MAX_HEAD_BYTES)
         self._starting = loop.create_task(serving)
+
+    async def aclose(self) -> None:
+        """Listen no more. Connections end with the event loop."""
+        (await self._starting).close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one request, and close the connection: an agent that forgets its clients would
@@ -127,7 +140,7 @@ class Endpoint:
             oldest = next(iter(self._unread))
             del self._unread[oldest]
             oldest.transport.abort()
-        exchange = Exchange(self.sessions, reader, writer)
+        exchange = self._exchange(self.sessions, reader, writer)
         try:
             # A client that went away, or does not go on, is no error.
             with suppress(OSError, EOFError, TimeoutError):
@@ -147,8 +160,6 @@ class Endpoint:
 
 
 class Exchange:
-    """One request and its answer."""
-
     def __init__(
         self,
         sessions: dict[str, Session],
@@ -203,7 +214,6 @@ class Exchange:
             size -= len(read)
 
     async def serve(self) -> None:
-        """Answer the request."""
         headers = self._request.headers
         key = headers.get("authorization") or headers.get("x-api-key", "")
         session = self._sessions.get(key.removeprefix("Bearer ").strip())
@@ -270,13 +280,8 @@ class Exchange:
         dialect = self._dialect
         if dialect is None:
             raise self._unknown()
-        body = self._request.body
-        try:
-            parsed: Any = json.loads(body, parse_float=finite_float, parse_constant=finite_float)
-        except (ValueError, RecursionError) as error:
-            raise invalid("the body is not JSON") from error
         is_counted = self._request.path.endswith(COUNT_TOKENS)
-        request = dialect.read(as_object(parsed), session.kept, is_counted=is_counted)
+        request = dialect.read(self._body(), session.kept, is_counted=is_counted)
         if is_counted:
             await self._send(200, count_tokens(request))
             return
@@ -307,6 +312,14 @@ class Exchange:
             await self._send(200, dialect.whole(answers, request))
         for wait in self.waits:
             wait.delivered()
+
+    def _body(self) -> Json:
+        body = self._request.body
+        try:
+            parsed: Any = json.loads(body, parse_float=finite_float, parse_constant=finite_float)
+        except (ValueError, RecursionError) as error:
+            raise invalid("the body is not JSON") from error
+        return as_object(parsed)
 
     async def see_off(self) -> None:
         """Wait until the client closes the connection: it does so otherwise if it left unread what

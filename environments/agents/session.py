@@ -49,8 +49,6 @@ class Client:
 
 @dataclass(eq=False)
 class Call:
-    """A request and what became of it."""
-
     request: AgentCall
     messages: list[ChatMessage]
     """All of its conversation, without the answer."""
@@ -71,7 +69,6 @@ class Call:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a client waits for the answer."""
         return any(wait.is_waiting for wait in self.waits)
 
     @property
@@ -199,7 +196,6 @@ class Session:
         return call
 
     def _limit(self) -> ApiError | None:
-        """The limit that the run has reached."""
         seconds = time.monotonic() - self._started
         if len(self._calls) >= self._max_calls:
             return at_most(self._max_calls)
@@ -228,7 +224,6 @@ class Session:
         return best
 
     def answer(self, number: int, turn: ChatMessage, usage: Usage) -> None:
-        """Answer a call that waits."""
         call = self._calls[number]
         if call.answer.done():
             return
@@ -242,7 +237,6 @@ class Session:
         call.answer.set_result(Answer(turn, usage, number))
 
     def fail(self, number: int, error: ApiError) -> None:
-        """Answer a call that waits with this error."""
         call = self._calls[number]
         if not call.answer.done():
             self.was_refused = True
@@ -266,7 +260,6 @@ class Session:
 
     @property
     def oldest_unanswered(self) -> int:
-        """The number of the oldest call that has no answer."""
         return next(call.request.number for call in self._calls if not call.answer.done())
 
     @property

@@ -195,7 +195,6 @@ async def hunt(
 
 
 def probe(result: Hunt) -> Probe:
-    """The hunt as a check of the gate."""
     tried = f"{result.plays} conversations in {result.seconds:.1f} s"
     if not result.exploits:
         rest = "" if result.is_finished else "; not everything was tried"

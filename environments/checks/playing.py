@@ -60,8 +60,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Played:
-    """A conversation that is over."""
-
     prompt: list[ChatMessage]
     replies: list[ChatMessage]
     score: Score
@@ -192,12 +190,10 @@ def prompt_text(messages: Sequence[ChatMessage]) -> str:
 
 
 async def read_prompt(host: EnvironmentHost, task: Task) -> str:
-    """The text of the prompt with which the task opens."""
     return prompt_text(await _read_messages(host, task))
 
 
 async def last_message(host: EnvironmentHost, task: Task) -> str:
-    """The text of the last message of that prompt."""
     return (await _read_messages(host, task))[-1]["content"]
 
 

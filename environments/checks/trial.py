@@ -32,8 +32,6 @@ class ProbeSkipped(Exception):
 
 @dataclass
 class Trial:
-    """One check of one environment."""
-
     host: EnvironmentHost
     start_other: Callable[[], Awaitable[EnvironmentHost]]
     report: Report
@@ -68,7 +66,6 @@ class Trial:
 
     @property
     def at_once(self) -> int:
-        """How many conversations are played at once."""
         return AT_ONCE if max(self.slowest_s.values(), default=0.0) > SLOW_S else 1
 
     @property

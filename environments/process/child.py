@@ -366,7 +366,6 @@ class Child:
             await self.op_close_episode(episode)
 
     async def _alone(self, state: Episode, latency_ms: int, total_tokens: int) -> Any:
-        """What score_episode returns."""
         finished = await self._finished(state, latency_ms, total_tokens)
         score = state.environment.score_episode
         return await self._call(score, state.example, finished, pool=self._score_pool)
@@ -411,7 +410,6 @@ class Child:
         return {**score, "refusals": self._refusals(state)}
 
     def _refusals(self, state: Episode) -> dict[str, int]:
-        """What the API refused to the agent or left out."""
         return cast("Any", state.environment).refusals if self._is_agent else {}
 
     async def op_judge(self, split: str, index: int, answers: list[str]) -> list[int] | None:
@@ -626,7 +624,6 @@ def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
 
 
 def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any]]) -> Environment:
-    """The agent as an environment of many turns."""
     # Imported here: a web server takes time to import, and only agents need it.
     from environments.agents.endpoint import AgentEpisode  # noqa: PLC0415
     from environments.agents.server import Endpoint  # noqa: PLC0415

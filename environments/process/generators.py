@@ -40,8 +40,6 @@ _torch_lock = threading.RLock()
 
 
 class Generators:
-    """The generators of one episode."""
-
     def __init__(self, seed: str) -> None:
         self._seed = seed.encode(errors="backslashreplace")  # a task's id may have no UTF-8 form
         self.python = random.Random(self._seed)

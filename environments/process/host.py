@@ -99,8 +99,6 @@ class Opening:
 
 @dataclass
 class _Asking:
-    """What an open agent waits for."""
-
     calls: int = 1
     """Its requests that have no answer."""
     since: float = 0.0
@@ -308,7 +306,6 @@ class EnvironmentHost:
         tool_calls: Sequence[dict[str, Any]] = (),
         usage: Usage = NO_USAGE,
     ) -> None:
-        """Answer a request of an agent."""
         turn = {"text": assistant_text, "tool_calls": list(tool_calls), "usage": astuple(usage)}
         await self._settle(episode, "answer_call", call=call, **turn)
 
@@ -571,7 +568,6 @@ class EnvironmentHost:
 
 
 def _granted(folder: Path, known_as: str) -> tuple[Needs, EnvironmentSettings]:
-    """What the folder gets of what it asks for, and what the operator allows."""
     operator = _allowed()
     try:
         needs = Needs.of(folder).within(operator)
@@ -592,7 +588,6 @@ def _allowed() -> EnvironmentSettings:
 
 
 def _free_port() -> int:
-    """A port of loopback that nothing listens on."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         return unused.getsockname()[1]

@@ -145,7 +145,6 @@ def exclusive_uid() -> int | None:
 
 
 def pids_by_user() -> dict[int, set[int]]:
-    """{uid: pids} of all processes."""
     results: dict[int, set[int]] = {}
     for entry in os.scandir("/proc"):
         with suppress(OSError):

@@ -29,6 +29,8 @@ class Needs:
     network: bool = False
     endpoint: bool = False
     """For an EnvironmentAgent: the model is served to it on a port of loopback."""
+    gateway: bool = False
+    """Its agent is a program outside, which asks a run for tasks and sends back answers."""
     memory_gib: float = 8.0
     """For all its processes together."""
     processes: int = 512

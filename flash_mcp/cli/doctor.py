@@ -84,7 +84,6 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Run every check, in order."""
     findings: list[Finding] = []
     for name, check in CHECKS.items():
         try:

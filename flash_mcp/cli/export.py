@@ -35,8 +35,6 @@ PROMPTS = 4
 
 @dataclass(frozen=True)
 class Written:
-    """An export."""
-
     folder: Path
     result: Exported | None
     """None for files that were there before, and were only pushed."""
@@ -65,7 +63,6 @@ def pushed(written: Written, name: str) -> Written:
 
 
 def found(folder: Path) -> Written | None:
-    """What an earlier export wrote to the folder."""
     if (folder / "README.md").is_file():
         return Written(folder, None, [])
     return None
@@ -116,7 +113,6 @@ def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) 
 
 
 def _prompts(store: Store, run: Run) -> list[list[dict[str, str]]]:
-    """The first messages of some of the run's conversations."""
     results: list[list[dict[str, str]]] = []
     for split in ("eval", "train"):
         rows = store.rollouts(run.id, split, None, "random", limit=PROMPTS)

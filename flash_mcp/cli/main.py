@@ -80,7 +80,6 @@ def parser_for(arguments: Sequence[str]) -> Parser:
 
 
 def _report(error: FlashError, arguments: Sequence[str]) -> int:
-    """Print the error and return the exit code."""
     if "--json" in arguments:
         text = to_json({"error": error.to_dict()}, default=str)
     else:

@@ -26,7 +26,6 @@ class VisibleFormatter(logging.Formatter):
 
 
 def say(text: str) -> None:
-    """Print a line to stdout."""
     sys.stdout.write(f"{visible(text)}\n")
 
 

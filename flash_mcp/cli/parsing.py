@@ -87,7 +87,6 @@ def add_command(
 
 
 def add_own(commands: Any, name: str, command: Command | Group) -> None:
-    """Add a command of COMMANDS to the parser."""
     if isinstance(command, Group):
         parser = add_command(commands, name, command.text, example(*command.examples), None)
         actions = parser.add_subparsers(metavar="ACTION", required=True)
@@ -118,7 +117,6 @@ def example(*lines: str) -> str:
 
 
 def commands_of(parser: Parser) -> list[Parser]:
-    """Every command of the parser, with those below it."""
     parsers: list[Parser] = []
     for action in parser._actions:
         choices: Any = action.choices

@@ -23,7 +23,6 @@ NAMED = 5
 
 
 def remove_all(arguments: argparse.Namespace) -> None:
-    """Remove what the arguments name."""
     spend_reserve(home())
     store = open_store()
     age_s = _seconds(arguments.older_than)

@@ -35,8 +35,6 @@ WantedBy=default.target
 
 @dataclass(frozen=True)
 class Service:
-    """What was, or would be, written or removed."""
-
     path: Path
     changed: bool
     text: str

@@ -49,7 +49,6 @@ METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
 
 
 def add_tool(commands: Any, tool: Tool) -> None:
-    """Add the tool as a command of the parser."""
     name = tool.name.replace("_", "-")
     aliases = [tool.name] if name != tool.name else []
     ending = f"{example(f'flash-mcp {EXAMPLES[tool.name]}')}\n\n{FILES}"

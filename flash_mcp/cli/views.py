@@ -300,7 +300,6 @@ def _trend(name: str, trend: Trend | None, form: Any) -> list[Cell]:
 
 
 def _measured(point: HeldOut | Scores) -> list[Cell]:
-    """The cells of COLUMNS."""
     low, high = point.low or 0.0, point.high or 0.0
     return [
         (_share(point.success), "bold"),

@@ -52,7 +52,6 @@ def pass_at(tasks: Tasks) -> dict[str, float]:
 
 
 def successes(tasks: Tasks) -> list[list[bool]]:
-    """The outcomes of the attempts at each task."""
     return [[attempt.success for attempt in attempts] for attempts in tasks.values()]
 
 

@@ -55,7 +55,6 @@ class Curve:
 
 
 def drawn(run: Run, lines: Mapping[str, Line], evaluations: Sequence[Evaluation]) -> Curve:
-    """The curve of a run, from its metrics by name and its evaluations."""
     held_out: list[Point] = []
     for row in evaluations:
         count = int(row.summary["n"])

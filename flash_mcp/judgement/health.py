@@ -252,8 +252,6 @@ class Steps:
 
 @dataclass(frozen=True)
 class Sign:
-    """What a check found."""
-
     evidence: str
     remedy: str
     is_problem: bool = False

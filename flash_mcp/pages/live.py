@@ -38,8 +38,6 @@ LINES = {
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in the overview."""
-
     run: Run
     view: RunView
     parent: str | None
@@ -53,7 +51,6 @@ class RunRow:
 
     @property
     def share(self) -> float | None:
-        """How much of an active run is done."""
         if self.run.ended is not None or not self.view.steps:
             return None
         return self.view.step / self.view.steps
@@ -61,8 +58,6 @@ class RunRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Which runs the overview shows."""
-
     kind: RunKind = "trainings"
     state: RunState | None = None
     contains: str = ""
@@ -134,7 +129,6 @@ def _held_out(store: Store, runs: Sequence[Run]) -> list[Series]:
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The settings in which the runs differ, and each one's value."""
     specs = [run.spec.model_dump() for run in runs]
     names = dict.fromkeys(name for spec in specs for name in spec)
     values = {name: [spec.get(name) for spec in specs] for name in names}
@@ -143,8 +137,6 @@ def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which transcripts of a run to show."""
-
     split: str = "train"
     step: int | None = None
     """None: of all steps."""
@@ -241,10 +233,8 @@ def talk(
 
 
 def problem(error: FlashError) -> str:
-    """The page of a request that was refused."""
     return render("problem.html.j2", live="", error=error)
 
 
 def sign_in(problem: str | None = None) -> str:
-    """The page that asks for a token."""
     return render("sign_in.html.j2", live="", problem=problem)

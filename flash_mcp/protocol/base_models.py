@@ -145,12 +145,10 @@ _PINNED = re.compile(r"(?P<name>[^@]+)@(?P<commit>[0-9a-f]{40})")
 
 
 def is_named(name: str) -> bool:
-    """Whether the catalog has a model of this name."""
     return name.strip().lower() in MODELS
 
 
 def is_folder(name: str) -> bool:
-    """Whether `name` means a folder of this machine."""
     return not is_named(name) and (_looks_like_path(name) or Path(name, "config.json").is_file())
 
 

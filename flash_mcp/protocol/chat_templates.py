@@ -60,7 +60,6 @@ HERMES = """\
 
 
 def knows_tools(template: str) -> bool:
-    """Whether the template shows tools to the model."""
     return "tools" in template
 
 

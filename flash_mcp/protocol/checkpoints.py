@@ -114,7 +114,6 @@ class Checkpoints:
         return None
 
     def has_optimizer(self, step: int) -> bool:
-        """Whether that checkpoint has the optimizer's state."""
         manifest = self.manifest(step)
         return bool(manifest and self._storage.has(f"{self._place(manifest)}/{OPTIMIZER}"))
 
@@ -213,7 +212,6 @@ class Checkpoints:
         return {**manifest, "path": self._storage.address(place)}
 
     def _remove_unfinished(self, step: int, epoch: int) -> None:
-        """Remove what attempts before `epoch` left of a checkpoint of this step."""
         for name in self._storage.names("checkpoints", str(step)):
             is_over = SAVED.fullmatch(name) and saved_by(name)[0] < epoch
             if is_over and not self._is_complete(step, name):

@@ -11,8 +11,6 @@ ExportKind = Literal["merged", "adapter", "gguf-f16", "gguf-q8_0"]
 
 
 class ExportJob(ResultModel):
-    """One model to write."""
-
     kind: ExportKind
     name: str
     """What the model is called in its files."""
@@ -38,8 +36,6 @@ class Agreement(ResultModel):
 
 
 class Exported(ResultModel):
-    """What was written."""
-
     base_digest: str
     """SHA-256 of the base model's weights."""
     agreement: Agreement | None = None

@@ -88,7 +88,6 @@ def use_own_home() -> None:
 
 
 def _command(order: Order) -> list[str]:
-    """The interpreter with flash-mcp."""
     use_own_home()
     extra = "gpu" if shutil.which("nvidia-smi") else "cpu"
     kind = "code" if order["own_packages"] else extra

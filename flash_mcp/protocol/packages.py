@@ -8,5 +8,4 @@ WORKER_PACKAGES = ("torch", "vllm", "trl", "peft")
 
 
 def missing_packages() -> list[str]:
-    """Those that are not installed here."""
     return [name for name in WORKER_PACKAGES if find_spec(name) is None]

@@ -162,7 +162,6 @@ class Recording:
         return len(removed)
 
     def _ratings(self) -> dict[str, float]:
-        """The last rating of each id."""
         return {line["rates"]: line["rating"] for line in self.lines() if "rates" in line}
 
 

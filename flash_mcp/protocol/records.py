@@ -29,7 +29,6 @@ LIVE_DEPLOYMENT: tuple[DeploymentState, ...] = ("starting", "ready", "stopping")
 
 
 def without_none(fields: Mapping[str, Any]) -> Json:
-    """The fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -150,7 +149,6 @@ class Run(Record):
 
     @property
     def eval_split(self) -> str:
-        """The split that the run's evaluations take their tasks from."""
         if isinstance(self.spec, EvalSpec):
             return self.spec.split
         return "eval"
@@ -305,8 +303,6 @@ class Rollout(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Try(Record):
-    """One attempt at a task, without its transcript."""
-
     index: int
     task_id: str
     success: bool
@@ -367,8 +363,6 @@ class Event(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Record):
-    """A saved adapter."""
-
     step: int
     epoch: int
     time: float
@@ -380,8 +374,6 @@ class Checkpoint(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentVersion(Record):
-    """A published version of an environment."""
-
     owner: str
     name: str
     digest: str

@@ -193,6 +193,13 @@ class ListeningFile(File):
     mac: Digest
 
 
+class GatewayFile(File):
+    """gateway.N.json"""
+
+    port: Annotated[int, Field(ge=1024, lt=65536)]
+    key: Digest
+
+
 class ProbeFile(File):
     """probe.json"""
 

@@ -24,6 +24,7 @@
     keys/N.json            the public key of attempt N, which waits for secrets
     sealed/N               the secrets for this key; removed by the attempt as soon as it opens them
     listening.N.json       where the model server of attempt N listens, if it serves a deployment
+    gateway.N.json         where agents outside ask attempt N for tasks: {"port", "key"}
     cancel                 the server asks the worker to save and end
     result.N.json          {"state", "step", "error", ...}: ends the run if no attempt came after N
 
@@ -52,6 +53,7 @@ from flash_mcp.protocol.run_files import (
     EvaluationFile,
     EventFile,
     FinalResult,
+    GatewayFile,
     KeyFile,
     ListeningFile,
     Metrics,
@@ -139,7 +141,6 @@ class RunFolder(Storage):
         self.write(f"sealed/{epoch}", sealed)
 
     def put_log(self, epoch: int, tail: bytes) -> None:
-        """Replace the output of attempt `epoch`."""
         self.write(f"log.{epoch}", tail)
 
     # -- reading -----------------------------------------------------------------------------------
@@ -176,6 +177,10 @@ class RunFolder(Storage):
     def listening(self, epoch: int) -> ListeningFile | None:
         """Where the model server of attempt `epoch` listens, once it does."""
         return self.read_object(ListeningFile, f"listening.{epoch}.json")
+
+    def gateway(self, epoch: int) -> GatewayFile | None:
+        """Where agents ask attempt `epoch` for tasks."""
+        return self.read_object(GatewayFile, f"gateway.{epoch}.json")
 
     def probe(self) -> ProbeFile | None:
         """What a node says of itself."""

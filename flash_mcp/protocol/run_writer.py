@@ -83,6 +83,10 @@ class RunWriter:
         """Say where this attempt's model server listens."""
         self._write(f"listening.{self.epoch}.json", dump(where))
 
+    def opens_gateway(self, port: int, key: str) -> None:
+        """Say where agents outside ask this attempt for tasks."""
+        self._write(f"gateway.{self.epoch}.json", dump({"port": port, "key": key}))
+
     def take_sealed(self) -> bytes | None:
         """The secrets that were sealed for this attempt, once they are there. They are removed."""
         place = self.folder.path("sealed", str(self.epoch))

@@ -250,7 +250,6 @@ class RunSpec(BaseModel):
 
     @property
     def finish_s(self) -> float | None:
-        """The seconds of `finish_by`."""
         match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?) ?(s|min|h)", self.finish_by or "")
         if match is None:
             return None

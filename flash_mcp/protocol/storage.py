@@ -508,7 +508,6 @@ def _sync_tree(folder: Path) -> None:
 
 
 def dump(body: Any) -> bytes:
-    """JSON as files hold it."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
     # Lone surrogates, which an environment may write, have no UTF-8 form.
     return text.encode(errors="replace")

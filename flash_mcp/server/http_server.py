@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.settings import load_settings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.server import ui
+from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.sessions import Sessions
 from flash_mcp.server.shared_pages import SharedPages
@@ -140,6 +140,8 @@ class Gate:
             # A browser sends no header of ours. Pages change nothing but by POST, whose Origin is
             # checked above, and the cookie is not sent from other sites.
             digest = self.sessions.token_of(request)
+        if gateway.has_own_key(path):
+            return NOBODY
         who = await run_sync(self._caller_of, digest, limiter=self.threads)
         if wait_s := self.rate.wait_s(who):
             fix = f"try again in {wait_s} s"
@@ -248,7 +250,6 @@ def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
 
 
 def names_of(host: str) -> list[str]:
-    """The names under which a server that listens on `host` is reached."""
     names = {*LOOPBACK, socket.gethostname(), f"[{host}]" if ":" in host else host}
     if host in ("0.0.0.0", "::"):
         with contextlib.suppress(OSError):
@@ -322,6 +323,7 @@ def application(
     app.router.routes += [
         Route("/healthz", healthz),
         Route("/metrics", metrics),
+        Route(gateway.PATH, gateway.Relay(), methods=["GET", "POST"]),
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
         *ui.routes(),
         Route("/", nowhere, methods=["POST"]),

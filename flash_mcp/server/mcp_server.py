@@ -207,7 +207,6 @@ def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | In
 async def _illustrated(
     result: CallToolResult | InputRequiredResult, curves: list[Curve]
 ) -> CallToolResult | InputRequiredResult:
-    """The result with its curves as pictures after the text."""
     if isinstance(result, CallToolResult) and curves:
         shown: list[ImageContent] = []
         for curve in curves:

@@ -17,8 +17,6 @@ CAUTION = 0.8
 
 
 class Patience:
-    """What is known of each client, by its name."""
-
     def __init__(self) -> None:
         self._given_up_s: dict[str, float] = {}
 

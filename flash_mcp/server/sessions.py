@@ -25,15 +25,12 @@ class _Session:
 
 
 class Sessions:
-    """The page sessions of one server."""
-
     def __init__(self, code: str = "") -> None:
         """`code` signs the machine's own user in, once: see `takes_code`."""
         self._sessions: dict[str, _Session] = {}
         self._code = code
 
     def start(self, token_digest: str) -> str:
-        """A new session of a token."""
         now = time.monotonic()
         self._sessions = {
             name: session for name, session in self._sessions.items() if session.ends > now

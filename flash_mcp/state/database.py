@@ -184,11 +184,9 @@ class Connection:
         return rows
 
     def first(self, sql: str, values: Sequence[Any] = ()) -> dict[str, Any] | None:
-        """The first row, if there is any."""
         return next(iter(self.query(sql, values)), None)
 
     def column(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
-        """The first column of all rows."""
         return [next(iter(row.values())) for row in self.query(sql, values)]
 
     def two_columns(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, Any]]:
@@ -198,7 +196,6 @@ class Connection:
     def records(
         self, kind: type[RecordKind], sql: str, values: Sequence[Any] = ()
     ) -> list[RecordKind]:
-        """All rows as records."""
         return list(map(kind.from_row, self.query(sql, values)))
 
     def _decoded(self, name: str, value: Any) -> Any:

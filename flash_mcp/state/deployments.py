@@ -14,8 +14,6 @@ DEPLOYS = "deploy(run_id=...) serves a checkpoint; status lists the runs"
 
 
 class DeploymentTable(Connection):
-    """Deployments."""
-
     def add_deployment(self, row: Mapping[str, Any]) -> Deployment:
         """`row` holds id, owner, name and model at least; state is starting unless given."""
         now = time.time()

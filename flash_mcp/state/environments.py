@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class EnvironmentTable(Connection):
-    """Published versions of environments."""
-
     def add_environment(
         self, *, name: str, digest: str, path: str, size_bytes: int, data: Json | None = None
     ) -> EnvironmentVersion:

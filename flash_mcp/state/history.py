@@ -41,8 +41,6 @@ TRENDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """All that the report on one run is made from."""
-
     run: Run
     evaluations: list[Evaluation]
     checkpoints: list[Checkpoint]
@@ -174,7 +172,6 @@ class HistoryTables(RunTable):
         return int(self.query(f"SELECT count(*) AS n FROM rollouts WHERE {where}", values)[0]["n"])
 
     def rollout_steps(self, run_id: str, split: str = "train") -> list[int]:
-        """Steps that have rollouts, in order."""
         sql = "SELECT DISTINCT step FROM rollouts WHERE run_id = ? AND split = ? ORDER BY step"
         return self.column(sql, [run_id, split])
 

@@ -54,7 +54,6 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 
 
 def caller() -> Caller:
-    """The owner that this code acts for."""
     return _caller.get()
 
 

@@ -197,7 +197,6 @@ def _commit_before(store: Store, spec: Json, init_adapter: Json | None) -> str |
 
 
 def job(run: Run) -> Json:
-    """The contents of a run's job.json."""
     if run.serves:
         serve: Json = {"rank": run.training.lora_rank, "name": run.model}
         if "port" in run.lineage:
@@ -587,7 +586,6 @@ def _check_quota(store: Store) -> None:
 
 
 def new_id(store: Store, prefix: str = "run") -> str:
-    """An id that no run has."""
     while True:
         run_id = f"{prefix}-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(8))
         if not store.query("SELECT 1 FROM main.runs WHERE id = ?", [run_id]):

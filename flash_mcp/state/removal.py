@@ -40,8 +40,6 @@ Kind = Literal["run", "environment", "dataset", "export"]
 
 @dataclass(frozen=True)
 class Removed:
-    """What was removed, or would be."""
-
     kind: Kind
     reference: str
     owner: str
@@ -199,13 +197,11 @@ def _run(store: Store, run_id: str) -> _Found:
 
 
 def run_folders(store: Store, run: Run) -> list[Path]:
-    """All folders of a run in the state directory, its exports included."""
     attempts = (store.base / "attempts").glob(f"{run.id}-*")
     return own(store, [Path(run.folder), *attempts, *exports_of(store, run.id)])
 
 
 def exports_of(store: Store, run_id: str) -> list[Path]:
-    """The folders of a run's exports, their locks and their results."""
     return list(exports_dir(store.base).glob(f"{run_id}-*"))
 
 

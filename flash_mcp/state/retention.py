@@ -78,7 +78,6 @@ def _candidates(store: Store) -> Iterator[Path]:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a folder with all that it holds."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

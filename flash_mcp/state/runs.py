@@ -45,8 +45,6 @@ def folder_of(run: Run) -> RunFolder:
 
 
 class RunTable(Connection):
-    """Runs: one row each."""
-
     def __init__(self, base: Path) -> None:
         super().__init__(base)
         self._taken: dict[tuple[str, str], dict[str, Run]] = {}
@@ -152,7 +150,6 @@ class RunTable(Connection):
         return set(self.column(sql))
 
     def active_with_secrets(self) -> list[Run]:
-        """Runs that have not ended and need secrets."""
         sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)})
                   AND json_array_length(spec, '$.secrets') > 0"""
         return self.records(Run, sql, ACTIVE)
@@ -231,12 +228,10 @@ class RunTable(Connection):
         return [{**row, "used_s": json.loads(row["used_s"])} for row in self.query(sql)]
 
     def recent_targets(self) -> set[str]:
-        """Targets that ran something in the last RECENT_S."""
         sql = "SELECT DISTINCT target FROM runs WHERE started > ?"
         return set(self.column(sql, [time.time() - RECENT_S]))
 
     def run_counts(self, kind: RunKind | None = None) -> dict[str, int]:
-        """{state: number of runs}"""
         only = f"AND {KINDS[kind]}" if kind else ""
         sql = f"SELECT state, count(*) FROM runs WHERE serves IS NULL {only} GROUP BY state"
         return dict(self.two_columns(sql))

@@ -196,7 +196,6 @@ def new_target(base: Path, name: str, fields: dict[str, Any]) -> TargetSettings:
 
 
 def write_target(base: Path, name: str, settings: TargetSettings) -> None:
-    """Add a target that `new_target` checked."""
     path = base / FILE
     before = f"{path.read_text().rstrip()}\n\n" if path.exists() else ""
     write_private(path, before + _table(name, settings))

@@ -31,8 +31,6 @@ NAME_CHARACTERS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Tournament(Record):
-    """A tournament as it is stored."""
-
     id: str
     owner: str
     state: TournamentState
@@ -57,7 +55,6 @@ class Tournament(Record):
 
     @property
     def run_ids(self) -> list[str]:
-        """The newest round's evaluations."""
         return list(self.rounds[-1]["runs"].values()) if self.rounds else []
 
     @property
@@ -66,7 +63,6 @@ class Tournament(Record):
         return sum(row["tasks"] for row in self.rounds)
 
     def newest_run(self, arm: int) -> str | None:
-        """The arm's last evaluation."""
         for row in reversed(self.rounds):
             if str(arm) in row["runs"]:
                 return row["runs"][str(arm)]
@@ -148,7 +144,6 @@ def advance(store: Store, tournament_id: str) -> None:
 
 
 def stop(store: Store, tournament_id: str) -> None:
-    """End it, and have its evaluations end."""
     row = find_tournament(store, tournament_id)
     if row.state == "running":
         _write(store, row.id, state="cancelled", ended=time.time())
@@ -192,7 +187,6 @@ def _add_round(store: Store, row: Tournament, result: Standing) -> None:
 
 
 def _write(store: Store, tournament_id: str, **values: Any) -> None:
-    """Set columns of a tournament that has not ended."""
     assignments = ", ".join(f"{name} = ?" for name in values)
     sql = f"""UPDATE main.tournaments SET {assignments} WHERE state = 'running'
               AND id = (SELECT id FROM tournaments WHERE id = ?)"""

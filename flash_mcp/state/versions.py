@@ -182,7 +182,6 @@ def keep_generated(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def digest_of_files(files: Files) -> str:
-    """The digest that a push of these files has."""
     whole = hashlib.sha256()
     for path in sorted(files, key=PurePosixPath):
         source = files[path]

@@ -108,7 +108,6 @@ class Maintenance:
             yield partial(self._clear_ended, run, allowed)
 
     def _ended(self) -> list[Run]:
-        """Ended runs of the target that have their files."""
         return [run for run in retention.ended(self.store) if run.target == self.target.name]
 
     def _clear_ended(self, run: Run, allowed: DiskSettings) -> None:

@@ -66,7 +66,6 @@ def _answer(
     command: list[str],
     wait_s: float,
 ) -> ProbeFile:
-    """What the job wrote."""
     deadline = time.monotonic() + wait_s
     gone_at: float | None = None
     while True:

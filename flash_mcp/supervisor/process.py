@@ -97,7 +97,6 @@ class LockOwner:
 
     @classmethod
     def here(cls, *, is_foreground: bool = False) -> LockOwner:
-        """This process."""
         pid = os.getpid()
         return cls(
             pid,

@@ -146,7 +146,6 @@ class RunReconciler:
         return trouble is None or time.monotonic() >= trouble.again_at
 
     def _attempt_of(self, run: Run) -> Attempt | None:
-        """The run's newest attempt, if it is attached."""
         existing = self._attempts.get(run.id)
         if existing and existing.number == run.attempt:
             return existing
@@ -370,7 +369,6 @@ class RunReconciler:
         return hint.state == "pending" or not has_left
 
     def _read(self, run: Run, attempt: Attempt) -> None:
-        """Store what is new in the folder."""
         # Where each read is due by its news, the reader need not hold back.
         if attempt.reader.read(now=self.target.read_every_s > 0):
             prune_checkpoints(self.store, run)
@@ -438,7 +436,6 @@ class RunReconciler:
         return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
 
     def _fault(self, run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
-        """The error with which the attempt has to be given up, if it has."""
         if run.reported_error:
             return FlashError.from_dict(run.reported_error)
         if diagnosis := self._diagnose(run, attempt, hint):

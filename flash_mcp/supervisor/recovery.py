@@ -36,8 +36,6 @@ LOST = (
 
 @dataclass(frozen=True)
 class Recovered:
-    """What was taken in, and what was not."""
-
     runs: list[str] = field(default_factory=list[str])
     environments: list[str] = field(default_factory=list[str])
     """OWNER/NAME@DIGEST, without the owner for the local one."""

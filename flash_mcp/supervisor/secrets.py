@@ -85,12 +85,10 @@ class Vault:
         return [name for name in names if name not in values]
 
     def run_ids(self) -> set[str]:
-        """The runs that values were given for."""
         with self._lock:
             return set(self._values)
 
     def forget(self, run_id: str) -> None:
-        """The run has ended."""
         with self._lock:
             self._values.pop(run_id, None)
 

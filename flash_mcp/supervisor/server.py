@@ -66,7 +66,6 @@ class Server:
         return f"{self.folder}/server.json"
 
     def write(self) -> None:
-        """Into its server.json."""
         write_private(Path(self.file), json.dumps(asdict(self)))
 
     @property
@@ -75,12 +74,10 @@ class Server:
 
     @property
     def admin_key(self) -> str:
-        """The key that loads and unloads adapters."""
         return Path(self.folder, ADMIN_KEY).read_text()
 
     @property
     def trusted(self) -> ssl.SSLContext | bool:
-        """What clients of httpx verify it by."""
         return trust(self.certificate) if self.certificate else True
 
     @property
@@ -141,7 +138,6 @@ def keys_of(home: Path, run: Run) -> dict[str, str]:
 
 
 def server_of(base: Path, row: Deployment) -> Server | None:
-    """The server of a deployment, running or not."""
     return Server.read(base / "servers" / row.server_run) if row.server_run else None
 
 

@@ -25,8 +25,6 @@ one of them."""
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
-
     answers: bool
     idle_s: float = 0.0
 
@@ -59,7 +57,6 @@ def idle_seconds(server: Server) -> float:
 
 
 def _tokens(server: Server) -> float:
-    """Tokens that the server has read and written."""
     text = server.call(f"{server.root}/metrics", timeout_s=PING_TIMEOUT_S).text
     counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", text, re.MULTILINE)
     return sum(map(float, counts))

@@ -149,7 +149,6 @@ class Code:
 
 
 def on_node(settings: TargetSettings, module: Sequence[str], code: Code | None = None) -> list[str]:
-    """The command that runs a module of ours on a node."""
     command = [*shlex.split(settings.python or "python3"), "-P", "-m", *module]
     if code:
         command = _with_code(settings, code, module)

@@ -247,8 +247,6 @@ def _named_side(side: Evaluated) -> str:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation with its attempts."""
-
     run: Run
     row: Evaluation
     tries: Sequence[Try]
@@ -279,7 +277,6 @@ class Pair:
 
     @cached_property
     def shared(self) -> list[str]:
-        """The tasks that are paired."""
         return comparison.shared(self.base.tasks, self.other.tasks)
 
     @property
@@ -291,7 +288,6 @@ class Pair:
 
     @cached_property
     def differing(self) -> list[str]:
-        """Settings that differ."""
         return attempts.differing(self.base.run, self.other.run)
 
     @property
@@ -439,7 +435,6 @@ def _side(side: Evaluated) -> Side:
 
 
 def _model(run: Run, step: int) -> str:
-    """The model in words."""
     if run.algorithm == "eval":
         checkpoint = run.evaluation.checkpoint
         if checkpoint:
@@ -486,7 +481,6 @@ def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
 
 
 def _limits(pair: Pair, memory: Flag | None) -> list[str]:
-    """What limits the comparison."""
     notes: list[str] = []
     if memory:
         notes.append(f"CONTAMINATED: {memory.evidence}")

@@ -131,7 +131,6 @@ async def curate(
 
 
 def _of_rows(runs: Sequence[str], name: str | None, holdout: float) -> Curate:
-    """The rows of one file as a dataset."""
     if len(runs) > 1 or name is None:
         fix = "pass one file, a name, and no dry_run"
         raise FlashError("invalid_argument", "rows of a file are curated alone", fix=fix)
@@ -223,7 +222,6 @@ def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
 
 
 def _run_of(store: Store, reference: str) -> str:
-    """The run itself, or the run that a deployment serves."""
     if reference.startswith("dep-"):
         return str(store.deployment(reference).run_id)
     return reference
@@ -265,7 +263,6 @@ def _select(iterables: Iterable[Iterable[Attempt]], plan: Plan, held_out: HeldOu
 
 
 def _attempts_of(store: Store, reference: str, source: Source | None) -> Iterator[Attempt]:
-    """Every attempt of a run, or what a deployment recorded."""
     if not reference.startswith("dep-"):
         yield from read_attempts(store.run(reference), source)
     elif source in (None, "recordings"):

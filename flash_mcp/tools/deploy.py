@@ -195,7 +195,6 @@ def _cards(store: Store, run_id: str, target: str) -> int:
 
 
 def _with_snippets(store: Store, row: Deployment) -> Deployed:
-    """A deployment, and how to call it from this machine."""
     result = describe(store, row)
     server = server_of(store.base, row) if result.base_url else None
     if server:
@@ -291,7 +290,6 @@ async def chat(
 
 
 def _shown(opening: Sequence[Json]) -> str | None:
-    """The opening in short."""
     texts = [f"{message['role']}: {text_of(message)}" for message in opening]
     return shorten("\n".join(texts), OPENING_CHARACTERS) if texts else None
 
@@ -411,7 +409,6 @@ async def _answer(server: Server, body: Json) -> Answer:
 
 
 def _add_calls(calls: dict[int, Json], parts: Sequence[Json]) -> None:
-    """Add parts of streamed tool calls to the calls by their index."""
     for part in parts:
         empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
         call = calls.setdefault(part["index"], empty)
@@ -450,7 +447,6 @@ async def _settled(
 
 
 def failure(row: Deployment) -> FlashError:
-    """Why a deployment failed."""
     if not row.error:
         return _gone(row)
     error = FlashError.from_dict(row.error)
@@ -470,7 +466,6 @@ def _age_s(row: Deployment) -> float:
 
 
 def describe(store: Store, row: Deployment) -> Deployed:
-    """A deployment as the tools return it."""
     is_reachable = row.state == "ready" and caller().is_local
     server = server_of(store.base, row) if is_reachable else None
     return Deployed(

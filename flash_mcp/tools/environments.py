@@ -258,9 +258,10 @@ async def _splits(
         fix="nothing was published: correct it and push again; load=false skips the loading",
     ) as host:
         needs = Needs.of(stage.folder)
-        # An agent may work for longer before it first asks the model.
-        is_slow = needs.endpoint or needs.call_timeout_s > CALL_TIMEOUT_S
-        with anyio.move_on_after(SLOW_OPENING_S if is_slow else None):
+        opening_s = LOAD_TIMEOUT_S
+        if needs.endpoint or needs.call_timeout_s > CALL_TIMEOUT_S:
+            opening_s = SLOW_OPENING_S  # an agent may work for longer before it asks the model
+        with anyio.move_on_after(opening_s):
             opening = await host.open("train", 0)
             await host.close(opening.episode)
         return host.splits, await overlap(host), await host.generated()
@@ -357,8 +358,6 @@ def _test_result(what: str, checked: GateReport, sample: Sample | None, followin
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is tested, and how."""
-
     what: str
     known_as: str
     path: Path
@@ -453,7 +452,6 @@ async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None
 
 
 async def _task(host: EnvironmentHost, task_id: str | None) -> Task:
-    """The task of that id; the first one without it."""
     if task_id is None:
         return Task("train", 0)
     names: list[str] = []
@@ -554,7 +552,6 @@ def _version(environment: str | None, path: Path) -> EnvironmentVersion:
 
 
 def _without_repeats(probes: Sequence[GateProbe]) -> list[GateProbe]:
-    """The probes, with each traceback once."""
     first: dict[str, str] = {}
     kept: list[GateProbe] = []
     for probe in probes:

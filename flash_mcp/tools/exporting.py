@@ -118,7 +118,6 @@ class Exporter:
         check_quota("exports", stored, size_bytes, limit, "exports_gib")
 
     def failure(self) -> FlashError:
-        """Why it has failed."""
         body = self._printed()
         if "error" in body:
             return FlashError.from_dict(body["error"])

@@ -155,7 +155,6 @@ class NewsCursor:
         return [flag for flag in report.judged.flags if not self.has(flag)]
 
     def misses(self, report: Report, until: Until) -> bool:
-        """Whether the report has what a caller waits for."""
         run = report.history.run
         is_blocked = bool(report.blocked) and not self.blocked
         if run.ended is not None or _lost(run) > self.lost or is_blocked:
@@ -220,7 +219,6 @@ async def wait_for_news(
 
 
 def one_line(report: Report) -> str:
-    """Where an active run is."""
     view = report.view
     parts = [f"step {view.step}" + (f"/{view.steps}" if view.steps else "")]
     is_counted = view.phase is not None and view.phase.startswith("eval ")

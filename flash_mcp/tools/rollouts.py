@@ -201,8 +201,6 @@ def rollouts(
 
 @dataclass(frozen=True)
 class _Found:
-    """A page of rollouts."""
-
     store: Store
     run_id: str
     split: str
@@ -430,7 +428,6 @@ def share_out(total: int, lengths: list[int]) -> list[int]:
 
 
 def _frame_size(row: Rollout) -> int:
-    """Characters of a row besides its messages."""
     return 290 + sum(min(len(to_text(part)), 700) for part in (row.metrics, row.reason, row.error))
 
 

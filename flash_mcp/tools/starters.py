@@ -125,7 +125,6 @@ def env_setup(
 
 
 def _pulled(folder: str | None, reference: str) -> EnvSetup:
-    """The files of a published version."""
     version = open_store().environment(reference)
     files: dict[str, bytes] = {}
     for path, source in folder_files(Path(version.path)).items():
@@ -176,7 +175,6 @@ def _installed(command: list[str], data: str) -> tuple[str, list[str]]:
 def _of_data(
     folder: str | None, data: str, question: str | None, answer: str | None, scorer: Scorer
 ) -> EnvSetup:
-    """A starter whose tasks are rows."""
     if folder is None:
         fix = "pass folder='/path/to/write/to'"
         raise FlashError("invalid_argument", "with data, folder is needed", fix=fix)

@@ -209,7 +209,6 @@ async def train(
 async def _started(
     plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
 ) -> Train:
-    """Queue the run, or one for each seed."""
     if seeds:
         runs, created = await run_sync(enqueue_each, plan, seeds, idempotency_key, label)
     else:
@@ -269,7 +268,6 @@ async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
 
 
 async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimizer: bool) -> Train:
-    """Continue a run."""
     if others := [name for name in arguments if name != "steps"]:
         what = f"resume goes on with the run's own values, so {', '.join(others)} cannot be given"
         fix = f"leave them out, or start another run: train(init_from_adapter={run_id!r}, ...)"

@@ -92,7 +92,6 @@ class Recorder:
             log.warning("a request was not recorded: %s", error)
 
     def _continued(self, request: Json) -> Json:
-        """The request with all of the conversation that it continues."""
         before = self._kept.get(str(request.get("previous_response_id")))
         if before is None:
             return request
@@ -172,8 +171,6 @@ def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
 
 @dataclass
 class _Choice:
-    """One answer, of all its parts that have come."""
-
     text: str = ""
     calls: dict[int, Json] = field(default_factory=dict[int, Json])
     finish: str | None = None
@@ -217,12 +214,10 @@ class _Answer:
         raise NotImplementedError
 
     def lines(self) -> Iterator[Json]:
-        """A line of the recording for each answer that ended."""
         raise NotImplementedError
 
     @property
     def identity(self) -> str:
-        """The id of the reply."""
         raise NotImplementedError
 
     def line(self, **facts: Any) -> Json:

@@ -19,8 +19,6 @@ from worker.rollouts.transcript import Json, Transcript
 
 @dataclass
 class Call:
-    """A call that the model answered."""
-
     number: int
     parent: Call | None
     transcript: Transcript
@@ -112,7 +110,6 @@ class _Row:
         self._added.append((call, places))
 
     def last_of(self, call: Call) -> int:
-        """The place of the last token of a call."""
         return next(places[-1] for added, places in self._added if added is call)
 
     def _shared(self, call: Call, shown: Sequence[int]) -> list[int]:

@@ -124,7 +124,6 @@ def _refusals(rollouts: Sequence[Rollout | records.Rollout]) -> dict[str, float]
 
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The mean of each part of the reward, over the rollouts that have it."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():

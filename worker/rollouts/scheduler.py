@@ -268,7 +268,6 @@ class Generator:
                 self._abandoned.append(request_id)
 
     async def aclose(self) -> None:
-        """Abort all turns."""
         for future in self._waiting.values():
             future.cancel()
         if self._driver:
@@ -344,7 +343,6 @@ class StepsAhead:
         return await self._under_way.pop(step)
 
     async def aclose(self) -> None:
-        """Drop what has begun."""
         under_way = self._under_way.values()
         for task in under_way:
             task.cancel()

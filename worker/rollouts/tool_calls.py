@@ -33,7 +33,6 @@ class Turn:
     bad_tool_call: str | None = None
 
     def message(self) -> ChatMessage:
-        """The turn as a message of the conversation."""
         said: ChatMessage = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             said["tool_calls"] = self.tool_calls

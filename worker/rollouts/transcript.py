@@ -344,7 +344,6 @@ class Transcript:
 
     @classmethod
     def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
-        """The inverse of `packed`."""
         created = object.__new__(cls)
         created.template = template.for_tools(packed["tools"])
         for name in PACKED:

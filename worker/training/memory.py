@@ -134,7 +134,6 @@ class Estimate:
 
     @property
     def largest(self) -> str:
-        """The name of the largest term."""
         terms = asdict(self)
         return max(terms, key=terms.__getitem__)
 

@@ -36,8 +36,6 @@ IN_RUN_FOLDER = {"TENSORBOARD_LOGGING_DIR": "tensorboard", "WANDB_DIR": ""}
 
 
 class Trackers:
-    """The trackers that a run reports to."""
-
     def __init__(self, spec: RunSpec, writer: RunWriter, arguments: TrainingArguments) -> None:
         """`arguments` are those of the trainer; trackers show the fields of `spec` instead."""
         folder = writer.folder

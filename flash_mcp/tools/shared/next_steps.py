@@ -31,8 +31,6 @@ MOST_TRIES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """All that decides what follows a run."""
-
     run: Run
     flags: Sequence[Flag] = ()
     """Those that the caller was not told before, the gravest first."""
@@ -62,7 +60,6 @@ class RunContext:
 
     @property
     def measurement(self) -> Run | None:
-        """The stored evaluation of the newest checkpoint."""
         if self.checkpoint is None:
             return None
         own_weights = attempts.weights(self.run, self.checkpoint)
@@ -97,7 +94,6 @@ class Rule:
 
 
 def next_of(context: RunContext) -> str:
-    """What to do next with a run or an evaluation."""
     return next(rule.says(context) for rule in RULES if rule.applies(context))
 
 
@@ -141,7 +137,6 @@ def going_on(run: Run, step: int) -> str:
 
 
 def training_on(evaluation: Run) -> str:
-    """The call that trains what was evaluated on the tasks that it was evaluated on."""
     start = {"init_from_adapter": evaluation.evaluation.checkpoint}
     return _train_call(evaluation, start, ("max_tokens",))
 
@@ -166,7 +161,6 @@ def _worst(run: Run) -> str:
 
 
 def _is(*states: str) -> Callable[[RunContext], bool]:
-    """Of a training run."""
     return lambda item: item.run.algorithm != "eval" and item.run.state in states
 
 
@@ -564,7 +558,6 @@ def after_tournament(row: Tournament, winner: bool, is_over: bool) -> str:
 
 
 def after_sample(sampled: Sample) -> str:
-    """What to do next with a sample of groups."""
     run_id = sampled.run_id
     state = sampled.state
     if state in ("failed", "cancelled"):

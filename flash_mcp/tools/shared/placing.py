@@ -27,8 +27,6 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run may go."""
-
     name: str
     cards: Device | None
     """One card of a node, or the processor; None if it is not known."""
@@ -61,8 +59,6 @@ class Place:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen place, and why."""
-
     target: str
     why: str
 

@@ -296,7 +296,6 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
 
 
 def changed_values(spec: RunSpec, sources: Mapping[str, str]) -> Json:
-    """The values of a run that are not the recipe's."""
     recipe = RECIPES[spec.algorithm]
     changed: Json = {}
     for name, value in without_empty(spec.model_dump()).items():

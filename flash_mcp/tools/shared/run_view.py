@@ -447,7 +447,6 @@ def _newest_rollouts(store: Store, run_id: str) -> list[Rollout]:
 
 
 def _metrics(history: Sequence[Metrics]) -> dict[str, str]:
-    """Every metric over the steps."""
     shown: dict[str, str] = {}
     steps = health.Steps(history)
     for name in sorted({name for metrics in history for name in metrics} - {"step"}):

@@ -101,7 +101,6 @@ def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
 
 
 def thoughts(scored: Scores) -> list[str]:
-    """What the numbers of an evaluation ask for."""
     notes: list[str] = []
     if scored.errors:
         share = scored.errors / (scored.errors + scored.n)

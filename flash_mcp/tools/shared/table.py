@@ -224,7 +224,6 @@ def keep_conversations(
 
 
 def _asking(source: str, columns: Sequence[str], names: str | None, what: str) -> list[str]:
-    """The columns that are the question."""
     by_name = {column.strip().casefold(): column for column in columns}
     for together in ASK_TOGETHER:
         if names is None and by_name.keys() >= set(together):

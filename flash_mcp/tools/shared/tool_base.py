@@ -101,7 +101,6 @@ class Tool:
 
     @property
     def required(self) -> list[str]:
-        """The arguments without a default."""
         parameters = self.signature.parameters.values()
         return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
 
@@ -180,7 +179,6 @@ async def report(message: str, share: float | None = None) -> None:
 
 
 def listen(listener: Progress) -> None:
-    """Send what this context reports to `listener`."""
     _progress.set(listener)
 
 

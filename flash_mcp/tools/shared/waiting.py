@@ -266,7 +266,6 @@ def obstacles(store: Store, run: Run) -> list[str]:
 
 
 def _target_trouble(store: Store, run: Run) -> list[str]:
-    """What is wrong with the entry of the run's target."""
     try:
         find_target(store.base, run.target)
     except FlashError as error:

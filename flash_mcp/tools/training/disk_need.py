@@ -23,8 +23,6 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Bytes of a run's checkpoints."""
-
     adapter: int
     kept: int
     """Checkpoints that are there at the end."""
@@ -32,7 +30,6 @@ class DiskNeed:
 
     @property
     def whole(self) -> int:
-        """One checkpoint with the optimizer's state."""
         return self.adapter * (1 + MOMENTS)
 
     @property

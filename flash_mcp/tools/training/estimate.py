@@ -15,8 +15,6 @@ from flash_mcp.tools.training.run_time import RunTime
 
 
 class Estimate(ResultModel):
-    """How much work a run is."""
-
     steps: int
     """Optimizer steps."""
     rollouts: int | None = None

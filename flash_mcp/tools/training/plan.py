@@ -31,8 +31,6 @@ from flash_mcp.tools.training.run_time import Work, expected_time, work_of
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is made of."""
-
     resolved: ResolvedSpec
     card: ModelCard
     dataset: Dataset | None

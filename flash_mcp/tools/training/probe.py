@@ -30,8 +30,6 @@ OPENINGS_S = 12.0
 
 @dataclass(frozen=True)
 class Probe:
-    """What loading the environment showed."""
-
     splits: dict[str, int]
     """{"train": rows, "eval": rows}"""
     prompt_tokens: int
@@ -43,7 +41,6 @@ class Probe:
 async def probe(
     spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset | None, card: ModelCard
 ) -> Probe:
-    """Load the environment as a run does."""
     async with loaded(
         environment,
         args=spec.environment_args,

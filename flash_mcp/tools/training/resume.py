@@ -18,8 +18,6 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on."""
-
     run: Run
     step: int
     """The step of the checkpoint that it goes on from; 0 for the start."""

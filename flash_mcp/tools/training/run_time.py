@@ -69,8 +69,6 @@ class RunTime(ResultModel):
 
 @dataclass(frozen=True)
 class Work:
-    """What a run computes."""
-
     spec: RunSpec
     environment: str
     steps: int
@@ -177,7 +175,6 @@ def _conversation_s(store: Store, run: Run) -> float | None:
 
 
 def _attempt_s(store: Store, run: Run) -> float | None:
-    """Seconds for each attempt of the run's evaluations."""
     summaries = [item.summary for item in store.evals(run.id)]
     measured = [summary for summary in summaries if summary.get("seconds") and summary.get("n")]
     if not measured:
@@ -226,8 +223,6 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
 
 @dataclass(frozen=True)
 class TrainingShare:
-    """Seconds of training for each of generation."""
-
     value: float
     is_measured: bool
     basis: str

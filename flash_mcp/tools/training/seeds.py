@@ -79,7 +79,6 @@ def enqueue_each(
 
 
 def note_on(runs: Sequence[Run]) -> str:
-    """Which runs they are."""
     lines: list[str] = []
     for run in runs:
         lines.append(f"{run.id} (seed {run.training.seed})")

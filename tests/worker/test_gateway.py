@@ -1,0 +1,172 @@
+"""Agents outside the sandbox play the rollouts of a run: through the worker's gateway, and through
+`flash-mcp serve --http`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import shutil
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+from rich.console import Console
+
+from environments.process.host import EnvironmentHost
+from flash_mcp.cli.demo import Session, connected, watch
+from flash_mcp.state import tokens
+from flash_mcp.state.store import open_store
+from tests.folders import environment_folder
+from tests.places import ROOT, VOWELS
+from tests.server.test_mcp_server import free_port, serving
+from tests.tiny import make_tokenizer
+from tests.virtual import FakeEngine
+from worker.rollouts.gateway import Gateway
+from worker.rollouts.scheduler import Generator as Turns
+from worker.rollouts.scheduler import Limits, Rollout, Task, collect
+from worker.rollouts.transcript import ChatTemplate
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = ChatTemplate(make_tokenizer())
+AT_ONCE = 4
+
+
+def share(text: str) -> float:
+    return sum(letter in "aeiouAEIOU" for letter in text) / max(1, len(text))
+
+
+def solve(messages: list[Any], client: openai.OpenAI, model: str) -> str:
+    """Two requests, of which one is streamed; the better answer goes back."""
+    with client:
+        create = client.chat.completions.create
+        first = create(model=model, messages=messages).choices[0].message.content or ""
+        said = {"role": "assistant", "content": first}
+        stream = create(model="second", messages=[*messages, said, {"role": "user", "content": "again"}], stream=True)
+        second = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    return max(first, second, key=share)
+
+
+def client_of_the_docs() -> Any:
+    """`play` of docs/agents.md; its connections end with it."""
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(source.replace("    http = httpx.Client(timeout=60)\n", ""), names)
+
+    def play(*arguments: Any) -> None:
+        with httpx.Client(timeout=60, trust_env=False) as http:
+            names["http"] = http
+            names["play"](*arguments)
+
+    return play
+
+
+def test_agents_of_a_user_play_a_training_run_over_http(tiny_model: Path, tmp_path: Path, flash_home: Path) -> None:
+    folder = tmp_path / "environment"
+    shutil.copytree(VOWELS, folder)
+    (folder / "environment.toml").write_text("gateway = true\ncall_timeout_s = 300\n")
+    port = free_port()
+    key = tokens.local_token(open_store().base)
+    stranger = tokens.create(open_store(), "mallory", "write")[1]
+    reader = tokens.create(open_store(), "mallory", "read")[1]
+    refused = [("nothing", "tasks", 401), (stranger, "tasks", 400), (reader, "tasks", 403)]
+
+    async def train(session: Session) -> str:
+        await session.call("env_push", folder=str(folder), name="vowels")
+        shape: dict[str, Any] = {"steps": 2, "batch_size": 2, "group_size": 4, "max_tokens": 16, "lora_rank": 4}
+        wanted = {"environment": "vowels", "model": str(tiny_model), **shape, "learning_rate": 1e-3}
+        return (await session.call("train", **wanted))["run_id"]
+
+    async def scenario() -> None:
+        async with connected(Console(file=io.StringIO())) as session:
+            run_id = await train(session)
+            url = f"http://127.0.0.1:{port}/gateway/{run_id}"
+            async with httpx.AsyncClient(trust_env=False) as http:
+                for token, path, status in refused:
+                    headers = {"authorization": f"Bearer {token}"}
+                    answer = await http.post(f"{url}/{path}", headers=headers, json={})
+                    assert answer.status_code == status, answer.text
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                playing = [pool.submit(client_of_the_docs(), url, key, solve) for _ in range(AT_ONCE)]
+                await watch(session, run_id)
+                for agent in playing:
+                    await anyio.to_thread.run_sync(agent.result)
+            shown = await session.call("rollouts", run_id=run_id, limit=3)
+            assert shown["total"] == 8 and all(row["turns"] == 2 for row in shown["rollouts"])
+            rows = (row for step in (1, 2) for row in open_store().rollouts(run_id, step))
+            assert all(row.error is None and row.reward == row.metrics["vowels"] for row in rows)
+
+    with serving(port):
+        anyio.run(scenario)
+
+
+@asynccontextmanager
+async def gateway(folder: Path, timeout_s: float) -> AsyncGenerator[Gateway]:
+    environment_folder(folder, "class Sample(Addition): pass")
+    async with await EnvironmentHost.start(folder, timeout_s=timeout_s) as host:
+        opened = Gateway(host)
+        try:
+            yield opened
+        finally:
+            await opened.endpoint.aclose()
+
+
+async def rollouts(opened: Gateway) -> list[Rollout]:
+    engine = FakeEngine(step_s=0.0)
+    turns = Turns(engine, run_step=engine.run_step)
+    player: Any = opened
+    try:
+        return await collect(
+            [Task("train", 0, 0, 0, seed=0)], player, turns, TEMPLATE, Limits(max_tokens=12, max_length=400)
+        )
+    finally:
+        await turns.aclose()
+
+
+@pytest.mark.anyio
+async def test_what_nobody_takes_or_brings_back_is_dropped(tmp_path: Path) -> None:
+    async with gateway(tmp_path, timeout_s=0.5) as opened:
+        (untaken,) = await rollouts(opened)
+        assert untaken.error is not None and untaken.error["code"] == "environment_timeout"
+        assert "nobody asked the gateway for a task for 0.5 s" in untaken.error["what"]
+        playing = asyncio.ensure_future(rollouts(opened))
+        outside = await opened.take()
+        assert outside is not None
+        (lost,) = await playing
+        assert lost.error is not None and "that took the task sent no result within 0.5 s" in lost.error["what"]
+
+
+@pytest.mark.anyio
+async def test_an_agent_may_score_itself_and_sends_what_breaks_nothing(tmp_path: Path) -> None:
+    async with gateway(tmp_path, timeout_s=60) as opened:
+        played: list[Rollout] = []
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{opened.endpoint.port}", trust_env=False) as http:
+
+            async def post(path: str, key: str, body: bytes) -> tuple[int, Any]:
+                answer = await http.post(path, content=body, headers={"authorization": f"Bearer {key}"})
+                return answer.status_code, answer.json()
+
+            for result in (b'{"score": 0.25, "success": true}', b'{"answer": "1"}'):
+                playing = asyncio.ensure_future(rollouts(opened))
+                _, given = await post("/tasks", opened.key, b"")
+                key = given["task"]["api_key"]
+                # A lone surrogate has no form in UTF-8, so no tokenizer takes it.
+                asked = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
+                assert (await post("/v1/chat/completions", key, asked))[0] == 200
+                assert (await post("/tasks", key, b"{}"))[0] == 404
+                assert (await post("/v1/chat/completions", opened.key, asked))[0] == 429
+                for bad in (b"{}", b'{"answer": 1}', b'{"score": NaN}', b'{"score": 1, "answer": ""}', b"["):
+                    assert (await post("/v1/result", key, bad))[0] == 400
+                assert await post("/v1/result", key, result) == (200, {"accepted": True})
+                played += await playing
+        own, scored = played
+        assert (own.error, own.reward, own.success, own.turns) == (None, 0.25, True, 1)
+        assert (scored.error, scored.reward, scored.success) == (None, 1.0, True)
