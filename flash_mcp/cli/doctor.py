@@ -293,16 +293,26 @@ def _sandbox() -> Outcome:
     missing: dict[str, str] = json.loads(done.stdout)
     if not any(missing.values()):
         return ok(describe(missing))
+    level = "warning"
+    if missing["files"]:
+        level = "problem"
+        with suppress(ValueError):  # `_settings` names what is wrong
+            if load_settings().environments.without_file_protection:
+                level = "warning"
+    if not sys.platform.startswith("linux"):
+        what = f"{sys.platform} has none of Linux's protections: no environment loads here unless "
+        what += "settings.toml says without_file_protection = true"
+        return (
+            level,
+            what,
+            "let agents use a Linux machine: flash-mcp install CLIENT --ssh USER@BOX",
+        )
     fixes = {FIXES[name]: None for name, why in missing.items() if why and name in FIXES}
     if missing["process_tree"] and missing["attributes"] and not missing["files"]:
         what = "no namespaces can be had, as in most containers: environments run all the same, "
         what += "held by Landlock and seccomp; not protected: "
         what += ", ".join(name for name, why in missing.items() if why)
         return "warning", what, NAMESPACES
-    is_allowed = False
-    with suppress(ValueError):  # `_settings` names what is wrong
-        is_allowed = load_settings().environments.without_file_protection
-    level = "problem" if missing["files"] and not is_allowed else "warning"
     return level, describe(missing), "; ".join(fixes)
 
 
