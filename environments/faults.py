@@ -65,9 +65,11 @@ FIXES = {
     "environment.toml",
     "environments_busy": "call again when one of them has ended; the operator allows more with "
     "`at_once` or `at_once_per_owner` under [environments] in settings.toml of FLASH_HOME",
-    "environment_unprotected": "use a kernel with Landlock (5.13 or newer), which a container may "
-    "have to allow; or, for code that you trust with every file of this user, set "
-    "`without_file_protection = true` under [environments] in settings.toml of FLASH_HOME",
+    "environment_unprotected": "use Linux with Landlock (5.13 or newer), which a container may "
+    "have to allow; on another system, the server of a Linux machine: "
+    "`flash-mcp install CLIENT --ssh USER@HOST`; or, for code that you trust with every file of "
+    "this user, set `without_file_protection = true` under [environments] in settings.toml of "
+    "FLASH_HOME",
     "environment_unsupported": "choose an environment that needs no container, browser or service, "
     "or another of the same package; docs/hubs.md lists some that run",
     "invalid_argument": "the server's operator corrects settings.toml in FLASH_HOME",

@@ -255,9 +255,9 @@ def _show_progress(progress: Progress, task: TaskID, view: Json) -> None:
 
 
 def _show_probes(console: Console, checked: Json) -> None:
-    marks = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[dim]left out[/]"}
+    marks = {None: "[green]passed[/]", "failed": "[red]failed[/]", "open": "[dim]left out[/]"}
     for probe in checked["probes"]:
-        text = f"{marks[probe.get('passed')]} {probe['name']}: {_escaped(probe['evidence'])}"
+        text = f"{marks[probe.get('result')]} {probe['name']}: {_escaped(probe['evidence'])}"
         console.print(f"  {text}", highlight=False)
 
 

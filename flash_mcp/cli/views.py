@@ -42,6 +42,11 @@ ROLE = 11
 """Columns of a message's role."""
 CHECK = 13
 """Columns of a check's name."""
+CHECK_MARKS: dict[str | None, tuple[str, Style | None]] = {
+    None: ("✓", None),
+    "failed": ("✗", "bad"),
+    "open": ("-", "warn"),
+}
 DETAILS = ("failures", "metrics", "lineage", "values", "sources", "log_tail")
 """Fields of a detailed report, which follow the report as they are."""
 COLUMNS = ("SUCCESS", "95 % INTERVAL", "REWARD", "CONSTANT", "CUT OFF", "ERRORS")
@@ -434,9 +439,9 @@ def _checks(page: Page, result: EnvTest) -> None:
     page.prose(f"{verdict}: {result.environment}, {tasks}, in {result.seconds:.1f} s", style)
     page.line()
     for probe in result.probes:
-        mark, style = {True: ("✓", None), False: ("✗", "bad"), None: ("-", "warn")}[probe.passed]
+        mark, style = CHECK_MARKS[probe.result]
         page.prose(probe.evidence, style, label=f"{mark} {probe.name:{CHECK}} ")
-        if probe.fix and not probe.passed:
+        if probe.fix and probe.result:
             page.prose(in_shell(probe.fix), label=f"  {'fix':{CHECK}} ")
     page.prose(", ".join(result.accepted or ()), label="accepted        ")
     page.prose(result.sandbox or "", "dim", label="sandbox         ")

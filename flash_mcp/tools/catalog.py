@@ -330,8 +330,10 @@ def _fits(card: ModelCard, places: Sequence[Place]) -> str:
     refusal = here.refusal(need_on, 1)
     if not refusal and card.needs_gpu and here.cards and here.cards.kind != "gpu":
         refusal = "it needs a GPU"
-    fits = f"no: {refusal}" if refusal else "yes"
-    if not refusal and here.cards and need_on(here.cards) is None:
+    fits = "yes"
+    if refusal:
+        fits = f"no: {refusal}"
+    elif here.cards and need_on(here.cards) is None:
         fits = "not known: neither the catalog nor its name says how large it is"
     for place in others:
         if not place.refusal(need_on, 1):
@@ -378,12 +380,10 @@ def _devices(store: Store) -> list[Device]:
 
 def _whoami(store: Store) -> list[Whoami]:
     who = caller()
-    answer = Whoami(
-        name=who.owner,
-        access=who.access,
-        secrets=None if who.secrets is None else sorted(who.secrets),
-        targets=[LOCAL_TARGET, *targets(store.base)],
-    )
+    places = [LOCAL_TARGET, *targets(store.base)]
+    answer = Whoami(name=who.owner, access=who.access, targets=places)
+    if who.secrets is not None:
+        answer.secrets = sorted(who.secrets)
     if not who.is_local:
         queued = store.query("SELECT count(*) AS n FROM runs WHERE state = 'queued'")[0]["n"]
         stored = store.query("SELECT coalesce(sum(size_bytes), 0) AS n FROM environments")[0]["n"]

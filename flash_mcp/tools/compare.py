@@ -115,7 +115,8 @@ class Compare(Result):
     left_out: int | None = None
     """Tasks on one side only."""
     success: Change
-    reward: Change
+    reward: Change | None = None
+    """Absent where it is the same as that of success."""
     headroom: str | None = None
     """Where base had several attempts and fewer steps of training: whether the best of them solve
     tasks that other does not (headroom) or not (ceiling)."""
@@ -178,7 +179,6 @@ def compare(
         paired_tasks=len(pair.shared),
         left_out=pair.left_out or None,
         success=changes["success"],
-        reward=changes["reward"],
         headroom=pair.headroom(),
         newly_solved=len(better),
         no_longer=len(worse),
@@ -186,6 +186,8 @@ def compare(
         notes=notes or None,
         next=memory.remedy if memory else _next_step(store, pair, changes[metric], bool(shown)),
     )
+    if changes["reward"] != changes["success"]:
+        result.reward = changes["reward"]
     if further:
         result.table = [_line(pair.base), _line(pair.other, result.verdict, changes[metric])]
         result.table += _lines(store, further, metric, min_change)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import anyio
 from anyio.to_thread import run_sync
@@ -105,8 +105,8 @@ class Probe(ResultModel):
 
     name: str
     """What was checked."""
-    passed: bool | None = None
-    """Absent if the check could not run."""
+    result: Literal["failed", "open"] | None = None
+    """Absent if it passed; open if it could not run."""
     evidence: str
     """What was seen."""
     fix: str | None = None
@@ -145,7 +145,8 @@ class EnvTest(Result):
     probes: list[Probe]
     """Every check, in order."""
     sandbox: str | None = None
-    """What of this machine is protected from the environment's code; absent if it did not load."""
+    """What of this machine is protected from the environment's code, and what is not; absent if
+    everything is, or it did not load."""
     scored: list[Scored] | None = None
     """With answers: what each of them earned."""
     sample: Sample | None = None
@@ -350,7 +351,7 @@ def _test_result(what: str, checked: GateReport, sample: Sample | None, followin
         eval_tasks=checked.splits.get("eval", 0),
         seconds=round(checked.seconds, 2),
         probes=list(map(_shown, _without_repeats(checked.probes))),
-        sandbox=describe(checked.sandbox) if checked.sandbox else None,
+        sandbox=describe(checked.sandbox) if any(checked.sandbox.values()) else None,
         sample=sample,
         next=following,
     )
@@ -566,11 +567,18 @@ def _without_repeats(probes: Sequence[GateProbe]) -> list[GateProbe]:
     return kept
 
 
+RESULTS: dict[bool | None, Literal["failed", "open"] | None] = {
+    True: None,
+    False: "failed",
+    None: "open",
+}
+
+
 def _shown(probe: GateProbe) -> Probe:
     limit = EVIDENCE_CHARACTERS if probe.passed is False else EVIDENCE_CHARACTERS // 3
     return Probe(
         name=probe.name,
-        passed=probe.passed,
+        result=RESULTS[probe.passed],
         evidence=shorten(probe.evidence, limit),
         fix=probe.fix or None,
     )

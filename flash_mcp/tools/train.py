@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
@@ -58,8 +58,8 @@ class Train(Result):
     """With resume: the step that it goes on from."""
     values: dict[str, Any]
     """The values that are not the recipe's; status with detail=detailed has all."""
-    sources: dict[str, list[str]]
-    """Where they came from: argument, file, adapter, or auto for a target."""
+    sources: dict[str, list[str]] | None = None
+    """Where those came from that are no arguments: file, adapter, or auto for a target."""
     sample: Sample | None = None
     """With sample: what the model does now."""
     notes: list[str] | None = None
@@ -287,8 +287,7 @@ async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimize
         environment=run.environment_reference,
         model=run.model,
         warm_start=adapter_name(run.init_adapter),
-        values=changed_values(run.training, run.sources),
-        sources=by_source(run.sources),
+        **_values(run.training, run.sources),
         notes=result.notes or None,
         next=next_step,
     )
@@ -320,6 +319,16 @@ def _time_by_sample(plan: Plan, sampled: Sample, price_per_hour: float | None) -
     return time and time.priced(plan.store, plan.spec, price_per_hour)
 
 
+def _values(spec: RunSpec, sources: Mapping[str, str]) -> dict[str, Any]:
+    """`values` and `sources`, without what the result has anyhow."""
+    values = changed_values(spec, sources)
+    elsewhere = by_source(sources)
+    for name in ("environment", "model"):
+        values.pop(name, None)
+    elsewhere.pop("argument", None)
+    return {"values": values, "sources": elsewhere or None}
+
+
 def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fields: Any) -> Train:
     return Train(
         state=state,
@@ -329,8 +338,7 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
         warm_start=adapter_name(plan.inputs.adapter),
         gate=str(plan.gate),
         estimate=plan.estimate,
-        values=changed_values(plan.spec, plan.inputs.resolved.sources),
-        sources=by_source(plan.inputs.resolved.sources),
+        **_values(plan.spec, plan.inputs.resolved.sources),
         notes=notes_on(plan) or None,
         **fields,
     )

@@ -196,7 +196,7 @@ async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_hom
     sizes = {"train_size": 40, "eval_size": 20, "max_terms": 3}
     async with Client(server) as client:
         tested = await call(client, "env_test", environment=CHAIN_SUM, environment_args=sizes)
-        assert [(probe["name"], probe["evidence"]) for probe in tested["probes"] if not probe.get("passed")] == []
+        assert [(probe["name"], probe["evidence"]) for probe in tested["probes"] if probe.get("result")] == []
         assert (tested["environment"], tested["train_tasks"], tested["eval_tasks"]) == (CHAIN_SUM, 40, 20)
         assert CHAIN_SUM in tested["next"]
         assert open_store().environments() == []

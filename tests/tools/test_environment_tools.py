@@ -401,7 +401,7 @@ async def test_an_error_of_many_checks_shows_its_traceback_once(client: Client, 
             return RewardResult(float(int(response_text)))
     """
     report = await call(client, "env_test", folder=str(environment_folder(tmp_path, source)))
-    failed = [probe["evidence"] for probe in report["probes"] if probe.get("passed") is False]
+    failed = [probe["evidence"] for probe in report["probes"] if probe.get("result") == "failed"]
     assert sum("Traceback (most recent call last)" in evidence for evidence in failed) == 1
     assert sum("(traceback as in junk)" in evidence for evidence in failed) >= 2
 
@@ -440,7 +440,7 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(clie
     folder = environment_folder(tmp_path / "task", source)
     hunted = await call(client, "env_test", folder=str(folder), hunt=True, time_s=600)
     found = {probe["name"]: probe for probe in hunted["probes"]}
-    assert [name for name, probe in found.items() if probe.get("passed") is False] == ["hunt"]
+    assert [name for name, probe in found.items() if probe.get("result") == "failed"] == ["hunt"]
     assert "word: 'henceforth' earned 0.6 on average, gold answers 1" in found["hunt"]["evidence"]
     assert "do not pay for words" in found["hunt"]["fix"]
     assert hunted["next"] == "correct what hunt says, then env_test again"

@@ -241,7 +241,7 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == ("improved", "mcnemar_exact", 60)
     assert body["success"]["p"] == pytest.approx(statistics.mcnemar(30, 0), rel=0.01)
     assert (body["newly_solved"], body["no_longer"]) == (30, 0)
-    assert body["reward"]["test"] == "mcnemar_exact"  # rewards of this environment are 0 and 1 too
+    assert "reward" not in body  # rewards of this environment are 0 and 1 too
     flip = body["flips"][0]
     assert (flip["base"], flip["other"], flip["prompt"]) == (0.0, 1.0, "say 10")
     assert (flip["base_text"], flip["other_text"]) == ("It is unknown", "Surely 10")

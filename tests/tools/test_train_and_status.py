@@ -119,9 +119,9 @@ async def test_validate_only_says_what_each_value_is_and_creates_nothing(tmp_pat
     assert (checked["state"], checked["created"]) == ("validated", False)
     assert "run_id" not in checked
     assert open_store().runs() == []
-    assert set(checked["values"]) == {"environment", "steps", "max_length"}
+    assert set(checked["values"]) == {"steps", "max_length"}
     assert checked["values"]["steps"] == 10
-    assert checked["sources"] == {"argument": ["environment", "steps"]}
+    assert "sources" not in checked
     estimate = checked["estimate"]
     assert (estimate["steps"], estimate["rollouts"], estimate["tokens_at_most"]) == (10, 320, 320 * 512)
     assert (estimate["train_tasks"], estimate["eval_tasks"], estimate["passes"]) == (40, 60, 1.0)
@@ -140,7 +140,7 @@ async def test_arguments_override_the_config_file_and_both_are_told_apart(tmp_pa
     config.write_text('environment = "echo"\n[train]\nsteps = 5\nseed = 3\n')
     checked = await call("train", config=str(config), steps=9, validate_only=True)
     assert (checked["values"]["steps"], checked["values"]["seed"]) == (9, 3)
-    assert checked["sources"] == {"argument": ["steps"], "file": ["environment", "seed"]}
+    assert checked["sources"] == {"file": ["environment", "seed"]}
 
 
 async def test_one_key_starts_one_run(tmp_path: Path):
