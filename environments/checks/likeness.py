@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from environments.untrusted_text import plain_name
@@ -84,8 +84,9 @@ def alike(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.split != "eval":
             continue
+        words = words_of(row.prompt)
         for other in train[_key(row)][:MOST_COMPARED]:
-            if share_of_words(row.prompt, other.prompt) >= ALIKE:
+            if are_alike(words, words_of(other.prompt)):
                 pairs.append((other, row))
                 break
     held_out = sum(row.split == "eval" for row in rows)
@@ -103,10 +104,17 @@ def _key(row: Row) -> tuple[str, tuple[str, ...]]:
     return row.gold, tuple(sorted(re.findall(r"\d+", row.prompt)))
 
 
-def share_of_words(one: str, other: str) -> float:
-    """Of the words of either text, the share that both have."""
-    words, others = (set(re.findall(r"\w+", text.casefold())) for text in (one, other))
-    return len(words & others) / max(1, len(words | others))
+def are_alike(words: Set[str], others: Set[str]) -> bool:
+    """Whether two texts with these words are one another in other words."""
+    fewer, more = sorted((len(words), len(others)))
+    if fewer < ALIKE * more:  # cannot be, and is seen at once
+        return False
+    both = len(words & others)
+    return both >= ALIKE * (fewer + more - both)
+
+
+def words_of(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", text.casefold()))
 
 
 def _is_usual(hits: int, rows: Sequence[Row]) -> bool:

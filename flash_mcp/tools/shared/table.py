@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from environments.checks.likeness import ALIKE, share_of_words
+from environments.checks.likeness import are_alike
 from flash_mcp.judgement.curation import Counts, is_held_back
 from flash_mcp.protocol.errors import did_you_mean
 from flash_mcp.protocol.records import Json
@@ -285,19 +285,20 @@ def _alike(golds: Mapping[str, str]) -> list[list[str]]:
         words = tuple(sorted(re.findall(r"\w+", prompt.casefold())))
         same.setdefault(words, []).append(prompt)
     clusters: list[list[list[str]]] = []
-    heads: defaultdict[Any, list[list[list[str]]]] = defaultdict(list)
+    heads: defaultdict[Any, list[tuple[set[str], list[list[str]]]]] = defaultdict(list)
     for words, group in same.items():
         numbers = tuple(word for word in words if word.isdecimal())
-        places = [(golds[group[0]], numbers, word) for word in sorted(set(words), key=len)[-3:]]
+        own = set(words)
+        places = [(golds[group[0]], numbers, word) for word in sorted(own, key=len)[-3:]]
         candidates = [cluster for place in places for cluster in heads[place][-MOST_COMPARED:]]
-        for near in candidates:
-            if share_of_words(near[0][0], group[0]) >= ALIKE:
+        for others, near in candidates:
+            if are_alike(own, others):
                 near.append(group)
                 break
         else:
             clusters.append([group])
             for place in places:
-                heads[place].append(clusters[-1])
+                heads[place].append((own, clusters[-1]))
     groups: list[list[str]] = []
     for cluster in clusters:
         is_form = len(cluster) > MOST_ALIKE
