@@ -26,6 +26,7 @@ from worker.adapter import ADAPTER
 from worker.adapter_files import with_noise
 from worker.engine.vllm import Sync, VllmEngine
 from worker.rollouts.turns import Sampling
+from worker.training.packing import at_rest, eagerly
 
 log = logging.getLogger("worker")
 TOKENS = 16
@@ -77,7 +78,7 @@ def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int
 
     Raises what the engine raises where it cannot take the policy."""
     prompt = _prompt(policy, tokenizer, max_length)
-    with torch.no_grad(), _eager(policy):
+    with at_rest(policy), eagerly(policy.get_base_model()):
         engine.load_policy(policy)
         base = _difference(engine, policy, prompt)
         with _noise(policy) as scaled:
@@ -96,7 +97,7 @@ def differing_layers(
     leaves = {name.rpartition(".")[2] for name, _ in _adapted(policy)}
     limit = LIMITS.get(policy.dtype, LIMITS[torch.bfloat16])
     wrong: list[str] = []
-    with torch.no_grad(), _eager(policy):
+    with at_rest(policy), eagerly(policy.get_base_model()):
         for leaf in sorted(leaves):
             with _noise(policy, leaf) as scaled:
                 effect = _scale_noise(policy, prompt, scaled)
@@ -137,21 +138,6 @@ def _logps(policy: PeftModel, prompt: Sequence[int], token_ids: Sequence[int]) -
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     logps_LV = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     return logps_LV.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
-
-
-@contextmanager
-def _eager(policy: PeftModel) -> Generator[None]:
-    """With transformers' own attention, computed step by step, and without dropout."""
-    base: Any = policy.get_base_model()
-    own = base.config._attn_implementation
-    training = policy.training
-    policy.eval()
-    base.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        base.set_attn_implementation(own)
-        policy.train(training)
 
 
 def _adapted(policy: PeftModel) -> list[tuple[str, Any]]:

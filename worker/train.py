@@ -114,7 +114,14 @@ def _rollout_trainer(
         teacher = load_teacher(source, folder, session.model, common["way"])
         session.teacher_bytes = teacher.bytes
     session.longest_pack = longest_pack(policy.get_base_model())
-    keep_tokens = session.check_memory(*longest, way=common["way"])
+    prompt, turns = longest
+    keep_tokens = session.check_memory(
+        common["way"],
+        prompt=prompt,
+        turns=turns,
+        max_tokens=session.limits.max_tokens,
+        group_size=spec.rollouts_per_prompt,
+    )
     common["keep_tokens"] = session.ranks.share(keep_tokens)
     if session.has_engine:
         session.start_engine()
@@ -140,7 +147,14 @@ def _sft_trainer(
     rows = session.ranks.from_first(
         lambda: dataset_rows(dataset, template) if dataset else _gold_rows(session)
     )
-    keep_tokens = session.check_batch_memory(rows["train"], way=common["way"])
+    longest = max((len(row["input_ids"]) for row in rows["train"]), default=1)
+    keep_tokens = session.check_memory(
+        common["way"],
+        prompt=0,
+        turns=1,
+        max_tokens=min(longest, session.limits.max_length),
+        group_size=session.spec.batch_size,
+    )
     common["keep_tokens"] = session.ranks.share(keep_tokens)
     trainer = make_sft_trainer(
         policy,

@@ -38,7 +38,6 @@ from worker.training.trackers import eval_metrics
 
 if TYPE_CHECKING:
     from worker.training.packing import Way
-    from worker.training.sft import Row
 
 log = logging.getLogger("worker")
 MOST_REGRESSION_TASKS = 200
@@ -87,47 +86,23 @@ class TrainingSession(Session[RunSpec]):
         self.runner.run(self._steps_ahead.aclose())
         super().close()
 
-    def check_memory(self, prompt: int, turns: int, *, way: Way) -> float:
-        """Report the memory that GRPO needs if the longest prompt has `prompt` tokens. Returns the
-        tokens of a pass above which its activations must be recomputed.
+    def check_memory(self, way: Way, **sizes: Any) -> float:
+        """Report the memory that the largest step needs. `sizes`: the `prompt`, `max_tokens` of a
+        turn, `turns` and `group_size` of its memory.Workload. Returns the tokens of a pass above
+        which its activations must be recomputed.
 
         FlashError(out_of_memory) if the run cannot fit.
         """
         work = memory.Workload(
-            prompt=prompt,
-            max_tokens=self.limits.max_tokens,
-            turns=turns,
             max_length=self.limits.max_length,
-            group_size=self.spec.rollouts_per_prompt,
-            sequences=self._sequences,
+            sequences=self._sequences if self.spec.generates else 0,
             lora_rank=self.spec.lora_rank,
             way=way,
-        )
-        return self._check_memory(work)
-
-    def check_batch_memory(self, rows: list[Row], *, way: Way) -> float:
-        spec = self.spec
-        length = self.limits.max_length
-        longest = max((len(row["input_ids"]) for row in rows), default=1)
-        work = memory.Workload(
-            prompt=0,
-            max_tokens=min(longest, length),
-            turns=1,
-            max_length=length,
-            group_size=spec.batch_size,
-            sequences=self._sequences if spec.generates else 0,
-            lora_rank=spec.lora_rank,
-            way=way,
-        )
-        return self._check_memory(work)
-
-    def _check_memory(self, work: memory.Workload) -> float:
-        work = replace(
-            work,
             four_bit=is_four_bit(self.spec),
             shards=len(self.model.cards),
             teacher=self.teacher_bytes,
             longest=self.longest_pack,
+            **sizes,
         )
         needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
         message = f"at most {needs}"

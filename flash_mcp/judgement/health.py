@@ -494,7 +494,9 @@ def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     is_held = (
         success is not None and 0.3 < success.last < 0.999 and success.last >= success.first - 0.05
     )
-    change = f", success from {success.first:.0%} to {success.last:.0%}" if success else ""
+    change = ""
+    if success:
+        change = f", success from {success.first:.0%} to {success.last:.0%}"
     return Sign(
         f"answers shrank from {lengths.first:.0f} to {lengths.last:.0f} tokens over {steps} while "
         f"the reward rose from {rewards.first:.3f} to {rewards.last:.3f}{change}",

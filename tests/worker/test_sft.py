@@ -257,3 +257,29 @@ def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Pa
     assert run.checkpoints.steps() == [1]
     # Nothing is measured on the eval split that nobody asked for.
     assert "eval_loss" not in (run.metrics(1) or {})["metrics"]
+
+
+def test_memory_that_runs_out_once_halves_the_packs_of_fine_tuning(
+    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step, whose loss stays what it is without that."""
+    whole, halved = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "halved")
+    tune(whole, fp32_model, tmp_path, 3)
+    sizes: list[int] = []
+    failing = {2}
+    logps = packing.Pack.logps
+
+    def short(pack: packing.Pack, *args: Any, **options: Any) -> Any:
+        sizes.append(pack.tokens)
+        if len(sizes) in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return logps(pack, *args, **options)
+
+    monkeypatch.setattr(packing.Pack, "logps", short)
+    tune(halved, fp32_model, tmp_path, 3)
+    assert len(sizes) > 4 and max(sizes[2:]) < sizes[1], "a pack of two rows became two of one"
+    said = [(halved.event(name) or {})["message"] for name in halved.event_names()]
+    assert any(f"memory ran out in a pack of {sizes[1]} tokens" in message for message in said)
+    for step in (1, 2, 3):
+        losses = [(run.metrics(step) or {})["metrics"]["loss"] for run in (whole, halved)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -46,8 +46,7 @@ def summarize(groups: Sequence[Sequence[Rollout]], thinking_coef: float = 0.0) -
         "tokens/completion_mean": mean(transcript.model_tokens for transcript in transcripts),
         "tokens/prompt_mean": mean(len(transcript.prompt_ids) for transcript in transcripts),
         "tokens/reward_correlation": length_correlation(scored),
-        **_thinking(transcripts),
-        **_penalties(groups, thinking_coef),
+        **_thinking(transcripts, groups, thinking_coef),
         **_tool_shares(transcripts),
         **_common_answer([rollout.record(0) for rollout in valid]),
         **_refusals(list(itertools.chain.from_iterable(groups))),
@@ -62,25 +61,24 @@ def thinking_penalties(group: Sequence[Rollout], coef: float) -> list[float]:
     return [coef * solved * (t.thinking[0] if t else 0) for t in transcripts]
 
 
-def _penalties(groups: Sequence[Sequence[Rollout]], coef: float) -> dict[str, float | None]:
-    if not coef:
-        return {}
-    penalties = itertools.chain.from_iterable(thinking_penalties(group, coef) for group in groups)
-    return {"tokens/thinking_penalty": mean(penalties)}
-
-
-def _thinking(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
-    """How much the model thinks, and how often it was cut off while it did."""
+def _thinking(
+    transcripts: Sequence[Transcript], groups: Sequence[Sequence[Rollout]], coef: float
+) -> dict[str, float | None]:
+    """How much the model thinks and pays for it, and how often it was cut off while it did."""
     thinking = [transcript.thinking for transcript in transcripts]
     if not any(tokens for tokens, _ in thinking):
         return {}
     pairs = zip(thinking, transcripts, strict=True)
-    return {
+    metrics = {
         "tokens/thinking_mean": mean(tokens for tokens, _ in thinking),
         "rollouts/overthinking_share": mean(
             is_open and transcript.truncated for (_, is_open), transcript in pairs
         ),
     }
+    if coef:
+        penalties = (thinking_penalties(group, coef) for group in groups)
+        metrics["tokens/thinking_penalty"] = mean(itertools.chain.from_iterable(penalties))
+    return metrics
 
 
 def staleness(rollouts: Sequence[Rollout], policy: int) -> dict[str, float]:

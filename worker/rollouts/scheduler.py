@@ -420,7 +420,12 @@ class _Conversation:
     """A rollout in the making. `episode` is its open episode."""
 
     def __init__(
-        self, task: Task, host: Host, generator: Generator, template: ChatTemplate, limits: Limits
+        self,
+        task: Task,
+        host: Host,
+        generator: Generator,
+        template: ChatTemplate,
+        limits: Limits,
     ) -> None:
         self.rollout = Rollout(task, task_id=f"{task.split}/{task.example}")
         self.episode: int | None = None

@@ -25,7 +25,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
@@ -226,9 +226,7 @@ class Trainer(GRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """A group's part of the step's loss, after the backward pass of every pack but the last:
-        only one pack's activations are alive.
-        """
+        """A group's part of the step's loss."""
         spec = self._spec
         # Without advantage, KL and entropy a group's gradient is zero.
         if not (inputs["kl_coef"] or spec.entropy_coef or inputs["advantages"].any()):
@@ -240,30 +238,22 @@ class Trainer(GRPOTrainer):
         packs = packs_of(*batch, *arguments)
         known_GC = self._known_logps(inputs) if self._needs_whole_rows(packs) else None
         metrics = Metrics()
-        total = torch.zeros((), device=inputs["ids"].device)
-        for pack in packs:
-            if total.requires_grad:
-                cast(Any, self.accelerator).backward(total)
-                total = total.detach()
-            with self.accelerator.autocast():
-                limits.current = pack.tokens
-                logps_N, entropies_N = pack.logps(
-                    causal_lm,
-                    self.temperature,
-                    keep_tokens=limits.keep_tokens,
-                    trains_entropy=spec.entropy_coef > 0,
-                )
-            tokens = Tokens.of(spec, pack, inputs, logps_N.detach(), known_GC)
-            total = total + loss_of(spec, tokens, logps_N, metrics)
-            if spec.entropy_coef:
-                total = total - spec.entropy_coef * entropies_N.sum() / inputs["step_tokens"]
+
+        def loss(pack: Pack, logps_N: Tensor, entropies_N: Tensor) -> Tensor:
             metrics.add("entropy", entropies_N.detach(), 1)
+            value = loss_of(spec, pack, inputs, logps_N, known_GC, metrics)
+            if spec.entropy_coef:
+                value = value - spec.entropy_coef * entropies_N.sum() / inputs["step_tokens"]
+            return value
+
+        options = {"temperature": self.temperature, "trains_entropy": spec.entropy_coef > 0}
+        total = limits.sum_of(self, causal_lm, packs, loss, **options)
         means = metrics.means()
         if (squared := means.pop("is_ratio/squared", 0.0)) > 0:
             means["is_ratio/effective_share"] = means["is_ratio/mean"] ** 2 / squared
         for name, value in means.items():
             cast(Any, self)._metrics["train"][name].append(value)
-        return total if packs else no_loss(model)
+        return no_loss(model) if total is None else total
 
     def _needs_whole_rows(self, packs: Sequence[Pack]) -> bool:
         """Whether tokens are weighed by their whole rollout, and one of them is in several packs: a
@@ -272,51 +262,6 @@ class Trainer(GRPOTrainer):
             return False
         rows = [row for pack in packs for row in pack.rows]
         return len(rows) > len(set(rows))
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What is known of the trained tokens of a pack, (N,) each."""
-
-    logps: Tensor
-    engine_logps: Tensor
-    log_ratios: Tensor
-    """The trainer's log-probability minus the engine's: of the token, or of its whole rollout."""
-    reference_logps: Tensor | None
-    teacher_logps: Tensor | None
-    advantages: Tensor
-    normalizers: Tensor
-    kl_coef: float
-
-    @classmethod
-    def of(
-        cls, spec: RunSpec, pack: Pack, inputs: dict[str, Any], logps_N: Tensor, known_GC: Any
-    ) -> Self:
-        """`known_GC` are the log-probabilities of all rollouts, where `pack` lacks some of one."""
-        mask_GC = inputs["mask"]
-        engine_GC = inputs["engine_logps"]
-        rows_N = pack.places_N // mask_GC.size(1)
-
-        def at_tokens(values_GC: Tensor) -> Tensor:
-            return values_GC.reshape(-1)[pack.places_N]
-
-        log_ratios_N = logps_N - at_tokens(engine_GC)
-        if spec.importance_sampling.startswith("sequence"):
-            if known_GC is None:
-                known_GC = pack.put(engine_GC.to(logps_N.dtype), logps_N)
-            log_ratios_N = ((known_GC - engine_GC) * mask_GC).sum(1)[rows_N]
-        reference_GC = inputs.get("reference_logps")
-        teacher_GC = inputs.get("teacher_logps")
-        return cls(
-            logps_N,
-            at_tokens(engine_GC),
-            log_ratios_N,
-            None if reference_GC is None else at_tokens(reference_GC),
-            None if teacher_GC is None else at_tokens(teacher_GC),
-            at_tokens(inputs["advantages"]),
-            inputs["normalizers"][rows_N],
-            inputs["kl_coef"],
-        )
 
 
 @dataclass
@@ -342,32 +287,47 @@ class Metrics:
 
 def loss_of(
     spec: RunSpec,
-    tokens: Tokens,
+    pack: Pack,
+    inputs: dict[str, Any],
     logps_N: Tensor,  # with a gradient
+    known_GC: Tensor | None,
     metrics: Metrics,
 ) -> Tensor:
-    """The loss of a pack's tokens: weights first, then fixed coefficients times `logps_N`."""
-    difference_N = tokens.logps - tokens.engine_logps
-    ratio_N = tokens.log_ratios.exp()
+    """The loss of a pack's tokens: weights first, then fixed coefficients times `logps_N`.
+    `known_GC` are the log-probabilities of all rollouts, where `pack` lacks some of one."""
+    now_N = logps_N.detach()
+    rows_N = pack.places_N // inputs["mask"].size(1)
+
+    def at_tokens(name: str) -> Tensor:
+        return inputs[name].reshape(-1)[pack.places_N]
+
+    difference_N = now_N - at_tokens("engine_logps")
+    log_ratio_N = difference_N
+    if spec.importance_sampling.startswith("sequence"):
+        engine_GC = inputs["engine_logps"]
+        if known_GC is None:
+            known_GC = pack.put(engine_GC.to(now_N.dtype), now_N)
+        log_ratio_N = ((known_GC - engine_GC) * inputs["mask"]).sum(1)[rows_N]
+    ratio_N = log_ratio_N.exp()
     high = spec.importance_sampling_clip
     weight_N = torch.ones_like(ratio_N)
     if spec.importance_sampling.endswith("truncate"):
         weight_N = ratio_N.clamp(max=high)
     elif spec.importance_sampling.endswith("mask"):
         weight_N = ratio_N.masked_fill(ratio_N > high, 0.0)
-    advantages_N = tokens.advantages
-    if tokens.teacher_logps is not None:
-        behind_N = tokens.teacher_logps - tokens.logps
+    advantages_N = at_tokens("advantages")
+    if "teacher_logps" in inputs:
+        behind_N = at_tokens("teacher_logps") - now_N
         metrics.add("teacher_kl", -behind_N, 1)
         advantages_N = advantages_N * behind_N
     value_N = -advantages_N * weight_N
     slope_N = value_N
-    if tokens.reference_logps is not None:
+    if "reference_logps" in inputs:
         # KL(policy | reference) by the estimator k3: http://joschu.net/blog/kl-approx.html
-        away_N = tokens.reference_logps - tokens.logps
+        away_N = at_tokens("reference_logps") - now_N
         kl_N = away_N.exp() - away_N - 1
-        value_N = value_N + tokens.kl_coef * kl_N
-        slope_N = slope_N + tokens.kl_coef * (1 - away_N.exp())
+        value_N = value_N + inputs["kl_coef"] * kl_N
+        slope_N = slope_N + inputs["kl_coef"] * (1 - away_N.exp())
         metrics.add("kl", kl_N, 1)
     if spec.importance_sampling != "none":
         metrics.add("is_ratio/mean", weight_N, 1)
@@ -377,8 +337,8 @@ def loss_of(
     metrics.add("sampling_kl", difference_N.exp() - 1 - difference_N, 1)
     metrics.add("sampling_logp_difference/mean", difference_N.abs(), 1)
     # The value is the objective's, the gradient that of the coefficients.
-    terms_N = value_N + slope_N * (logps_N - tokens.logps)
-    return (terms_N / tokens.normalizers).sum()
+    terms_N = value_N + slope_N * (logps_N - now_N)
+    return (terms_N / inputs["normalizers"][rows_N]).sum()
 
 
 def normalizers(spec: RunSpec, mask_GC: Tensor, all_tokens: int, max_completion: int) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from worker.lack_of_memory import is_memory_error
+from worker.training.packing import Pack
 
 log = logging.getLogger("worker")
 
@@ -32,6 +33,29 @@ class PackLimits:
         """Tokens of the pack that is computed."""
         self._warn = warn
         self._is_halved = False
+
+    def sum_of(
+        self,
+        trainer: Any,
+        causal_lm: Any,
+        packs: Sequence[Pack],
+        loss: Callable[[Pack, Tensor, Tensor], Tensor],
+        **options: Any,
+    ) -> Tensor | None:
+        """The sum of `loss` of each pack, its log-probabilities and entropies; None without packs.
+        The backward pass of all packs but the last is done: only one pack's activations are alive.
+        """
+        total: Tensor | None = None
+        for pack in packs:
+            if total is not None and total.requires_grad:
+                trainer.accelerator.backward(total)
+                total = total.detach()
+            self.current = pack.tokens
+            with trainer.accelerator.autocast():
+                values = pack.logps(causal_lm, keep_tokens=self.keep_tokens, **options)
+            part = loss(pack, *values)
+            total = part if total is None else total + part
+        return total
 
     def run(self, trainer: Any, compute: Callable[[], Tensor], rewind: Callable[[], int]) -> Tensor:
         """`compute`. If memory runs out, drop the step's gradients so far, halve the packs, and

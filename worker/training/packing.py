@@ -462,7 +462,7 @@ def way_of(causal_lm: Any) -> Way:
     attention with options of its own.
 
     FlashError(invalid_argument) if there is none, or if its logits are no such `Head`."""
-    with _at_rest(causal_lm), _short_window(causal_lm.config.get_text_config()):
+    with at_rest(causal_lm), _short_window(causal_lm.config.get_text_config()):
         pack = _probe(causal_lm)
         expected_NH = _eager_states(causal_lm, pack)
         rounding = torch.finfo(causal_lm.dtype).eps ** 0.5
@@ -500,7 +500,7 @@ def _eager_states(causal_lm: Any, pack: Pack) -> Tensor:
     `Head` does not give the model's logits."""
     states: list[Tensor] = []
     off = 0.0
-    with _eager(causal_lm):
+    with eagerly(causal_lm):
         for completion in pack.completions:
             ids = torch.cat([pack.prompt, completion])[None]
             hidden_TH = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -519,7 +519,7 @@ def _eager_states(causal_lm: Any, pack: Pack) -> Tensor:
 
 
 @contextmanager
-def _eager(causal_lm: Any) -> Generator[None]:
+def eagerly(causal_lm: Any) -> Generator[None]:
     """With transformers' plain attention, where the model looks its attention up."""
     before: str = causal_lm.config._attn_implementation
     if before != ATTENTION:
@@ -547,7 +547,7 @@ def _short_window(config: Any) -> Generator[None]:
 
 
 @contextmanager
-def _at_rest(model: torch.nn.Module) -> Generator[None]:
+def at_rest(model: torch.nn.Module) -> Generator[None]:
     """Without gradients and without dropout, which would draw random numbers."""
     training = model.training
     try:

@@ -38,6 +38,7 @@ from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
+from worker.training.limits import PackLimits
 from worker.training.packing import Pack, Way, packs_of, paths_of
 from worker.training.parallel import Passes, combine, no_loss
 
@@ -139,13 +140,15 @@ class Tuner(SFTTrainer):
     """
 
     way: Way
-    keep_tokens: float
+    limits: PackLimits
     ranks: Ranks
     passes: Passes
 
     def training_step(self, *arguments: Any) -> Any:
         """TRL's, with the gradients and metrics of all ranks: a step is one batch."""
-        loss: Tensor = cast(Any, super()).training_step(*arguments)
+        trl = cast(Any, super())
+        begun = 0 if self.passes.is_shared else 1  # ranks that share the model need each pass
+        loss = self.limits.run(self, lambda: trl.training_step(*arguments), lambda: begun)
         if self.ranks.count == 1:
             return loss
         self.passes.finish()
@@ -173,22 +176,21 @@ class Tuner(SFTTrainer):
         packs: list[Pack] = []
         if len(own):
             rows = ids_BT[own], mask_BT[own], trained_BT[own]
-            packs = packs_of(*rows, self.keep_tokens, way=self.way)
+            limits = self.limits
+            packs = packs_of(*rows, limits.keep_tokens, way=self.way, longest=limits.longest)
         count = trained_BT.sum().clamp(min=1)
         scale = count if num_items_in_batch is None else num_items_in_batch
-        total = torch.zeros((), device=ids_BT.device)
-        entropy = torch.zeros_like(total)
-        for pack in packs:
-            if total.requires_grad:  # only one pack's activations are alive
-                cast(Any, self.accelerator).backward(total)
-                total = total.detach()
-            with self.accelerator.autocast():
-                values_N, entropies_N = pack.logps(causal_lm, 1.0, keep_tokens=self.keep_tokens)
-            total = total - values_N.sum() / scale
-            entropy = entropy + entropies_N.sum() / count
+        entropies = [torch.zeros((), device=ids_BT.device)]
+
+        def loss(pack: Pack, values_N: Tensor, entropies_N: Tensor) -> Tensor:
+            entropies.append(entropies_N.sum())
+            return -values_N.sum() / scale
+
+        total = self.limits.sum_of(self, causal_lm, packs, loss, temperature=1.0)
+        entropy = torch.stack(entropies).sum() / count
         metrics = cast(Any, self)._metrics["train" if model.training else "eval"]
         metrics["entropy"].append(entropy.item() * sharing.count)  # the ranks' mean is logged
-        return total if packs else no_loss(model)
+        return no_loss(model) if total is None else total
 
     def held_out(self) -> Json:
         """{"eval_loss", "time/held_out_s"}; {} without held-out rows."""
@@ -255,7 +257,7 @@ def make_sft_trainer(
     trainer.way = way
     trainer.ranks = ranks
     trainer.passes = Passes(model, ranks)
-    trainer.keep_tokens = keep_tokens
+    trainer.limits = PackLimits(keep_tokens, None, lambda what: writer.event("warning", what))
     return trainer
 
 
@@ -289,21 +291,16 @@ def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
 
 
 def _check(name: str, answer: ChatMessage, before: list[Json], template: ChatTemplate) -> None:
-    """FlashError(dataset_invalid) if no rollout could hold this gold answer; see `_wrong`."""
-    if wrong := _wrong(answer, before, calls=bool(template.tools)):
-        fix = "begin with an answer, and let every answer be text or calls of declared tools"
-        raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
-
-
-def _wrong(answer: ChatMessage, before: list[Json], *, calls: bool) -> str | None:
-    """Why no rollout could hold this gold answer; `before` are the gold's messages before its first
-    answer. `calls`: the task has tools.
-    """
-    if before:
-        return f"the gold begins with a {before[0]['role']} message"
-    if answer.get("tool_calls") and not calls:
-        return "an answer has tool_calls, but the task has no tools"
+    """FlashError(dataset_invalid) if no rollout could hold this gold answer; `before` are the
+    gold's messages before its first answer."""
     content = answer.get("content")
-    if not isinstance(content, str):
-        return f"an answer's content is {content!r:.50}, no string"
-    return None
+    if before:
+        wrong = f"the gold begins with a {before[0]['role']} message"
+    elif answer.get("tool_calls") and not template.tools:
+        wrong = "an answer has tool_calls, but the task has no tools"
+    elif not isinstance(content, str):
+        wrong = f"an answer's content is {content!r:.50}, no string"
+    else:
+        return
+    fix = "begin with an answer, and let every answer be text or calls of declared tools"
+    raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
