@@ -2,7 +2,8 @@
 
 Each act runs where environment code runs, after PRELUDE. It must end with an OSError whose number
 is one of REFUSALS: another exception, such as that of a wrong call, fails its test. An act that
-ends without one has succeeded.
+ends without one has succeeded. The acts are also tried where nothing protects from them: what
+succeeds there must leave the machine as it was.
 
     # tries them and prints what came of each, as JSON
     python tests/acts.py FOLDER '{"SECRET": "/path", ...}' [faults]
@@ -135,7 +136,7 @@ FILES = {
     "its own code": "open('environment.py', 'a')",
     "the code of the sandbox": "open(sys.modules['environments'].__file__, 'a')",
     "a module of Python's": "open(os.__file__, 'a')",
-    "a start-up file of Python": "open(os.path.join(os.path.dirname(os.__file__), 'sitecustomize.py'), 'w')",
+    "a file among Python's modules": "os.close(os.open(os.path.dirname(os.__file__), os.O_TMPFILE | os.O_RDWR))",
     "a disk or the memory of the machine": (
         "for name in ('mem', 'kmsg', 'port', 'vda', 'sda', 'nvme0n1', 'loop-control', 'fuse', 'kvm', 'net/tun'):\n"
         "    if os.path.exists('/dev/' + name): open('/dev/' + name)\n"
@@ -185,9 +186,9 @@ FILES = {
     "the names in the machine's root": (
         "if not {'boot', 'home', 'run', 'var'} & {*os.listdir('/')}: raise OSError(errno.ENOENT, 'none is there')"
     ),
-    "a file in the root": "open('/planted', 'w')",
+    "a file in the root": "os.close(os.open('/', os.O_TMPFILE | os.O_RDWR))",
     "a folder in place of the machine's root": "os.mkdir('/.machine/etc')",
-    "another file in place of a setting": "os.rename(own, '/etc/hosts')",
+    "writing to a setting": "os.close(os.open('/etc/hosts', os.O_WRONLY))",
     "the terminal of the server": "open('/dev/tty', 'w')",
 }
 
@@ -276,6 +277,9 @@ MACHINE = {
     "a queue of calls past the filter": "call('io_uring_setup', 8, bytes(120))",
     "a program for crashes": "write('/proc/sys/kernel/core_pattern', '|/bin/sh')",
     "the magic key": "write('/proc/sysrq-trigger', 'h')",
+    "the firmware's tables": "os.listdir('/sys/firmware')",
+    "the kernel's own debugging": "os.listdir('/sys/kernel/debug')",
+    "the devices of the machine": "os.listdir('/sys/class')",
     "swap": "checked(libc.swapoff(b'/nothing'))",
     "the accounts of processes": "checked(libc.acct(None))",
     "the end of a terminal's session": "call('vhangup')",
@@ -311,6 +315,9 @@ ABSENT = {
     "a disk or the memory of the machine": "ENOENT",
     "a way out of its cgroup": "ENOENT",
     "the magic key": "ENOENT",
+    "the firmware's tables": "ENOENT",
+    "the kernel's own debugging": "ENOENT",
+    "the devices of the machine": "ENOENT",
     "the end of another's process": "ESRCH",
     "a signal through a descriptor's owner": "ESRCH",
     "the tracing of another's process": "ESRCH",
@@ -330,7 +337,6 @@ ABSENT = {
     "a folder outside by a descriptor": "ENOENT",
     "the names in the machine's root": "ENOENT",
     "a folder in place of the machine's root": "ENOENT",
-    "a start-up file of Python": "ENOENT",  # Debian's is a link into /etc
 } | {
     # Nothing of the machine's is in its root but what it may use.
     act: "ENOENT"

@@ -15,9 +15,10 @@ from environments.settings import EnvironmentSettings, read_toml
 
 FILE = "environment.toml"
 SYSTEM = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/proc", "/sys",
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/proc",
+    "/sys/devices/system", "/sys/fs/cgroup", "/sys/kernel/mm",
 )  # fmt: skip
-"""Where installed programs are, and what the kernel tells them."""
+"""Where installed programs are, and what the kernel tells them: processors, memory and limits."""
 READABLE_VARIABLE = "FLASH_READABLE"
 """More folders that environment code may read, separated by colons: data sets too large to push."""
 
