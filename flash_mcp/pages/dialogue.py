@@ -41,16 +41,28 @@ def dialogue(row: Rollout, opening: int) -> Dialogue:
     """The rollout without its first `opening` messages."""
     left_out = max(0, len(row.messages) - opening - MESSAGES)
     start = opening + left_out
-    nodes: list[Node] = []
-    branches = sorted(row.branches, key=lambda branch: branch["after"])
-    for number, message in enumerate(row.messages[start:], start):
-        while branches and branches[0]["after"] <= number:
-            nodes.append(_branch(branches.pop(0)))
-        nodes += nodes_of([message])
-    nodes += map(_branch, branches)
+    nodes = _tree(row.messages[start:], start, 0, row.branches)
     answers = nodes[-1:] if nodes and nodes[-1].role == "assistant" else []
     return Dialogue(nodes[: len(nodes) - len(answers)], answers, left_out)
 
 
-def _branch(branch: Json) -> Node:
-    return Node("branch", messages=nodes_of(branch["messages"][-MESSAGES:]))
+def _tree(
+    messages: Sequence[Json], start: int, conversation: int, branches: Sequence[Json]
+) -> list[Node]:
+    """The messages of a conversation, the first of which has the number `start`; each branch stands
+    where it left, with those that left it.
+    """
+    leaving: list[tuple[int, Node]] = []
+    for number, branch in enumerate(branches[conversation:], conversation + 1):
+        if branch.get("of", 0) == conversation:
+            left_out = max(0, len(branch["messages"]) - MESSAGES)
+            own = branch["messages"][left_out:]
+            inner = _tree(own, branch["after"] + left_out, number, branches)
+            leaving.append((branch["after"], Node("branch", messages=inner)))
+    leaving.sort(key=lambda item: item[0])
+    nodes: list[Node] = []
+    for number, message in enumerate(messages, start):
+        while leaving and leaving[0][0] <= number:
+            nodes.append(leaving.pop(0)[1])
+        nodes += nodes_of([message])
+    return nodes + [node for _, node in leaving]

@@ -182,9 +182,9 @@ class Rollout(Record):
     attempt: int = 0
     messages: list[Json] = field(default_factory=list[Json])
     branches: list[Json] = field(default_factory=list[Json])
-    """Other conversations of an agent, that `messages` does not hold: {"after": N, "turns": T,
-    "messages": [...], "tools": [...]} begins with the first N of `messages`, and has T turns of its
-    own."""
+    """Other conversations of an agent, that `messages` does not hold: {"of": K, "after": N,
+    "turns": T, "messages": [...], "tools": [...]} begins with the first N messages of conversation
+    K, which may be a branch itself, and has T turns of its own."""
     calls: list[Json] = field(default_factory=list[Json])
     """The answered calls of an agent, in order, as worker/rollouts/calls.py describes them.
     Conversation 0 is `messages`, the others are `branches`."""
@@ -245,13 +245,17 @@ class Rollout(Record):
             if not call.get("trained", True):
                 untrained.add(call["conversation"])
         results: list[Self] = []
+        whole = [self.messages]
         for number, part in enumerate([main, *self.branches]):
+            if number:
+                messages: list[Json] = part["messages"]
+                whole.append([*whole[part.get("of", 0)][: part["after"]], *messages])
             if number in untrained:
                 continue
             results.append(
                 dataclasses.replace(
                     self,
-                    messages=self.messages[: part.get("after", 0)] + part["messages"],
+                    messages=whole[number],
                     turns=part["turns"],
                     tools=part.get("tools", self.tools),
                     truncated=number in cut,
@@ -280,6 +284,8 @@ class Rollout(Record):
         shown = [*self.messages]
         for branch in self.branches:
             begins = f"after the first {branch['after']} messages" if branch["after"] else "anew"
+            if of := branch.get("of"):
+                begins += f" of branch {of}"
             shown.append({"role": "branch", "content": f"Another conversation began {begins}:"})
             shown += branch["messages"]
         return shown

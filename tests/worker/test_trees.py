@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from flash_mcp.pages.dialogue import Node, dialogue
 from tests.worker.test_grpo import (
     GROUPS,
     MAX_COMPLETION,
@@ -114,14 +115,29 @@ def test_a_tree_holds_each_token_once_and_each_call_exactly(fp32_model: Path) ->
             assert any(path[: len(ids)] == ids for path in found)
         assert sum(branch["turns"] for branch in row.branches) == len(calls) - len(calls[-1].line)
         assert row.messages == calls[-1].transcript.messages
-        for branch in row.branches:
-            whole = row.messages[: branch["after"]] + branch["messages"]
-            assert any(call.transcript.messages == whole for call in calls)
+        whole = whole_conversations(row)
+        for number, branch in enumerate(row.branches, 1):
+            assert any(call.transcript.messages == whole[number] for call in calls)
+            # No message that an earlier conversation has is there again.
+            begins = whole[number][: branch["after"] + 1]
+            assert not branch["messages"] or all(other[: len(begins)] != begins for other in whole[:number])
+
+
+def whole_conversations(record: Any) -> list[Any]:
+    whole = [record.messages]
+    for branch in record.branches:
+        whole.append(whole[branch["of"]][: branch["after"]] + branch["messages"])
+    return whole
+
+
+def depth(nodes: list[Node]) -> int:
+    return max((1 + depth(node.messages) for node in nodes if node.role == "branch"), default=0)
 
 
 def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_model: Path) -> None:
     template = ChatTemplate(AutoTokenizer.from_pretrained(fp32_model))
     rng = random.Random(2)
+    deepest = 0
     for _ in range(50):
         calls = make_calls(template, rng, "question")
         rollout = Rollout(Task("train", 0, 0, 0, 0), "t", merged(calls), turns=len(calls))
@@ -132,6 +148,14 @@ def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_m
         assert record.answers == [message["content"] for message in record.messages[start::2]]
         shown = [message["role"] for message in record.shown_messages]
         assert shown.count("branch") == len(record.branches)
+        depths = [0]
+        for branch in record.branches:
+            depths.append(depths[branch["of"]] + 1)
+        deepest = max(deepest, *depths)
+        page = dialogue(record, 0)
+        assert depth(page.before + page.answer) == max(depths)
+        for part, messages in zip(record.conversations, whole_conversations(record), strict=True):
+            assert part.messages == messages
         assert len(shown) == len(record.messages) + sum(1 + len(branch["messages"]) for branch in record.branches)
         talks = record.conversations
         assert [call["number"] for call in record.calls] == [call.number for call in calls]
@@ -141,3 +165,4 @@ def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_m
             assert talk.messages == calls[own[-1]["number"]].transcript.messages
         assert sum(talk.turns for talk in talks) == len(calls)
         assert sum(call["completion_tokens"] for call in record.calls) == record.completion_tokens
+    assert deepest > 1

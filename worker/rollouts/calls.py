@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from environments.agents.calls import NO_OPTIONS, CallOptions
 from worker.rollouts.transcript import Json, Transcript
@@ -123,8 +124,7 @@ class _Row:
             if other.parent is not call.parent:
                 continue
             theirs = [self.ids[place] for place in places[: other.shown]]
-            pairs = zip(theirs, shown, strict=False)
-            same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            same = _shared_beginning(theirs, shown)
             if same > len(best):
                 best = places[:same]
         return [*best]
@@ -135,17 +135,25 @@ def _branches(calls: Sequence[Call], main: Call, places: dict[int, int]) -> Iter
     is of; calls of new ones are added.
     """
     continued = {call.parent.number for call in calls if call.parent}
+    earlier = [main.transcript.messages]
     for call in calls:
         if call.number in places or call.number in continued:
             continue
         messages = call.transcript.messages
-        pairs = zip(messages, main.transcript.messages, strict=False)
-        after = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        shared = [_shared_beginning(messages, other) for other in earlier]
+        after = max(shared)
+        earlier.append(messages)
         own = [item.number for item in call.line if item.number not in places]
         places.update(dict.fromkeys(own, max(places.values()) + 1))
         yield {
+            "of": shared.index(after),
             "after": after,
             "turns": len(own),
             "messages": messages[after:],
             "tools": call.transcript.template.tools,
         }
+
+
+def _shared_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
+    pairs = zip(one, other, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
