@@ -136,7 +136,7 @@ def recordings(arguments: Arguments) -> None:
     for line in filter(matches, recording.answers()):
         question = shorten(text_of(line["messages"][-1]), QUESTION_CHARACTERS)
         shown = {name: line.get(name) for name in ("id", "user", "rating")}
-        rows.insert(0, {"time": utc(line.get("time", 0.0)), **shown, "asked": question})
+        rows.insert(0, {"time": utc(line.get("time", 0.0)), **shown, "question": question})
     answer(arguments, rows, "\n".join(render_all(rows, "")) if rows else "nothing matches")
 
 

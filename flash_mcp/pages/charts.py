@@ -163,7 +163,7 @@ def chart(title: str, lines: Sequence[Series]) -> Chart:
         values += series.reach
     low = min(values)
     # An axis from zero is honest; where it would flatten the line, it is not used.
-    if low < 0.5 * max(values):
+    if low < 0.5 * max(values) or low == max(values):
         low = min(0.0, low)
     ticks = _ticks(low, max(values))
     x = Axis(min(steps), max(steps), Chart.left, Chart.right)

@@ -98,7 +98,7 @@ class Dataset(ResultModel):
     """Conversations held back to measure the loss on them."""
     environment: str
     """NAME@DIGEST of the environment of its attempts."""
-    made: str
+    created: str
     """UTC."""
 
 
@@ -462,7 +462,7 @@ def _datasets(store: Store) -> list[Dataset]:
             rows=dataset.manifest["counts"]["train_rows"],
             holdout=dataset.manifest["counts"]["holdout_rows"],
             environment="{name}@{digest}".format(**dataset.manifest["environment"]),
-            made=utc(dataset.made),
+            created=utc(dataset.made),
         )
         for dataset in datasets.newest_first(store.base)
     ]

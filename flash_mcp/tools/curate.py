@@ -46,9 +46,9 @@ class Example(ResultModel):
     """With run_id and step: what the rollouts tool shows whole."""
     reward: Rounded | None = None
     """Absent where nobody rated what was recorded."""
-    asked: str
+    question: str
     """The last message of its prompt, shortened."""
-    answered: str
+    answer: str
     """The model's last answer, shortened."""
 
 
@@ -354,8 +354,8 @@ def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
         step=attempt.step,
         index=attempt.index,
         reward=attempt.reward if attempt.is_scored else None,
-        asked=shorten(question, EXAMPLE_CHARACTERS),
-        answered=shorten(attempt.answers[-1], EXAMPLE_CHARACTERS),
+        question=shorten(question, EXAMPLE_CHARACTERS),
+        answer=shorten(attempt.answers[-1], EXAMPLE_CHARACTERS),
     )
 
 

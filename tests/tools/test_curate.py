@@ -132,8 +132,8 @@ async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Cl
     body = await curated(client, runs=[run.id], filter="solved and pass@2 > 0", dry_run=True)
     counts = body["counts"]
     assert (counts["attempts"], counts["tasks"], counts["sometimes_solved"], counts["train_rows"]) == (16, 8, 8, 8)
-    assert body["examples"][0]["asked"].startswith("Say ")
-    assert re.fullmatch(r"\d!", body["examples"][0]["answered"])
+    assert body["examples"][0]["question"].startswith("Say ")
+    assert re.fullmatch(r"\d!", body["examples"][0]["answer"])
     assert "dataset" not in body
     assert not datasets_dir().exists()
 
