@@ -1,13 +1,15 @@
 """The whole loop as an agent plays it, with its calls and the tokens of their results counted:
-dates (300 train and 100 eval tasks), base -> sft -> grpo -> compare -> export of the best.
+base -> sft -> grpo -> compare -> export of the best. There are two tasks of 300 train and 100 eval
+rows: dates, and JSON from a sentence.
 
     scripts/loop --only dates
+    scripts/loop --only json
 
 Nothing is chosen by looking at the outcome: docs/loop.md holds what came out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,13 @@ from flash_mcp.protocol.spec import DEFAULT_MODEL
 
 Json = dict[str, Any]
 FOLDER = Path(__file__).with_name("dates_environment")
-MOST_CALLS = 30
-MOST_TOKENS = 10_000
+JSON_FOLDER = Path(__file__).with_name("json_environment")
+ABOUT = {
+    "dates": "Write a date as year-month-day; 300 train and 100 eval tasks.",
+    "json": "Write what a sentence says as JSON; 300 train and 100 eval tasks.",
+}
+MOST_CALLS = 24
+MOST_TOKENS = 6_000
 
 
 @dataclass(frozen=True)
@@ -41,28 +48,33 @@ PLAN = Plan(
     {"steps": 24, "batch_size": 8, "save_every": 12, "eval_before": True, **ADAPTER},
     {"steps": 10, "batch_size": 4, "group_size": 8, "save_every": 5, **ADAPTER},
 )
+JSON_PLAN = replace(PLAN, common={**PLAN.common, "max_tokens": 32})
 
 
-async def play(session: Session, plan: Plan = PLAN, model: str | None = None) -> Json:
-    """{"calls", "tokens", "by_tool", "table", "best", "export", "seconds"}."""
+async def play(
+    session: Session, plan: Plan = PLAN, model: str | None = None, folder: Path = FOLDER
+) -> Json:
+    """{"task", "calls", "tokens", "by_tool", "table", "best", "export", "seconds"}."""
+    name = folder.name.partition("_")[0]
     base: Json = {"model": model} if model else {}
     with session.timed("all"):
         await session.call("catalog", kind="models")
-        await session.call("env_test", folder=str(FOLDER))
-        pushed = await session.call("env_push", folder=str(FOLDER), name="dates")
+        await session.call("env_test", folder=str(folder))
+        pushed = await session.call("env_push", folder=str(folder), name=name)
         common: Json = {"environment": pushed["environment"], **plan.common, **base}
         wanted: Json = {"algorithm": "sft", **common, **plan.sft}
         await session.call("train", **wanted, validate_only=True)
-        sft = await _trained(session, "sft", wanted)
+        sft = await _trained(session, f"{name} sft", wanted)
         wanted = {**common, **plan.grpo, "init_from_adapter": sft}
         await session.call("train", **wanted, validate_only=True, sample=True)
-        grpo = await _trained(session, "grpo", wanted)
+        grpo = await _trained(session, f"{name} grpo", wanted)
         await session.call("rollouts", run_id=grpo, limit=3, max_characters=1500)
         found = await session.call("compare", base=f"{sft}@0", other=sft, more=[grpo], flips=1)
         best: Json = max(found["table"][1:], key=lambda row: row["success"])
         with session.timed("export"):
             export = await _exported(session, f"{best['run_id']}@{best['step']}", plan.export)
     return {
+        "task": name,
         "calls": len(session.results),
         "tokens": sum(tokens for _, tokens in counted(session)),
         "by_tool": _by_tool(session),
@@ -75,8 +87,8 @@ async def play(session: Session, plan: Plan = PLAN, model: str | None = None) ->
 
 async def _trained(session: Session, name: str, wanted: Json) -> str:
     """The run's id, once it has succeeded."""
-    with session.timed(name):
-        run_id = str((await session.call("train", **wanted, name=f"dates {name}"))["run_id"])
+    with session.timed(name.rpartition(" ")[2]):
+        run_id = str((await session.call("train", **wanted, name=name))["run_id"])
         found: Json = {}
         while found.get("state", "queued") in ACTIVE:
             body = await session.call("status", run_id=run_id, until="end")
@@ -110,7 +122,7 @@ def _by_tool(session: Session) -> dict[str, tuple[int, int]]:
 
 def markdown(found: Json) -> str:
     """The figures as the tables of docs/loop.md."""
-    lines = ["## dates", "", "Write a date as year-month-day; 300 train and 100 eval tasks.", ""]
+    lines = [f"## {found['task']}", "", ABOUT[found["task"]], ""]
     lines += ["| tool | calls | tokens of results |", "|---|---|---|"]
     lines += [
         f"| `{tool}` | {calls} | {tokens:,} |" for tool, (calls, tokens) in found["by_tool"].items()

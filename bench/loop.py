@@ -230,6 +230,10 @@ async def run(console: Console, names: list[str], model: str | None, seeds: int 
     if names == ["dates"]:
         async with connected(console) as session:
             return {"dates": await dates.play(session, model=model)}
+    if names == ["json"]:
+        async with connected(console) as session:
+            played = await dates.play(session, dates.JSON_PLAN, model, dates.JSON_FOLDER)
+            return {"json": played}
     if names == ["rows"]:
         with tempfile.TemporaryDirectory(prefix="flash-rows-") as folder:
             async with connected(console) as session:
@@ -248,7 +252,8 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", choices=[*TASKS, "dates", "rows", "bare"], help="this task alone")
+    choices = [*TASKS, *dates.ABOUT, "rows", "bare"]
+    parser.add_argument("--only", choices=choices, help="this task alone")
     parser.add_argument("--seeds", type=int, default=1, help="with --only bare: runs a task")
     parser.add_argument("--model", help="base model (default: the catalog's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
@@ -262,7 +267,8 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.markdown:
-        own = {"bare": bare.markdown, "dates": dates.markdown, "rows": rows.markdown}
+        own = {"bare": bare.markdown, "rows": rows.markdown}
+        own |= dict.fromkeys(dates.ABOUT, dates.markdown)
         pages = [own[name](value) for name, value in figures.items() if name in own]
         options.markdown.write_text("".join(pages) or markdown(figures))
     console.print(f"\n{(time.monotonic() - started) / 60:.1f} minutes in all")

@@ -63,7 +63,8 @@ def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path
 
 
 @pytest.mark.long
-def test_an_agent_plays_the_loop_of_dates_within_its_calls_and_tokens(tiny_model: Path, flash_home: Path) -> None:
+@pytest.mark.parametrize("folder", [dates.FOLDER, dates.JSON_FOLDER], ids=lambda folder: folder.name)
+def test_an_agent_plays_the_loop_within_its_calls_and_tokens(folder: Path, tiny_model: Path, flash_home: Path) -> None:
     plan = Plan(
         {"max_tokens": 8, "eval_after": True, "eval_examples": 20},
         {"steps": 3, "eval_before": True, **SHORT},
@@ -73,7 +74,7 @@ def test_an_agent_plays_the_loop_of_dates_within_its_calls_and_tokens(tiny_model
 
     async def loop() -> Json:
         async with connected(Console(file=io.StringIO())) as session:
-            return await dates.play(session, plan, str(tiny_model))
+            return await dates.play(session, plan, str(tiny_model), folder)
 
     found = anyio.run(loop)
     assert found["calls"] <= dates.MOST_CALLS and found["tokens"] <= dates.MOST_TOKENS

@@ -300,10 +300,15 @@ class TrainingSession(Session[RunSpec]):
             self.heartbeat.enter("train")
 
     def _planned(self, step: int, most: int) -> int:
-        if deadline := self.deadline:
-            most = self.ranks.from_first(lambda: deadline.steps(step, most, time.monotonic()))
-            self.heartbeat.steps = most
-        return most
+        deadline = self.deadline
+        if deadline is None:
+            return most
+        planned = self.ranks.from_first(lambda: deadline.steps(step, most, time.monotonic()))
+        self.heartbeat.steps = planned
+        if planned == step < most:
+            what = f"finish_by={self.spec.finish_by}: step {step} is the last, of up to {most}"
+            self.writer.event("deadline", what)
+        return planned
 
 
 def last_begun(spec: RunSpec, step: int) -> int:

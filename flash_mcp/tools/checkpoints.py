@@ -193,6 +193,8 @@ async def checkpoints(
         await run_sync(exporter.check_quota, store, size_bytes)
         await run_sync(exporter.start)
     result.export = await _exported(exporter)
+    if result.export.state == "running":
+        result.checkpoints = []
     result.next = f"the same call again waits for {result.export.folder}"
     if result.export.state == "ready":
         result.next = f"take {result.export.folder}: README.md there is its model card"

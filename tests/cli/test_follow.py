@@ -21,7 +21,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
-from tests.samples import evaluate, finished_run, learn, queued_run, read_in, started_run, supervised
+from tests.samples import evaluate, finished_run, learn, push_echo, queued_run, read_in, started_run, supervised
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,23 @@ def test_wait_ends_with_the_runs_own_exit_code(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["run"]["state"] == state
     assert captured.err == ""
+
+
+def test_follow_of_seeds_follows_each_and_ends_with_the_worst_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    push_echo(tmp_path)
+    seeds = ["train", "--environment", "echo", "--seeds", "[1, 2]", "--idempotency-key", "seeds"]
+    with supervised():
+        assert main.main(seeds) == 0
+        for state in ("succeeded", "failed"):
+            run = queue.claim(open_store())
+            queue.finish(open_store(), run.id, run.attempt, state)
+        capsys.readouterr()
+        assert main.main([*seeds, "--follow"]) == 3
+    captured = capsys.readouterr()
+    assert [line.partition(":")[0] for line in captured.err.splitlines() if "seed" in line] == ["seed 1", "seed 2"]
+    assert "succeeded" in captured.out and "failed" in captured.out
 
 
 def test_logs_print_what_comes_after_what_was_printed_until_the_run_has_ended(
