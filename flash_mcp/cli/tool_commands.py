@@ -6,6 +6,7 @@ import argparse
 import functools
 import inspect
 import json
+import math
 import sys
 import tomllib
 import types
@@ -256,7 +257,7 @@ def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:
     from pydantic import ValidationError  # noqa: PLC0415
 
     from flash_mcp.protocol.spec import explain  # noqa: PLC0415
-    from flash_mcp.tools.shared.tool_base import check_arguments, listen  # noqa: PLC0415
+    from flash_mcp.tools.shared.tool_base import allow, check_arguments, listen  # noqa: PLC0415
 
     check_arguments(tool, arguments)
     if missing := [_flag(name) for name in tool.required if name not in arguments]:
@@ -274,6 +275,8 @@ def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:
 
     async def run() -> BaseModel:
         listen(_show_progress)
+        if tool.name == "env_test":
+            allow(math.inf)  # what outlasts this process ends with it
         return cast("BaseModel", await tool.function(**values))
 
     return follow.run(run)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,7 +65,7 @@ from flash_mcp.tools.shared.preflight import (
     sample_groups,
 )
 from flash_mcp.tools.shared.source_texts import folder_texts
-from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
 from flash_mcp.tools.shared.truncation import shorten
 
 LOAD_TIMEOUT_S = 25.0
@@ -73,6 +75,8 @@ CALL_TIMEOUT_S = 15.0
 SLOW_OPENING_S = 12.0
 """Less than CALL_TIMEOUT_S: then the opening is left out."""
 TEST_DEADLINE_S = 38.0
+_under_way: dict[str, asyncio.Task[GateReport]] = {}
+"""Checks that outlast the calls that began them."""
 HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
 
@@ -326,13 +330,14 @@ async def env_test(
         subject = _Subject(what, known_as, path, environment_args, values, call_timeout_s)
         if answers is not None:
             return await _scored(subject, answers, task_id)
-        result = await _checked(subject, time_s, max_tokens, _checks(accept or []))
+        reference = environment or folder or ""
+        result = await _at_last(reference, subject, time_s, max_tokens, _checks(accept or []))
         if hunt and result.splits:
             result.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
-        await run_sync(_keep, subject, result, hunt)
+            await run_sync(_keep, subject, result, True)
         if model is not None and result.passed:
-            deadline = started + SAMPLE_LIMIT_S
-            sample = await _sampled(model, environment, path, result, arguments, deadline)
+            ends = started + SAMPLE_LIMIT_S
+            sample = await _sampled(model, environment, path, result, arguments, ends)
         if hunt and sample and sample.scores:
             result.probes.append(await run_sync(_best_of_n, sample))
     trainable = environment or (folder if folder and references.files_of(folder) else None)
@@ -375,12 +380,35 @@ def _checks(names: list[str]) -> list[str]:
     return names
 
 
+async def _at_last(
+    reference: str, subject: _Subject, time_s: float, max_tokens: int | None, accepted: list[str]
+) -> GateReport:
+    """The report of checks that may outlast the call. They go on, and the same call joins them."""
+    checking = partial(_checked, subject, time_s, max_tokens, accepted)
+    # Generated files are gone after the call.
+    if time_s <= longest_wait_s() or references.files_of(reference):
+        return await checking()
+    digest = ""
+    with contextlib.suppress(FlashError):  # a folder that cannot be pushed has none
+        digest = await run_sync(lambda: digest_of_files(folder_files(subject.path)))
+    key = repr((caller().owner, digest, checking.args))
+    if key not in _under_way:
+        _under_way[key] = asyncio.create_task(checking())
+    task = _under_way[key]
+    await asyncio.wait((task,), timeout=longest_wait_s())
+    if not task.done():
+        fix = "call env_test again with the same arguments: it waits for them"
+        raise FlashError("not_ready", "the checks go on after this call", fix=fix)
+    _under_way.pop(key, None)
+    return task.result()
+
+
 async def _checked(
     subject: _Subject, time_s: float, max_tokens: int | None, accepted: list[str]
 ) -> GateReport:
     await report("checking the environment in child processes")
     try:
-        return await gate.check(
+        result = await gate.check(
             subject.path,
             known_as=subject.known_as,
             args=subject.args,
@@ -394,6 +422,8 @@ async def _checked(
         )
     except EnvironmentFault as fault:
         raise as_flash_error(fault, subject.what, "env_test again") from fault
+    await run_sync(_keep, subject, result, False)
+    return result
 
 
 @contextlib.asynccontextmanager

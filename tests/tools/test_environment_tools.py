@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.tools import environments
 from flash_mcp.tools.environments import env_push, env_test
-from flash_mcp.tools.shared import playbook
+from flash_mcp.tools.shared import playbook, tool_base
+from tests.calls import call as call_here
 from tests.calls import call_over as call
-from tests.calls import refusal
+from tests.calls import refusal, refused
 from tests.folders import allow, environment_folder
 
 pytestmark = pytest.mark.anyio
@@ -447,6 +450,29 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(clie
     assert (await call(client, "env_test", folder=str(folder), time_s=600))["passed"]
     pushed = await call(client, "env_push", name="task", folder=str(folder))
     assert pushed["gate"] == "failed: hunt"
+
+
+async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_verdict(
+    flash_home: Path, tmp_path: Path
+) -> None:
+    folder = environment_folder(tmp_path, "class Sample(Addition): pass")
+    tool_base.allow(tool_base.ANSWER_S)
+    error = await refused("env_test", folder=str(folder), time_s=600)
+    assert (error.code, "same arguments" in error.fix) == ("not_ready", True)
+    (checks,) = environments._under_way.values()
+    tool_base.allow(600.0)
+    tested = await call_here("env_test", folder=str(folder), time_s=600)
+    assert checks.done() and not environments._under_way
+    assert tested["seconds"] == round(checks.result().seconds, 2) and tested["train_tasks"] == 6
+    # Other options are another test.
+    tool_base.allow(tool_base.ANSWER_S)
+    await refused("env_test", folder=str(folder), time_s=601)
+    (other,) = environments._under_way.values()
+    assert other is not checks
+    other.cancel()
+    with suppress(asyncio.CancelledError):
+        await other
+    environments._under_way.clear()
 
 
 async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tmp_path: Path) -> None:
