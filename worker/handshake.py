@@ -244,7 +244,6 @@ def check_effect(engine: VllmEngine, adapter: Path, tokenizer: Any) -> None:
 
 
 def _sampled(engine: VllmEngine, prompt: Sequence[int]) -> list[tuple[int, float]]:
-    """Greedy tokens and their log-probabilities."""
     engine.submit("handshake", prompt[-PROMPT_TOKENS:], Sampling(TOKENS, temperature=0.0))
     sampled: list[tuple[int, float]] = []
     while engine.unfinished():

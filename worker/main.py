@@ -145,7 +145,6 @@ def _receive_secrets(run_id: str, token: str, writer: RunWriter, heartbeat: Hear
 
 
 def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
-    """Train or evaluate; the last step."""
     if "serve" in job:
         return _serve(job, writer, heartbeat)
     spec = stored_spec(job["spec"])

@@ -30,6 +30,10 @@ def prepare_process() -> None:
     """Set what torch and vLLM read when they are imported."""
     for name, value in PROCESS_SETTINGS.items():
         os.environ.setdefault(name, value)
+    # Groups differ in length, and fixed segments of a card's memory would leave holes. Not for an
+    # engine on several cards: vLLM's own all-reduce cannot share such memory.
+    if "," not in os.environ.get(CARDS, ""):
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # One GPU: with several, the trainer would spread its batch over them and ask for as many times
     # the rollouts.
     os.environ[CARDS] = os.environ.get(CARDS, "0").split(",")[0]

@@ -152,7 +152,6 @@ class Session(Generic[S]):
                 runner.run(host.stop())
 
     def open_gateway(self) -> None:
-        """Let programs outside play the rollouts."""
         if self.spec.target != LOCAL_TARGET or self.ranks.count > 1:
             what = "agents reach a gateway only on the server's machine, and on one GPU"
             raise FlashError("invalid_argument", what, fix='use target="local" and gpus=1')
@@ -165,7 +164,6 @@ class Session(Generic[S]):
 
     @property
     def _sequences(self) -> int:
-        """Conversations that the engine advances at once."""
         return sequences_of(self._at_once)
 
     def start_engine(self) -> tuple[VllmEngine, scheduler.Generator]:
@@ -225,7 +223,6 @@ class Session(Generic[S]):
         return self.ranks.is_first or not self.model.is_shared
 
     def own(self, items: Sequence[T]) -> list[T]:
-        """The items whose rollouts this rank makes."""
         if self.model.is_shared:
             return list(items) if self.has_engine else []
         return self.ranks.mine(items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
@@ -73,7 +74,6 @@ class TrainingSession(Session[RunSpec]):
         self._steps_ahead = StepsAhead(lambda step: self.collecting(self._tasks(step), self.limits))
 
     def resume(self, step: int, folder: Path) -> None:
-        """Go on from the checkpoint of `step`."""
         self.resumed_at = self.reporter.saved_step = step
         if self._choice:
             self._choice.load(folder)
@@ -130,7 +130,7 @@ class TrainingSession(Session[RunSpec]):
         rollouts = self.wait(self._steps_ahead.take(step, last_begun(spec, step)))
         every = self._from_all(rollouts)
         if self._choice:
-            every = self._refilled(step, every, self._choice.copy())
+            every = self._refilled(step, every, copy.deepcopy(self._choice))
         if self.ranks.is_first:
             self._report_rollouts(step, every, time.monotonic() - started, sync_s)
         self.heartbeat.enter("train")

@@ -66,7 +66,6 @@ class Listing:
 
 
 def overview(store: Store, live: str, listing: Listing) -> str:
-    """The runs of one kind, and what else there is."""
     choice = (listing.kind, listing.state, listing.contains, listing.order)
     runs = store.listed_runs(*choice, RUNS + 1, listing.page * RUNS)
     return render(

@@ -137,7 +137,6 @@ class FlashError(Exception):
         return text + quoted(self.wrote)
 
     def to_dict(self) -> dict[str, Any]:
-        """The error as JSON, for result.N.json and the store."""
         body = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
         if self.wrote:
             return body | {"wrote": self.wrote}

@@ -43,7 +43,6 @@ class Record:
         return cls(**{name: fields[name] for name in names if name in fields})
 
     def fields(self) -> Json:
-        """The inverse of `of`."""
         return dict(vars(self))
 
 
@@ -112,7 +111,6 @@ class Run(Record):
 
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Self:
-        """The run of a stored row."""
         return super().from_row({**fields, "spec": stored_spec(fields["spec"])})
 
     @property

@@ -107,7 +107,6 @@ class Storage:
         return "/".join((self.root, *parts))
 
     def address(self, name: str) -> str:
-        """A file's or folder's path or URL."""
         if self.is_local:
             return self.path(name)
         return f"{self.url.rstrip('/')}/{name}"
@@ -137,7 +136,6 @@ class Storage:
             self._look.listing = None
 
     def names(self, *parts: str) -> list[str]:
-        """The names of what a folder holds."""
         if self._look.listing is not None:
             return list(self._look.listing.get("/".join(parts), {}))
         path = self.path(*parts)

@@ -76,7 +76,6 @@ def create(
 
 
 def made(store: Store) -> list[Token]:
-    """Every token that was ever made, oldest first."""
     return cast("list[Token]", store.query(f"SELECT {_COLUMNS} FROM tokens ORDER BY created"))
 
 

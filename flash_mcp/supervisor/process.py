@@ -159,7 +159,6 @@ class LockOwner:
         return same and os.path.realpath(base / LOCK) in files
 
     def kill(self, base: Path) -> None:
-        """End that very process at once."""
         with suppress(ProcessLookupError):
             descriptor = os.pidfd_open(self.pid)
             try:

@@ -18,6 +18,7 @@ import pytest
 from flash_mcp.cli import doctor
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record, devices_in_use
 from flash_mcp.tools.shared.waiting import obstacles
@@ -279,3 +280,17 @@ def test_the_doctor_says_who_uses_a_gpu(folder: Path, tmp_path: Path, monkeypatc
     level, _, fix = check()
     assert level == "warning"
     assert "FLASH_DEVICE_LOCKS" in fix
+
+
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bbbb)
+  MIG 3g.40gb     Device  0: (UUID: MIG-1111)
+  MIG 3g.40gb     Device  1: (UUID: MIG-2222)
+GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-cccc)
+"""
+
+
+def test_a_card_that_is_split_is_named_by_its_instances(folder: Path) -> None:
+    (folder.parent / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n")
+    assert devices.ids() == ["0", "MIG-1111", "MIG-2222", "2"]
+    assert devices.names_of(["MIG-2222"]) == ["MIG-2222"]

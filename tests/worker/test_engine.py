@@ -28,7 +28,9 @@ from tests.model_rows import make_model
 from tests.tiny import CHATML
 from tests.virtual import FakeHost
 from worker.adapter import save_adapter
+from worker.capacity import kv_cache_bytes
 from worker.engine.vllm import LORA_RANKS, UTILIZATION, Sync, VllmEngine, room_for_rank
+from worker.model_files import config_of
 from worker.rollouts import transcript
 from worker.rollouts.scheduler import Finished, Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate, trained
@@ -626,7 +628,12 @@ def test_a_server_takes_the_card_with_the_most_free_memory(
     # vLLM starts only where this share of the card is free, whatever size the cache is given.
     assert float(command[command.index("--gpu-memory-utilization") + 1]) == UTILIZATION
     assert "--enforce-eager" not in command and "--worker-cls" not in command
-    assert 0 < int(command[command.index("--kv-cache-memory-bytes") + 1]) <= 5 * 2**30
+    cache, at_once = (
+        int(command[command.index(f"--{name}") + 1]) for name in ("kv-cache-memory-bytes", "max-num-seqs")
+    )
+    assert 0 < cache <= 5 * 2**30
+    one = kv_cache_bytes(config_of(tiny_model), int(command[command.index("--max-model-len") + 1]) // 4, 1, 0)
+    assert at_once == min(256, cache // one) > 8, "as many as the cache has room for"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ from worker.process import CARDS, MODEL_FOLDER
 
 MAX_LENGTH = 8192
 SEQUENCES = 8
+"""On the CPU the cache has room for so many conversations of full length."""
+MOST_SEQUENCES = 256
+SHORTER = 4
+"""Conversations are taken to have 1/SHORTER of their full length: those that get longer wait for
+others to end."""
 WEIGHTS_SHARE = 0.85
 """Of the free memory of a card that weights may take; the rest is for the cache and the process."""
 
@@ -73,7 +78,7 @@ def server_command(
     """
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
-    from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
+    from worker.capacity import KV_BLOCK_TOKENS  # noqa: PLC0415
     from worker.engine import vllm as engine  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
@@ -83,7 +88,6 @@ def server_command(
         "host": "127.0.0.1",
         "port": port,
         "max-model-len": length,
-        "max-num-seqs": SEQUENCES,
         "max-lora-rank": engine.room_for_rank(lora_rank),
         "max-loras": 2,
         "max-cpu-loras": 16,
@@ -113,7 +117,7 @@ def server_command(
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
     _add_template(model, flags, options)
     # A bounded cache: a run may train on the same card, now or later.
-    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES, shards=cards)
+    options |= _cache(model, config, length, cards)
     if cards > 1:
         check_shape(config, cards)
         options["tensor-parallel-size"] = cards
@@ -121,6 +125,19 @@ def server_command(
     for name, value in {**options, **(more or {})}.items():
         command += [f"--{name}", str(value)]
     return command
+
+
+def _cache(model: Path, config: Any, length: int, cards: int) -> dict[str, int]:
+    """The size of the cache, and the conversations that are answered at once."""
+    import torch  # noqa: PLC0415
+
+    from worker.capacity import engine_cache_bytes, kv_cache_bytes  # noqa: PLC0415
+
+    whole = MOST_SEQUENCES // SHORTER if torch.cuda.is_available() else SEQUENCES
+    cache = engine_cache_bytes(model, length, whole, shards=cards)
+    one = kv_cache_bytes(config, length // SHORTER, 1, 0, shards=cards)
+    at_once = max(SEQUENCES, min(cache // one, MOST_SEQUENCES))
+    return {"kv-cache-memory-bytes": cache, "max-num-seqs": at_once}
 
 
 def _add_template(model: Path, flags: list[str], options: dict[str, Any]) -> None:

@@ -180,7 +180,6 @@ class VllmEngine:
             self._sampled.pop(request_id, None)
 
     def unfinished(self) -> int:
-        """The number of requests that the engine still holds."""
         return self._engine.get_num_unfinished_requests()
 
     def load_policy(self, policy: PeftModel, number: int = 0, *, mid_turn: bool = False) -> None:

@@ -155,7 +155,6 @@ class Rollout:
 
     @property
     def has_turn_rewards(self) -> bool:
-        """Whether the environment rewarded a turn."""
         return any(reward is not None for _, reward in self.turn_rewards)
 
     def packed(self) -> Json:

@@ -11,14 +11,12 @@ moves. A step draws different tasks, by weights 0.8 u / (sum of u) + 0.2 / (numb
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import random
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
 
 FORGETTING = 0.7
 FLOOR = 0.2
@@ -68,9 +66,6 @@ class TaskChoice:
         """Whether every reward so far was 0 or 1."""
         self._solved: dict[int, list[float]] = {}
         self._taught: dict[int, list[float]] = {}
-
-    def copy(self) -> Self:
-        return copy.deepcopy(self)
 
     def draw(
         self, step: int, count: int, *, turn: int = 0, without: Collection[int] = ()

@@ -226,7 +226,6 @@ class Trainer(GRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """A group's part of the step's loss."""
         spec = self._spec
         # Without advantage, KL and entropy a group's gradient is zero.
         if not (inputs["kl_coef"] or spec.entropy_coef or inputs["advantages"].any()):
@@ -409,11 +408,8 @@ def turn_advantages(group: Sequence[Rollout], spec: RunSpec) -> list[Turns]:
             returns.append(reward - earned if turn < len(rollout.turn_rewards) else math.nan)
         reached = [row for row, value in enumerate(returns) if not math.isnan(value)]
         if len(reached) == 1:
-            (row,) = reached
-            values = [*rewards[:row], returns[row], *rewards[row + 1 :]]
-            values = relative(values, spec.loss_type)
-        else:
-            values = relative(returns, spec.loss_type)
+            returns = [*rewards[: reached[0]], returns[reached[0]], *rewards[reached[0] + 1 :]]
+        values = relative(returns, spec.loss_type)
         for row in reached:
             turns[row].append((group[row].turn_rewards[turn][0], values[row]))
     return turns

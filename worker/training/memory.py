@@ -88,7 +88,6 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Completions that are computed together."""
         # Imported here: this module is also used by a server of models, which needs no trainer.
         from worker.training.packing import pack_limit  # noqa: PLC0415
 
@@ -100,7 +99,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward and backward pass."""
         prompts = self.rows if self.way == "rows" else 1
         return prompts * self.prompt + self.rows * self.completion
 

@@ -96,7 +96,6 @@ def with_adapter(base: Any, rank: int, alpha: int, **options: Any) -> PeftModel:
 
 
 def adapted_layers(base: Any) -> list[str]:
-    """The names of the linear layers that get an adapter."""
     decoder = base.get_decoder()
     head = base.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()}

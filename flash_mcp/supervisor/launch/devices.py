@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -37,7 +38,6 @@ class Driver:
 
 
 def devices() -> list[Device]:
-    """The GPUs, if any, and then the processor."""
     return [*gpus(), processor()]
 
 
@@ -79,6 +79,20 @@ def names_of(cards: Sequence[str]) -> list[str]:
     return [uuids.get(card, card) for card in cards]
 
 
+def ids() -> list[str]:
+    """What CUDA calls each GPU: its number, or the UUIDs of its instances where it is split (MIG):
+    the number alone would be the first of them."""
+    names: list[str] = []
+    for line in _output(["-L"], 30.0):
+        if card := re.match(r"GPU (\d+):", line):
+            names.append(card[1])
+        elif instance := re.search(r"\(UUID: (MIG-[^)]+)\)", line):
+            if names and names[-1].isdigit():
+                names.pop()
+            names.append(instance[1])
+    return names
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """580.65.06 as (580, 65, 6); empty where it is not known."""
     parts = version.split(".")
@@ -88,14 +102,17 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def ask(query: str, timeout_s: float) -> list[str]:
-    """The lines of nvidia-smi, one for each GPU; none where it is missing or fails."""
+    """One line for each GPU; none where nvidia-smi is missing or fails."""
+    return _output([f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
+
+
+def _output(arguments: list[str], timeout_s: float) -> list[str]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    arguments = [command, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            arguments, capture_output=True, text=True, timeout=timeout_s, check=True
+            [command, *arguments], capture_output=True, text=True, timeout=timeout_s, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []

@@ -21,7 +21,7 @@ from pathlib import Path
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
-from flash_mcp.supervisor.launch.devices import ask, free_memory, installed, names_of
+from flash_mcp.supervisor.launch.devices import free_memory, ids, installed, names_of
 
 DEVICES = "devices.json"
 SIGNAL_TIMEOUT_S = 10.0
@@ -321,4 +321,4 @@ def find_gpus() -> list[str]:
         return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
-    return ask("index", 30.0)
+    return ids()

@@ -72,7 +72,6 @@ class MemoryNeed:
         )
 
     def warning(self) -> str | None:
-        """What to consider if it may not fit."""
         if not self.fits:
             return f"the model cannot fit this machine: {self}; use a smaller one"
         if self.all_gib > self.device.free_gib:

@@ -51,7 +51,6 @@ class DiskNeed:
         raise FlashError("disk_full", what, fix=fix)
 
     def warning(self) -> str | None:
-        """What to consider if it may not fit."""
         if self.free >= self.total:
             return None
         return f"the disk may fill up: {self}; raise save_every or lower keep_checkpoints"

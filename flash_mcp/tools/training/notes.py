@@ -27,7 +27,6 @@ NOISY_ROLLOUTS = 16
 
 
 def notes_on(plan: Plan) -> list[str]:
-    """What the caller should consider before the run."""
     notes = [*_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
     notes += [*_of_machine(plan), *_of_gate(plan)]
     if twin := plan.inputs.twin:
