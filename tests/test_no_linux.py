@@ -69,4 +69,5 @@ async def test_it_serves_and_refuses_foreign_code_until_the_operator_trusts_it(
         refused = text_of(await client.call_tool("env_test", {"folder": folder}))
         assert "environment_unprotected" in refused and "freebsd14" in refused
         allow(flash_home, "without_file_protection = true")
-        assert '"name":"loads","passed":true' in text_of(await client.call_tool("env_test", {"folder": folder}))
+        tried = text_of(await client.call_tool("env_test", {"folder": folder}))
+        assert '"train_tasks":6' in tried and "freebsd14 has no Landlock" in tried
