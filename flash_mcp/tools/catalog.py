@@ -37,7 +37,6 @@ Kind = Literal[
     "ledger",
     "whoami",
 ]
-UNMEASURED = "unmeasured"
 LOOKED_AT = 50
 """Newest runs among which one with measured steps is looked for."""
 
@@ -164,15 +163,6 @@ class Spent(ResultModel):
     cost: str | None = None
 
 
-class Quotas(ResultModel):
-    """What the caller has taken, and may take."""
-
-    queued_runs: str
-    environments: str
-    requests_per_minute: int
-    cost_per_day: float | None = None
-
-
 class Whoami(ResultModel):
     """The caller."""
 
@@ -183,8 +173,8 @@ class Whoami(ResultModel):
     secrets: list[str] | None = None
     """Variables of the server that `secrets` may name; absent: any."""
     targets: list[str]
-    quotas: Quotas | None = None
-    """Absent for the local owner, who has none."""
+    quotas: dict[str, str] | None = None
+    """What the caller has taken, and may take; absent for the local owner, who has none."""
 
 
 Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent | Whoami
@@ -368,7 +358,7 @@ def _steps_text(steps: Steps, model: str | None = None, target: str | None = Non
             measured.append(f"{place}: {text}")
         if target == place:
             measured.append(f"{name}: {text}")
-    return "; ".join(measured) or UNMEASURED
+    return "; ".join(measured) or "unmeasured"
 
 
 def _devices(store: Store) -> list[Device]:
@@ -387,12 +377,15 @@ def _whoami(store: Store) -> list[Whoami]:
     if not who.is_local:
         queued = store.query("SELECT count(*) AS n FROM runs WHERE state = 'queued'")[0]["n"]
         stored = store.query("SELECT coalesce(sum(size_bytes), 0) AS n FROM environments")[0]["n"]
-        answer.quotas = Quotas(
-            queued_runs=f"{queued} of {who.limits.queued_runs}",
-            environments=f"{in_words(stored)} of {in_words(store.environment_limit())}",
-            requests_per_minute=who.limits.requests_per_minute,
-            cost_per_day=costs.price_of_hour(store.base).owner_per_day or None,
-        )
+        limit = in_words(store.environment_limit())
+        answer.quotas = {
+            "queued_runs": f"{queued} of {who.limits.queued_runs}",
+            "environments": f"{in_words(stored)} of {limit}",
+            "requests_per_minute": str(who.limits.requests_per_minute),
+        }
+        price = costs.price_of_hour(store.base)
+        if price.owner_per_day:
+            answer.quotas["cost_per_day"] = f"{price.owner_per_day:g} {price.currency}".strip()
     return [answer]
 
 
