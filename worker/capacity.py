@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from worker.model_files import config_of, has_state, head_size
+from worker.process import usage
 
 MIB = 2**20
 GIB = 2**30
@@ -123,8 +124,11 @@ def capacity_bytes() -> int:
 
 
 def used_gib() -> dict[str, float]:
-    """What is in use now, by all processes: of the machine's memory, and of the card's."""
-    values = {"system/memory_gib": psutil.virtual_memory().used / 2**30}
+    """What is in use now, by all processes: of the machine's memory, and of the card's; and how
+    busy they were since the last call.
+    """
+    values = usage()
+    values["system/memory_gib"] = psutil.virtual_memory().used / 2**30
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         values["system/card_gib"] = (total - free) / 2**30

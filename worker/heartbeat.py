@@ -10,11 +10,14 @@ from collections.abc import Callable
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_writer import RunWriter
+from worker.process import sample_cards
 
 log = logging.getLogger("worker")
 BEAT_EVERY_S = 2.0
 BEAT_TO_STORE_EVERY_S = 6.0
 """Each heartbeat to an object store is two requests, and every second one looks for a cancel."""
+BEATS_PER_SAMPLE = 5
+"""Each sample of how busy the cards are starts nvidia-smi."""
 
 
 class Cancelled(Exception):
@@ -86,10 +89,14 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         is_last = looks_for_cancel = False
+        beats = 0
         while not is_last:
             # Short runs too say how many steps they had.
             is_last = self._stopped.wait(self._every_s)
             try:
+                beats += 1
+                if beats % BEATS_PER_SAMPLE == 0:
+                    sample_cards()
                 progress = self.progress + self.elsewhere()
                 self.writer.beat(self.step, self.shown, progress, self.steps)
                 looks_for_cancel = self.writer.folder.is_local or not looks_for_cancel

@@ -28,6 +28,7 @@ from typing import IO
 import psutil
 
 from environments.sandbox.kernel import die_with_parent
+from flash_mcp.protocol.device_locks import nvidia_smi
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import use_own_home
 from flash_mcp.protocol.packages import missing_packages
@@ -122,12 +123,8 @@ def _reaches(host: str) -> bool:
 
 def _devices() -> list[str]:
     """GPUs as nvidia-smi names them, and the processors."""
-    results = [f"{len(os.sched_getaffinity(0))} CPUs"]
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        results = [*process.stdout.splitlines(), *results]
-    return results
+    cards = nvidia_smi(["--query-gpu=name,memory.total", "--format=csv,noheader"], 30.0)
+    return [*cards, f"{len(os.sched_getaffinity(0))} CPUs"]
 
 
 def _cards(devices: Sequence[str]) -> Json:

@@ -1,10 +1,15 @@
-"""What a process sets before it imports torch and vLLM."""
+"""What a process sets before it imports torch and vLLM, and how busy it and its cards are."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
+
+import psutil
+
+from flash_mcp.protocol.device_locks import nvidia_smi
 
 MODEL_FOLDER = "FLASH_MODEL_FOLDER"
 """The variable with the folder of the base model that a server serves."""
@@ -39,3 +44,35 @@ def prepare_process() -> None:
     os.environ[CARDS] = os.environ.get(CARDS, "0").split(",")[0]
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+_card_shares: list[float] = []
+"""Of the samples since the last step."""
+_before = (time.monotonic(), time.process_time())
+
+
+def sample_cards() -> None:
+    """Note how busy this process's cards are now."""
+    cards = os.environ.get(CARDS)
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    lines = nvidia_smi([*query, f"--id={cards}"] if cards else query, 5.0)
+    busy = [float(line) / 100 for line in lines if line.isdigit()]
+    if busy:
+        _card_shares.append(sum(busy) / len(busy))
+
+
+def usage() -> dict[str, float]:
+    """Since the last call: the mean share of the cards' time that was used, and the processors that
+    this process kept busy. And its memory now.
+    """
+    global _before
+    began, busy_s = _before
+    _before = (time.monotonic(), time.process_time())
+    values = {
+        "system/processors": (_before[1] - busy_s) / max(_before[0] - began, 1e-3),
+        "system/process_gib": psutil.Process().memory_info().rss / 2**30,
+    }
+    if _card_shares:
+        values["system/card_share"] = sum(_card_shares) / len(_card_shares)
+        _card_shares.clear()
+    return values

@@ -32,7 +32,12 @@ CHARTS: dict[str, dict[str, str]] = {
     },
     "Gradient norm": {"grad_norm": "before clipping"},
     "Tokens a second": {"engine/tokens_per_s": "written by the engine"},
-    "Memory, GiB": {"system/memory_gib": "used on the machine", "system/card_gib": "on the card"},
+    "Memory, GiB": {
+        "system/memory_gib": "used on the machine",
+        "system/process_gib": "by the worker",
+        "system/card_gib": "on the card",
+    },
+    "Utilization of the card": {"system/card_share": "share of the time"},
     "Seconds": {"time/step_s": "step", "time/rollout_s": "rollouts", "time/train_s": "training"},
 }
 PARTS = 6

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+from flash_mcp.protocol.device_locks import nvidia_smi
 
 QUERY = "name,memory.total,memory.free,utilization.gpu"
 
@@ -83,7 +83,7 @@ def ids() -> list[str]:
     """What CUDA calls each GPU: its number, or the UUIDs of its instances where it is split (MIG):
     the number alone would be the first of them."""
     names: list[str] = []
-    for line in _output(["-L"], 30.0):
+    for line in nvidia_smi(["-L"], 30.0):
         if card := re.match(r"GPU (\d+):", line):
             names.append(card[1])
         elif instance := re.search(r"\(UUID: (MIG-[^)]+)\)", line):
@@ -103,20 +103,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def ask(query: str, timeout_s: float) -> list[str]:
     """One line for each GPU; none where nvidia-smi is missing or fails."""
-    return _output([f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
-
-
-def _output(arguments: list[str], timeout_s: float) -> list[str]:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    try:
-        done = subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
+    return nvidia_smi([f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
 
 
 def installed(package: str) -> str | None:
