@@ -36,10 +36,14 @@ SERVER = """
 import logging, sys, threading, time
 from moto.moto_server import threaded_moto_server
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
+from moto.core.utils import utcnow
+from moto.s3.models import S3Backend
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 put, one_at_a_time = S3Response.put_object, threading.Lock()
+listed = S3Backend.list_objects
+EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 
 
 def put_object(self):
@@ -47,18 +51,32 @@ def put_object(self):
         return put(self)
 
 
+def list_objects(*arguments, **named):
+    keys, *rest = listed(*arguments, **named)
+    now = utcnow()
+    return [key for key in keys if (now - key.last_modified).total_seconds() >= Counting.lag], *rest
+
+
 class Counting(DomainDispatcherApplication):
     requests = 0
-    delay_s = 0.0
+    delay = rate = lag = expired = 0.0
 
     def __call__(self, environ, start_response):
         Counting.requests += 1
-        time.sleep(Counting.delay_s)
-        return super().__call__(environ, start_response)
+        time.sleep(Counting.delay)
+        if Counting.expired:
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [EXPIRED]
+        answer = super().__call__(environ, start_response)
+        if Counting.rate:
+            answer = list(answer)
+            time.sleep((int(environ.get("CONTENT_LENGTH") or 0) + sum(map(len, answer))) / Counting.rate)
+        return answer
 
 
 threaded_moto_server.DomainDispatcherApplication = Counting
 S3Response.put_object = put_object
+S3Backend.list_objects = list_objects
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 for line in sys.stdin:
     if line == "start\\n":
@@ -66,8 +84,9 @@ for line in sys.stdin:
         server.start()
     elif line == "stop\\n":
         server.stop()
-    elif line.startswith("delay"):
-        Counting.delay_s = float(line.split()[1])
+    elif " " in line:
+        name, value = line.split()
+        setattr(Counting, name, float(value))
     print(Counting.requests, flush=True)
 """
 
@@ -122,6 +141,16 @@ class ObjectStore:
     def delay(self, seconds: float) -> None:
         """Let each answer take so much longer from now on."""
         self._tell(f"delay {seconds}")
+
+    @contextmanager
+    def faulty(self, kind: str, value: float = 1.0) -> Generator[None]:
+        """Within, it refuses all keys (`expired`), carries so many bytes a second for each request
+        (`rate`), or its lists lack what is younger than so many seconds (`lag`)."""
+        self._tell(f"{kind} {value}")
+        try:
+            yield
+        finally:
+            self._tell(f"{kind} 0")
 
     @contextmanager
     def away(self) -> Generator[None]:

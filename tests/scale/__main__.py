@@ -29,7 +29,7 @@ from flash_mcp.supervisor import keeper
 from tests.scale import checks, rehearsal, simulation
 from tests.scale.overhead import measure
 from tests.scale.rehearsal import ENGINES, Rehearsal
-from tests.scale.strikes import TARGET, Runs, Strikes, plan, shown
+from tests.scale.strikes import TARGETS, Runs, Strikes, plan, shown
 
 PARTS = ("checks", "overhead", "faults")
 FAULTS_S = 3600.0
@@ -93,14 +93,16 @@ class Session:
     def strike(self, made: Rehearsal, number: int, faults: int, seed: int) -> None:
         """Runs under random faults, until all have ended."""
         began = time.monotonic()
-        made.add_target(TARGET, quick=True)
+        for target in TARGETS:
+            made.add_target(target, quick=True)
         runs = Runs(made, number)
-        strikes = Strikes(made, plan(seed, faults), number, seed, self.say)
+        strikes = Strikes(made, plan(self.engine, seed, faults), number, seed, self.say)
         ended_bar = self.progress.add_task("runs under faults", total=number)
         struck_bar = self.progress.add_task("faults", total=faults)
         strikes.start()
         while time.monotonic() - began < FAULTS_S:
             strikes.mend()
+            runs.use_tools()
             ended = strikes.ended = runs.note_ended()
             self.progress.update(ended_bar, completed=ended)
             struck = sum(fault.struck for fault in strikes.faults)
@@ -117,6 +119,7 @@ class Session:
             self.rows.append(Row(shown(self.engine, kind), 0.0, f"{count}"))
         row = Row(f"{number} runs under these faults", round(time.monotonic() - began, 1))
         row.seen = f"{ended} ended, {runs.attempts()} attempts, {len(found)} with defects"
+        row.seen += f", tools within {runs.tool_s:.2f} s"
         row.defects = [f"{name}: {'; '.join(wrong)}" for name, wrong in found.items()]
         self.rows.append(row)
 

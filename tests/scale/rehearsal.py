@@ -81,6 +81,7 @@ class Rehearsal:
         self.files.mkdir(BUCKET)
         self.store = Store(self.home)
         self.model = folder / "hidden" / "tiny"
+        self.node_disk = folder / "node-disk"
         self.keys = folder / "keys.sh"
         lines = [f"{name}={shlex.quote(each)}" for name, each in objects.environment.items()]
         self.keys.write_text("\n".join(lines))
@@ -112,6 +113,8 @@ class Rehearsal:
         words = ["--engine", self.engine, "--storage", self.storage, "--python", sys.executable]
         words += ["--home", str(self.folder / "node"), "--env-file", str(self.keys)]
         words += ["--env", f"PYTHONPATH={path}", "--env", "OMP_NUM_THREADS=1", "--slots", "2"]
+        if quick:
+            words += ["--env", f"TMPDIR={self.node_disk}"]
         if isinstance(self.cluster, ray_cluster.Cluster):
             words += ["--address", self.cluster.address]
             words += ["--token-file", str(self.cluster.token_file)]
@@ -162,6 +165,18 @@ class Rehearsal:
                 found.append(process)
         return found
 
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """No space is left where quick attempts have their temporary files."""
+        filler = self.node_disk / "filler"
+        try:
+            with suppress(OSError), filler.open("wb", buffering=0) as stream:
+                while True:
+                    stream.write(bytes(1 << 20))
+            yield
+        finally:
+            filler.unlink(missing_ok=True)
+
     def end_behind_our_back(self, run: Run) -> None:
         """As a user of the engine may: flash-mcp does not know."""
         if isinstance(self.cluster, slurm.Cluster):
@@ -190,6 +205,10 @@ def running(engine: str) -> Generator[Rehearsal]:
         cleanup.callback(_restore, before)
         nodes = slurm.NODES if engine == "slurm" else ("other",)
         net = cleanup.enter_context(network.running(nodes))
+        disk = folder / "node-disk"
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk], check=True)
+        cleanup.callback(subprocess.run, ["umount", "--lazy", disk], check=False)
         cluster = cleanup.enter_context(_cluster(engine, hidden, net))
         objects = ObjectStore(net.address)
         cleanup.callback(objects.end)

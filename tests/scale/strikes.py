@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +17,14 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.supervisor.process import LockOwner
+from flash_mcp.tools.shared.run_view import report_on
 from tests.crash import defects_of, seen_in
 from tests.scale.rehearsal import Rehearsal
 from tests.slurm import Cluster as Slurm
 
-KINDS = ("worker", "wrapper", "minder", "node", "controller", "supervisor", "link", "store", "cancel")  # fmt: skip
+KINDS = ("worker", "wrapper", "minder", "node", "controller", "supervisor", "link", "store", "cancel", "disk",
+         "keys", "slow", "lag", "drain")  # fmt: skip
+ONLY_SLURM = ("drain",)
 NAMES = {
     "slurm": {"minder": "slurmstepd", "node": "slurmd", "controller": "slurmctld"},
     "ray": {"minder": "job supervisor", "node": "raylet", "controller": "gcs_server"},
@@ -35,15 +39,27 @@ SHOWN = {
     "supervisor": "supervisor killed",
     "link": "link of a node cut for 40 s",
     "store": "store frozen for 60 s",
-    "cancel": "job cancelled behind our back",
+    "cancel": "job cancelled behind our back, and let go on",
+    "disk": "disk of the nodes full for 20 s",
+    "keys": "keys of the store expired for 240 s",
+    "slow": "store at 200 kB/s for 60 s",
+    "lag": "lists of the store 10 s late for 60 s",
+    "drain": "nodes drained for 40 s",
 }
-TARGET = "quick"
+TARGETS = ("quick", "near")
+"""They share a cluster, and each has runs."""
 STEPS = 15
 PAUSE_S = 4.0
 """The longest between the end of a fault and the next."""
 DOWN_S = 15.0
 CUT_S = 40.0
 FROZEN_S = 60.0
+FULL_S = 20.0
+EXPIRED_S = 240.0
+BYTES_PER_S = 200_000.0
+LAG_S = 10.0
+MOST_TOOL_S = 2.0
+"""No tool may take longer, whatever a target does."""
 OUTLIVE_S = 120.0
 """How long a process may need to see that its attempt was replaced."""
 
@@ -59,10 +75,11 @@ class Strike:
     struck: bool = False
 
 
-def plan(seed: int, number: int) -> list[Strike]:
+def plan(engine: str, seed: int, number: int) -> list[Strike]:
     """So many faults, of each kind about as many, in random order."""
     chance = random.Random(seed)
-    kinds = [KINDS[place % len(KINDS)] for place in range(number)]
+    possible = [kind for kind in KINDS if engine == "slurm" or kind not in ONLY_SLURM]
+    kinds = [possible[place % len(possible)] for place in range(number)]
     chance.shuffle(kinds)
     return [Strike(kind, round(chance.uniform(0, PAUSE_S), 2)) for kind in kinds]
 
@@ -100,13 +117,18 @@ class Strikes(threading.Thread):
         self.rehearsal.store.close()
 
     def mend(self) -> None:
-        """Start again what was killed, once it was down for long enough."""
+        """Start again what was killed, once it was down for long enough, and let runs go on whose
+        jobs were cancelled.
+        """
         if time.monotonic() >= self._down_until:
             self.rehearsal.cluster.mend()
+        for run in self.rehearsal.store.runs(limit=1000):
+            if queue.is_held(run):
+                queue.release(self.rehearsal.store, run.id)
 
     def _strike(self, kind: str) -> bool:
         """Whether there was a victim."""
-        taken = self.rehearsal.store.taken_runs(TARGET)
+        taken = [run for target in TARGETS for run in self.rehearsal.store.taken_runs(target)]
         running = [run for run in taken if run.state == "running" and run.handle]
         if not running or time.monotonic() < self._down_until:
             return False
@@ -121,6 +143,11 @@ class Strikes(threading.Thread):
             "link": lambda _: self._cut(),
             "store": lambda _: self._freeze(),
             "cancel": self.rehearsal.end_behind_our_back,
+            "disk": lambda _: self._fill(),
+            "keys": lambda _: self._spoil("expired", 1.0, EXPIRED_S),
+            "slow": lambda _: self._spoil("rate", BYTES_PER_S, FROZEN_S),
+            "lag": lambda _: self._spoil("lag", LAG_S, FROZEN_S),
+            "drain": lambda _: self._drain(),
         }
         step = self.rehearsal.store.run(run.id).step
         acts[kind](run)
@@ -165,6 +192,20 @@ class Strikes(threading.Thread):
         with self.rehearsal.objects.frozen():
             self.over.wait(FROZEN_S)
 
+    def _spoil(self, kind: str, value: float, seconds: float) -> None:
+        with self.rehearsal.objects.faulty(kind, value):
+            self.over.wait(seconds)
+
+    def _fill(self) -> None:
+        with self.rehearsal.full_disk():
+            self.over.wait(FULL_S)
+
+    def _drain(self) -> None:
+        nodes = ["scontrol", "update", f"NodeName={','.join(self.rehearsal.network.addresses)}"]
+        subprocess.run([*nodes, "State=DRAIN", "Reason=maintenance"], check=True, timeout=30)
+        self.over.wait(CUT_S)
+        subprocess.run([*nodes, "State=RESUME"], check=True, timeout=30)
+
 
 class Runs:
     """Quick runs on the target, and what each had committed when it ended."""
@@ -173,11 +214,23 @@ class Runs:
         self.rehearsal = rehearsal
         self.store = rehearsal.store
         environment = self.store.environment("vowels")
-        spec = {"environment": "vowels", "target": TARGET, "steps": STEPS, "save_every": 1,
+        spec = {"environment": "vowels", "steps": STEPS, "save_every": 1,
                 "keep_checkpoints": 100, "max_attempts": 20}  # fmt: skip
-        resolved = resolve(RunSpec.model_validate(spec))
-        self.ids = [queue.enqueue(self.store, resolved, environment)[0].id for _ in range(number)]
+        self.ids: list[str] = []
+        for place in range(number):
+            target = TARGETS[place % len(TARGETS)]
+            resolved = resolve(RunSpec.model_validate({**spec, "target": target}))
+            self.ids.append(queue.enqueue(self.store, resolved, environment)[0].id)
         self.committed: dict[str, list[object]] = {}
+        self.tool_s = 0.0
+        """The longest that a tool took: to list runs, to show one, and to note something on it."""
+
+    def use_tools(self) -> None:
+        began = time.monotonic()
+        self.store.runs()
+        run = report_on(self.store, self.ids[0]).view
+        queue.label(self.store, self.store.run(run.run_id), queue.Label(note=f"at {began:.0f}"))
+        self.tool_s = max(self.tool_s, time.monotonic() - began)
 
     def note_ended(self) -> int:
         """Keep what runs that have ended since left; how many have ended."""
@@ -193,12 +246,17 @@ class Runs:
         while (left := processes("worker.main")) and time.monotonic() < deadline:
             time.sleep(0.5)
         found = {"processes": [f"outlived its run: {process.cmdline()}" for process in left]}
+        if self.tool_s > MOST_TOOL_S:
+            found["tools"] = [f"one took {self.tool_s:.1f} s"]
         for run_id in self.ids:
             run = self.store.run(run_id)
             if run.ended is None:
                 found[run_id] = [f"has not ended: {run.state}, attempt {run.attempt}, {run.error}"]
                 continue
             found[run_id] = defects_of(self.store, run, STEPS, is_quick=True)
+            for event in self.store.events(run_id):
+                if (event.data.get("error") or {}).get("code") == "stalled":
+                    found[run_id].append(f"an attempt was ended that worked: {event.message}")
             if seen_in(RunFolder(run.folder)) != self.committed[run_id]:
                 found[run_id].append("its folder changed after its end")
             epochs = [row.epoch for row in self.store.metrics(run_id)]
