@@ -190,7 +190,10 @@ def _with_artifacts(job: Json, heartbeat: Heartbeat) -> Json:
         return job
     heartbeat.enter("artifacts")
     cache = machine_directory() / "artifacts"
-    job = placed(job, Artifacts(storage["url"], patience_s=PATIENCE_S), cache)
+    try:
+        job = placed(job, Artifacts(storage["url"], patience_s=PATIENCE_S), cache)
+    except OSError as error:
+        raise disk_error(error, cache) from error
     trim(cache, storage["cache_bytes"])
     return job
 
@@ -234,7 +237,7 @@ def _explain(error: BaseException, phase: str) -> FlashError:
     if any(words in str(error) for words in _NO_SPACE):
         error = OSError(errno.ENOSPC, str(error))
     if isinstance(error, OSError):
-        full = disk_error(error, Path(tempfile.gettempdir()))
+        full = disk_error(error, error.filename or Path(tempfile.gettempdir()))
         if isinstance(full, FlashError):
             return full
     if isinstance(error, ModuleNotFoundError):

@@ -12,12 +12,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
+from flash_mcp.protocol.base_models import commit_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
-from worker.engine.fetch import commit_of, ensure, log_progress
+from worker.engine.fetch import ensure, log_progress
 from worker.engine.vllm import WAYS, Sync, can_share, default_sync
 from worker.heartbeat import Heartbeat
 from worker.model_files import check_shape, config_of, end_ids, has_state
@@ -90,7 +91,7 @@ def load_model(
         return str(folder)
 
     path = Path(ranks.from_first(fetch))
-    if commit := commit_of(path):
+    if commit := commit_of(path) or pinned:  # the server may have sent its files
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)

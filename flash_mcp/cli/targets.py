@@ -43,6 +43,8 @@ def add(arguments: Arguments) -> None:
     result = None if arguments.unproved else _prove(arguments.name, settings, arguments.wait_s)
     if result and _shows_cards(settings):
         settings = settings.model_copy(update={"cards": Cards(**result["cards"])})
+    if result and not result.get("reaches_hub"):
+        settings = settings.model_copy(update={"models": "server"})
     # Last: a target that could not run the job is not written.
     write_target(home(), arguments.name, settings)
     body = {"target": arguments.name, "file": str(home() / FILE), **(result or {})}
@@ -115,7 +117,6 @@ def _value(text: str) -> Any:
 
 ENGINES = get_args(Engine)
 SETUPS = ("path", "image", "uv")
-PACKAGES = ("install", "node")
 TARGET = option("name", "name of the target, as train's target", "NAME")
 WAIT = option("--wait-s", "seconds for the job (default 120)", "S", type=float, default=120.0)
 COMMANDS: dict[str, Command | Group] = {
@@ -134,7 +135,6 @@ COMMANDS: dict[str, Command | Group] = {
                     option("--engine", "slurm, ray or sky", choices=ENGINES, required=True),
                     option("--storage", "URL, or a folder that all nodes share", required=True),
                     option("--setup", "how nodes get flash-mcp: path, image, uv", choices=SETUPS),
-                    option("--packages", "with uv: install or node", choices=PACKAGES),
                     option("--python", "interpreter on the nodes", "COMMAND"),
                     option("--home", "FLASH_HOME on the nodes (default: of each its own)", "DIR"),
                     option("--ssh", "host that has the engine's commands", "HOST"),

@@ -141,6 +141,7 @@ docs/models.md."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SIZE = re.compile(r"(?<![\w.])(?:E|A)?(\d+(?:\.\d+)?)([BM])(?![a-z\d])", re.IGNORECASE)
 _UNITS = {"M": 1e6, "B": 1e9}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _PINNED = re.compile(r"(?P<name>[^@]+)@(?P<commit>[0-9a-f]{40})")
 
 
@@ -188,6 +189,12 @@ def unpinned(name: str) -> tuple[str, str | None]:
     if named := _PINNED.fullmatch(name):
         return (named["name"], named["commit"])
     return (name, None)
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a model that was fetched from the hub; None for any other folder."""
+    is_snapshot = folder.parent.name == "snapshots"
+    return folder.name if is_snapshot and _COMMIT.fullmatch(folder.name) else None
 
 
 def parameters_in_name(name: str) -> float | None:

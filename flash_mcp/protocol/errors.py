@@ -11,6 +11,7 @@ import difflib
 import errno
 import functools
 import logging
+import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -65,7 +66,7 @@ CODES: dict[str, str] = {
     "out_of_memory": "the machine or the device ran out of memory",
     "in_use": "other runs or deployments depend on it",
     "diverged": "a gradient was infinite or not a number",
-    "disk_full": "the disk of the state directory is full",
+    "disk_full": "the disk of the state directory, or of a target's node, is full",
     "idempotency_conflict": "the idempotency key was used before with different arguments",
     "run_finished": "the run has already ended",
     "export_unsupported": "the model cannot be written in that form",
@@ -76,6 +77,7 @@ CODES: dict[str, str] = {
     "engine_missing": "the packages for training are not installed",
     "hub_unreachable": "the source of a model that has to be fetched cannot be reached",
     "worker_failed": "an attempt of the run ended without a result",
+    "held": "somebody ended an attempt by the commands of its engine; the run waits for a decision",
     "preempted": "the target ended an attempt, or let it wait too long, for reasons of its own",
     "unknown_target": "targets.toml has no target of that name",
     "targets_invalid": "targets.toml cannot be read, or has a wrong name or value",
@@ -218,7 +220,11 @@ def disk_error(error: OSError, path: str | Path) -> FlashError | OSError:
     if error.errno in FULL:
         what = "no space is left on the disk"
         fix = "free space there, or set FLASH_HOME to a folder on another disk; runs resume"
-        return FlashError("disk_full", what, path=path, fix=fix)
+        values: dict[str, Any] = {"path": path}
+        if "FLASH_MACHINE" in os.environ:  # a target's node
+            values["host"] = os.environ["FLASH_MACHINE"]
+            fix = "free space on that node, or exclude it by the target's options"
+        return FlashError("disk_full", what, **values, fix=fix)
     return error
 
 

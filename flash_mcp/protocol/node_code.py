@@ -39,8 +39,6 @@ class Order(TypedDict):
     """Path or URL of an archive with the wheel and files of pins."""
     digest: str
     """The archive's sha256."""
-    own_packages: bool
-    """Whether the interpreter has the packages that flash-mcp needs; else uv installs them."""
     log: str
     """Path or URL of the file that is told what went wrong."""
 
@@ -90,9 +88,8 @@ def use_own_home() -> None:
 def _command(order: Order) -> list[str]:
     use_own_home()
     extra = "gpu" if shutil.which("nvidia-smi") else "cpu"
-    kind = "code" if order["own_packages"] else extra
     caches = Path(os.environ["FLASH_HOME"], "machines", os.environ["FLASH_MACHINE"])
-    folder = caches / "code" / f"{order['digest'][:16]}-{kind}"
+    folder = caches / "code" / f"{order['digest'][:16]}-{extra}"
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = folder.with_suffix(".lock").open("a+")
     os.set_inheritable(lock.fileno(), True)  # held until the module has ended
@@ -100,18 +97,13 @@ def _command(order: Order) -> list[str]:
     def install() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         _unpack(order, folder)
-        _install(folder, extra, own_packages=order["own_packages"])
+        _install(folder, extra)
         (folder / READY).touch()
 
     locks.make_once(lock.fileno(), (folder / READY).exists, install)
     os.utime(folder.with_suffix(".lock"))
     _clear(folder)
-    if not order["own_packages"]:
-        return [str(folder / "venv" / "bin" / "python"), "-P"]
-    before = os.environ.get("PYTHONPATH")
-    paths = [str(folder / "packages"), *([before] if before else [])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    return [sys.executable, "-P"]
+    return [str(folder / "venv" / "bin" / "python"), "-P"]
 
 
 def _unpack(order: Order, folder: Path) -> None:
@@ -123,15 +115,9 @@ def _unpack(order: Order, folder: Path) -> None:
         archive.extractall(folder, filter="data")
 
 
-def _install(folder: Path, extra: str, *, own_packages: bool) -> None:
-    """With uv: the wheel alone, or an environment with all that it needs."""
+def _install(folder: Path, extra: str) -> None:
+    """An environment with the wheel and all that it needs, by uv."""
     wheel = next(folder.glob("*.whl"))
-    if own_packages:
-        python = ["--python", sys.executable]
-        _uv(
-            "pip", "install", *python, "--no-deps", "--target", str(folder / "packages"), str(wheel)
-        )
-        return
     _uv("venv", "--python", sys.executable, str(folder / "venv"))
     python = ["--python", str(folder / "venv" / "bin" / "python")]
     options = ["--overrides", str(folder / "overrides.txt")]

@@ -216,6 +216,8 @@ class ProbeFile(File):
     reaches_hub: NotRequired[bool]
     free_gib: NotRequired[Number]
     """On the disk of its temporary files."""
+    list_lag_s: NotRequired[Number]
+    """After what the node had written, a list of the storage showed it here."""
 
 
 class StoredJob(File):

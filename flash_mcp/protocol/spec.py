@@ -77,6 +77,10 @@ def _of_recipe(name: str) -> Callable[[dict[str, Any]], Any]:
     return lambda data: RECIPES[data.get("algorithm", "grpo")].get(name)
 
 
+SbatchOption = Literal["account", "partition", "qos", "time"]
+SbatchValue = Annotated[str, Field(pattern=r"^[\w.,:+-]+$")]
+
+
 class RunSpec(BaseModel):
     """A training run. `model_fields_set` says which values the caller gave."""
 
@@ -193,6 +197,8 @@ class RunSpec(BaseModel):
     """As listed by catalog; auto: the cheapest that fits."""
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
     """GPUs that share each step, and a model too large for one."""
+    slurm: dict[SbatchOption, SbatchValue] | None = None
+    """Arguments of sbatch for its jobs on a target of Slurm."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts before a run whose worker dies or stalls fails."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0

@@ -398,6 +398,17 @@ def report_error(store: Store, run_id: str, attempt: int, error: FlashError) -> 
     return _update(store, "reported_error = ?", [encoded], run_id, attempt, ("running",))
 
 
+def is_held(run: Run) -> bool:
+    """Whether the run waits for its owner, after somebody ended its job on the target."""
+    return run.state == "queued" and run.error is not None and run.error["code"] == "held"
+
+
+def release(store: Store, run_id: str) -> Run:
+    """Let a held run go on."""
+    _update(store, "error = NULL", [], run_id, None, ("queued",))
+    return store.run(run_id)
+
+
 def requeue(
     store: Store,
     run_id: str,

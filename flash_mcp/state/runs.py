@@ -155,12 +155,12 @@ class RunTable(Connection):
         return self.records(Run, sql, ACTIVE)
 
     def may_have_to_wait(self, target: str) -> list[Run]:
-        """The target's queued runs that need secrets, or found a disk full."""
+        """The target's queued runs that need secrets, found a disk full, or are held."""
         sql = """SELECT * FROM runs WHERE state = 'queued' AND target = ?1
                  AND json_array_length(spec, '$.secrets') > 0
                  UNION
                  SELECT * FROM runs WHERE state = 'queued' AND target = ?1
-                 AND json_extract(error, '$.code') = 'disk_full'"""
+                 AND json_extract(error, '$.code') IN ('disk_full', 'held')"""
         return self.records(Run, sql, [target])
 
     def active_targets(self) -> set[str]:

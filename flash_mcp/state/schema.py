@@ -63,8 +63,8 @@ CREATE INDEX runs_taken ON runs (target, created, id, updated, owner, started, s
     used_s, gpus) WHERE state IN ('starting', 'running');
 CREATE INDEX runs_with_secrets ON runs (state, target)
     WHERE json_array_length(spec, '$.secrets') > 0;
-CREATE INDEX runs_short_of_space ON runs (state, target)
-    WHERE json_extract(error, '$.code') = 'disk_full';
+CREATE INDEX runs_put_off ON runs (state, target)
+    WHERE json_extract(error, '$.code') IN ('disk_full', 'held');
 CREATE INDEX runs_evaluations ON runs (environment_digest, created, id) WHERE algorithm = 'eval';
 CREATE INDEX runs_of_deployments ON runs (serves) WHERE serves IS NOT NULL;
 CREATE TABLE metrics (

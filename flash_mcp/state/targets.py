@@ -1,11 +1,5 @@
 """targets.toml in FLASH_HOME: the places beyond this machine where runs may train.
-
-    [lab]                              # train(target="lab")
-    engine = "slurm"
-    storage = "s3://bucket/flash"      # any fsspec store, or a folder that all nodes share
-    python = "/opt/flash/bin/python"   # on the nodes, with this version of flash-mcp
-    options = ["--partition=gpu", "--gres=gpu:1"]
-    price_per_hour = 1.9
+docs/targets.md has its fields.
 
 `flash-mcp target` writes it. The supervisor reads a target's table when its first run starts.
 Values in it are seen by engines and their users: keys of a store belong into `env_file` on the
@@ -69,13 +63,13 @@ class TargetSettings(BaseModel):
     setup: Literal["path", "image", "uv"] = "path"
     """How nodes get flash-mcp. path: `python` has it. image: so has that of a container, which
     `options` or the cluster start. uv: attempts bring the server's own version, and uv on the node
-    installs it once."""
-    packages: Literal["install", "node"] = "install"
-    """With setup uv, where all other packages come from. install: uv fetches them, with those of
-    [cpu] or [gpu]. node: `python` has them."""
+    installs it once, with the packages of [cpu] or [gpu]."""
     python: str = ""
     """Interpreter on the nodes; default python3, and with setup uv one that uv finds. It may be a
     command, such as `apptainer exec --nv flash.sif python3`."""
+    models: Literal["node", "server"] = "node"
+    """Who fetches base models of the catalog and the hub. server: it sends them as artifacts, once
+    for each node's cache. So does `target add` where the node of its job does not reach the hub."""
     home: str | None = None
     """FLASH_HOME on the nodes; by default a folder of each node's own. It holds caches."""
     env: dict[str, str] = {}
@@ -125,8 +119,8 @@ class TargetSettings(BaseModel):
 
     @model_validator(mode="after")
     def _suits_its_engine(self) -> Self:
-        if self.packages == "node" and not (self.setup == "uv" and self.python):
-            raise ValueError("packages = node needs setup = uv, and the python that has them")
+        if self.setup == "uv" and " " in self.python:
+            raise ValueError("with setup = uv, python is an interpreter or a version, no command")
         if (self.engine in ("ray", "sky")) != bool(self.address):
             raise ValueError("the engines ray and sky need an address, and no other has one")
         if self.owners and self.engine != "slurm":

@@ -73,6 +73,8 @@ class Attempt:
     """When it last waited for a machine."""
     pending_at: float | None = None
     """Since when it waits for a machine."""
+    could_be_read: bool = True
+    """Whether the store answered when it was last asked for the heartbeat."""
     read_beat: Beat | None = None
     """The heartbeat as it was read last."""
     beat_due_at: float = 0.0
@@ -83,6 +85,8 @@ class Attempt:
     """How many files it had written by then."""
     has_secrets: bool = False
     """They were sealed for it; of an attempt on another machine."""
+    was_under_way: bool = False
+    """The engine had it when this supervisor asked: an earlier one did not end it."""
     left_at: float | None = None
     """When its machine was first said to be taken away."""
     cancelled_at: float | None = None
@@ -107,7 +111,12 @@ class Attempt:
         return self.beat["writes"] != self.writes_read or is_stale
 
     def take(self, beat: Beat | None) -> None:
-        """Keep beat.json as it was just read."""
+        """Keep beat.json as it was just read. While it could not be, the attempt was not silent."""
+        if not self.could_be_read:
+            unread_s = self.watched_s - self.asked_at
+            self.beat_at += unread_s
+            self.progress_at += unread_s
+            self.could_be_read = True
         self.read_beat, self.is_beat_read = beat, True
 
     def restart(self, number: int) -> None:

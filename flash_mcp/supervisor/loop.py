@@ -29,7 +29,7 @@ from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.maintenance import LocalMaintenance
 from flash_mcp.supervisor.process import PYTHON, LockOwner, Ticker, take_lock, wait_for
 from flash_mcp.supervisor.reconciler import RunReconciler, is_of_the_machine
-from flash_mcp.supervisor.remote import RemoteTargets
+from flash_mcp.supervisor.remote import TargetThread
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import LocalTarget, open_target
 
@@ -63,8 +63,7 @@ class Supervisor(RunReconciler):
         super().__init__(store, target, Vault(base), patience or Timeouts())
         self.maintenance = LocalMaintenance(store, target, lambda: self.alive())
         self._open_target = open_target
-        poll_s = self.patience.remote_poll_s
-        self._remote = RemoteTargets(self.store, self._reconciler_of, poll_s)
+        self._threads: dict[str, TargetThread] = {}
         self._servers: ModelServers | None = None
         self._clear_at = time.monotonic()
 
@@ -110,7 +109,12 @@ class Supervisor(RunReconciler):
         if time.monotonic() >= self._clear_at:
             self._clear_at = time.monotonic() + CLEAR_EVERY_S
             targets |= self.store.recent_targets()
-        self._remote.tend(targets - {LOCAL_TARGET})
+        for name in targets - {LOCAL_TARGET}:
+            if name not in self._threads or not self._threads[name].is_alive():
+                poll_s = self.patience.remote_poll_s
+                thread = TargetThread(self.store, name, self._reconciler_of, poll_s)
+                self._threads[name] = thread
+                thread.start()
 
     def _reconciler_of(self, name: str) -> RunReconciler:
         target = self._open_target(self.base, name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.run_files import ProbeFile
 from flash_mcp.protocol.run_folder import RunFolder
@@ -17,12 +18,14 @@ from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher
-from flash_mcp.supervisor.targets import Code, launcher_of, node_environment, on_node
+from flash_mcp.supervisor.targets import launcher_of, node_environment, on_node
 
 PROBE_S = 120.0
 MAX_CLOCK_S = 300.0
 """A node's clock may differ by so much."""
-SETUP_FIX = "correct the target's setup, packages or python; docs/targets.md describes them"
+MAX_LIST_LAG_S = 60.0
+"""Lists may show so much later what another machine wrote: a folder is read again that often."""
+SETUP_FIX = "correct the target's setup or python; docs/targets.md describes them"
 POLL_S = 0.5
 GONE_S = 10.0
 """A file may become visible so long after the job that wrote it has ended."""
@@ -37,11 +40,12 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
     artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
     launcher = launcher_of(settings)
     handle: Handle | None = None
-    code: Code | None = None
+    code: Order | None = None
     try:
         if settings.setup == "uv":
             digest = artifacts.put(code_folder(home()), key)
-            code = Code(artifacts.url_of(digest), digest, f"{folder.url}/log.1")
+            log = f"{folder.url}/log.1"
+            code = Order(archive=artifacts.url_of(digest), digest=digest, log=log)
         command = on_node(settings, ["worker.node", folder.url, "--probe"], code)
         began = time.time()
         folder.create({"time": began})
@@ -49,13 +53,14 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
         log = Path(folder.path("log.1")) if folder.is_local else None
         handle = launcher.submit(Launch(key, 1, command, node_environment(settings), log))
         probed = _answer(name, folder, launcher, handle, command, wait_s)
+        probed["list_lag_s"] = _list_lag_s(name, folder)
         return _checked(name, probed, time.time() - began)
     finally:
         if handle:
             launcher.cancel(handle)
         folder.remove()
         if code:
-            artifacts.release(code.digest, key)
+            artifacts.release(code["digest"], key)
 
 
 def _answer(
@@ -87,6 +92,18 @@ def _answer(
             fix = f"the engine says: {where}; wait longer with --wait-s, or correct the target"
             raise FlashError("target_unreachable", what, fix=fix)
         time.sleep(POLL_S)
+
+
+def _list_lag_s(name: str, folder: RunFolder) -> float:
+    """How long the storage's lists lack what the node wrote before its answer."""
+    began = time.monotonic()
+    while not folder.newest_epoch():
+        if time.monotonic() - began > MAX_LIST_LAG_S:
+            what = f"a list of {name}'s storage lacks what was there {MAX_LIST_LAG_S:.0f} s ago"
+            fix = "use a store with consistent lists, or shorten the cache of that file system"
+            raise FlashError("target_refused", what, fix=fix)
+        time.sleep(POLL_S)
+    return round(time.monotonic() - began, 1)
 
 
 def _checked(name: str, probed: ProbeFile, waited_s: float) -> ProbeFile:

@@ -48,7 +48,11 @@ OF_THE_MACHINE = (
     "target_unreachable",
 )
 """Errors that another attempt would meet as well: a run waits until they pass."""
-COUNTS_AS: dict[str, queue.Loss] = {"disk_full": "nothing", "preempted": "preemption"}
+COUNTS_AS: dict[str, queue.Loss] = {
+    "disk_full": "nothing",
+    "held": "nothing",
+    "preempted": "preemption",
+}
 """What a lost attempt counts as, by the code of its error. All others count as attempts."""
 SERVED_WELL_S = 600.0
 """A model server that was lost after so long is started anew, as often as that happens."""
@@ -130,8 +134,9 @@ class RunReconciler:
         while server := queue.claim_server(self.store, self.target.name):
             self._start(server)
         while room > 0 and (claimed := self._claim(room)):
-            room -= self._slots(claimed)
-            self._start(claimed)
+            for run in claimed:
+                room -= self._slots(run)
+                self._start(run)
             if time.monotonic() > until:
                 return
 
@@ -168,7 +173,12 @@ class RunReconciler:
             else:
                 remote.append(attempt)
             attempt.beat_due_at = now + max(share_s, self._beat_every_s(attempt))
-        beats = read_beats([attempt.folder for attempt in remote])
+        try:
+            beats = read_beats([attempt.folder for attempt in remote])
+        except FlashError:
+            for attempt in remote:
+                attempt.could_be_read = False
+            raise
         for attempt, beat in zip(remote, beats, strict=True):
             attempt.take(beat)
 
@@ -180,22 +190,32 @@ class RunReconciler:
             return 0
         return self.launcher.slots_of(run.spec.gpus)
 
-    def _claim(self, room: int) -> Run | None:
-        """The oldest run that does not have to wait, if `room` slots are enough for it. Younger
-        ones do not overtake it: else one that needs many GPUs might never start.
+    def _claim(self, room: int) -> list[Run]:
+        """The oldest runs that do not have to wait, if `room` slots are enough. Younger ones do not
+        overtake one: else one that needs many GPUs might never start. Several, since those that
+        have to wait are looked for among all that are queued.
         """
+        claimed: list[Run] = []
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
             runs = self.store.may_have_to_wait(self.target.name)
             waiting = [run.id for run in runs if self._has_to_wait(run)]
             over = costs.over_limit(self.store)
-            gpus = MAX_GPUS if self.launcher.slots_of(MAX_GPUS) <= room else room
-            return queue.claim(self.store, waiting, self.target.name, gpus=gpus, over=over)
+            while room > 0 and len(claimed) <= self.target.threads:
+                gpus = MAX_GPUS if self.launcher.slots_of(MAX_GPUS) <= room else room
+                run = queue.claim(self.store, waiting, self.target.name, gpus=gpus, over=over)
+                if run is None:
+                    break
+                room -= self._slots(run)
+                claimed.append(run)
+        return claimed
 
     def _has_to_wait(self, run: Run) -> bool:
-        """Whether it lacks secrets, or the space for the checkpoint that did not fit."""
-        if self.vault.lacking(run.id, run.spec.secrets):
+        """Whether it lacks secrets, or the space for the checkpoint that did not fit, or a decision
+        of its owner.
+        """
+        if queue.is_held(run) or self.vault.lacking(run.id, run.spec.secrets):
             return True
-        if run.state != "queued" or not run.error or run.error["code"] != "disk_full":
+        if not self.target.shares_disk or not run.error or run.error["code"] != "disk_full":
             return False
         values = run.error.get("values", {})
         needed = values.get("needed_bytes")
@@ -277,7 +297,7 @@ class RunReconciler:
     def _take_beats(self, taken: Sequence[Run]) -> None:
         """Store all new heartbeats at once: each transaction waits for the disk."""
         new: list[tuple[Run, Attempt, bool]] = []
-        is_full = not has_space([self.base], LEAST_FREE_BYTES)
+        is_full = self.target.shares_disk and not has_space([self.base], LEAST_FREE_BYTES)
         for run in taken:
             if attempt := self._attempt_of(run):
                 attempt.look(self.patience.max_gap_s)
@@ -357,11 +377,13 @@ class RunReconciler:
         elif retryable and self._may_be_restarted(attempt, retryable, hint):
             return
         elif error := retryable or self._fault(run, attempt, hint):
-            self._replace(run, attempt, error)
+            self._replace(run, attempt, _held(run, attempt, hint) or error)
 
     def _may_be_restarted(self, attempt: Attempt, error: FlashError, hint: JobStatus) -> bool:
-        """Whether the engine, which took the attempt's machine away, may start its job again."""
-        if error.code != "preempted" or hint.state == "gone":
+        """Whether the engine, which took the attempt's machine away, may start its job again. Other
+        errors may come of that too: an engine says later how the job ended.
+        """
+        if hint.state == "gone" or (error.code != "preempted" and self.target.shares_disk):
             return False
         if attempt.left_at is None:
             attempt.left_at = attempt.watched_s
@@ -403,6 +425,7 @@ class RunReconciler:
         """Store what the attempt waits for, and hold its clocks meanwhile."""
         if hint.state == "unknown":
             return
+        attempt.was_under_way |= hint.state != "gone"
         # An engine that starts a job again has it wait first.
         is_silent = attempt.beat is None or attempt.asked_at - attempt.beat_at > STALE_S
         is_pending = hint.state == "pending" and is_silent
@@ -503,6 +526,7 @@ class RunReconciler:
         is wanted.
         """
         self.launcher.cancel(attempt.handle)
+        attempt.was_under_way = False  # this end is nobody else's
         with self._despite_trouble(run):
             # Asked first: an attempt that still ends writes its result after all else.
             result = final_result(attempt.folder)
@@ -517,6 +541,8 @@ class RunReconciler:
         log.warning("%s: %s", run.id, error.what)
         delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
         counts_as = COUNTS_AS.get(error.code, "attempt")
+        if error.code == "disk_full" and not self.target.shares_disk:
+            counts_as = "attempt"  # nobody here sees when that disk has space again
         if run.serves and attempt.watched_s - attempt.waited_s > SERVED_WELL_S:
             counts_as = "nothing"
         if queue.requeue(
@@ -601,6 +627,15 @@ class RunReconciler:
         row: Json = {"time": time.time(), "epoch": run.attempt, "kind": "attempt"}
         row |= {"message": message, **values}
         self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
+
+
+def _held(run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
+    """Why the run waits for its owner, if somebody ended its job while this supervisor looked."""
+    if run.serves or not hint.is_by_hand or not attempt.was_under_way:
+        return None
+    what = f"somebody ended it on the target: {hint.detail}"
+    fix = f"train(resume={run.id!r}) lets it go on, and cancel ends it"
+    return FlashError("held", what, fix=fix)
 
 
 def is_of_the_machine(error: Exception) -> bool:

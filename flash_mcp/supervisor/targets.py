@@ -7,16 +7,18 @@ import json
 import math
 import os
 import shlex
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flash_mcp import __version__
-from flash_mcp.protocol import node_code, sealing
+from flash_mcp.protocol import base_models, node_code, sealing
 from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
+from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
@@ -31,6 +33,7 @@ from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, need_of
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.sky import SkyLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher
+from flash_mcp.supervisor.process import PYTHON
 
 
 class LocalTarget(Target):
@@ -40,6 +43,7 @@ class LocalTarget(Target):
     patience_s = PATIENCE_S
     # Looking at files here costs little.
     threads = 0
+    shares_disk = True
     beats_per_s = math.inf
     read_every_s = 0.0
 
@@ -90,6 +94,8 @@ class RemoteTarget(Target):
 
     def job(self, run: Run) -> Json:
         job = queue.job(run)
+        if self.settings.models == "server":
+            job = _with_models(job, RunFolder(run.folder, patience_s=self.patience_s))
         cache_bytes = int(self.settings.cache_gib * 2**30)
         storage = {"url": self.settings.storage, "cache_bytes": cache_bytes}
         if self.code:
@@ -108,10 +114,14 @@ class RemoteTarget(Target):
         code = None
         if self.code:
             archive = self.artifacts.url_of(self._code_digest)
-            code = Code(archive, self._code_digest, f"{folder}/log.{attempt}")
+            log = f"{folder}/log.{attempt}"
+            code = Order(archive=archive, digest=self._code_digest, log=log)
         command = on_node(self.settings, [*named, "--version", __version__], code)
         gib = card_gib(self.name, self.settings, run.spec)
-        options = self.settings.owners.get(run.owner, [])
+        chosen = run.spec.slurm if isinstance(run.spec, RunSpec) else None
+        options = [f"--{name}={value}" for name, value in (chosen or {}).items()]
+        # Last: of two, sbatch takes the later one, and an owner's are the operator's.
+        options += self.settings.owners.get(run.owner, [])
         return Launch(run.id, attempt, command, variables, None, run.spec.gpus, options, gib)
 
     def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes:
@@ -123,6 +133,34 @@ class RemoteTarget(Target):
         the engine may start it again under another number.
         """
         return hmac.digest(self.key, run_id.encode(), "sha256").hex()
+
+
+def _with_models(job: Json, folder: RunFolder) -> Json:
+    """The job with its base model, and that of its teacher, as folders of this machine."""
+    before = (folder.read_json("job.json") or {}).get("lineage", {})
+    lineage = job.get("lineage", {})
+    granted = lineage.get("granted")
+    commit = lineage.get("model_commit") or before.get("model_commit")
+    path = _fetched(base_models.pinned(job["model"], commit), granted)
+    lineage = {**lineage, "model_commit": base_models.commit_of(path)}
+    job = {**job, "model": str(path), "lineage": lineage}
+    if (teacher := job.get("teacher")) and "model" in teacher:
+        job["teacher"] = {**teacher, "path": str(_fetched(teacher["path"], granted))}
+    return job
+
+
+def _fetched(model: str, granted: Collection[str] | None) -> Path:
+    """The folder of a base model. FlashError(hub_unreachable)."""
+    if base_models.is_folder(model):
+        return Path(model)
+    command = [*PYTHON, "worker.engine.fetch", "ensure", model]
+    variables = environment_for(granted, os.environ)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        what = f"this machine cannot fetch {model} for the nodes: {done.stderr.strip()[-500:]}"
+        fix = "let this machine reach the model's source, or set models = 'node' in the target"
+        raise FlashError("hub_unreachable", what, fix=fix)
+    return Path(done.stdout.strip())
 
 
 def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> float:
@@ -139,16 +177,10 @@ def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> f
     return need.all_gib / WEIGHTS_SHARE
 
 
-@dataclass(frozen=True)
-class Code:
-    """What an attempt brings with it: an archive of `code_folder`, and its log's place."""
-
-    archive: str
-    digest: str
-    log: str
-
-
-def on_node(settings: TargetSettings, module: Sequence[str], code: Code | None = None) -> list[str]:
+def on_node(
+    settings: TargetSettings, module: Sequence[str], code: Order | None = None
+) -> list[str]:
+    """The command that runs a module of ours on a node."""
     command = [*shlex.split(settings.python or "python3"), "-P", "-m", *module]
     if code:
         command = _with_code(settings, code, module)
@@ -158,12 +190,8 @@ def on_node(settings: TargetSettings, module: Sequence[str], code: Code | None =
     return ["/bin/sh", "-c", sourced, "sh", *command]
 
 
-def _with_code(settings: TargetSettings, code: Code, module: Sequence[str]) -> list[str]:
-    own_packages = settings.packages == "node"
-    order = json.dumps({**vars(code), "own_packages": own_packages})
-    program = ["-P", "-c", node_code.program(), order, *module]
-    if own_packages:
-        return [*shlex.split(settings.python), *program]
+def _with_code(settings: TargetSettings, code: Order, module: Sequence[str]) -> list[str]:
+    program = ["-P", "-c", node_code.program(), json.dumps(code), *module]
     python = settings.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     uv = ["uv", "run", "--no-project", "--no-config", "--quiet", "--python", python]
     if "://" in settings.storage:

@@ -142,7 +142,7 @@ COMMON = (
 RARE = tuple(name for name in RunSpec.model_fields if name not in COMMON)
 Settings = Annotated[
     dict[str, Any] | None,
-    Field(description=f"Rarer fields as {{name: value}}: {', '.join(RARE)}."),
+    Field(description=f"Rarer fields by name: {', '.join(RARE)}."),
 ]
 
 

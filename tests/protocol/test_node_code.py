@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
+from importlib import metadata
 from pathlib import Path
 
 import fsspec
@@ -19,11 +22,13 @@ from environments.process import requirements
 from environments.sandbox.scratch import scratch_folder
 from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
+from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state.targets import TargetSettings
+from flash_mcp.supervisor import code_archive
 from flash_mcp.supervisor.code_archive import code_folder
-from flash_mcp.supervisor.targets import Code, on_node
+from flash_mcp.supervisor.targets import on_node
 from tests.places import ROOT
 from tests.protocol.test_run_folder import BUCKET, ObjectStore
 from tests.waiting import PATIENCE_S
@@ -34,33 +39,31 @@ UV = Path(sys.executable).with_name("uv")
 
 
 class Node:
-    """A machine that shares a storage, and no more. Its uv notes each call."""
+    """A machine that shares a storage, and no more."""
 
     def __init__(self, tmp_path: Path, flash_home: Path, storage: str = "") -> None:
         self.storage = storage or str(tmp_path / "shared")
         self.home = tmp_path / "node"
         self.caches = self.home / "machines" / socket.gethostname()
-        self.calls = tmp_path / "calls"
         self.log = tmp_path / "log.1"
         programs = tmp_path / "bin"
         programs.mkdir()
-        (programs / "uv").write_text(f'#!/bin/sh\necho "$*" >>{self.calls}\nexec {UV} "$@"\n')
-        (programs / "uv").chmod(0o755)
+        (programs / "uv").symlink_to(UV)
         flash_home.mkdir(exist_ok=True)
         artifacts = Artifacts(self.storage, patience_s=5)
         self.digest = artifacts.put(code_folder(flash_home), "run-1")
         self.archive = artifacts.url_of(self.digest)
-        self.variables = {"PATH": f"{programs}:/usr/bin:/bin", "FLASH_HOME": str(self.home)}
+        self.variables = {"PATH": f"{programs}:/usr/bin:/bin", "FLASH_HOME": str(self.home), "UV_OFFLINE": "1",
+                          "PYTHONPATH": sysconfig.get_path("purelib")}  # fmt: skip
 
     def start(self, *module: str, **variables: str) -> subprocess.Popen[str]:
-        """Without site-packages, so that no flash-mcp of this machine is found."""
-        fields = {"setup": "uv", "packages": "node", "python": sys.executable}
-        settings = TargetSettings(engine="slurm", storage=self.storage, **fields)  # pyright: ignore
-        code = Code(self.archive, self.digest, str(self.log))
+        settings = TargetSettings(engine="slurm", storage=self.storage, setup="uv", python=sys.executable)
+        code = Order(archive=self.archive, digest=self.digest, log=str(self.log))
         command = on_node(settings, module, code)
-        alone = [] if "://" in self.storage else ["-S"]  # a store needs fsspec
+        if "://" in self.storage:  # uv would fetch fsspec for it, which this interpreter has
+            command = [sys.executable, *command[command.index("python") + 1 :]]
         return subprocess.Popen(
-            [command[0], *alone, *command[1:]], env={**self.variables, **variables}, cwd="/",
+            command, env={**self.variables, **variables}, cwd="/",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -68,6 +71,17 @@ class Node:
         process = self.start(*module, **variables)
         said, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, said
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests have no index: flash-mcp is installed without the packages that it needs."""
+    monkeypatch.setattr(code_archive, "OVERRIDES", without_packages())
+
+
+def without_packages() -> str:
+    names = {re.split(r"[^\w.-]", line)[0] for line in metadata.requires("flash-mcp") or ()}
+    return "".join(f"{name}; sys_platform == 'never'\n" for name in sorted(names))
 
 
 @pytest.fixture
@@ -81,12 +95,14 @@ def test_attempts_at_once_share_one_installation_of_the_servers_version(node: No
     for process in processes:
         said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, said
-        assert f"Origin: {node.caches}/code/{node.digest[:16]}-code/packages/worker/" in said
+        assert f"Origin: {node.caches}/code/{node.digest[:16]}-cpu/venv/lib/" in said
     assert longest.poll() is None
-    longest.kill()
+    (unchanged := next(node.caches.glob("code/*/venv")) / "unchanged").touch()
+    assert node.run("inspect", "flash_mcp")[0] == 0
+    assert unchanged.exists()
+    longest.terminate()  # which uv passes on
     longest.communicate()
-    assert len(node.calls.read_text().splitlines()) == 1
-    installed = next(node.caches.glob("code/*/packages/flash_mcp-*.dist-info"))
+    installed = next(node.caches.glob("code/*/venv/lib/*/site-packages/flash_mcp-*.dist-info"))
     assert f"Version: {__version__}\n" in (installed / "METADATA").read_text()
     for path in (ROOT / "flash_mcp").rglob("*.py"):
         assert (installed.parent / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
@@ -108,16 +124,16 @@ def test_the_code_comes_out_of_an_object_store_too(
 
 
 def test_an_installation_that_was_broken_off_is_made_anew(node: Node) -> None:
-    left = node.caches / "code" / f"{node.digest[:16]}-code"
-    (left / "packages").mkdir(parents=True)
+    left = node.caches / "code" / f"{node.digest[:16]}-cpu"
+    (left / "venv").mkdir(parents=True)
     assert node.run("inspect", "flash_mcp")[0] == 0
     assert (left / "ready").exists()
 
 
 def test_what_goes_wrong_is_in_the_log_that_the_server_reads(node: Node) -> None:
-    code, said = node.run("inspect", "flash_mcp", PATH="/bin", UV="/no/uv")
+    code, said = node.run("inspect", "flash_mcp", UV_REQUIRE_HASHES="1")
     assert code == 1 and "could not be installed on this node" in said
-    assert "/no/uv" in node.log.read_text()
+    assert "hash" in node.log.read_text()
     with Path(node.archive).open("ab") as stream:
         stream.write(b"damage")
     code, _ = node.run("inspect", "flash_mcp")

@@ -255,7 +255,8 @@ def test_a_job_of_ray_gets_its_own_variables_and_a_failure_of_its_own_is_no_pree
     wait_for(lambda: state(launcher, stopped) == "alive")
     launcher.cancel(stopped)
     wait_for(lambda: is_gone(launcher, stopped))
-    assert launcher.poll([stopped])[stopped.key].is_preempted
+    hint = launcher.poll([stopped])[stopped.key]
+    assert hint.is_preempted and hint.is_by_hand
 
 
 @pytest.mark.slow
@@ -357,7 +358,8 @@ def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_n
     wait_for(lambda: state(launcher, handle) == "alive")
     subprocess.run(["scancel", handle.id], check=True)
     wait_for(lambda: is_gone(launcher, handle))
-    assert launcher.poll([handle])[handle.key].is_preempted
+    hint = launcher.poll([handle])[handle.key]
+    assert hint.is_preempted and hint.is_by_hand
     failed = launcher.submit(there.launch(2, ["/bin/false"]))
     wait_for(lambda: is_gone(launcher, failed))
     hint = launcher.poll([failed])[failed.key]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,12 +28,15 @@ from flash_mcp.state import queue, references, removal
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, new_target, remove_target, write_target
 from flash_mcp.state.versions import digest_of
+from flash_mcp.supervisor import code_archive
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.maintenance import Maintenance
+from flash_mcp.supervisor.probe import probe
 from flash_mcp.supervisor.targets import open_target
 from tests import engines, slurm
 from tests.places import ROOT, VOWELS
+from tests.protocol.test_node_code import without_packages
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -166,18 +170,20 @@ def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(lab: La
 
 
 def test_attempts_bring_the_servers_code_to_a_node_that_does_not_have_it(
-    hidden: Path, tmp_path: Path, tiny_model: Path
+    hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node's interpreter has the other packages: fetching them takes the network."""
+    """The node finds the other packages elsewhere: fetching them takes an index."""
+    monkeypatch.setattr(code_archive, "OVERRIDES", without_packages())
     node = tmp_path / "node"
-    setup = {"setup": "uv", "packages": "node"}
-    lab = Lab(hidden / "uv", str(tmp_path / "shared"), node, tiny_model, **setup)
+    lab = Lab(hidden / "uv", str(tmp_path / "shared"), node, tiny_model, setup="uv")
     path = lab.home / "targets.toml"
-    path.write_text(path.read_text().replace("PYTHONPATH", "UNUSED"))
+    uv = f'PATH = "{Path(sys.executable).parent}:/usr/bin:/bin", UV_OFFLINE = "1"'
+    others = f'{uv}, PYTHONPATH = "{sysconfig.get_path("purelib")}"'
+    path.write_text(path.read_text().replace(f'PYTHONPATH = "{ROOT}"', others))
     run = lab.train(steps=1)
     lab.until(lambda: lab.now(run).phase)
-    packages = next(node.glob("machines/*/code/*/packages"))
-    assert worker_of(run).environ()["PYTHONPATH"] == str(packages)
+    installed = next(node.glob("machines/*/code/*/venv"))
+    assert worker_of(run).cmdline()[0].startswith(str(installed))
     assert lab.finish(run).state == "succeeded", lab.trouble()
     removal.remove(lab.store, run.id)
     assert not list(Path(lab.storage, "artifacts").glob("*.tar"))
@@ -216,10 +222,13 @@ def test_a_job_that_slurm_starts_again_goes_on_as_the_next_attempt(lab: Lab) -> 
     assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
 
 
-def test_a_job_that_is_cancelled_behind_our_back_goes_on(lab: Lab) -> None:
+def test_a_job_that_is_cancelled_behind_our_back_is_held_and_goes_on_once_its_owner_says_so(lab: Lab) -> None:
     run = lab.train(max_attempts=1, steps=30, save_every=5)
     lab.until_step(run, 1)
+    lab.until(lambda: lab.now(run).state == "running")
     assert os.system(f"scancel {lab.now(run).handle}") == 0
+    lab.until(lambda: queue.is_held(lab.now(run)))
+    queue.release(lab.store, run.id)
     ended = lab.finish(run)
     assert (ended.state, ended.step) == ("succeeded", 30), lab.trouble()
     assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
@@ -355,6 +364,55 @@ def installed_python(folder: Path) -> Path:
     return python
 
 
+@pytest.mark.parametrize("block", [1, 2], ids=["folder", "s3"])
+def test_the_commands_from_nothing_work_as_they_are_typed(
+    block: int, hidden: Path, tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
+) -> None:
+    """But for the example's paths, and the size of the run."""
+    keys = tmp_path / "keys.sh"
+    if block == 2:
+        store: ObjectStore = request.getfixturevalue("object_store")
+        keys.write_text("".join(f"{name}={shlex.quote(each)}\n" for name, each in store.environment.items()))
+    home = hidden / f"nothing-{block}"
+    typed = (ROOT / "docs" / "targets.md").read_text().split("```sh\n")[block].split("```")[0]
+    assert len(typed.splitlines()) <= 6
+    small = f"--model {tiny_model} --steps 1 --batch-size 2 --group-size 2 --max-tokens 8 --max-length 512"
+    real = {"/shared/flash": str(tmp_path / "shared"), "/shared/keys.sh": str(keys), "s3://bucket/": f"s3://{BUCKET}/",
+            "--target lab": f"--target lab {small}"}  # fmt: skip
+    for example, actual in real.items():
+        typed = typed.replace(example, actual)
+    shell = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SLURM_CONF": os.environ["SLURM_CONF"],
+             "FLASH_HOME": str(home), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run(["bash", "-e"], input=typed, cwd=ROOT, env=shell, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    store_of_home = Store(home)
+    (run,) = store_of_home.runs()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not store_of_home.run(run.id).ended:
+        assert time.monotonic() < deadline, [vars(store_of_home.run(run.id)), store_of_home.log(run.id)]
+        time.sleep(0.2)
+    assert (store_of_home.run(run.id).state, store_of_home.run(run.id).step) == ("succeeded", 1)
+    store_of_home.close()
+
+
+def test_python_may_be_a_command_that_enters_a_container(hidden: Path, tmp_path: Path, tiny_model: Path) -> None:
+    """With a program in place of apptainer that notes how it is called, and enters nothing."""
+    program = tmp_path / "apptainer"
+    program.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\nshift 3\nexport IN_CONTAINER=yes\nexec "$@"\n')
+    program.chmod(0o755)
+    python = f"{program} exec --nv '/images/my flash.sif' {sys.executable}"
+    lab = Lab(hidden / "container", str(tmp_path / "shared"), tmp_path / "node", tiny_model, python=python)
+    assert probe("lab", find_target(lab.home, "lab"))["missing"] == []
+    run = lab.train(steps=1, slurm={"partition": "debug", "time": "30"})
+    lab.until(lambda: find_worker(run))
+    assert worker_of(run).environ()["IN_CONTAINER"] == "yes"
+    limits = ["squeue", "--noheader", "--format=%P %l", f"--jobs={lab.now(run).handle}"]
+    assert subprocess.run(limits, capture_output=True, text=True, check=True).stdout.split() == ["debug", "30:00"]
+    assert lab.finish(run).state == "succeeded", lab.trouble()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2 and all(call.startswith("exec --nv /images/my flash.sif ") for call in calls)
+
+
 def test_the_commands_of_the_page_work_as_written(
     hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,9 +426,13 @@ def test_the_commands_of_the_page_work_as_written(
     real = {"/shared/flash": str(tmp_path / "shared"), "/opt/flash/bin/python": str(python), "calculator": "vowels"}
     printed: dict[str, Any] = {}
     page = ROOT / "docs" / "targets.md"
-    for program, *arguments in [*commands_of(page), *commands_of(page, 4)]:
+    added = ["flash-mcp target add lab --engine slurm --storage /shared/flash --python /opt/flash/bin/python",
+             "flash-mcp train --environment calculator --target lab"]  # fmt: skip
+    for program, *arguments in [*map(shlex.split, added), *commands_of(page, 3), *commands_of(page, 6)]:
         assert program == "flash-mcp"
         command = [real.get(word, word) for word in arguments]
+        if "bare" in command:  # its job would install all packages from an index
+            command.append("--unproved")
         if command[0] in ("train", "evaluate"):
             command += ["--model", str(lab.model), "--max-tokens", "8", "--max-length", "256"]
         if command[0] == "train":
@@ -383,13 +445,15 @@ def test_the_commands_of_the_page_work_as_written(
     cards = find_target(home, "lab").cards
     assert cards and cards.memory_gib == checked["cards"]["memory_gib"] > 0
     assert find_target(home, "lab").storage == real["/shared/flash"]
+    assert find_target(home, "lab").models == ("node" if checked["reaches_hub"] else "server")
+    assert 0 <= checked["list_lag_s"] < 60
     assert [run.target for run in lab.store.runs()] == ["lab", "lab"]
     deadline = time.monotonic() + TIMEOUT_S
     while {run.state for run in lab.store.runs()} != {"succeeded"}:
         assert time.monotonic() < deadline, lab.trouble()
         time.sleep(0.2)
 
-    ((_, *arguments),) = commands_of(page, 5)
+    ((_, *arguments),) = commands_of(page, 7)
     (trained,) = [run for run in lab.store.runs() if lab.store.checkpoints(run.id)]
     command = [trained.id if word == "run-2f9k1c8d" else word for word in arguments]
     while (served := flash(*command))["state"] == "starting":

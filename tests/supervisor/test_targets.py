@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
+from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
@@ -28,6 +30,7 @@ from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
+from flash_mcp.tools.training.resume import resume_run
 from tests.memory_launcher import MemoryLauncher
 
 HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
@@ -214,6 +217,56 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
     bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("gone")
     bench.until(lambda: bench.now(run).ended)
     assert bench.now(run).state == "succeeded"
+
+
+def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.train(max_attempts=1)
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    # What dies first may make the worker say something else.
+    killed = FlashError("environment_error", "the environment's process ended: killed by SIGKILL")
+    writer.commit_result("failed", 1, killed, retryable=True)
+    attempt = bench.attendant._attempts[run.id]
+    bench.until(lambda: attempt.left_at is not None)
+    assert bench.now(run).state == "running"
+    by_hand = JobStatus("gone", "Slurm job 7: CANCELLED", is_preempted=True, is_by_hand=True)
+    bench.lab.engine.hints[f"{run.id}-1"] = by_hand
+    bench.until(lambda: queue.is_held(bench.now(run)))
+    for _ in range(3):
+        bench.tick()
+    assert bench.lab.engine.submitted == [f"{run.id}-1"]
+    monkeypatch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
+    (why,) = waiting.obstacles(bench.store, bench.now(run))
+    assert "Slurm job 7: CANCELLED" in why and f"train(resume='{run.id}')" in why
+    # A later supervisor holds it too.
+    bench.attendant.close()
+    bench.attendant = bench.new_attendant()
+    bench.tick()
+    assert queue.is_held(bench.now(run))
+    assert resume_run(bench.store, run.id, None, fresh_optimizer=False).run.state == "queued"
+    bench.until(lambda: bench.now(run).attempt == 2 and bench.now(run).handle)
+    # What an earlier supervisor ended was nobody's decision.
+    bench.lab.engine.hints[f"{run.id}-2"] = by_hand
+    bench.attendant.close()
+    bench.attendant = bench.new_attendant()
+    bench.until(lambda: bench.now(run).attempt == 3)
+    assert bench.now(run).preemptions == 1
+
+
+def test_a_full_disk_of_a_node_is_named_and_counts_as_an_attempt(bench: Bench) -> None:
+    run = bench.train(max_attempts=2)
+    full = FlashError("disk_full", "no space is left on the disk", host="node7", path="/scratch")
+    for attempt in (1, 2):
+        bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt and bench.now(run).handle)
+        writer = bench.start(run)
+        writer.commit_result("failed", 1, full, retryable=True)
+        bench.lab.engine.hints[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 0")
+    bench.until(lambda: bench.now(run).ended)
+    error = bench.now(run).error
+    assert bench.now(run).state == "failed" and error
+    assert (error["code"], error["values"]["host"], error["values"]["path"]) == ("disk_full", "node7", "/scratch")
 
 
 def test_a_run_that_is_preempted_without_end_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,6 +458,37 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     assert bench.lab.engine.cancelled == []
 
 
+def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker writes its next heartbeat only some seconds after the store has come back."""
+    bench.attendant.patience = replace(HASTE, beat_silent_s=0.5)
+    monkeypatch.setattr(bench.lab, "beat_every_s", 0.02)
+    run = bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    attempt = bench.attendant._attempts[run.id]
+    monkeypatch.setattr(attempt.folder, "is_local", False)
+    is_refused = True
+
+    def read(folders: Sequence[RunFolder]) -> list[Beat | None]:
+        if folders and is_refused:
+            raise FlashError("store_refused", "the run folder's store refuses: ExpiredToken")
+        return [writer.folder.beat() for _ in folders]
+
+    monkeypatch.setattr("flash_mcp.supervisor.reconciler.read_beats", read)
+    until = attempt.watched_s + 2.0
+    while attempt.watched_s < until:
+        with suppress(FlashError):
+            bench.tick()
+    is_refused = False
+    asked_at = attempt.asked_at
+    bench.until(lambda: attempt.asked_at > asked_at)  # it reads the old one
+    bench.tick()
+    assert bench.now(run).attempt == 1
+    writer.beat(2, "train")
+    bench.until(lambda: bench.now(run).step == 2)
+    bench.until(lambda: bench.now(run).attempt == 2)  # it is silent now
+
+
 def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thousands of them, each heartbeat is asked for every few minutes."""
     monkeypatch.setattr(bench.lab, "beats_per_s", 1.0, raising=False)
@@ -476,9 +560,10 @@ def test_an_owners_jobs_get_the_owners_arguments_and_python_may_be_a_command(ben
     fields = find_target(bench.store.base, "lab").model_dump()
     python = "apptainer exec --nv '/shared/my flash.sif' python3"
     settings = TargetSettings(**{**fields, "owners": {"local": ["--account=vision", "--qos=low"]}, "python": python})
-    run = bench.train()
+    run = bench.train(slurm={"qos": "high", "time": "8:00:00"})
     launch = RemoteTarget("lab", settings, bench.lab.launcher, b"key").launch(run, {})
-    assert launch.options == ["--account=vision", "--qos=low"]
+    # Of two, sbatch takes the later.
+    assert launch.options == ["--qos=high", "--time=8:00:00", "--account=vision", "--qos=low"]
     assert launch.command[:7] == ["apptainer", "exec", "--nv", "/shared/my flash.sif", "python3", "-P", "-m"]
     with pytest.raises(ValueError, match="only Slurm takes them"):
         TargetSettings(**{**fields, "engine": "ray", "address": "http://head:8265", "owners": {"local": ["--x"]}})

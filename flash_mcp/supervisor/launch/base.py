@@ -60,6 +60,8 @@ class JobStatus:
     detail: str = ""
     is_preempted: bool = False
     """The engine ended it for its own reasons: that is no fault of the attempt."""
+    is_by_hand: bool = False
+    """Somebody ended it by the engine's own commands."""
 
 
 class Launcher(ABC):
@@ -121,6 +123,8 @@ class Target(ABC):
     look_s: float = 0.5
     """A look waits so long for what it began; the rest goes on, and the next look does not wait for
     it."""
+    shares_disk: bool = False
+    """Whether its attempts write to the disk of the state directory."""
     read_every_s: float = 60.0
     """A folder is read so often even though its attempt's heartbeat names nothing new."""
     beats_per_s: float = 50.0

@@ -6,7 +6,6 @@ up a job that waits for more than 15 minutes; it is submitted anew."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -15,12 +14,13 @@ import httpx
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.supervisor.launch.api import ApiLauncher
-from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, exported
+from flash_mcp.supervisor.launch.api import ApiLauncher, commands
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch
 
 TIMEOUT_S = 10.0
 NO_AGENT = "No available agent"
 """What Ray answers, as an error of its own, while none of its nodes takes jobs."""
+NO_OUTPUT = " >/dev/null 2>&1"
 OWN_FAULT = "JOB_ENTRYPOINT_COMMAND"
 """How the type of the error begins if the attempt itself failed."""
 TAG = "flash-mcp"
@@ -42,7 +42,8 @@ class RayLauncher(ApiLauncher):
             named["GPU"] = launch.gpus
         body: Json = {
             "submission_id": launch.key,
-            "entrypoint": _entrypoint(launch),
+            # Ray sets OMP_NUM_THREADS to 1, and a working directory of its own.
+            "entrypoint": "; ".join(["unset OMP_NUM_THREADS", *commands(launch, NO_OUTPUT)]),
             "entrypoint_num_cpus": named.pop("CPU", 1),
             "entrypoint_num_gpus": named.pop("GPU", 0),
             "entrypoint_resources": named,
@@ -100,17 +101,6 @@ class RayLauncher(ApiLauncher):
         return self.ask(method, path, body, TIMEOUT_S)
 
 
-def _entrypoint(launch: Launch) -> str:
-    """Ray sets OMP_NUM_THREADS to 1, and a working directory of its own."""
-    lines = ["unset OMP_NUM_THREADS", "cd /", *exported(launch.environment)]
-    output = "/dev/null"
-    if launch.log:
-        lines.append(f"mkdir -p {shlex.quote(str(launch.log.parent))}")
-        output = shlex.quote(str(launch.log))
-    command = f"exec {shlex.join(launch.command)} </dev/null >>{output} 2>&1"
-    return "; ".join([*lines, command])
-
-
 def _hint(job: Json | None) -> JobStatus:
     if job is None:
         return JobStatus("gone", "Ray does not list its job")
@@ -121,4 +111,5 @@ def _hint(job: Json | None) -> JobStatus:
     if state == "RUNNING":
         return JobStatus("alive")
     is_own = state == "SUCCEEDED" or str(job["error_type"]).startswith(OWN_FAULT)
-    return JobStatus("gone", f"Ray job {state}: {message}", is_preempted=not is_own)
+    detail = f"Ray job {state}: {message}"
+    return JobStatus("gone", detail, not is_own, is_by_hand=state == "STOPPED")

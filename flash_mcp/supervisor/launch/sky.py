@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.supervisor.launch.api import ApiLauncher
-from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, exported
+from flash_mcp.supervisor.launch.api import ApiLauncher, commands
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch
 
 TIMEOUT_S = 60.0
 """Its API server starts a process for most requests, and the first ones after its start."""
@@ -70,7 +69,7 @@ class SkyLauncher(ApiLauncher):
         task = {
             "name": name,
             "resources": resources_for(self.resources, launch),
-            "run": script(launch),
+            "run": "\n".join(commands(launch)),  # SkyPilot keeps its own log of the output
         }
         answer = self._ask("jobs/launch", {"name": name, "task": json.dumps(task)}, LAUNCH_S)
         (number,) = answer["job_id"]
@@ -164,16 +163,6 @@ def resources_for(resources: Mapping[str, Any], launch: Launch) -> Json:
     if not card or not count.isdigit():
         card, count = str(named), "1"
     return {**numbers, "accelerators": f"{card}:{launch.gpus if launch.gpus > 1 else count}"}
-
-
-def script(launch: Launch) -> str:
-    """What the job's shell runs. SkyPilot keeps its own log of the output."""
-    lines = ["cd /", *exported(launch.environment)]
-    output = ""
-    if launch.log:
-        lines.append(f"mkdir -p {shlex.quote(str(launch.log.parent))}")
-        output = f" >>{shlex.quote(str(launch.log))} 2>&1"
-    return "\n".join([*lines, f"exec {shlex.join(launch.command)} </dev/null{output}"])
 
 
 def _hint(job: Json) -> JobStatus:

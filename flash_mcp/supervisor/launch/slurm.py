@@ -52,7 +52,7 @@ class Job:
             return JobStatus("alive")
         detail = f"Slurm job {self.id}: {self.state}"
         is_preempted = self.state in (*PREEMPTED, *PENDING)
-        return JobStatus("gone", detail, is_preempted=is_preempted)
+        return JobStatus("gone", detail, is_preempted, is_by_hand=self.state == "CANCELLED")
 
 
 class SlurmLauncher(Launcher):

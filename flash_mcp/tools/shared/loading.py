@@ -50,14 +50,19 @@ RunName = Annotated[
 RunNote = Annotated[str | None, Field(max_length=500, description="Your note on it.")]
 
 
-def check_target(store: Store, target: str) -> None:
+def check_target(store: Store, target: str, *, slurm: bool = False) -> None:
     """FlashError(unknown_target | targets_invalid), FlashError(engine_missing) if the target is
-    this machine and lacks packages for sampling or training.
+    this machine and lacks packages for sampling or training, FlashError(invalid_argument) if it has
+    to be a `slurm` and is none.
     """
+    engine = "local"
     if target == LOCAL_TARGET:
         check_machine()
     else:
-        find_target(store.base, target)
+        engine = find_target(store.base, target).engine
+    if slurm and engine != "slurm":
+        what = f"slurm has arguments of sbatch, and {target} is no target of Slurm"
+        raise FlashError("invalid_argument", what, fix="leave it out, or name another target")
 
 
 def check_machine(otherwise: str = "") -> None:

@@ -249,7 +249,7 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return [str(result)]
     if run.state == "running" and run.phase != "secrets":
         return [run.pending_reason] if run.pending_reason else []
-    if run.error and run.error["code"] == "disk_full":
+    if run.error and run.error["code"] in ("disk_full", "held"):
         return [str(FlashError.from_dict(run.error))]
     if run.target != LOCAL_TARGET and (result := _target_trouble(store, run)):
         return result

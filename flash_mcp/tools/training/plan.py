@@ -120,7 +120,7 @@ async def plan_of(
     spec, environment, dataset = inputs.resolved.spec, inputs.environment, inputs.dataset
     if sample:
         _check_sample(spec)
-    check_target(store, spec.target)
+    check_target(store, spec.target, slurm=bool(spec.slurm))
     needs: list[MemoryNeed | DiskNeed] = []
     if memory := await run_sync(_memory_need, inputs):
         needs.append(memory)

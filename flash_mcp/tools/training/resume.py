@@ -32,6 +32,8 @@ def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer:
     """
     with store.transaction():
         run = store.run(run_id)
+        if queue.is_held(run):
+            return Resumed(queue.release(store, run_id), run.step, [])
         if run.ended is not None:
             _check_files(run)
         total = _total(run, steps)
