@@ -18,7 +18,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.result_model import rounded
-from flash_mcp.state import queue, references
+from flash_mcp.state import queue, references, tournaments
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.exporting import Export, Exporter
@@ -100,7 +100,7 @@ async def cancel(
     wait_s: Annotated[float, Field(ge=0, le=45)] = 10.0,
 ) -> Cancel:
     """End a run: a queued run at once, a running run after it saved a checkpoint. Its state becomes
-    `cancelled`.
+    `cancelled`. Also ends a tournament, by its id.
 
     Metrics, rollouts and checkpoints are kept. A run that already ended by itself is refused with
     run_finished; a second call changes nothing. To end a deployment, call undeploy.
@@ -110,6 +110,8 @@ async def cancel(
         wait_s: Seconds to wait for its end.
     """
     store = open_store()
+    if run_id.startswith("tour-"):
+        return await run_sync(_stopped, store, run_id)
     run = await run_sync(queue.request_cancel, store, run_id, reason)
     await look_after(store, run)  # status says what keeps a run from ending
     run = await wait_until(
@@ -119,6 +121,13 @@ async def cancel(
         lambda run: (f"{run_id}: {run.state}, asked to save and end", None),
     )
     return await run_sync(_cancelled, store, run)
+
+
+def _stopped(store: Store, tournament_id: str) -> Cancel:
+    tournaments.stop(store, tournament_id)
+    row = tournaments.find_tournament(store, tournament_id)
+    follows = f"tournament(tournament_id={row.id!r}) reports its rounds"
+    return Cancel(run_id=row.id, state=row.state, step=len(row.rounds), next=follows)
 
 
 def _cancelled(store: Store, run: Run) -> Cancel:

@@ -110,7 +110,6 @@ async def tournament(
     arms: Arms = None,
     settings: dict[str, Any] | None = None,
     tournament_id: Annotated[str | None, Field(min_length=1)] = None,
-    stop: bool = False,
     split: Literal["eval", "train"] = "eval",
     limit: Annotated[int | None, Field(ge=2)] = None,
     alpha: Annotated[float, Field(gt=0, le=0.5)] = ALPHA,
@@ -131,7 +130,6 @@ async def tournament(
         environment: As for evaluate.
         settings: The same fields, for every arm.
         tournament_id: One to wait for and report.
-        stop: With tournament_id: end it.
         split: The tasks' split.
         limit: Only so many tasks.
         alpha: Chance of a wrong elimination.
@@ -144,8 +142,8 @@ async def tournament(
     deadline = deadline_after(wait_s)
     created = False
     if tournament_id is None:
-        if arms is None or stop:
-            fix = "pass arms=[{...}, {...}] to start one, or tournament_id=... to follow or stop it"
+        if arms is None:
+            fix = "pass arms=[{...}, {...}] to start one, or tournament_id=... to follow it"
             raise FlashError("invalid_argument", "neither a new nor an old tournament", fix=fix)
         common = {"split": split, "limit": limit, "alpha": alpha, "seed": seed}
         common |= {"secrets": secrets, "target": target}
@@ -154,8 +152,6 @@ async def tournament(
         row, created = await run_sync(tournaments.start, store, spec, first, idempotency_key)
         tournament_id = row.id
         await run_sync(keeper.look_after, store)
-    elif stop:
-        await run_sync(tournaments.stop, store, tournament_id)
     row = await wait_until(
         lambda: tournaments.find_tournament(store, tournament_id),
         lambda row: row.state != "running",

@@ -91,7 +91,10 @@ async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: C
     for run in runs:
         let_go(run)
     await until(lambda: len(tournaments.find_tournament(open_store(), body["tournament_id"]).rounds) == 2)
-    body = await call(client, "tournament", tournament_id=body["tournament_id"], stop=True, wait_s=0)
+    ended = await call(client, "cancel", run_id=body["tournament_id"])
+    assert (ended["run_id"], ended["state"]) == (body["tournament_id"], "cancelled")
+    assert (await call(client, "cancel", run_id=body["tournament_id"]))["state"] == "cancelled"
+    body = await call(client, "tournament", tournament_id=body["tournament_id"], wait_s=0)
     assert body["state"] == "cancelled" and "nothing is claimed" in body["explanation"]
     assert body["attempts"] == 50
     store = open_store()
