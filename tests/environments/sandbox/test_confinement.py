@@ -439,7 +439,7 @@ async def test_no_environment_grants_itself_the_network(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("net = true", "unknown keys net; it may have: network, endpoint, memory_gib"),
+        ("net = true", "unknown keys net; it may have: network, endpoint, gateway, memory_gib"),
         ("network = 1", "network must be true or false, got 1"),
         ("processes = -1", "processes must be a number above 0"),
         ("memory_gib =", "cannot be read"),
