@@ -39,7 +39,7 @@ _TOOLS = (
         tournament,
         title="Find the best of several",
         open_world=True,
-        changes_with=("arms", "stop"),
+        changes_with=("arms",),
         unlisted=("seed", "secrets", "target", "idempotency_key"),
     ),
     Tool(curate, title="Make a dataset from attempts", idempotent=True),
