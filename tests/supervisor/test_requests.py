@@ -153,7 +153,7 @@ def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(s3: Obj
 
     def overdue_s() -> float:
         """For how long the target's thread did not ask for heartbeats that it should have."""
-        attendant = supervisor._remote._threads["lab"]._reconciler
+        attendant = supervisor._threads["lab"]._reconciler
         attempts = list(attendant._attempts.values()) if attendant else []
         if len(attempts) < RUNS or not all(each.read_beat for each in attempts):
             return -1.0
