@@ -55,7 +55,7 @@ def held(folder: Path, *, after: float = math.inf, saved: Path | None = None) ->
     first `after`, or those that begin when the checkpoint `saved` is there.
     """
     folder.mkdir()
-    flag = folder.with_name("flag")
+    flag = folder / "flag"  # in the folder, for the environment sees nothing beside it
     flag.touch()
     source = HELD.format(after=after, flag=str(flag), saved=str(saved or "/nowhere"))
     (folder / "environment.py").write_text((VOWELS / "environment.py").read_text() + source)
@@ -87,7 +87,8 @@ class Attempt:
         code = ONE_BY_ONE if one_by_one else self.program
         program = ["-c", code] if code else ["-m", "worker.main"]
         arguments = [*program, run.url, "--attempt", str(number)]
-        environment = {**os.environ, **variables}
+        # Environments of tests wait for what stands in the run's folder.
+        environment = {**os.environ, "FLASH_READABLE": run.path(""), **variables}
         self.log_path = Path(run.path(f"log.{number}"))
         self.process: Forked | subprocess.Popen[bytes]
         with self.log_path.open("wb") as log:

@@ -436,7 +436,8 @@ def _checks(page: Page, result: EnvTest) -> None:
     }
     verdict, style = verdicts[result.passed]
     tasks = f"{result.train_tasks} train and {result.eval_tasks} eval tasks"
-    page.prose(f"{verdict}: {result.environment}, {tasks}, in {result.seconds:.1f} s", style)
+    # Not folded, for the path of the folder may be longer than a line.
+    page.line(f"{verdict}: {result.environment}, {tasks}, in {result.seconds:.1f} s", style)
     page.line()
     for probe in result.probes:
         mark, style = CHECK_MARKS[probe.result]

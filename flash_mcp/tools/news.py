@@ -45,6 +45,7 @@ FLAG_LETTERS = {
     "reward_falling": "i",
     "reward_without_success": "j",
     "length_collapse": "k",
+    "overthinking": "v",
     "reward_follows_length": "l",
     "entropy_collapse": "m",
     "repeated_outputs": "n",

@@ -37,7 +37,7 @@ def test_a_recipe_fills_every_field_but_those_that_the_model_or_the_task_decide(
     spec = resolve(validate({"environment": "calculator", "algorithm": algorithm, **teacher})).spec
     empty = {name for name, value in spec.model_dump().items() if value is None}
     of_algorithm = {"grpo": {"epochs", "teacher"}, "sft": {"steps", "group_size", "teacher"}, "distill": {"epochs"}}
-    always = {"max_length", "init_from_adapter", "dataset", "max_hours", "max_cost", "finish_by"}
+    always = {"max_length", "init_from_adapter", "dataset", "max_hours", "max_cost", "finish_by", "slurm"}
     assert empty == always | of_algorithm[algorithm]
 
 

@@ -261,7 +261,8 @@ def load_environment(train=12, held_out=5, question="Write"):
 @pytest.mark.cpu
 def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
     """The address space is closed once the run trains; then conversations get long."""
-    folder, flag = tmp_path / "growing", tmp_path / "flag"
+    folder = tmp_path / "growing"
+    flag = folder / "flag"
     folder.mkdir()
     source = (VOWELS / "environment.py").read_text() + LONG_ANSWERS.format(flag=str(flag))
     (folder / "environment.py").write_text(source)
