@@ -24,6 +24,8 @@ from flash_mcp.protocol.spec import read_toml, resolve, validate
 Json = dict[str, Any]
 CALCULATOR = Path(__file__).parents[1] / "environments" / "examples" / "calculator"
 MODULES = {"ours": "worker.main", "plain trl": "bench.whole"}
+OF_TRL = ("rollouts_of", "output_dir", "max_completion", "callbacks")
+"""What the worker gives its trainer and TRL's takes too."""
 TIMEOUT_S = 1800
 
 
@@ -142,7 +144,10 @@ def _attempt_on_trl() -> int:
     from bench.step import plain_trainer  # noqa: PLC0415
     from worker.training import grpo  # noqa: PLC0415
 
-    grpo.Trainer = lambda *args, way, keep_tokens, ranks, **options: plain_trainer(*args, **options)
+    def trainer(*arguments: Any, **options: Any) -> Any:
+        return plain_trainer(*arguments, **{name: options[name] for name in OF_TRL})
+
+    grpo.Trainer = trainer
     return worker.main()
 
 
