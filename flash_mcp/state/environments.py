@@ -49,13 +49,14 @@ class EnvironmentTable(Connection):
             return row, stage.commit()
 
     def _check_room(self, row: EnvironmentVersion) -> None:
-        others = (
-            "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) !="
-            " (?, ?)"
-        )
-        stored = self.query(others, [row.name, row.digest])[0]["n"]
+        stored = self.environment_bytes(besides=row)
         limit = self.environment_limit()
         check_quota("environments", stored, row.size_bytes, limit, "uploads_gib")
+
+    def environment_bytes(self, besides: EnvironmentVersion | None = None) -> int:
+        """The bytes of environments that the caller stores."""
+        sql = "SELECT coalesce(sum(size_bytes), 0) FROM environments WHERE (name, digest) != (?, ?)"
+        return self.column(sql, [besides.name, besides.digest] if besides else ["", ""])[0]
 
     def environment_limit(self) -> int:
         """The bytes of environments that the caller may store."""

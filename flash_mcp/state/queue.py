@@ -576,15 +576,21 @@ def _check_still_there(
             raise FlashError(code, what, fix="name another one, or make it again")
 
 
-def _check_quota(store: Store) -> None:
-    if caller().is_local:
-        return
+def queued_runs(store: Store) -> int:
+    """How many runs of the caller are queued."""
     # From an index alone: a caller's view reads each of the runs that all owners have queued.
     sql = """SELECT count(*) AS number FROM main.runs INDEXED BY runs_queued
              WHERE state = 'queued' AND owner = ?"""
-    [queued] = store.query(sql, [caller().owner])
+    [row] = store.query(sql, [caller().owner])
+    return row["number"]
+
+
+def _check_quota(store: Store) -> None:
+    if caller().is_local:
+        return
+    queued = queued_runs(store)
     limit = caller().limits.queued_runs
-    if queued["number"] < limit:
+    if queued < limit:
         return
     oldest = "SELECT id FROM runs WHERE state = 'queued' ORDER BY created LIMIT 1"
     first = next(iter(store.column(oldest)), None)
@@ -592,7 +598,7 @@ def _check_quota(store: Store) -> None:
         f"try again once {first} has started, which status(run_id={first!r}, wait_s=40) waits"
         " for, or cancel one"
     )
-    what = f"{queued['number']} runs of yours are queued"
+    what = f"{queued} runs of yours are queued"
     raise FlashError("quota_exceeded", what, limit=limit, fix=fix)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from shutil import disk_usage
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import exports_dir, models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
 from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
-from flash_mcp.state import costs, datasets
+from flash_mcp.state import costs, datasets, queue
 from flash_mcp.state.disk import in_words, size_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
@@ -224,12 +224,13 @@ def catalog(
         cursor: With kind: `cursor` of the previous page.
     """
     store = open_store()
+    steps = cache(partial(_steps, store))  # three kinds read them
     readers: dict[Kind, Callable[[Store], Sequence[Entry]]] = {
-        "models": partial(_models, contains=contains or ""),
+        "models": partial(_models, contains=contains or "", steps=steps),
         "environments": _environments,
         "datasets": _datasets,
-        "devices": _devices,
-        "targets": _targets,
+        "devices": partial(_devices, steps=steps),
+        "targets": partial(_targets, steps=steps),
         "deployments": _deployments,
     }
     if kind == "ledger":
@@ -268,7 +269,7 @@ def _name(entry: Entry) -> str:
     return name.lower()
 
 
-def _models(store: Store, contains: str) -> list[Model]:
+def _models(store: Store, contains: str, steps: ReadSteps) -> list[Model]:
     """The models of the catalog, and the hub model or folder that `contains` names."""
     cards = dict(MODELS)
     if "/" in contains:
@@ -276,8 +277,7 @@ def _models(store: Store, contains: str) -> list[Model]:
             card = find(contains.strip())
             cards[card.name] = card
     here = places(store)
-    steps = _steps(store)
-    return [_model(card, here, steps) for card in cards.values()]
+    return [_model(card, here, steps()) for card in cards.values()]
 
 
 def _fitting(models: Sequence[Any]) -> tuple[list[Model], list[str] | None]:
@@ -333,6 +333,7 @@ def _fits(card: ModelCard, places: Sequence[Place]) -> str:
 
 Steps = dict[tuple[str, str], str]
 """{(model, target): what a step took}, the newest first."""
+ReadSteps = Callable[[], Steps]
 
 
 def _steps(store: Store) -> Steps:
@@ -361,9 +362,9 @@ def _steps_text(steps: Steps, model: str | None = None, target: str | None = Non
     return "; ".join(measured) or "unmeasured"
 
 
-def _devices(store: Store) -> list[Device]:
+def _devices(store: Store, steps: ReadSteps) -> list[Device]:
     price = costs.price_of_hour(store.base).price_per_hour or None
-    step = _steps_text(_steps(store), target=LOCAL_TARGET)
+    step = _steps_text(steps(), target=LOCAL_TARGET)
     build = partial(Device, price_per_hour=price, step=step)
     return [build(**vars(device)) for device in machine.devices()]
 
@@ -375,12 +376,10 @@ def _whoami(store: Store) -> list[Whoami]:
     if who.secrets is not None:
         answer.secrets = sorted(who.secrets)
     if not who.is_local:
-        queued = store.query("SELECT count(*) AS n FROM runs WHERE state = 'queued'")[0]["n"]
-        stored = store.query("SELECT coalesce(sum(size_bytes), 0) AS n FROM environments")[0]["n"]
-        limit = in_words(store.environment_limit())
+        stored = in_words(store.environment_bytes())
         answer.quotas = {
-            "queued_runs": f"{queued} of {who.limits.queued_runs}",
-            "environments": f"{in_words(stored)} of {limit}",
+            "queued_runs": f"{queue.queued_runs(store)} of {who.limits.queued_runs}",
+            "environments": f"{stored} of {in_words(store.environment_limit())}",
             "requests_per_minute": str(who.limits.requests_per_minute),
         }
         price = costs.price_of_hour(store.base)
@@ -389,10 +388,9 @@ def _whoami(store: Store) -> list[Whoami]:
     return [answer]
 
 
-def _targets(store: Store) -> list[Target]:
+def _targets(store: Store, steps: ReadSteps) -> list[Target]:
     counts = store.counts_by_target()
     results: list[Target] = []
-    steps = _steps(store)
     for name, settings in targets(store.base).items():
         target = Target(
             name=name,
@@ -402,7 +400,7 @@ def _targets(store: Store) -> list[Target]:
             running=counts.get((name, "running"), 0),
             waiting=counts.get((name, "queued"), 0) + counts.get((name, "starting"), 0),
             price_per_hour=settings.price_per_hour,
-            step=_steps_text(steps, target=name),
+            step=_steps_text(steps(), target=name),
         )
         results.append(target)
     return results
