@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,30 +141,25 @@ def read_conversations(source: str) -> list[Row]:
     Raises FlashError(invalid_argument)."""
     rows, columns = read_rows(source)
     chats = next((name for name in CHAT_COLUMNS if name in columns), None)
-    in_parts = any(isinstance(row.get("prompt"), list) for row in rows)
-    asking: list[str] = []
-    answer = ""
-    if chats is None and not in_parts:
+    if chats is not None:
+        read = partial(_of_messages, source, chats)
+    elif any(isinstance(row.get("prompt"), list) for row in rows):
+        read = partial(_of_parts, source)
+    else:
         asking = _asking(source, columns, None, "messages")
-        answer = _column(source, columns, None, ANSWERS, "messages")
-    conversations: list[Row] = []
-    for number, row in enumerate(rows, start=1):
-        if chats is not None:
-            conversations.append(_of_messages(source, number, row, row.get(chats)))
-        elif in_parts:
-            conversations.append(_of_parts(source, number, row))
-        else:
-            conversations.append(_conversation(*_task(row, asking, answer)))
-    return conversations
+        read = partial(_of_columns, asking, _column(source, columns, None, ANSWERS, "messages"))
+    return list(itertools.starmap(read, enumerate(rows, start=1)))
 
 
-def _conversation(question: str, answer: str) -> Row:
+def _of_columns(asking: Sequence[str], answering: str, _: int, row: Row) -> Row:
+    question, answer = _task(row, asking, answering)
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": turns, "prompt_messages": 1}
 
 
-def _of_messages(source: str, number: int, row: Row, messages: Any) -> Row:
+def _of_messages(source: str, column: str, number: int, row: Row) -> Row:
     """What follows the first user's messages is learnt."""
+    messages: Any = row.get(column)
     roles: list[Any] = []
     with suppress(ValueError, AttributeError, TypeError):
         if isinstance(messages, str):  # a CSV has them as JSON
@@ -183,7 +179,7 @@ def _of_parts(source: str, number: int, row: Row) -> Row:
     messages: Any = None
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = [*prompt, *completion]
-    result = _of_messages(source, number, row, messages)
+    result = _of_messages(source, "messages", number, row | {"messages": messages})
     return result | {"prompt_messages": len(cast("list[Any]", prompt))}
 
 
@@ -223,8 +219,13 @@ def keep_conversations(
     return datasets.find(f"{version.name}@{version.digest}", base)
 
 
+def _by_name(columns: Sequence[str]) -> dict[str, str]:
+    """Columns by their names without case and spaces."""
+    return {column.strip().casefold(): column for column in columns}
+
+
 def _asking(source: str, columns: Sequence[str], names: str | None, what: str) -> list[str]:
-    by_name = {column.strip().casefold(): column for column in columns}
+    by_name = _by_name(columns)
     for together in ASK_TOGETHER:
         if names is None and by_name.keys() >= set(together):
             return list(map(by_name.__getitem__, together))
@@ -242,7 +243,7 @@ def _column(
             return name
         near = did_you_mean(name, columns)
         raise refusal(source, f"there is no column {name!r}{near}", f"its columns are: {shown}")
-    by_name = {column.strip().casefold(): column for column in columns}
+    by_name = _by_name(columns)
     for candidate in usual:
         if candidate in by_name:
             return by_name[candidate]
