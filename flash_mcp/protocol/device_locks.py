@@ -14,9 +14,7 @@ import hashlib
 import os
 import pwd
 import re
-import shutil
 import stat
-import subprocess
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -137,17 +135,3 @@ def _whose(descriptor: int) -> str:
     with suppress(KeyError):
         name = pwd.getpwuid(owner).pw_name
     return f"a state directory of user {name}"
-
-
-def nvidia_smi(arguments: list[str], timeout_s: float) -> list[str]:
-    """The lines of nvidia-smi; none where it is missing or fails."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    try:
-        done = subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()

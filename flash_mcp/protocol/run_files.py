@@ -193,6 +193,10 @@ class ListeningFile(File):
     mac: Digest
 
 
+GATEWAY_BASE_URL = "x-flash-base-url"
+"""The header by which the HTTP server tells a gateway the address that its client knows."""
+
+
 class GatewayFile(File):
     """gateway.N.json"""
 

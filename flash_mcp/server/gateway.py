@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Run
-from flash_mcp.protocol.run_files import GatewayFile
+from flash_mcp.protocol.run_files import GATEWAY_BASE_URL, GatewayFile
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.server.uploads import refusal_response
 from flash_mcp.state.owners import LOCAL, NOBODY, acting_as, caller, refuse_reader
@@ -27,9 +27,7 @@ from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
 
 PATH = "/gateway/{run_id}/{rest:path}"
-BASE_URL = "x-flash-base-url"
-"""Tells the worker under which address its client knows it."""
-OF_A_CONNECTION = ("host", "connection", "transfer-encoding", "content-length", BASE_URL)
+OF_A_CONNECTION = ("host", "connection", "transfer-encoding", "content-length", GATEWAY_BASE_URL)
 """Headers that are not passed on."""
 
 
@@ -67,7 +65,7 @@ class Relay:
 async def _passed(request: Request, body: bytes, run: Run, where: GatewayFile, send: Send) -> bool:
     """Whether the worker answered."""
     headers = _passed_on(request.headers)
-    headers[BASE_URL] = f"{request.base_url}gateway/{run.id}/v1"
+    headers[GATEWAY_BASE_URL] = f"{request.base_url}gateway/{run.id}/v1"
     if not has_own_key(request.url.path):
         headers["authorization"] = f"Bearer {where['key']}"
     url = f"http://127.0.0.1:{where['port']}/{request.path_params['rest']}"

@@ -27,7 +27,13 @@ from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
 from flash_mcp.tools.shared.seeds import verdict_of
-from flash_mcp.tools.shared.tool_base import Result, ResultModel, illustrate, longest_wait_s
+from flash_mcp.tools.shared.tool_base import (
+    Result,
+    ResultModel,
+    illustrate,
+    longest_wait_s,
+    no_cursor,
+)
 from flash_mcp.tools.shared.truncation import to_text, utc
 from flash_mcp.tools.shared.waiting import wait_for_change
 
@@ -170,9 +176,7 @@ def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> St
     except FlashError as error:
         if error.code != "unknown_run":
             raise
-        fix = "pass it unchanged, or leave it out"
-        what = "that is no cursor of status"
-        raise FlashError("invalid_argument", what, cursor=cursor, fix=fix) from error
+        raise no_cursor(cursor, "status") from error
     lines = _lines(store, rows[:limit])
     has_more = len(rows) > len(lines)
     if has_more:

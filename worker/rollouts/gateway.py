@@ -35,12 +35,11 @@ from environments.process.host import EnvironmentHost, Opening, Score
 from environments.process.replies import ForgedError, Reader, parse
 from environments.redaction import Redactor
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import GATEWAY_BASE_URL
 
 T = TypeVar("T")
 POLL_S = 20.0
 """How long a request for a task waits for one."""
-BASE_URL = "x-flash-base-url"
-"""The header with the address under which the program knows this server."""
 EXAMPLE = TaskExample({}, "")
 
 
@@ -122,11 +121,11 @@ class Gateway:
             messages = await self._in_time(outside, playing.start_episode(EXAMPLE))
             tools = list(playing.episode_tools(EXAMPLE))
             first = self._checked(AgentCall(0, None, messages, tools, playing.options))
-            asked = {"messages": first.messages, "tools": first.tools, "options": first.options}
+            request = {"messages": first.messages, "tools": first.tools, "options": first.options}
         except BaseException:
             await self.close(opening.episode)
             raise
-        return replace(opening, **asked, is_agent=True)
+        return replace(opening, **request, is_agent=True)
 
     async def next_call(self, episode: int) -> AgentCall | Literal["done", "max_turns"]:
         outside, playing = self._rollouts[episode]
@@ -217,7 +216,7 @@ class _Exchange(Exchange):
             try:
                 if self._connection.has_left:
                     raise ConnectionError("the program left")
-                base_url = self._request.headers.get(BASE_URL, outside.task["base_url"])
+                base_url = self._request.headers.get(GATEWAY_BASE_URL, outside.task["base_url"])
                 await self._send(200, {"task": {**outside.task, "base_url": base_url}})
             except (OSError, TimeoutError):
                 outside.offer()

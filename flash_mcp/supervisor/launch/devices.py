@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from flash_mcp.protocol.device_locks import nvidia_smi
+from flash_mcp.protocol.nvidia import nvidia_smi
 
 QUERY = "name,memory.total,memory.free,utilization.gpu"
 

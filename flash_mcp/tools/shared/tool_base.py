@@ -204,8 +204,10 @@ RunId = Annotated[str, Field(min_length=1, description="Run id.")]
 def page_offset(cursor: str | None, tool: str) -> int:
     """The number in a cursor of `tool`; 0 without one."""
     if cursor is not None and not cursor.isdigit():
-        what = f"that is no cursor of {tool}"
-        raise FlashError(
-            "invalid_argument", what, cursor=cursor, fix="pass it unchanged, or leave it out"
-        )
+        raise no_cursor(cursor, tool)
     return int(cursor or 0)
+
+
+def no_cursor(cursor: str | None, tool: str) -> FlashError:
+    fix = "pass it unchanged, or leave it out"
+    return FlashError("invalid_argument", f"that is no cursor of {tool}", cursor=cursor, fix=fix)
