@@ -76,17 +76,17 @@ def alike(rows: Sequence[Row]) -> str:
     """Whether an eval task is a train task in other words: the same numbers and answer, and nearly
     the same words.
     """
-    train: dict[tuple[str, tuple[str, ...]], list[Row]] = defaultdict(list)
+    train: dict[tuple[str, tuple[str, ...]], list[tuple[Row, Set[str]]]] = defaultdict(list)
     for row in rows:
         if row.split == "train":
-            train[_key(row)].append(row)
+            train[_key(row)].append((row, words_of(row.prompt)))
     pairs: list[tuple[Row, Row]] = []
     for row in rows:
         if row.split != "eval":
             continue
         words = words_of(row.prompt)
-        for other in train[_key(row)][:MOST_COMPARED]:
-            if are_alike(words, words_of(other.prompt)):
+        for other, its_words in train[_key(row)][:MOST_COMPARED]:
+            if are_alike(words, its_words):
                 pairs.append((other, row))
                 break
     held_out = sum(row.split == "eval" for row in rows)
