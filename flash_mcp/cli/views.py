@@ -444,7 +444,7 @@ def _checks(page: Page, result: EnvTest) -> None:
         page.prose(probe.evidence, style, label=f"{mark} {probe.name:{CHECK}} ")
         if probe.fix and probe.result:
             page.prose(in_shell(probe.fix), label=f"  {'fix':{CHECK}} ")
-    page.prose(", ".join(result.accepted or ()), label="accepted        ")
-    page.prose(result.sandbox or "", "dim", label="sandbox         ")
+    page.prose(", ".join(result.accepted or ()), label=f"{'accepted':{CHECK + 3}}")
+    page.prose(result.sandbox or "", "dim", label=f"{'sandbox':{CHECK + 3}}")
     if result.sample:
         page.lines += map(visible, render({"sample": result.sample.model_dump(mode="json")}))

@@ -232,7 +232,7 @@ def _written(folder: str | None, name: str, files: dict[str, bytes], change: str
         first = [path for path in INLINE if path in files]
         order = list(dict.fromkeys([*first, *paths]))
         contents = _inline(files, order, INLINE_ROWS)
-        if not contents.keys() >= set(first):
+        if not contents.keys() >= set(first):  # fewer rows, before a file is left out
             contents = _inline(files, order, 1)
         return EnvSetup(
             name=name,
