@@ -37,9 +37,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 LENGTH = 256
 RANK = 8
 ROW_S = 900.0
-STEPS = ("pass", "merged", "adapter", "sft", "evaluate", "export", "deploy", "gguf")
+STEPS = ("pass", "merged", "adapter", "sft", "evaluate", "export", "deploy", "gguf", "experts")
 COLUMNS = (
     "architecture", "trains", "pass", "merged sync", "adapter sync", "sft", "evaluate", "export", "deploy", "GGUF",
+    "experts",
 )  # fmt: skip
 ANSWER_TOKENS = 16
 REGRETS = {"float32": 1e-3, "bfloat16": 0.5}
@@ -134,6 +135,7 @@ def try_row(name: str, folder: Path, only: Sequence[str] = STEPS) -> Row:
         attempt(step, lambda kind=kind: _export(kind, policy, adapter, base, folder))
     attempt("evaluate", lambda: _evaluate(policy, tokenizer, base, adapter, folder))
     attempt("deploy", lambda: _deploy(policy, tokenizer, base, adapter, folder))
+    attempt("experts", lambda: _experts(tokenizer, base, dtype, folder / "experts"))
     for way in ("merged", "adapter"):
         attempt(way, lambda way=way: _sync(way, policy, tokenizer, base, dtype))
         gc.collect()
@@ -159,7 +161,23 @@ def _sync(way: Any, policy: Any, tokenizer: Any, base: Path, dtype: Any) -> str:
     return "=" if exact else f"{agreement.noisy:.2g} nats (bf16)"
 
 
-def _fine_tune(policy: Any, base: Path, folder: Path) -> str:
+def _experts(tokenizer: Any, base: Path, dtype: Any, folder: Path) -> str:
+    """All steps that a run with `experts` takes."""
+    from worker.model_files import config_of, has_experts  # noqa: PLC0415
+    from worker.training.policy import load_policy  # noqa: PLC0415
+
+    if not has_experts(config_of(base)):
+        return "-"
+    folder.mkdir()
+    policy = load_policy(base, rank=RANK, alpha=16, seed=0, dtype=dtype, experts=True)
+    _fine_tune(policy, base, folder, experts=True)
+    adapter = _trained(policy, folder / "adapter")
+    _export("merged", policy, adapter, base, folder)
+    _evaluate(policy, tokenizer, base, adapter, folder)
+    return _sync("merged", policy, tokenizer, base, dtype)
+
+
+def _fine_tune(policy: Any, base: Path, folder: Path, *, experts: bool = False) -> str:
     """Three steps, and a second attempt that goes on to five."""
     from worker.training.packing import way_of  # noqa: PLC0415
 
@@ -169,7 +187,7 @@ def _fine_tune(policy: Any, base: Path, folder: Path) -> str:
 
     run = RunFolder(folder / "run")
     for steps in (3, 5):
-        tune(run, base, folder, steps, way=way, dtype=policy.dtype)
+        tune(run, base, folder, steps, way=way, dtype=policy.dtype, experts=experts)
     if run.checkpoints.steps() != [1, 2, 3, 4, 5]:
         raise ValueError(f"checkpoints of {run.checkpoints.steps()}")
     return "ok"
@@ -340,6 +358,8 @@ def _reason(error: Exception) -> str:
         return "llama.cpp does not load it"
     if "holds another model" in text:
         return "refused: llama.cpp answers otherwise"
+    if "compute this model differently" in text:
+        return "refused: vLLM computes another model"
     if "does not run without a GPU" in text:
         return "refused without a GPU"
     for said, meaning in ON_A_CPU.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +10,10 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion as conversion_module
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from worker.model_files import decoder_prefix
 
@@ -21,22 +23,28 @@ ADAPTER = "default"
 
 
 def merged_weights(model: PeftModel, prefix: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of W + scale·BA for every adapted layer, and of its bias, named as in a base
-    model whose decoder has this prefix, else as in `model`.
+    """(name, tensor) of W + scale·BA for every adapted layer, and of its bias, named as in the
+    files of a base model whose decoder has this prefix, else as in `model`.
 
     They are computed from the unchanged base weights each time: merging in place would make them
     drift in bf16. The engine has the rest, embeddings and norms, already.
 
-    Axes: O outputs, I inputs, R rank."""
+    Axes: E experts, O outputs, I inputs, R rank."""
     base = cast(Any, model).base_model.model
     own = decoder_prefix(name for name, _ in base.named_modules())
     with torch.no_grad():
         for name, module in base.named_modules():
             if not isinstance(module, LoraLayer):
                 continue
+            layer = cast(Any, module)
+            if isinstance(module, ParamWrapper):
+                weights = _merged_experts(name, layer)
+                if prefix is not None:
+                    weights = named_in_files(base, weights, prefix)
+                yield from weights.items()
+                continue
             if prefix is not None:
                 name = prefix + name.removeprefix(own)
-            layer = cast(Any, module)
             linear = layer.base_layer
             if not linear.weight.is_floating_point():
                 raise ValueError("an adapter cannot be merged into 4-bit weights")
@@ -47,6 +55,27 @@ def merged_weights(model: PeftModel, prefix: str | None = None) -> Iterator[tupl
             yield f"{name}.weight", torch.addmm(linear.weight, b_OR.to(dtype), a_RI.to(dtype))
             if linear.bias is not None:
                 yield f"{name}.bias", linear.bias.data
+
+
+def _merged_experts(name: str, layer: Any) -> dict[str, Tensor]:
+    """`merged_weights` of the one parameter, of all experts, that PEFT's wrapper `name` adapts.
+    Some models have it as EIO."""
+    name = f"{name.replace('.base_layer', '')}.{layer.parameter_name}"  # wrappers may be nested
+    left_EOR, right_ERI, scale = layer.get_delta_factors(ADAPTER)
+    weights = {name: torch.baddbmm(layer.get_param(), left_EOR, right_ERI, alpha=scale)}
+    bias = getattr(layer.get_base_layer(), f"{layer.parameter_name}_bias", None)
+    if bias is not None:
+        weights[f"{name}_bias"] = bias.data
+    return weights
+
+
+def named_in_files(model: Any, weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Weights of transformers' `model` as the files of its base model have them: those of experts
+    one by one, where transformers stacks them."""
+    named: dict[str, Tensor] = {}
+    for name, weight in cast(Any, revert_weight_conversion)(model, dict(weights)).items():
+        named[prefix + name.removeprefix(decoder_prefix([name]))] = weight
+    return named
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, Exported, ExportJob
 from worker import gguf_file
-from worker.adapter import merged_weights, names_as_they_are
+from worker.adapter import merged_weights, named_in_files, names_as_they_are
 from worker.engine.fetch import ensure
-from worker.model_files import auto_class, checkpoint_prefix, config_of, decoder_prefix
+from worker.model_files import auto_class, checkpoint_prefix, config_of
 
 ANSWER_TOKENS = 48
 """Tokens of each greedy answer that is compared."""
@@ -95,8 +95,7 @@ def _merge(model: Any, adapter: Path, prefix: str) -> dict[str, Tensor]:
     merged = {name: weight.clone() for name, weight in merged_weights(adapted)}
     adapted.unload()
     model.load_state_dict(merged, strict=False)
-    own = decoder_prefix(name for name, _ in model.named_modules())
-    return {prefix + name.removeprefix(own): weight for name, weight in merged.items()}
+    return named_in_files(model, merged, prefix)
 
 
 def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor], tokenizer: Any) -> None:

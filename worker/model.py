@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
+from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import commit_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
@@ -43,8 +44,9 @@ class Model:
     """The policy; the folder of an adapter that only the engine reads; None for the base model."""
     sync: Sync | None = None
     """How the engine gets the policy; None for the engine's default."""
-    four_bit: bool = False
-    """Whether the trainer's base weights have 4 bits."""
+    one_way: bool = False
+    """Whether `sync` is the only way: nothing can be merged into base weights of 4 bits, and
+    adapters of experts are only merged."""
     cards: Sequence[str] = ("",)
     """Those that share the base weights, as CUDA_VISIBLE_DEVICES names them. One holds them all."""
 
@@ -53,7 +55,7 @@ class Model:
         """Ways in which the engine can get the policy, the preferred first."""
         preferred: Sync = self.sync or default_sync(self.dtype)
         ways: list[Sync] = [preferred]
-        if not self.four_bit and (self.dtype != torch.float32 or not torch.cuda.is_available()):
+        if not self.one_way and (self.dtype != torch.float32 or not torch.cuda.is_available()):
             for way in WAYS:
                 if way != preferred:
                     ways.append(way)
@@ -100,15 +102,17 @@ def load_model(
     check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     max_length = _length(spec, config)
+    experts = _adapts_experts(spec, adapter)
     if len(cards) > 1:
+        _check_experts(experts, len(cards))
         check_sharing(config, dtype, len(cards))
         return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards=cards)
     policy = adapter
     sync: Sync | None = None
-    if trains or (adapter and default_sync(dtype) == "merged"):
+    if trains or (adapter and (experts or default_sync(dtype) == "merged")):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
         smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
-        smallest = replace(smallest, four_bit=is_four_bit(spec))
+        smallest = replace(smallest, four_bit=is_four_bit(spec), experts=experts)
         sharing = ranks.count if can_share(dtype) else 1
         most = max(ranks.gather(memory.check_model(path, smallest, dtype, sharing)))
         arguments: Json = {
@@ -117,13 +121,32 @@ def load_model(
             "seed": spec.seed,
             "dtype": dtype,
             "adapter_path": adapter,
+            "experts": experts,
         }
         if most > 1:
+            _check_experts(experts, most)
             return _shared_model(path, template, dtype, max_length, arguments, writer, ranks)
-        # Nothing can be merged into 4-bit weights.
-        sync = "adapter" if is_four_bit(spec) else default_sync(dtype)
+        sync = default_sync(dtype)
+        if experts:
+            sync = "merged"
+        elif is_four_bit(spec):
+            sync = "adapter"
         policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
-    return Model(path, template, dtype, max_length, policy, sync, is_four_bit(spec))
+    one_way = experts or is_four_bit(spec)
+    return Model(path, template, dtype, max_length, policy, sync, one_way)
+
+
+def _adapts_experts(spec: RunSpec | EvalSpec, adapter: Path | None) -> bool:
+    if adapter is not None:
+        return bool(read_adapter_config(adapter).get("target_parameters"))
+    return isinstance(spec, RunSpec) and spec.experts
+
+
+def _check_experts(experts: bool, count: int) -> None:
+    if experts:
+        what = "adapters of experts are merged, and cards that share a model take adapters only"
+        fix = "leave experts out, or use a card that holds the whole model"
+        raise FlashError("invalid_argument", what, gpus=count, fix=fix)
 
 
 def precision_of(config: Any) -> torch.dtype:

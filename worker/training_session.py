@@ -99,6 +99,7 @@ class TrainingSession(Session[RunSpec]):
             lora_rank=self.spec.lora_rank,
             way=way,
             four_bit=is_four_bit(self.spec),
+            experts=self.spec.experts,
             shards=len(self.model.cards),
             teacher=self.teacher_bytes,
             longest=self.longest_pack,

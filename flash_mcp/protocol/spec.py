@@ -120,6 +120,8 @@ class RunSpec(BaseModel):
     """Scale numerator of the adapter."""
     base_precision: BasePrecision = "full"
     """nf4: 4-bit trainer, untested on GPUs."""
+    experts: bool = False
+    """Adapt the experts of a mixture too, never its router; the engine gets merged weights."""
     fp32_head: bool = False
     """Compute the trainer's logits in fp32: more exact, and slower."""
     max_tokens: Annotated[int, Field(ge=1, le=131_072)] = 512
@@ -221,6 +223,8 @@ class RunSpec(BaseModel):
             raise ValueError(f"gpus={self.gpus} cannot share a batch of {self.batch_size}")
         if self.max_staleness and self.importance_sampling == "none":
             raise ValueError("max_staleness needs importance_sampling, which is 'none'")
+        if self.experts and self.base_precision == "nf4":
+            raise ValueError("experts=true needs base_precision='full'")
         if self.loss_type == "cispo" and self.importance_sampling != "token_truncate":
             raise ValueError("loss_type='cispo' needs importance_sampling='token_truncate'")
         room = self.max_length
@@ -402,7 +406,6 @@ ADAPTER_EXTRAS = (
     "alpha_pattern",
     "modules_to_save",
     "trainable_token_indices",
-    "target_parameters",
     "layer_replication",
     "alora_invocation_tokens",
     "arrow_config",
@@ -415,10 +418,10 @@ BASE_KEEPING = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def check_adapter(
-    config: dict[str, Any], *, rank: int, alpha: int, wrong: Sequence[str] = ()
+    config: dict[str, Any], *, rank: int, alpha: int, experts: bool, wrong: Sequence[str] = ()
 ) -> None:
-    """FlashError(adapter_mismatch) unless a run with this rank and alpha can start from an adapter
-    with this adapter_config.json.
+    """FlashError(adapter_mismatch) unless a run with this rank and alpha, and experts or none, can
+    start from an adapter with this adapter_config.json.
 
     `wrong` lists what the caller has already found not to fit.
     """
@@ -429,6 +432,8 @@ def check_adapter(
         wrong.append(f"rank {its_rank} (the run: lora_rank={rank})")
     if its_alpha != alpha:
         wrong.append(f"alpha {its_alpha} (the run: lora_alpha={alpha})")
+    if bool(config.get("target_parameters")) != experts:
+        wrong.append(f"{'no ' if experts else ''}experts (the run: experts={experts})")
     plain = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": BASE_KEEPING}
     extras = list(filter(config.get, ADAPTER_EXTRAS))
     extras += [name for name, values in plain.items() if config.get(name, values[0]) not in values]

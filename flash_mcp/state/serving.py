@@ -65,7 +65,11 @@ def request(
     adapter = fetch_adapter(store, run, step)
     if elsewhere and (error := limit_error(store, run.owner)):
         raise error
-    rank = read_adapter_config(adapter, "r")["r"]
+    config = read_adapter_config(adapter, "r")
+    if config.get("target_parameters"):
+        fix = f"checkpoints(run_id='{run_id}@{step}', export='merged') writes the whole model"
+        what = "vLLM is given no adapters of experts"
+        raise FlashError("model_unsupported", what, run_id=run_id, fix=fix)
     _record(store, deployment_id, is_on=bool(record))
     values: Json = {
         "owner": run.owner,
@@ -75,7 +79,7 @@ def request(
         "step": step,
         "adapter_path": str(adapter),
         "target": elsewhere or LOCAL_TARGET,
-        "lora_rank": rank,
+        "lora_rank": config["r"],
         "thinking": bool(run.spec.thinking),
         "port": port,
         "idle_minutes": idle_minutes,

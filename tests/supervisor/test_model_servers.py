@@ -59,9 +59,9 @@ SCRIPTED = (sys.executable, str(TESTS / "serving_worker.py"))
 """A worker whose servers are scripted."""
 
 
-def make_adapter(folder: Path, rank: int = 8) -> Path:
+def make_adapter(folder: Path, rank: int = 8, **config: Any) -> Path:
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, **config}))
     (folder / "adapter_model.safetensors").write_bytes(os.urandom(8))
     return folder
 
@@ -168,6 +168,15 @@ def printed(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_an_adapter_of_experts_is_refused_with_the_export_that_works(store: Store, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "a", target_parameters=["layers.0.mlp.experts.down_proj"])
+    run_id = make_run(store, "toy", {3: adapter})
+    with pytest.raises(FlashError) as caught:
+        request(store, run_id)
+    assert caught.value.code == "model_unsupported"
+    assert caught.value.fix.startswith(f"checkpoints(run_id='{run_id}@3', export='merged')")
 
 
 def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_training(

@@ -330,6 +330,7 @@ async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path:
     [
         ({"lora_rank": 8}, "rank 32"),
         ({"lora_alpha": 8}, "alpha 64"),
+        ({"experts": True}, "no experts"),
         ({"model": "qwen3-0.6b"}, "smollm2-135m-instruct"),
     ],
 )
@@ -352,6 +353,18 @@ async def test_a_warm_start_from_an_adapter_that_is_no_plain_one_is_refused(tmp_
     folder = str(scaled_by_the_root_of_its_rank(adapter))
     error = await refused("train", environment="echo", init_from_adapter=folder)
     assert (error.code, error.what) == ("adapter_mismatch", "the adapter has use_rslora=True")
+
+
+async def test_a_warm_start_from_an_adapter_of_experts_trains_them_too(tmp_path: Path):
+    adapter = Path(open_store().checkpoint(finished_run(tmp_path).id, None).path)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["target_parameters"] = ["layers.0.mlp.experts.down_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    started = await call("train", environment="echo", init_from_adapter=str(adapter))
+    run = open_store().run(started["run_id"])
+    assert (run.spec.experts, run.sources["experts"]) == (True, "adapter")
+    error = await refused("train", environment="echo", init_from_adapter=str(adapter), experts=False)
+    assert (error.code, "experts (the run: experts=False)" in error.what) == ("adapter_mismatch", True)
 
 
 async def test_a_warm_start_without_a_checkpoint_is_refused(tmp_path: Path):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flash_mcp.protocol.base_models import NEEDS_GPU
+from flash_mcp.protocol.errors import FlashError
 from tests.model_rows import ARCHITECTURES, make_model
 from tests.models import STEPS, run_row, stored_cells, stored_rows
+from worker.adapter import merged_weights
+from worker.model_files import checkpoint_prefix
 from worker.training.policy import load_policy
 
 QUICK = ("qwen3_5", "gemma3", "qwen3_moe")
 """A wrapper with a state, a wrapper with two kinds of attention, a mixture of experts."""
-QUICK_STEPS = tuple(step for step in STEPS if step not in ("evaluate", "deploy"))
+QUICK_STEPS = tuple(step for step in STEPS if step not in ("evaluate", "deploy", "experts"))
 """The others start processes of vLLM."""
 
 
@@ -36,6 +41,34 @@ def test_of_a_mixture_of_experts_neither_routers_nor_experts_are_trained(name: s
     for name in trained:
         assert "lora_" in name
         assert not {"gate", "router", "shared_expert_gate", "experts"} & set(name.split("."))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "qwen3_moe"])
+def test_adapted_experts_are_merged_as_peft_does_and_named_as_in_the_files(name: str, tmp_path: Path) -> None:
+    base = make_model(name, tmp_path)
+    policy = load_policy(base, rank=4, alpha=8, seed=0, dtype=torch.float32, experts=True)
+    trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
+    assert any(".experts." in name for name in trained)
+    assert not {"gate", "router", "shared_expert_gate"} & {part for name in trained for part in name.split(".")}
+    with torch.no_grad():
+        for weight in (weight for name, weight in policy.named_parameters() if ".lora_B." in name):
+            weight.normal_(std=0.1)
+        merged = dict(merged_weights(policy))
+        in_files = dict(merged_weights(policy, checkpoint_prefix(base)))
+    stored = {name: weight for path in base.glob("*.safetensors") for name, weight in load_file(path).items()}
+    changed = [name for name in in_files if ".experts." in name and not name.endswith("_bias")]
+    assert changed and in_files.keys() <= stored.keys()
+    assert all(in_files[name].shape == stored[name].shape for name in in_files)
+    assert not any(torch.equal(in_files[name], stored[name]) for name in changed)
+    alone = dict(cast(Any, policy).merge_and_unload().named_parameters())
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, alone[name])
+
+
+def test_experts_of_a_dense_model_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(FlashError, match="no mixture of experts") as caught:
+        load_policy(tiny_model, rank=4, alpha=8, seed=0, dtype=torch.float32, experts=True)
+    assert caught.value.code == "invalid_argument"
 
 
 def check_row(name: str, folder: Path, only: Sequence[str]) -> None:

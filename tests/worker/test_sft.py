@@ -139,6 +139,7 @@ def tune(
     warmup: float = 0.0,
     way: packing.Way = packing.Way.PACKED,
     dtype: torch.dtype = torch.float32,
+    experts: bool = False,
 ) -> RunSpec:
     """The next attempt of a run of `steps` steps, from its newest good checkpoint."""
     rng = random.Random(0)
@@ -159,7 +160,7 @@ def tune(
     heartbeat = Heartbeat(writer)
     reporter = Reporter(writer, spec, heartbeat.cancelled)
     trainer = make_sft_trainer(
-        load_policy(model, rank=8, alpha=16, seed=0, dtype=dtype),
+        load_policy(model, rank=8, alpha=16, seed=0, dtype=dtype, experts=experts),
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
         output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip

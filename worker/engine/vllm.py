@@ -5,6 +5,7 @@ tests/worker/test_engine.py is their contract test."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
@@ -92,6 +93,7 @@ class VllmEngine:
         _record_shares()
         if not on_gpu:
             _sample_by_inversion_on_cpu()
+            _pack_experts_at_each_load_on_cpu()
         arguments = engine_arguments(
             model_path,
             max_length=max_length,
@@ -444,6 +446,29 @@ def _sample_by_inversion_on_cpu() -> None:
         return tokens_N.clamp(max=logprobs_NV.size(-1) - 1), logprobs_NV
 
     sampler.TopKTopPSampler.forward_cpu = forward_cpu
+
+
+def _pack_experts_at_each_load_on_cpu() -> None:
+    """Bring the experts' weights into the form of the CPU's kernel whenever they are loaded.
+
+    vLLM 0.31 does so at the first load alone: what is loaded later would be read as packed."""
+    from vllm.model_executor.layers.fused_moe import (  # noqa: PLC0415
+        unquantized_fused_moe_method as experts,
+    )
+
+    method = cast(Any, experts).UnquantizedFusedMoEMethod
+    own = method._setup_kernel
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @functools.wraps(own)
+    def set_up(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        is_packed_by_vllm = self.moe_kernel is None
+        own(self, layer, w13, w2)
+        if not is_packed_by_vllm:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = set_up
 
 
 def room_for_rank(rank: int) -> int:

@@ -70,6 +70,8 @@ class Workload:
     """The training pass's worker.training.packing.Way."""
     longest: float | None = None
     """Tokens of a pack, where attention has no mask (worker.training.packing.longest_pack)."""
+    experts: bool = False
+    """Whether experts have an adapter."""
     four_bit: bool = False
     """Whether the trainer's linear layers are in NF4. The engine's are whole."""
     recomputed: bool = False
@@ -150,7 +152,7 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
 
 def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
     """`estimate` without the training pass."""
-    model = _without_storage(model_path, dtype, work.lora_rank)
+    model = _without_storage(model_path, dtype, work)
     full = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     weights = full - _saved_by_nf4(model) if work.four_bit else full
     if work.shards > 1:
@@ -288,7 +290,7 @@ class _Alive(TorchDispatchMode):
 
 
 def _without_storage(
-    model_path: Path, dtype: torch.dtype, lora_rank: int, layers: int | None = None
+    model_path: Path, dtype: torch.dtype, work: Workload, layers: int | None = None
 ) -> Any:
     """The policy of worker.training.policy on the meta device; only its first `layers`."""
     from worker.training.attention import attention_of  # noqa: PLC0415
@@ -306,7 +308,8 @@ def _without_storage(
         model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
     if torch.cuda.is_available():
         fuse_norms(model)
-    return with_adapter(model, lora_rank, lora_rank, low_cpu_mem_usage=True)
+    rank = work.lora_rank
+    return with_adapter(model, rank, rank, experts=work.experts, low_cpu_mem_usage=True)
 
 
 def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tuple[int, int]:
@@ -323,7 +326,7 @@ def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tupl
     few = TRACED_LAYERS
 
     def traced(count: int | None = None) -> tuple[int, int]:
-        return _traced_pass(_without_storage(model_path, dtype, work.lora_rank, count), work)
+        return _traced_pass(_without_storage(model_path, dtype, work, count), work)
 
     # Layers that share keys need those that they share with.
     if layers <= 2 * few or getattr(text, "num_kv_shared_layers", 0):

@@ -17,7 +17,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import check_adapter
 from worker.adapter import names_as_they_are
-from worker.model_files import auto_class, config_of
+from worker.model_files import auto_class, config_of, has_experts
 from worker.training.attention import attention_of
 from worker.training.kernels import LoraLinear, fuse_norms
 
@@ -34,11 +34,12 @@ def load_policy(
     seed: int,
     dtype: torch.dtype,
     adapter_path: Path | None = None,
+    experts: bool = False,
     four_bit: bool = False,
     device: str | None = None,
 ) -> PeftModel:
     """The base model with a fresh adapter on every linear layer, or a warm start from a PEFT
-    adapter.
+    adapter; with `experts`, also on those of a mixture.
 
     The base keeps `dtype`, or has its linear layers in NF4 if `four_bit`; the adapter's weights are
     fp32. It is on the card, unless `device` says otherwise. Raises FlashError(adapter_mismatch |
@@ -58,9 +59,11 @@ def load_policy(
         fuse_norms(base)
     if not four_bit:  # those are there already
         base = base.to(device)
-    model = with_adapter(base, rank, alpha)
+    model = with_adapter(base, rank, alpha, experts=experts)
     if adapter_path is not None:
-        _warm_start(model, adapter_path, rank, alpha)
+        config = read_adapter_config(adapter_path)
+        check_adapter(config, rank=rank, alpha=alpha, experts=experts)
+        _warm_start(model, adapter_path)
     return model
 
 
@@ -79,15 +82,19 @@ def _nf4(dtype: torch.dtype, device: str) -> Json:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def with_adapter(base: Any, rank: int, alpha: int, **options: Any) -> PeftModel:
+def with_adapter(
+    base: Any, rank: int, alpha: int, *, experts: bool = False, **options: Any
+) -> PeftModel:
     """`base` with a fresh adapter on the linear layers of its text decoder, computed by
-    worker.training.kernels.LoraLinear. The head, routers and experts have none.
+    worker.training.kernels.LoraLinear, and with `experts` on each expert, by PEFT. The head and
+    routers have none. FlashError(invalid_argument) for experts of a model without.
     """
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
         target_modules=adapted_layers(base),
+        target_parameters=adapted_experts(base) if experts else None,
         task_type="CAUSAL_LM",
     )
     cast(Any, config)._register_custom_module({torch.nn.Linear: LoraLinear})
@@ -111,8 +118,21 @@ def adapted_layers(base: Any) -> list[str]:
     return names
 
 
-def _warm_start(model: PeftModel, adapter_path: Path, rank: int, alpha: int) -> None:
-    check_adapter(read_adapter_config(adapter_path), rank=rank, alpha=alpha)
+def adapted_experts(base: Any) -> list[str]:
+    """Parameters that hold a matrix for each expert."""
+    names = [
+        name
+        for name, parameter in base.get_decoder().named_parameters()
+        if parameter.dim() == 3 and ".experts." in name
+    ]
+    if not names or not has_experts(base.config):
+        fix = "leave experts out"
+        what = "experts=true, but the model is no mixture of experts that transformers stacks"
+        raise FlashError("invalid_argument", what, model_type=base.config.model_type, fix=fix)
+    return names
+
+
+def _warm_start(model: PeftModel, adapter_path: Path) -> None:
     weights = cast(Any, safetensors).load_file(adapter_path / "adapter_model.safetensors")
     try:
         outcome = cast(Any, save_and_load).set_peft_model_state_dict(model, weights)

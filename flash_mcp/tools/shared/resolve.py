@@ -225,8 +225,8 @@ def teacher_of(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
             raise FlashError("invalid_argument", "the teacher is the model itself", fix=fix)
         return {"model": other.name, "path": other.name}
     start = _start(store, reference, "teacher")
-    shape = read_adapter_config(start.folder, "r", "lora_alpha")
-    own = spec.model_copy(update={"lora_rank": shape["r"], "lora_alpha": shape["lora_alpha"]})
+    shape = _shape_in(start.folder) | {"experts": spec.experts}  # PEFT wants both to agree in it
+    own = spec.model_copy(update=shape)
     _check_adapter(start.folder, own, card, start.base)
     return start.pinned()
 
@@ -252,13 +252,19 @@ class _Start:
 
 def _adapter_shape(store: Store, fields: Json) -> Json:
     """The rank and the alpha of the adapter to start from, as far as `fields` leave them out."""
-    absent = {"lora_rank": "r", "lora_alpha": "lora_alpha"}
-    absent = {field: name for field, name in absent.items() if field not in fields}
+    absent = {"lora_rank", "lora_alpha", "experts"} - set(fields)
     reference = fields.get("init_from_adapter")
     if not isinstance(reference, str) or not absent:
         return {}
-    config = read_adapter_config(_start(store, reference).folder, *absent.values())
-    return {field: config[name] for field, name in absent.items()}
+    shape = _shape_in(_start(store, reference).folder)
+    return {field: shape[field] for field in absent}
+
+
+def _shape_in(adapter: Path) -> Json:
+    """The fields of a spec that an adapter's own configuration decides."""
+    config = read_adapter_config(adapter, "r", "lora_alpha")
+    experts = bool(config.get("target_parameters"))
+    return {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"], "experts": experts}
 
 
 def _start(store: Store, reference: str, field: str = "init_from_adapter") -> _Start:
@@ -292,7 +298,8 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
     other_commit = base_commit and card.commit and base_commit != card.commit
     if base and (other_commit or (base_name not in (name, card.address) and not same_name)):
         wrong.append(f"base model {base} (the run: {card.name})")
-    check_adapter(config, rank=spec.lora_rank, alpha=spec.lora_alpha, wrong=wrong)
+    shape = {"rank": spec.lora_rank, "alpha": spec.lora_alpha, "experts": spec.experts}
+    check_adapter(config, **shape, wrong=wrong)
 
 
 def changed_values(spec: RunSpec, sources: Mapping[str, str]) -> Json:
