@@ -30,17 +30,20 @@ async def play(
 ) -> Json:
     """{"rows": one for each run}. `train`: values for a test that has no time for the recipe's."""
     rows: list[Json] = []
-    for task in tasks:
-        environment = await _published(session, task, folder)
-        for seed in range(seeds):
-            wanted: Json = {"environment": environment, "algorithm": "sft", **(train or {})}
-            wanted |= {"eval_before": True, "eval_after": True, **({"seed": seed} if seed else {})}
+    environments = {task: await _published(session, task, folder) for task in tasks}
+    for seed in range(seeds):
+        for task, environment in environments.items():
+            arguments: Json = {"environment": environment, "algorithm": "sft", **(train or {})}
+            arguments |= {"eval_before": True, "eval_after": True}
+            if seed:
+                arguments["seed"] = seed
             started = time.monotonic()
-            run = await watch(session, (await session.call("train", **wanted))["run_id"])
+            run = await watch(session, (await session.call("train", **arguments))["run_id"])
             row = {"task": task, "seed": seed, "steps": run["step"], "verdict": run["verdict"]}
             row |= {"before": run["held_out"][0], "after": run["held_out"][-1]}
             rows.append({**row, "seconds": time.monotonic() - started})
-            session.console.print(f"  {task}: {run['verdict']['explanation']}", highlight=False)
+            session.console.print(_line(rows[-1]), highlight=False)
+    rows.sort(key=lambda row: tasks.index(row["task"]))
     return {"rows": rows}
 
 
@@ -59,10 +62,13 @@ def markdown(result: Json) -> str:
     lines = ["## With no value set", ""]
     lines += ["| task | seed | before | after | verdict | steps | minutes |"]
     lines += ["|---|---|---|---|---|---|---|"]
-    for row in result["rows"]:
-        before, after = row["before"]["success"], row["after"]["success"]
-        words = row["verdict"]["outcome"].replace("_", " ")
-        shares = f"{before:.3f} | {after:.3f} of {row['after']['n']}"
-        length = f"{row['steps']} | {row['seconds'] / 60:.0f}"
-        lines.append(f"| {row['task']} | {row['seed']} | {shares} | {words} | {length} |")
+    lines += map(_line, result["rows"])
     return "\n".join([*lines, ""])
+
+
+def _line(row: Json) -> str:
+    before, after = row["before"]["success"], row["after"]["success"]
+    verdict = row["verdict"]["outcome"].replace("_", " ")
+    shares = f"{before:.3f} | {after:.3f} of {row['after']['n']}"
+    length = f"{row['steps']} | {row['seconds'] / 60:.0f}"
+    return f"| {row['task']} | {row['seed']} | {shares} | {verdict} | {length} |"
