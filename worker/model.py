@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,8 +45,7 @@ class Model:
     sync: Sync | None = None
     """How the engine gets the policy; None for the engine's default."""
     one_way: bool = False
-    """Whether `sync` is the only way: nothing can be merged into base weights of 4 bits, and
-    adapters of experts are only merged."""
+    """Whether there is no other way than `sync`."""
     cards: Sequence[str] = ("",)
     """Those that share the base weights, as CUDA_VISIBLE_DEVICES names them. One holds them all."""
 
@@ -78,23 +77,7 @@ def load_model(
 ) -> Model:
     """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter; that
     of several `cards` can."""
-    heartbeat.enter("model")
-    tell = log_progress()
-
-    def on_fetched(stage: str, share: float) -> None:
-        heartbeat.advance()
-        tell(stage, share)
-
-    pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
-
-    def fetch() -> str:
-        has_gpu = torch.cuda.is_available()
-        folder = ensure(spec.model, revision=pinned, on_progress=on_fetched, has_gpu=has_gpu)
-        return str(folder)
-
-    path = Path(ranks.from_first(fetch))
-    if commit := commit_of(path) or pinned:  # the server may have sent its files
-        writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
+    path = _fetched(job, spec, writer, heartbeat, ranks)
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
@@ -103,16 +86,17 @@ def load_model(
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     max_length = _length(spec, config)
     experts = _adapts_experts(spec, adapter)
+    _check_experts(experts, len(cards))
     if len(cards) > 1:
-        _check_experts(experts, len(cards))
         check_sharing(config, dtype, len(cards))
         return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards=cards)
     policy = adapter
-    sync: Sync | None = None
-    if trains or (adapter and (experts or default_sync(dtype) == "merged")):
+    only = _only_way(spec, experts)
+    sync = only or default_sync(dtype)
+    if trains or (adapter and sync == "merged"):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
-        smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
-        smallest = replace(smallest, four_bit=is_four_bit(spec), experts=experts)
+        shape = 0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank
+        smallest = memory.Workload(*shape, four_bit=is_four_bit(spec), experts=experts)
         sharing = ranks.count if can_share(dtype) else 1
         most = max(ranks.gather(memory.check_model(path, smallest, dtype, sharing)))
         arguments: Json = {
@@ -124,16 +108,40 @@ def load_model(
             "experts": experts,
         }
         if most > 1:
-            _check_experts(experts, most)
             return _shared_model(path, template, dtype, max_length, arguments, writer, ranks)
-        sync = default_sync(dtype)
-        if experts:
-            sync = "merged"
-        elif is_four_bit(spec):
-            sync = "adapter"
         policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
-    one_way = experts or is_four_bit(spec)
-    return Model(path, template, dtype, max_length, policy, sync, one_way)
+    return Model(path, template, dtype, max_length, policy, policy and sync, bool(only))
+
+
+def _fetched(
+    job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, heartbeat: Heartbeat, ranks: Ranks
+) -> Path:
+    """The folder of the model's files, at the commit that the job or an earlier attempt named."""
+    heartbeat.enter("model")
+    tell = log_progress()
+
+    def on_fetched(stage: str, share: float) -> None:
+        heartbeat.advance()
+        tell(stage, share)
+
+    pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
+    source: Json = {"revision": pinned, "has_gpu": torch.cuda.is_available()}
+
+    def fetch() -> str:
+        return str(ensure(spec.model, on_progress=on_fetched, **source))
+
+    path = Path(ranks.from_first(fetch))
+    if commit := commit_of(path) or pinned:  # the server may have sent its files
+        writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
+    return path
+
+
+def _only_way(spec: RunSpec | EvalSpec, experts: bool) -> Sync | None:
+    """The only way of a sync that works: adapters of experts are merged, and nothing can be merged
+    into base weights of 4 bits."""
+    if experts:
+        return "merged"
+    return "adapter" if is_four_bit(spec) else None
 
 
 def _adapts_experts(spec: RunSpec | EvalSpec, adapter: Path | None) -> bool:
@@ -143,7 +151,7 @@ def _adapts_experts(spec: RunSpec | EvalSpec, adapter: Path | None) -> bool:
 
 
 def _check_experts(experts: bool, count: int) -> None:
-    if experts:
+    if experts and count > 1:
         what = "adapters of experts are merged, and cards that share a model take adapters only"
         fix = "leave experts out, or use a card that holds the whole model"
         raise FlashError("invalid_argument", what, gpus=count, fix=fix)
@@ -178,6 +186,7 @@ def _shared_model(
     """A model whose layers the ranks share, in the trainer and in one engine of rank 0."""
     from worker.training.shards import load_shared_policy  # noqa: PLC0415
 
+    _check_experts(arguments["experts"], ranks.count)
     check_shape(config_of(path), ranks.count)
     what = f"one card cannot hold the model: {ranks.count} share each of its layers"
     writer.event("shared", what, gpus=ranks.count)

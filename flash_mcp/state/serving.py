@@ -65,11 +65,7 @@ def request(
     adapter = fetch_adapter(store, run, step)
     if elsewhere and (error := limit_error(store, run.owner)):
         raise error
-    config = read_adapter_config(adapter, "r")
-    if config.get("target_parameters"):
-        fix = f"checkpoints(run_id='{run_id}@{step}', export='merged') writes the whole model"
-        what = "vLLM is given no adapters of experts"
-        raise FlashError("model_unsupported", what, run_id=run_id, fix=fix)
+    rank = _rank_in(adapter, f"{run_id}@{step}")
     _record(store, deployment_id, is_on=bool(record))
     values: Json = {
         "owner": run.owner,
@@ -79,7 +75,7 @@ def request(
         "step": step,
         "adapter_path": str(adapter),
         "target": elsewhere or LOCAL_TARGET,
-        "lora_rank": config["r"],
+        "lora_rank": rank,
         "thinking": bool(run.spec.thinking),
         "port": port,
         "idle_minutes": idle_minutes,
@@ -185,6 +181,16 @@ def _record(store: Store, deployment_id: str, *, is_on: bool) -> None:
 def served_model(store: Store, run: Run) -> str:
     """The base model as the run used it: one from the hub with its commit."""
     return pinned(run.model, store.model_commit(run.id))
+
+
+def _rank_in(adapter: Path, reference: str) -> int:
+    """FlashError(model_unsupported) for an adapter that the server could not load."""
+    config = read_adapter_config(adapter, "r")
+    if config.get("target_parameters"):
+        fix = f"checkpoints(run_id={reference!r}, export='merged') writes the whole model"
+        what = "vLLM is given no adapters of experts"
+        raise FlashError("model_unsupported", what, checkpoint=reference, fix=fix)
+    return config["r"]
 
 
 def request_stop(store: Store, deployment_id: str) -> Deployment:

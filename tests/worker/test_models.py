@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from flash_mcp.protocol.base_models import NEEDS_GPU
 from flash_mcp.protocol.errors import FlashError
+from tests.attempts import Attempt, make_run
 from tests.model_rows import ARCHITECTURES, make_model
 from tests.models import STEPS, run_row, stored_cells, stored_rows
 from worker.adapter import merged_weights
@@ -91,3 +93,17 @@ def test_an_architecture_trains_as_its_row_says(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_does_all_that_its_row_says(name: str, tmp_path: Path) -> None:
     check_row(name, tmp_path, STEPS)
+
+
+@pytest.mark.cpu
+@pytest.mark.long
+def test_a_run_trains_the_experts_of_a_mixture_where_it_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", make_model("qwen3_moe", tmp_path / "base"), steps=2, experts=True)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result, written = run.result(), run.metrics(2)
+    assert result and result["state"] == "succeeded", result
+    assert written and written["metrics"]["grad_norm"] > 0
+    assert written["metrics"]["sampling_logp_difference/mean"] < 1e-4
+    (adapter,) = tmp_path.glob("run/checkpoints/2/*/adapter_config.json")
+    assert "layers.0.mlp.experts.down_proj" in json.loads(adapter.read_text())["target_parameters"]

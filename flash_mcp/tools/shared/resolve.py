@@ -298,8 +298,8 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
     other_commit = base_commit and card.commit and base_commit != card.commit
     if base and (other_commit or (base_name not in (name, card.address) and not same_name)):
         wrong.append(f"base model {base} (the run: {card.name})")
-    shape = {"rank": spec.lora_rank, "alpha": spec.lora_alpha, "experts": spec.experts}
-    check_adapter(config, **shape, wrong=wrong)
+    rank, alpha = spec.lora_rank, spec.lora_alpha
+    check_adapter(config, rank=rank, alpha=alpha, experts=spec.experts, wrong=wrong)
 
 
 def changed_values(spec: RunSpec, sources: Mapping[str, str]) -> Json:
