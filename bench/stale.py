@@ -68,7 +68,7 @@ def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
     steps = 3 if quick else 10
     cases: list[Json] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for number, (seconds, staleness) in enumerate(CASES):
+        for number, (seconds, staleness) in enumerate(CASES[::5] if quick else CASES):
             folder = Path(scratch, f"slow_{number}")
             folder.mkdir()
             source = ENVIRONMENT.format(seconds=seconds / 10 if quick else seconds)

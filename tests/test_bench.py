@@ -83,6 +83,17 @@ def test_a_whole_run_is_measured_on_our_step_and_on_trls(tiny_model: Path, tmp_p
     assert "plain trl over ours" in table
 
 
+@pytest.mark.long
+def test_runs_with_and_without_staleness_are_measured(tiny_model: Path, tmp_path: Path) -> None:
+    result, table = bench("stale", tiny_model, tmp_path)
+    exact, ahead = result["cases"]
+    assert (exact["seconds"], exact["staleness"], exact["over_exact"]) == (0.0, 0, 1.0)
+    assert exact["staleness/mean"] == 0 < ahead["staleness/mean"] <= 2
+    assert ahead["over_exact"] == ahead["step_s"] / exact["step_s"]
+    assert [len(runs[0]["reward"]) for runs in result["learning"]["attempts"].values()] == [2, 2]
+    assert "over the first row" in table and "within the noise" in table
+
+
 def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     result = control.run(tmp_path, repeat=1, quick=True)
     agents = result["agents"]
