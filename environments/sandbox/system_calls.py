@@ -7,7 +7,7 @@ Left out of that profile, because Landlock and the limits do not hold for them:
 - name_to_handle_at, open_by_handle_at: a file by its number, past the folders that lead to it.
 - shm*, sem*, msg*, mq_*, memfd_secret: memory that is counted for nobody, outlives the processes
   that made it, or may belong to others.
-- modify_ldt, get_thread_area, set_thread_area: for programs of 32 bits.
+- modify_ldt, get_thread_area, set_thread_area, personality: for programs of 32 bits.
 
 Left out as Docker does, for code without capabilities: kernel keys, namespaces and mounts, bpf,
 perf_event_open, userfaultfd, syslog, kcmp, pidfd_getfd, the placement of memory on nodes, modules
@@ -61,7 +61,7 @@ clone 56 220, fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, exit 60 93
 exit_group 231 94, wait4 61 260, waitid 247 95, getpid 39 172, getppid 110 173, gettid 186 178,
 getpgid 121 155, getpgrp 111 -, getsid 124 156, setpgid 109 154, setsid 112 157,
 set_tid_address 218 96, set_robust_list 273 99, get_robust_list 274 100, rseq 334 293,
-arch_prctl 158 -, personality 135 92, kill 62 129, tkill 200 130, tgkill 234 131,
+arch_prctl 158 -, kill 62 129, tkill 200 130, tgkill 234 131,
 pidfd_open 434 434, pidfd_send_signal 424 424, process_mrelease 448 448, rt_sigaction 13 134,
 rt_sigprocmask 14 135, rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137,
 rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, rt_sigreturn 15 139, sigaltstack 131 132,
