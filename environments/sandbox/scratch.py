@@ -8,19 +8,19 @@ The locked folders are the environments that run now, so they also bound how man
 releases the lock of a process that is killed.
 
 Environment code may leave anything in them: folders nested thousands deep, folders without any
-mode, links to other places. Removing them opens every folder by descriptor, follows no link, and
-does not recurse."""
+mode, links to other places."""
 
 from __future__ import annotations
 
 import os
-import secrets
+import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from subprocess import DEVNULL
 
 from environments.locks import try_lock
 from environments.settings import machine_directory
@@ -104,66 +104,13 @@ def _sweep(home: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder and what is in it, as far as possible.
-
-    It takes two descriptors at any depth: the folders in a folder move up to the top before it is
-    removed. Each opened descriptor names one folder for good, whatever takes its place."""
+    """Remove a folder and what is in it, as far as possible."""
     with suppress(OSError):
-        top = _opened(str(folder))
-        try:
-            _empty(top)
-        finally:
-            os.close(top)
-        folder.rmdir()
+        # rm goes to any depth and follows no link, but needs the rights that folders may lack.
+        if _fails("rm", "-rf", folder) and not folder.is_symlink():
+            _fails("chmod", "-R", "u+rwx", folder)
+            _fails("rm", "-rf", folder)
 
 
-def _empty(top: int) -> None:
-    moved = secrets.token_hex(8)  # no name in there begins so
-    number = 0
-    waiting = os.listdir(top)
-    while waiting:
-        name = waiting.pop()
-        with suppress(OSError):
-            if _unlinked(name, top):
-                continue
-            folder = _opened(name, top)
-            try:
-                for inner in os.listdir(folder):  # noqa: PTH208
-                    if _unlinked(inner, folder):
-                        continue
-                    os.close(_opened(inner, folder))  # only a writable folder can be moved
-                    number += 1
-                    new = f"{moved}-{number}"
-                    os.rename(inner, new, src_dir_fd=folder, dst_dir_fd=top)
-                    waiting.append(new)
-            finally:
-                os.close(folder)
-            os.rmdir(name, dir_fd=top)
-
-
-def _unlinked(name: str, parent: int) -> bool:
-    """Remove what is no folder. False for a folder."""
-    try:
-        os.unlink(name, dir_fd=parent)
-    except (IsADirectoryError, PermissionError):  # macOS refuses folders so
-        return False
-    return True
-
-
-def _opened(name: str, parent: int | None = None) -> int:
-    """A descriptor of a folder that we may change. OSError for a link."""
-    try:
-        folder = os.open(name, FOLDER, dir_fd=parent)
-    except PermissionError:
-        if not hasattr(os, "O_PATH"):
-            os.chmod(name, 0o700, dir_fd=parent, follow_symlinks=False)
-        else:
-            place = os.open(name, FOLDER | os.O_PATH, dir_fd=parent)
-            try:
-                Path(f"/proc/self/fd/{place}").chmod(0o700)
-            finally:
-                os.close(place)
-        folder = os.open(name, FOLDER, dir_fd=parent)
-    with suppress(PermissionError):  # another user's; root's rights may be enough
-        os.fchmod(folder, 0o700)
-    return folder
+def _fails(*command: str | Path) -> bool:
+    return subprocess.run(command, stdin=DEVNULL, stderr=DEVNULL, check=False).returncode != 0
