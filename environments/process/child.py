@@ -462,9 +462,9 @@ class Child:
         gold = await self._call(self._loaded.sft_completion, example)
         return _messages(gold, "sft_completion", OPENING_ROLES)
 
-    async def op_gold_turn(self, episode: int, call: int) -> list[ChatMessage]:
+    async def op_gold_turn(self, episode: int, call: int) -> ChatMessage | None:
         turn = await self._agent(episode).gold_turn(self._episode(episode).example, call)
-        return _messages([] if turn is None else [turn], "gold_turn", ("assistant",))
+        return None if turn is None else _chat_message(turn, "gold_turn", ("assistant",))
 
     async def op_abandon(self, target: int) -> dict[str, Any]:
         """Cancel a call. `stuck` means that it still runs: in a thread, or as a coroutine that

@@ -7,13 +7,13 @@ else raises ForgedError."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 from environments import task_cache
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, CallOptions, finite_float
-from environments.base import ChatMessage
+from environments.base import ChatMessage, Environment, EnvironmentAgent
 from environments.redaction import Redactor
 from environments.tools import NAME
 
@@ -23,7 +23,7 @@ MAX_ID_CHARACTERS = 1000
 MAX_TURNS = 2**31 - 1
 MAX_DEPTH = 100
 """How deep a reply may be nested. The extra fields of a message may hold any JSON value."""
-OPTION_NAMES = {item.name for item in fields(CallOptions)}
+OPTIONS = {item.name for item in fields(CallOptions)}
 WHAT_CHARACTERS = 2000
 EVIDENCE_CHARACTERS = 4000
 FAULT_CODES = (
@@ -39,23 +39,10 @@ FAULT_CODES = (
     "dataset_invalid",
     "invalid_argument",
 )
-METHODS = (
-    "import_and_load",
-    "read_splits",
-    "new_episode",
-    "start_episode",
-    "episode_tools",
-    "max_episode_turns",
-    "step_episode",
-    "run",
-    "normalize_response_text",
-    "score_episode",
-    "score_group",
-    "close_episode",
-    "sft_completion",
-    "gold_turn",
-)
+METHODS = {"import_and_load", "read_splits", *vars(Environment), *vars(EnvironmentAgent)}
 """What user code is called through. Another name is not repeated."""
+Read = Callable[[Any], Any]
+"""The value as the host uses it. ForgedError for one that the child does not send."""
 
 
 class ForgedError(ValueError):
@@ -69,7 +56,7 @@ def parse(line: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(
             line.decode("ascii"),
-            object_pairs_hook=_object,
+            object_pairs_hook=_unrepeated,
             parse_float=finite_float,
             parse_constant=finite_float,
         )
@@ -78,7 +65,7 @@ def parse(line: bytes) -> dict[str, Any]:
     message = _mapping(_encodable(parsed, 0))
     if set(message) not in ({"number", "value"}, {"number", "fault"}):
         raise ForgedError
-    _whole(message["number"])
+    _whole()(message["number"])
     return message
 
 
@@ -88,243 +75,140 @@ def protections(line: bytes) -> dict[str, str]:
 
 
 class Reader:
-    """Checks values and removes secrets from their texts. A method `_NAME` reads the replies to
-    the requests whose `op` is NAME.
-    """
+    """Checks values and removes secrets from their texts."""
 
     def __init__(self, redactor: Redactor) -> None:
         self._redactor = redactor
+        text = self._text
+        refusals = _named(text, _whole())
+        messages = _each(self._message(OPENING_ROLES))
+        answers = _each(self._message(ANSWER_ROLES))
+        task_id = _such(text, lambda value: len(value) <= MAX_ID_CHARACTERS)
+        request = {
+            "messages": _such(messages, bool),
+            "tools": _each(self._tool),
+            "options": self._options,
+        }
+        score = _object(
+            reward=_number,
+            success=_truth,
+            metrics=_named(text, _number),
+            reason=_maybe(text),
+            error=_maybe(text),
+            refusals=refusals,
+        )
+        step = _object(done=_truth, messages=answers, reward=_maybe(_number))
+        self.fault = _row(_one_of(FAULT_CODES), self._what, self._evidence, refusals)
+        """The code, what happened, the traceback, and what an agent was refused."""
+        self._values: dict[str, Read] = {
+            "load": _object(
+                splits=_object(train=_whole(1, MAX_TASKS), eval=_whole(0, MAX_TASKS)),
+                max_score_concurrency=_whole(1),
+                scores_groups=_truth,
+                plays_gold=_truth,
+                generated=_such(_each(_such(_string, task_cache.is_name)), _are_few),
+            ),
+            "generated": _such(_string, _is_page),
+            "list_tasks": _each(_row(task_id, _such(_string, lambda value: len(value) <= 64))),
+            "start_episode": _object(
+                task_id=task_id,
+                expected=_maybe(text),
+                max_turns=_whole(1, MAX_TURNS),
+                is_agent=_truth,
+                **request,
+            ),
+            "step_episode": _such(step, lambda value: value["done"] != bool(value["messages"])),
+            "next_call": _either(
+                _object(ended=_one_of(("done", "max_turns"))),
+                _object(number=_whole(), parent=_maybe(_whole()), **request),
+            ),
+            **dict.fromkeys(("answer_call", "refuse_call", "close_episode"), _one_of((None,))),
+            "score_episode": score,
+            "score_group": _each(score),
+            "judge": _maybe(_such(_each(_whole()), _are_ranks)),
+            "sft_completion": messages,
+            "gold_turn": _maybe(self._message(("assistant",))),
+            "abandon": _object(stuck=_truth, method=_method, traceback=self._evidence),
+        }
 
     def value(self, op: str, value: Any) -> Any:
-        return getattr(self, f"_{op}")(value)
-
-    def fault(self, value: Any) -> tuple[str, str, str, dict[str, int]]:
-        """The code, what happened, the traceback, and what an agent was refused."""
-        code, what, traceback, refusals = _items(value, 4)
-        if _string(code) not in FAULT_CODES:
-            raise ForgedError
-        return (
-            code,
-            self._text(what)[:WHAT_CHARACTERS],
-            self._text(traceback)[-EVIDENCE_CHARACTERS:],
-            self._refusals(refusals),
-        )
-
-    def _refusals(self, value: Any) -> dict[str, int]:
-        return {self._text(what): _whole(count) for what, count in _mapping(value).items()}
-
-    # -- one method for each op --------------------------------------------------------------------
-
-    def _load(self, value: Any) -> dict[str, Any]:
-        splits, concurrency, scores_groups, plays_gold, generated = _fields(
-            value, "splits", "max_score_concurrency", "scores_groups", "plays_gold", "generated"
-        )
-        names = [_string(name) for name in _items(generated)]
-        if len(names) > task_cache.MAX_NAMES or not all(map(task_cache.is_name, names)):
-            raise ForgedError
-        train, held_out = _fields(splits, "train", "eval")
-        return {
-            "splits": {
-                "train": _whole(train, 1, MAX_TASKS),
-                "eval": _whole(held_out, 0, MAX_TASKS),
-            },
-            "max_score_concurrency": _whole(concurrency, 1),
-            "scores_groups": _truth(scores_groups),
-            "plays_gold": _truth(plays_gold),
-            "generated": names,
-        }
-
-    def _generated(self, value: Any) -> str:
-        page = _string(value, task_cache.MAX_BYTES)
-        if not page.isascii():
-            raise ForgedError
-        return page
-
-    def _list_tasks(self, value: Any) -> list[tuple[str, str]]:
-        page: list[tuple[str, str]] = []
-        for row in _items(value):
-            task_id, digest = _items(row, 2)
-            page.append((self._id(task_id), _string(digest, 64)))
-        return page
-
-    def _start_episode(self, value: Any) -> dict[str, Any]:
-        task_id, expected, messages, turns, tools, is_agent, options = _fields(
-            value, "task_id", "expected", "messages", "max_turns", "tools", "is_agent", "options"
-        )
-        opening = self._messages(messages, OPENING_ROLES)
-        if not opening:
-            raise ForgedError
-        most = _whole(turns, 1, MAX_TURNS)
-        return {
-            "task_id": self._id(task_id),
-            "expected": None if expected is None else self._text(expected),
-            "messages": opening,
-            "max_turns": most,
-            "tools": [self._tool(tool) for tool in _items(tools)],
-            "is_agent": _truth(is_agent),
-            "options": self._options(options),
-        }
-
-    def _step_episode(self, value: Any) -> dict[str, Any]:
-        done, messages, reward = _fields(value, "done", "messages", "reward")
-        answers = self._messages(messages, ANSWER_ROLES)
-        if _truth(done) == bool(answers):
-            raise ForgedError
-        reward = None if reward is None else _number(reward)
-        return {"done": done, "messages": answers, "reward": reward}
-
-    def _next_call(self, value: Any) -> dict[str, Any]:
-        if set(_mapping(value)) == {"ended"}:
-            if value["ended"] not in ("done", "max_turns"):
-                raise ForgedError
-            return value
-        number, parent, messages, tools, options = _fields(
-            value, "number", "parent", "messages", "tools", "options"
-        )
-        said = self._messages(messages, OPENING_ROLES)
-        if not said:
-            raise ForgedError
-        return {
-            "number": _whole(number),
-            "parent": None if parent is None else _whole(parent),
-            "messages": said,
-            "tools": [self._tool(tool) for tool in _items(tools)],
-            "options": self._options(options),
-        }
-
-    def _answer_call(self, value: Any) -> None:
-        if value is not None:
-            raise ForgedError
-
-    _refuse_call = _close_episode = _answer_call
-
-    def _score_episode(self, value: Any) -> dict[str, Any]:
-        reward, success, metrics, reason, error, refusals = _fields(
-            value, "reward", "success", "metrics", "reason", "error", "refusals"
-        )
-        return {
-            "reward": _number(reward),
-            "success": _truth(success),
-            "metrics": {
-                self._text(name): _number(number) for name, number in _mapping(metrics).items()
-            },
-            "reason": None if reason is None else self._text(reason),
-            "error": None if error is None else self._text(error),
-            "refusals": self._refusals(refusals),
-        }
-
-    def _score_group(self, value: Any) -> list[dict[str, Any]]:
-        return [self._score_episode(score) for score in _items(value)]
-
-    def _judge(self, value: Any) -> list[int] | None:
-        if value is None:
-            return None
-        ranks = [_whole(rank) for rank in _items(value)]
-        if sorted(ranks) != list(range(len(ranks))):
-            raise ForgedError
-        return ranks
-
-    def _sft_completion(self, value: Any) -> list[ChatMessage]:
-        return self._messages(value, OPENING_ROLES)
-
-    def _gold_turn(self, value: Any) -> ChatMessage | None:
-        turns = self._messages(value, ("assistant",))
-        if len(turns) > 1:
-            raise ForgedError
-        return turns[0] if turns else None
-
-    def _abandon(self, value: Any) -> dict[str, Any]:
-        stuck, method, traceback = _fields(value, "stuck", "method", "traceback")
-        return {
-            "stuck": _truth(stuck),
-            "method": method if _string(method) in METHODS else "",
-            "traceback": self._text(traceback)[-EVIDENCE_CHARACTERS:],
-        }
-
-    # -- texts -------------------------------------------------------------------------------------
-
-    def _messages(self, value: Any, roles: Sequence[str]) -> list[ChatMessage]:
-        return [self._message(_mapping(message), roles) for message in _items(value)]
-
-    def _message(self, message: dict[str, Any], roles: Sequence[str]) -> ChatMessage:
-        # The names and values of these two fields are known: a secret that is "user" is not there.
-        fields = {
-            "role": _string(message.pop("role", None)),
-            "content": message.pop("content", None),
-        }
-        if fields["role"] not in roles:
-            raise ForgedError
-        fields["content"] = self._text(fields["content"])
-        if "tool_calls" in message:
-            fields["tool_calls"] = [self._call(call) for call in _items(message.pop("tool_calls"))]
-        return fields | self._redactor.value(message)
-
-    def _tool(self, value: Any) -> dict[str, Any]:
-        kind, function = _fields(value, "type", "function")
-        body = _mapping(function)
-        name = _string(body.pop("name", None), 64)
-        _mapping(body.get("parameters"))
-        # The names of fields are the API's: a secret that is "type" is not there.
-        if kind != "function" or not NAME.fullmatch(name):
-            raise ForgedError
-        return {"type": "function", "function": {"name": self._text(name), **self._values(body)}}
-
-    def _values(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._redactor.value(item) for name, item in fields.items()}
-
-    def _call(self, value: Any) -> dict[str, Any]:
-        identity, kind, function = _fields(value, "id", "type", "function")
-        name, arguments = _fields(function, "name", "arguments")
-        if kind != "function":
-            raise ForgedError
-        body = {"name": self._text(name), "arguments": self._text(arguments)}
-        return {"id": self._text(identity), "type": "function", "function": body}
-
-    def _options(self, value: Any) -> CallOptions:
-        role = self._text(_mapping(value).get("role", ""))
-        return replace(_options(value), role=role)
-
-    def _id(self, value: Any) -> str:
-        return self._text(_string(value, MAX_ID_CHARACTERS))
+        """The reply to a request with this `op`."""
+        return self._values[op](value)
 
     def _text(self, value: Any) -> str:
         return self._redactor.text(_string(value))
 
+    def _what(self, value: Any) -> str:
+        return self._text(value)[:WHAT_CHARACTERS]
 
-# -- an agent's request ---------------------------------------------------------------------------
+    def _evidence(self, value: Any) -> str:
+        return self._text(value)[-EVIDENCE_CHARACTERS:]
+
+    def _message(self, roles: Sequence[str]) -> Read:
+        function = _object(name=self._text, arguments=self._text)
+        call = _object(id=self._text, type=_one_of(("function",)), function=function)
+
+        def read(value: Any) -> ChatMessage:
+            message = _mapping(value)
+            # These names and values are known: a secret that is "user" is not there.
+            fields = {"role": _one_of(roles)(message.pop("role", None))}
+            fields["content"] = self._text(message.pop("content", None))
+            if "tool_calls" in message:
+                fields["tool_calls"] = _each(call)(message.pop("tool_calls"))
+            return fields | self._redactor.value(message)
+
+        return read
+
+    def _tool(self, value: Any) -> dict[str, Any]:
+        tool = _object(type=_one_of(("function",)), function=_mapping)(value)
+        function = tool["function"]
+        _such(_string, NAME.fullmatch)(function.get("name"))
+        _mapping(function.get("parameters"))
+        # The names of fields are the API's: a secret that is "type" is not there.
+        values = {name: self._redactor.value(item) for name, item in function.items()}
+        return {**tool, "function": values}
+
+    def _options(self, value: Any) -> CallOptions:
+        """What a request asks of its answer. The names of a schema are the agent's own text, which
+        the model is held to: they are no secrets.
+        """
+        readers: dict[str, Read] = {
+            "max_tokens": _whole(1),
+            "stop": _each(_string),
+            "tool_choice": _one_of(("auto", "none", "required")),
+            "tool_name": _such(_string, lambda name: len(name) <= 64),
+            "json_schema": _mapping,
+            "role": self._text,
+        }
+        options: dict[str, Any] = {}
+        for name, item in _mapping(value).items():
+            if name not in OPTIONS:
+                raise ForgedError
+            options[name] = readers.get(name, _truth)(item)
+        options["stop"] = tuple(options.get("stop", ()))
+        return CallOptions(**options)
 
 
-def _options(value: Any) -> CallOptions:
-    """What a request asks of its answer. The names of a schema are the agent's own text, which the
-    model is held to: they are no secrets.
-    """
-    options = _mapping(value)
-    if not set(options) <= OPTION_NAMES:
-        raise ForgedError
-    usual = CallOptions()
-    tool_name = options.get("tool_name")
-    limit = options.get("max_tokens")
-    schema = options.get("json_schema")
-    choice = options.get("tool_choice", usual.tool_choice)
-    if choice not in ("auto", "none", "required"):
-        raise ForgedError
-    return CallOptions(
-        max_tokens=None if limit is None else _whole(limit, 1),
-        stop=tuple(_string(stop) for stop in _items(options.get("stop", []))),
-        tool_choice=choice,
-        tool_name=None if tool_name is None else _string(tool_name, 64),
-        parallel_tool_calls=_truth(options.get("parallel_tool_calls", True)),
-        json_schema=None if schema is None else _mapping(schema),
-        logprobs=_truth(options.get("logprobs", False)),
-        is_trained=_truth(options.get("is_trained", True)),
-        is_base=_truth(options.get("is_base", False)),
-    )
+def _are_few(names: list[str]) -> bool:
+    return len(names) <= task_cache.MAX_NAMES
+
+
+def _is_page(text: str) -> bool:
+    return text.isascii() and len(text) <= task_cache.MAX_BYTES
+
+
+def _are_ranks(values: list[int]) -> bool:
+    return sorted(values) == list(range(len(values)))
+
+
+def _method(value: Any) -> str:
+    return value if _string(value) in METHODS else ""
 
 
 # -- kinds of values -------------------------------------------------------------------------------
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
         raise ForgedError
@@ -351,38 +235,14 @@ def _mapping(value: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def _fields(value: Any, *names: str) -> list[Any]:
-    """The values of an object that has exactly these fields."""
-    items = _mapping(value)
-    if set(items) != set(names):
-        raise ForgedError
-    return [items[name] for name in names]
-
-
-def _items(value: Any, count: int | None = None) -> list[Any]:
-    if not isinstance(value, list):
-        raise ForgedError
-    items = cast("list[Any]", value)
-    if count is not None and len(items) != count:
-        raise ForgedError
-    return items
-
-
-def _string(value: Any, most: int | None = None) -> str:
-    if not isinstance(value, str) or (most is not None and len(value) > most):
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
         raise ForgedError
     return value
 
 
 def _truth(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ForgedError
-    return value
-
-
-def _whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
-    # A bool is an int too.
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ForgedError
     return value
 
@@ -394,3 +254,77 @@ def _number(value: Any) -> float:
         return float(value)
     except OverflowError as error:
         raise ForgedError from error
+
+
+def _whole(least: int = 0, most: int = 2**63 - 1) -> Read:
+    def read(value: Any) -> int:
+        # A bool is an int too.
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ForgedError
+        return value
+
+    return read
+
+
+def _one_of(values: Sequence[Any]) -> Read:
+    return _such(lambda value: value, lambda value: value in values)
+
+
+def _such(read: Read, is_right: Callable[[Any], Any]) -> Read:
+    """What `read` returns, if it is right."""
+
+    def checked(value: Any) -> Any:
+        result = read(value)
+        if not is_right(result):
+            raise ForgedError
+        return result
+
+    return checked
+
+
+def _maybe(read: Read) -> Read:
+    return lambda value: None if value is None else read(value)
+
+
+def _either(read: Read, other: Read) -> Read:
+    def either(value: Any) -> Any:
+        try:
+            return read(value)
+        except ForgedError:
+            return other(value)
+
+    return either
+
+
+def _object(**readers: Read) -> Read:
+    """An object that has exactly these fields."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if _mapping(value).keys() != readers.keys():
+            raise ForgedError
+        return {name: reader(value[name]) for name, reader in readers.items()}
+
+    return read
+
+
+def _named(name: Read, read: Read) -> Read:
+    return lambda value: {name(key): read(item) for key, item in _mapping(value).items()}
+
+
+def _each(read: Read) -> Read:
+    return lambda value: list(map(read, _items(value)))
+
+
+def _row(*readers: Read) -> Read:
+    def read(value: Any) -> tuple[Any, ...]:
+        if len(_items(value)) != len(readers):
+            raise ForgedError
+        return tuple(reader(item) for reader, item in zip(readers, value, strict=True))
+
+    return read
+
+
+def _items(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ForgedError
+    return cast("list[Any]", value)
