@@ -42,7 +42,7 @@ from environments.process.replies import (
 from environments.redaction import Redactor
 from environments.sandbox import scratch
 from environments.sandbox.needs import FILE as NEEDS_FILE
-from environments.sandbox.needs import READABLE_VARIABLE, Bounds, Needs
+from environments.sandbox.needs import READABLE_VARIABLE, WARDEN, Bounds, Needs
 from environments.sandbox.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
 from environments.settings import FILE as SETTINGS_FILE
 from environments.settings import (
@@ -474,8 +474,7 @@ class EnvironmentHost:
             readable=(*filter(None, named), *requirements.prefix(interpreter)),
         )
         # With -P and PYTHONPATH `environments` is this package, whatever the folder holds.
-        command = [sys.executable, "-P", "-m", "environments.sandbox.warden"]
-        command += [str(os.getpid()), bounds.dump(), str(interpreter)]
+        command = [*WARDEN, str(os.getpid()), bounds.dump(), str(interpreter)]
         _, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Child(self._redactor, needs.secrets),
             *command,

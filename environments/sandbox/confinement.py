@@ -1,8 +1,7 @@
 """The sandbox of environment code: limits on what its process may open, reach and use up. It needs
 Linux, no helper program and no root.
 
-    found = confine(bounds, own, mounts)    # in the child, before user code
-    python -m environments.sandbox.probe FOLDER SCRATCH     # prints `found`, for the doctor
+    found = confine(bounds, own)    # in the child, before user code
 
 `found` maps each protection to "" if it works on this machine, and else to why it does not:
 

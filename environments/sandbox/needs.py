@@ -6,7 +6,8 @@ needs = Needs.of(folder)    # the defaults, if the folder has no environment.tom
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ SYSTEM = (
     "/sys/devices/system", "/sys/fs/cgroup", "/sys/kernel/mm",
 )  # fmt: skip
 """Where installed programs are, and what the kernel tells them: processors, memory and limits."""
+WARDEN = (sys.executable, "-P", "-m", "environments.sandbox.warden")
+"""What starts a program in the sandbox: followed by our own pid, bounds and the program."""
 READABLE_VARIABLE = "FLASH_READABLE"
 """More folders that environment code may read, separated by colons: data sets too large to push."""
 

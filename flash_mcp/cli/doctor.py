@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from environments.sandbox.confinement import describe
+from environments.sandbox.needs import WARDEN, Bounds
 from environments.settings import FILE, load_settings
 from flash_mcp.cli.doctor_gpu import (
     Level,
@@ -285,7 +286,8 @@ FIXES = {
 
 def _sandbox() -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        command = (sys.executable, "-P", "-m", "environments.sandbox.probe", folder, folder)
+        bounds = Bounds(folder, folder, hidden=folder, without_file_protection=True)
+        command = (*WARDEN, str(os.getpid()), bounds.dump(), shutil.which("true") or "true")
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     if done.returncode:
         detail = shorten(done.stderr.strip(), 500)
