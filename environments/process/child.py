@@ -629,7 +629,7 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
     from environments.agents.server import Endpoint  # noqa: PLC0415
 
     bounds = programs.bounds
-    if bounds is not None and not bounds.has_endpoint:
+    if bounds is not None and not bounds.needs.endpoint:
         what = "this environment calls the model's API, and its environment.toml"
         raise _invalid(f"{what} does not say endpoint = true")
     try:

@@ -467,7 +467,7 @@ class EnvironmentHost:
             folder=str(self.folder),
             scratch=str(self._scratch),
             hidden=str(state_directory()),
-            needs=needs.asked(),
+            needs=needs,
             without_file_protection=operator.without_file_protection,
             threads=threads,
             port=_free_port() if needs.endpoint else 0,

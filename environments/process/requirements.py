@@ -57,7 +57,7 @@ from environments.faults import REASONING_GYM_BUILDS, EnvironmentFault
 from environments.locks import lock as wait_for_lock
 from environments.locks import try_lock
 from environments.sandbox import kernel, namespaces, scratch, warden
-from environments.sandbox.needs import Bounds
+from environments.sandbox.needs import Bounds, Needs
 from environments.settings import load_settings, machine_directory, read_small, state_directory
 from environments.untrusted_text import visible
 
@@ -338,7 +338,7 @@ def _confine(target: Path, settings: list[str], *, network: bool, user: int | No
         written=(str(target / "venv"), str(_temporary(target))),
         user=user,
         hidden=str(target.parent.parent),
-        needs={"network": network},
+        needs=Needs(network=network),
         without_file_protection=operator.environments.without_file_protection,
         readable=tuple(readable),
     )
@@ -474,14 +474,13 @@ def _own_user(target: Path) -> int | None:
     """A user that no process has, who gets the folders that the steps write to. None if we are not
     root, or root of a container that has no such user.
     """
-    user = namespaces.exclusive_uid() if os.getuid() == 0 else None
-    if user is not None:
-        try:
+    with suppress(OSError):
+        if os.getuid() == 0:
+            user = namespaces.exclusive_uid()
             for folder in (target / "venv", _temporary(target)):
                 os.chown(folder, user, user)
-        except OSError:
-            return None
-    return user
+            return user
+    return None
 
 
 def _credentials() -> dict[str, str]:

@@ -33,8 +33,8 @@ import sys
 
 from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, keep_capabilities, libc
 from environments.sandbox.landlock import knows_ports, restrict_files
-from environments.sandbox.namespaces import Mounts, Own, become
-from environments.sandbox.needs import FILE, Bounds, Needs
+from environments.sandbox.namespaces import Own, become
+from environments.sandbox.needs import FILE, Bounds
 from environments.sandbox.seccomp import filter_calls
 from environments.settings import FILE as SETTINGS_FILE
 
@@ -46,20 +46,20 @@ STACK_BYTES = 8 << 20
 """The stack of one thread. The kernel counts all of it as soon as the thread starts."""
 
 
-def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
+def confine(bounds: Bounds, own: Own) -> dict[str, str]:
     """Confine this process for good: {protection: "" if it works, else why it does not}.
 
     The process must have a single thread. Raises nothing: a protection that cannot be had is left
     out and named."""
-    needs = Needs(**bounds.needs)
+    needs = bounds.needs
     memory = bounds.memory_bytes + bounds.threads * STACK_BYTES
     results = {
         "memory": _limit(resource.RLIMIT_DATA, memory),
         "file_size": _limit(resource.RLIMIT_FSIZE, int(needs.file_gib * 2**30)),
         "processes": UNCOUNTED,
         "process_tree": own.process_tree,
-        "proc": mounts.proc,
-        "attributes": mounts.attributes,
+        "proc": own.proc,
+        "attributes": own.attributes,
     }
     if not sys.platform.startswith("linux"):
         why = f"{sys.platform} has no Landlock and no seccomp"
@@ -74,9 +74,9 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
         results["processes"] = _limit(resource.RLIMIT_NPROC, needs.processes + bounds.threads)
     # Where there is no network namespace with loopback, Landlock opens one port.
     port = 0
-    if bounds.has_endpoint and not (own.loopback or needs.network) and knows_ports():
+    if needs.endpoint and not (own.loopback or needs.network) and knows_ports():
         port = bounds.port
-    results["files"], results["signals"] = restrict_files(bounds, mounts, port)
+    results["files"], results["signals"] = restrict_files(bounds, own, port)
     has_port = bool(port) and not results["files"]
     if own.has_processes:
         results["signals"] = ""

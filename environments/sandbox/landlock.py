@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from environments.sandbox.kernel import checked, libc
-from environments.sandbox.namespaces import DEVICES, SHARED_MEMORY, Mounts
+from environments.sandbox.namespaces import DEVICES, SHARED_MEMORY, Own
 from environments.sandbox.needs import Bounds
 
 LANDLOCK_CREATE_RULESET = 444
@@ -61,7 +61,7 @@ def knows_ports() -> bool:
     return landlock_version() >= PORTS_SINCE
 
 
-def restrict_files(bounds: Bounds, mounts: Mounts, port: int) -> tuple[str, str]:
+def restrict_files(bounds: Bounds, own: Own, port: int) -> tuple[str, str]:
     """Why files and signals are not protected; "" for each that is. With a `port`, TCP is limited
     to it.
     """
@@ -69,10 +69,11 @@ def restrict_files(bounds: Bounds, mounts: Mounts, port: int) -> tuple[str, str]
     if version < 1:
         why = f"this kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
         return why, why
-    if mounts.has_root:
+    if own.has_root:
         rights = [("/", READ), *_written(bounds, *TERMINALS), (SHARED_MEMORY, ALL)]
     else:
-        rights = [*_read(bounds), *_written(bounds), (SHARED_MEMORY, OF_SHARED_MEMORY)]
+        rights = [*_package(bounds), *_written(bounds), (SHARED_MEMORY, OF_SHARED_MEMORY)]
+        rights += [(bounds.folder, READ_DIR), *((path, READ) for path in readable(bounds))]
     try:
         rules = _ruleset(version, rights, port=port)
         checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
@@ -90,17 +91,14 @@ def program_rules(bounds: Bounds, folder: Path, files: Sequence[str]) -> int:
     the operator opens to the code it reads only `files`. The rules also keep it from all processes
     but those that it starts. OSError if this kernel has no Landlock.
     """
-    inner = replace(bounds, folder=str(folder), written=(str(folder),), readable=tuple(files))
-    opened = {_real(folder), *map(_real, files)}
     # Without the names in shared memory it finds nothing of others.
-    rights = [*_written(inner, *TERMINALS), (SHARED_MEMORY, OF_SHARED_MEMORY & ~READ_DIR)]
-    for path, right in _read(inner):
-        parts = [Path(path)]
-        if _real(path) not in opened:
-            for place in map(_real, (bounds.folder, bounds.scratch)):
-                parts = without(parts, place)
-                parts = [part for part in parts if not _real(part).is_relative_to(place)]
-        rights += [(part, right) for part in parts]
+    rights = [(SHARED_MEMORY, OF_SHARED_MEMORY & ~READ_DIR), *_package(bounds)]
+    rights += _written(replace(bounds, written=(str(folder),)), *TERMINALS)
+    rights += [(path, READ) for path in files]
+    own = _real(bounds.folder), _real(bounds.scratch)
+    for path in without(without(_installed(bounds), own[0]), own[1]):
+        if not any(_real(path).is_relative_to(place) for place in own):
+            rights.append((path, READ))
     return _ruleset(checked(landlock_version()), rights)
 
 
@@ -117,16 +115,12 @@ def _ruleset(version: int, rights: Iterable[Right], *, port: int = 0) -> int:
     for right, since in ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5)):
         if version >= since:
             handled |= right
-    scoped = 0
-    size = 8
-    if version >= 4:
-        size = 16
-    if version >= 6:
-        size = 24
-        scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS
+    scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS if version >= 6 else 0
     ports = BIND_TCP | CONNECT_TCP if port else 0
+    # A kernel that does not know the later fields wants zeros there.
     attributes = struct.pack("QQQ", handled, ports, scoped)
-    result = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
+    size = ctypes.c_size_t(len(attributes))
+    result = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, size, 0))
     try:
         for path, right in rights:
             _allow(result, path, right & handled)
@@ -146,22 +140,24 @@ def _written(bounds: Bounds, *terminals: str) -> Iterator[Right]:
         yield folder, ALL
 
 
-def _read(bounds: Bounds) -> Iterator[Right]:
-    # Python looks for the package there. There may be more in it than packages.
-    if not _real(bounds.hidden).is_relative_to(_real(PACKAGE.parent)):
-        yield PACKAGE.parent, READ_DIR
-    yield bounds.folder, READ_DIR
-    for path in readable(bounds):
-        yield path, READ
+def _package(bounds: Bounds) -> list[Right]:
+    """The folder where Python looks for this package. There may be more in it than packages."""
+    if _real(bounds.hidden).is_relative_to(_real(PACKAGE.parent)):
+        return []
+    return [(PACKAGE.parent, READ_DIR)]
 
 
 def readable(bounds: Bounds) -> list[Path]:
     """What the code reads: nothing of it leads to what is hidden."""
+    return [*_installed(bounds), *without([*bounds.readable, bounds.folder], bounds.hidden)]
+
+
+def _installed(bounds: Bounds) -> list[Path]:
     folder = str(Path(sys.executable).resolve().parent)
     installed = [sys.executable, folder, sys.prefix, sys.base_prefix, sys.exec_prefix]
     installed += [entry for entry in sys.path if entry and Path(entry) != PACKAGE.parent]
     installed += [*bounds.system, *(f"/etc/{name}" for name in SETTINGS), str(PACKAGE)]
-    return without([*installed, *bounds.readable, bounds.folder], bounds.hidden)
+    return without(installed, bounds.hidden)
 
 
 def without(roots: Iterable[str | Path], hidden: str | Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """The user, the namespaces and the root of environment code.
 
-    own = enter_namespaces(...)       # in the warden: holds for the processes that it forks next
-    mounts = enter_root(bounds, readable, own)  # in the first of these
+    own = enter_namespaces(bounds)    # in the warden: holds for the processes that it forks next
+    own = enter_root(bounds, readable, own)     # in the first of these
     become(own)                       # in the process that runs environment code
 
 The kernel never counts root's processes, so root makes the code another user, one that no other
@@ -65,9 +65,7 @@ class Own:
     """What environment code has for itself."""
 
     uid: int | None = None
-    """The user that it becomes, if we are root."""
-    exclusive_uid: int | None = None
-    """The same, if only its processes have that user."""
+    """The user that it becomes, if we are root. Only its processes have that user."""
     is_mapped: bool = False
     """Whether it has a user namespace."""
     owns_files: bool = False
@@ -76,31 +74,39 @@ class Own:
     """Whether it has an empty network namespace whose loopback interface is up."""
     process_tree: str = "this system has no PID namespaces"
     """"" if it has a PID namespace, else why not."""
+    attributes: str = "this system has no mount namespaces"
+    """"" if it has a root of its own, else why not."""
+    proc: str = attributes
+    """"" if its /proc shows its own processes only, else why not."""
 
     @property
     def has_processes(self) -> bool:
         """Whether it has a PID namespace."""
         return not self.process_tree
 
+    @property
+    def has_root(self) -> bool:
+        return not self.attributes
 
-def enter_namespaces(user: int | None = None, *, network: bool, loopback: bool = False) -> Own:
-    """Give the processes that this one forks next a PID namespace, and a user of their own: `user`,
-    if it is given. Without network they also get an empty network namespace, which shows no
-    connections of others, with a loopback interface of its own if `loopback`.
+
+def enter_namespaces(bounds: Bounds) -> Own:
+    """Give the processes that this one forks next a PID namespace, and a user of their own. Without
+    network they also get an empty network namespace, which shows no connections of others, with a
+    loopback interface of its own for an endpoint.
     """
+    needs = bounds.needs
     own = Own()
-    if user is not None:
-        own = Own(uid=user, exclusive_uid=user, owns_files=True)
+    if bounds.user is not None:
+        own = Own(uid=bounds.user, owns_files=True)
     elif os.getuid() == 0:
-        uid = exclusive_uid()
-        own = Own(uid=uid or UIDS[os.getpid() % len(UIDS)], exclusive_uid=uid)
+        own = Own(uid=exclusive_uid())
     elif works_in_a_fork(_enter_user_namespace):
         _enter_user_namespace()
         own = Own(is_mapped=True)
-    if loopback and not network and works_in_a_fork(_enter_loopback):
+    if needs.endpoint and not needs.network and works_in_a_fork(_enter_loopback):
         _enter_loopback()
         own = replace(own, loopback=True)
-    elif not network and not loopback:
+    elif not needs.network and not needs.endpoint:
         # Seccomp refuses sockets also where this is refused.
         libc.unshare(CLONE_NEWNET)
     try:
@@ -134,14 +140,16 @@ _taken: list[socket] = []
 """Keeps other wardens from taking the same user until this process ends."""
 
 
-def exclusive_uid() -> int | None:
-    """A user that no process has. It is taken until this process and its forks end."""
+def exclusive_uid() -> int:
+    """A user that no process has. It is taken until this process and its forks end. OSError if
+    there is none.
+    """
     used = pids_by_user()
     for number in range(len(UIDS)):
         uid = UIDS[(os.getpid() + number) % len(UIDS)]
         if uid not in used and _take(uid):
             return uid
-    return None
+    raise OSError(f"all users from {UIDS[0]} to {UIDS[-1]} have processes")
 
 
 def pids_by_user() -> dict[int, set[int]]:
@@ -203,21 +211,7 @@ TERMINALS = "/dev/pts"
 SHARED_MEMORY = "/dev/shm"
 
 
-@dataclass(frozen=True)
-class Mounts:
-    """`attributes` is "" if the code has a root of its own, `proc` if its /proc shows its own
-    processes only; else why not.
-    """
-
-    attributes: str = "this system has no mount namespaces"
-    proc: str = attributes
-
-    @property
-    def has_root(self) -> bool:
-        return not self.attributes
-
-
-def enter_root(bounds: Bounds, readable: Iterable[Path], own: Own) -> Mounts:
+def enter_root(bounds: Bounds, readable: Iterable[Path], own: Own) -> Own:
     """Enter a root in which nothing exists but what the code reads and writes. Landlock alone would
     show whether other files exist, and let their modes and times be changed.
 
@@ -231,7 +225,7 @@ def enter_root(bounds: Bounds, readable: Iterable[Path], own: Own) -> Mounts:
         mount(place, MS_NOSUID | MS_NODEV, kind="tmpfs", options="size=1m,mode=755")
     except OSError as error:
         why = f"no mount namespace can be had: {error}"
-        return Mounts(why, why)
+        return replace(own, attributes=why, proc=why)
     try:
         Path(place + OLD).mkdir()
         pivot_root(place, place + OLD)
@@ -242,12 +236,12 @@ def enter_root(bounds: Bounds, readable: Iterable[Path], own: Own) -> Mounts:
             pivot_root(OLD, OLD + place)
         unmount(place)
         why = f"no root of its own can be had: {error}"
-        return Mounts(why, why)
+        return replace(own, attributes=why, proc=why)
     finally:
         os.chdir("/")
         with suppress(OSError):
             os.chdir(working)
-    return Mounts("", proc)
+    return replace(own, attributes="", proc=proc)
 
 
 def _fill(bounds: Bounds, paths: list[str], own: Own) -> str:

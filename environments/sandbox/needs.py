@@ -86,7 +86,7 @@ class Bounds:
     folder: str
     scratch: str
     hidden: str
-    needs: dict[str, Any] = field(default_factory=dict[str, Any])
+    needs: Needs = Needs()
     threads: int = 32
     system: tuple[str, ...] = SYSTEM
     readable: tuple[str, ...] = ()
@@ -105,20 +105,14 @@ class Bounds:
         return self.written or (self.scratch,)
 
     @property
-    def has_network(self) -> bool:
-        return Needs(**self.needs).network
-
-    @property
-    def has_endpoint(self) -> bool:
-        return Needs(**self.needs).endpoint
-
-    @property
     def memory_bytes(self) -> int:
-        return int(Needs(**self.needs).memory_gib * 2**30)
+        return int(self.needs.memory_gib * 2**30)
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> Bounds:
-        return cls(**json.loads(text))
+        fields: dict[str, Any] = json.loads(text)
+        fields["needs"] = Needs(**fields["needs"])
+        return cls(**fields)

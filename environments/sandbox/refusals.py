@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,33 +33,22 @@ def explain_refusals(bounds: Bounds) -> None:
     """Make this interpreter explain a refused network where the kernel would only refuse it. The
     client of the Hugging Face hub would try again for half a minute.
     """
-    if not bounds.has_network:
+    if not bounds.needs.network:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    if bounds.has_endpoint and not bounds.has_network:
-        sys.addaudithook(_explain_refusal_of_others)
-    elif not bounds.has_network:
-        sys.addaudithook(_explain_refusal)
+        sys.addaudithook(partial(_explain_refusal, bounds.needs.endpoint))
 
 
-def _explain_refusal_of_others(event: str, args: tuple[Any, ...]) -> None:
-    """The same for code that may reach its own loopback interface."""
+def _explain_refusal(has_loopback: bool, event: str, args: tuple[Any, ...]) -> None:
+    """An audit hook. It only explains; seccomp is what refuses."""
+    host: Any = ""
     if event in ("socket.getaddrinfo", "socket.gethostbyname"):
         host = args[0]
     elif event == "socket.connect" and isinstance(args[1], tuple):
         host = cast("tuple[Any, ...]", args[1])[0]
-    else:
+    elif event != "socket.__new__" or args[1] not in (2, 10):
         return
     name = host.decode(errors="replace") if isinstance(host, bytes) else str(host or "localhost")
-    if name != "localhost" and not name.startswith("127."):
-        raise NetworkRefusedError
-
-
-def _explain_refusal(event: str, args: tuple[Any, ...]) -> None:
-    """An audit hook. It only explains; seccomp is what refuses."""
-    if event.startswith("socket.") and (
-        event in ("socket.getaddrinfo", "socket.gethostbyname")
-        or (event == "socket.__new__" and args[1] in (2, 10))
-    ):
+    if not (has_loopback and (name == "localhost" or name.startswith("127."))):
         raise NetworkRefusedError
 
 

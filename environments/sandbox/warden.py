@@ -8,13 +8,13 @@
     host --starts--> warden --forks--> first process --forks--> environment code
                                        (pid 1 of a PID namespace)
 
-The kernel ends a PID namespace as a whole with its first process. That process is ours: it takes
-in orphans, passes SIGUSR1 on, and dies with the warden. Where no PID namespace can be had there is
-no first process. Then the kernel makes the warden the parent of orphans (PR_SET_CHILD_SUBREAPER);
-when environment code ends or SIGTERM arrives, it stops all of them, so that they start no others,
-and kills them. The warden ends with the status of environment code. Twice a second it adds up the
-memory of the processes. Where a cgroup can be made, it bounds what they keep in the kernel too.
-Neither of the two runs user code.
+The first process is ours: it takes in orphans, passes SIGUSR1 on, tells the warden how environment
+code ended, and dies with the warden. The kernel ends a PID namespace as a whole with its first
+process. Where none can be had, the warden takes in what the first process leaves
+(PR_SET_CHILD_SUBREAPER): when environment code ends or SIGTERM arrives, it stops all of them, so
+that they start no others, and kills them. The warden ends with the status of environment code.
+Twice a second it adds up the memory of the processes. Where a cgroup can be made, it bounds what
+they keep in the kernel too. Neither of the two runs user code.
 
 The sandbox (environments.sandbox.confinement) is set up before INTERPRETER starts. An interpreter
 with its own packages runs their code at once (.pth files), and a package's build may have written
@@ -47,7 +47,7 @@ from environments.sandbox.kernel import (
     set_subreaper,
 )
 from environments.sandbox.landlock import readable, without
-from environments.sandbox.namespaces import Mounts, Own, enter_namespaces, enter_root, pids_by_user
+from environments.sandbox.namespaces import Own, enter_namespaces, enter_root, pids_by_user
 from environments.sandbox.needs import Bounds
 
 CHECK_EVERY_S = 0.5
@@ -67,37 +67,31 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     found, in the new process only.
     """
     if not sys.platform.startswith("linux"):
-        return _protected(confine(bounds, Own(), Mounts()), bounds)
+        return _protected(confine(bounds, Own()), bounds)
     set_subreaper()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # memory may hold secrets
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
     group = cgroup.make(bounds.memory_bytes + KERNEL_BYTES)
-    own = enter_namespaces(bounds.user, network=bounds.has_network, loopback=bounds.has_endpoint)
-    warden = os.getpid()
+    own = enter_namespaces(bounds)
     ended, ending = os.pipe()
-    child = os.fork()
-    if child:
+    first = os.fork()
+    if first:
         os.close(ending)
-        _watch(child, own, group, bounds.memory_bytes, ended)
+        _watch(first, own, group, bounds.memory_bytes, ended)
     os.close(ended)
-    parent = warden
-    if own.has_processes:
-        _die_with_reader(ending)
-    else:
-        die_with_parent(warden)
+    _die_with_reader(ending)
     with suppress(OSError):
         # If memory runs out, the kernel kills these processes before the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
     is_grouped = group is not None and group.enter()
-    mounts = enter_root(bounds, readable(bounds), own)
-    if own.has_processes:
-        child = os.fork()
-        if child:
-            _be_first(child, ending)
-        parent = 1
+    own = enter_root(bounds, readable(bounds), own)
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        _be_first(child, ending)
     os.close(ending)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
-    result = confine(bounds, own, mounts)
+    result = confine(bounds, own)
     result["kernel_memory"] = "" if is_grouped else "no memory cgroup can be made"
     die_with_parent(parent)  # not earlier, because becoming another user undoes it
     return _protected(result, bounds)
@@ -111,7 +105,7 @@ def _protected(results: dict[str, str], bounds: Bounds) -> dict[str, str]:
     return results
 
 
-# -- the first process of the namespace ------------------------------------------------------------
+# -- the first process -----------------------------------------------------------------------------
 
 
 def _die_with_reader(pipe: int) -> None:
@@ -127,6 +121,7 @@ def _be_first(child: int, ending: int) -> NoReturn:
     """Reap until `child` ends, write its wait status to `ending`, and end all others."""
     try:
         _let_go_of_pipes()
+        set_subreaper()
         set_dumpable(False)
         keep_capabilities(*([CAP_KILL] if os.getuid() == 0 else []))
         while True:
@@ -144,39 +139,33 @@ def _be_first(child: int, ending: int) -> NoReturn:
 
 
 def _watch(
-    child: int, own: Own, group: cgroup.Group | None, memory_bytes: int, ended: int
+    first: int, own: Own, group: cgroup.Group | None, memory_bytes: int, ended: int
 ) -> NoReturn:
     """Wait for environment code, end all that it started, and end as it did."""
     try:
         _let_go_of_pipes()
         set_dumpable(False)
-        ended_by = _wait(child, own, group, memory_bytes)
-        if own.has_processes:
-            own_status = _end_namespace(child, ended)
-        else:
-            own_status = signal.SIGKILL
-            _sweep(own)
+        ended_by = _wait(first, group, memory_bytes)
+        if ended_by is not None:
+            os.kill(first, signal.SIGKILL)
+        _sweep(own)
         if group is not None:
             if group.has_killed():
                 ended_by = MEMORY_EXIT_CODE << 8
             group.remove()
-        _end_as(own_status if ended_by is None else ended_by)
+        _end_as(_codes_own(ended) if ended_by is None else ended_by)
     finally:
         os._exit(1)
 
 
-def _end_namespace(first: int, ended: int) -> int:
-    """Kill its first process. The wait status that it told of environment code, if it did."""
-    with suppress(ProcessLookupError):
-        os.kill(first, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(first, 0)  # returns when all its processes have ended
-    status_bytes = os.read(ended, STATUS.size)
-    return _codes_own(STATUS.unpack(status_bytes)[0]) if status_bytes else signal.SIGKILL
-
-
-def _codes_own(status: int) -> int:
-    """The wait status of environment code, which may not end with a code that the warden uses."""
+def _codes_own(ended: int) -> int:
+    """The wait status of environment code, as the first process told it. It may not end with a code
+    that the warden uses.
+    """
+    told = os.read(ended, STATUS.size)
+    if not told:
+        return signal.SIGKILL
+    (status,) = STATUS.unpack(told)
     is_ours = os.WIFEXITED(status) and os.WEXITSTATUS(status) == MEMORY_EXIT_CODE
     return 1 << 8 if is_ours else status
 
@@ -187,17 +176,16 @@ def _let_go_of_pipes() -> None:
         os.dup2(null, descriptor)
 
 
-def _wait(child: int, own: Own, group: cgroup.Group | None, memory_bytes: int) -> int | None:
-    """The wait status of environment code, or the status with which it is to be ended. None if the
-    first process of its namespace ended.
+def _wait(first: int, group: cgroup.Group | None, memory_bytes: int) -> int | None:
+    """None once the first process has ended, or else the wait status with which it is to be
+    ended.
     """
-    root = child if own.has_processes else os.getpid()
     next_check = time.monotonic() + CHECK_EVERY_S
     while True:
         heard = signal.sigtimedwait(HEEDED, max(0.0, next_check - time.monotonic()))
         if time.monotonic() >= next_check:
             has_killed = group is not None and group.has_killed()
-            if has_killed or _uses_more(_descendants(root), memory_bytes):
+            if has_killed or _uses_more(_descendants(first), memory_bytes):
                 return MEMORY_EXIT_CODE << 8
             next_check = time.monotonic() + CHECK_EVERY_S
         if heard is None:
@@ -205,9 +193,9 @@ def _wait(child: int, own: Own, group: cgroup.Group | None, memory_bytes: int) -
         if heard.si_signo == signal.SIGTERM:
             return signal.SIGKILL
         if heard.si_signo == signal.SIGUSR1:
-            os.kill(child, signal.SIGUSR1)
-        elif (status := _reap().get(child)) is not None:
-            return None if own.has_processes else _codes_own(status)
+            os.kill(first, signal.SIGUSR1)
+        elif first in _reap():
+            return None
 
 
 def _reap() -> dict[int, int]:
@@ -224,12 +212,13 @@ def _reap() -> dict[int, int]:
 
 def _sweep(own: Own) -> None:
     """Kill until no process is left. The children of a killed process fall to this one, which
-    finds them in the next round.
+    finds them in the next round. Those of a PID namespace are ended by the kernel already.
     """
+    uid = None if own.has_processes else own.uid
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
     while (left := _stopped(deadline)) and time.monotonic() < deadline:
-        if own.exclusive_uid and pids_by_user().get(own.exclusive_uid, left) <= left:
-            _kill_all_of(own.exclusive_uid)
+        if uid and pids_by_user().get(uid, left) <= left:
+            _kill_all_of(uid)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

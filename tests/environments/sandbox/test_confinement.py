@@ -748,8 +748,7 @@ async def test_daemons_of_environment_code_end_with_it(tmp_path: Path, end: str)
     async with attack_on(tmp_path) as attack:
         daemon = attack.process(await attack.told(DAEMON))
         warden, first, *_ = processes = attack.processes()
-        heir = warden if attack.host.sandbox["process_tree"] else first
-        assert daemon in processes and daemon.ppid() == heir.pid
+        assert daemon in processes and daemon.ppid() == first.pid
         if end == "crash":
             await attack.fault("import os; os.abort()")
         if end == "warden told to end":
