@@ -48,6 +48,11 @@ class EnvironmentFault(Exception):
         self.declared = tuple(declared)
         self.refusals = dict(refusals or {})
 
+    def reworded(self, what: str, code: str = "") -> "EnvironmentFault":
+        """The same fault in other words, and with another code if one is given."""
+        kept = {name: getattr(self, name) for name in ("is_foreign", "declared", "refusals")}
+        return EnvironmentFault(code or self.code, what, self.traceback, **kept)
+
     def wrote(self, characters: int) -> str:
         """What environment code wrote, with at most so much of the end of the traceback."""
         said = self.what if self.is_foreign else ""

@@ -158,13 +158,7 @@ class Trial:
             suffix = ""
             if answers and method != "start_episode":
                 suffix = f" with the answer {shown(answers)}"
-            raise EnvironmentFault(
-                fault.code,
-                f"{task}{suffix}: {fault.what}",
-                fault.traceback,
-                is_foreign=fault.is_foreign,
-                declared=fault.declared,
-            ) from fault
+            raise fault.reworded(f"{task}{suffix}: {fault.what}") from fault
         finally:
             seconds = time.monotonic() - begun
             self.slowest_s[method] = max(self.slowest_s.get(method, 0.0), seconds)

@@ -97,14 +97,6 @@ class Opening:
         return AgentCall(0, None, self.messages, self.tools, self.options)
 
 
-@dataclass
-class _Asking:
-    calls: int = 1
-    """Its requests that have no answer."""
-    since: float = 0.0
-    """When the last answer was given, by the clock of the event loop."""
-
-
 @dataclass(frozen=True)
 class Step:
     """The environment's answer to a model turn; `messages` is empty when `done`."""
@@ -137,11 +129,13 @@ class Score:
     """How often the API refused something to an agent or left it out, by what it was."""
 
 
-@dataclass(frozen=True)
-class _Limits:
-    concurrency: int
-    timeout_s: float
-    start_timeout_s: float
+@dataclass
+class _Episode:
+    child: _Child | None = None
+    calls: int = 1
+    """The requests of an agent that have no answer."""
+    since: float = 0.0
+    """When the last one was answered, by the clock of the event loop."""
 
 
 class EnvironmentHost:
@@ -161,7 +155,9 @@ class EnvironmentHost:
         args: Mapping[str, Any],
         secrets: Mapping[str, str],
         variables: Mapping[str, str],
-        limits: _Limits,
+        concurrency: int,
+        timeout_s: float,
+        start_timeout_s: float,
         place: tuple[Path, ExitStack],
     ) -> None:
         self.folder = folder.absolute()
@@ -173,7 +169,7 @@ class EnvironmentHost:
         """Whether the environment defines `score_group`."""
         self.plays_gold = False
         """Whether it is an agent that defines `gold_turn`: `gold` then has nothing."""
-        self.timeout_s = limits.timeout_s
+        self.timeout_s = timeout_s
         """The seconds of one call, with what environment.toml says of them."""
         self._generated: list[str] = []
         self._known_as = known_as
@@ -182,15 +178,15 @@ class EnvironmentHost:
         self._variables = dict(variables)
         self._python = python
         self._redactor = Redactor(secrets.values())
-        self._limits = limits
-        self._places = asyncio.Semaphore(limits.concurrency)
-        self._score_places = asyncio.Semaphore(limits.concurrency)
+        self._concurrency = concurrency
+        self._least_timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._places = asyncio.Semaphore(concurrency)
+        self._score_places = asyncio.Semaphore(concurrency)
         self._children: list[_Child] = []
-        self._homes: dict[int, _Child] = {}
-        self._asking: dict[int, _Asking] = {}
+        self._episodes: dict[int, _Episode] = {}
         self._numbers = itertools.count(1)
         self._rooms = asyncio.Semaphore(sys.maxsize)
-        self._opened: set[int] = set()
         self._starting = asyncio.Lock()
         self._stopped = False
         self._scratch, self._scratch_lock = place
@@ -221,11 +217,11 @@ class EnvironmentHost:
         python = await requirements.interpreter(
             folder, timeout_s=install_timeout_s, on_progress=on_progress
         )
-        limits = _Limits(concurrency, timeout_s, start_timeout_s)
         place = await _place(known_as, place_timeout_s)
         host = cls(
-            folder, known_as, python, args or {}, secrets or {}, variables or {}, limits, place
-        )
+            folder, known_as, python, args or {}, secrets or {}, variables or {},
+            concurrency, timeout_s, start_timeout_s, place,
+        )  # fmt: skip
         try:
             if held := requirements.hold(python):
                 host._scratch_lock.enter_context(held)
@@ -249,21 +245,16 @@ class EnvironmentHost:
         """
         await self._rooms.acquire()
         episode = next(self._numbers)
-        self._opened.add(episode)
+        state = self._episodes[episode] = _Episode()
         try:
             async with self._places:
-                child = await self._live_child()
+                child = state.child = await self._live_child()
                 child.episodes.add(episode)
-                self._homes[episode] = child
                 task = {"episode": episode, "split": split, "index": index, "draw": draw}
-                value = await self._call(child, "start_episode", **task)
+                return Opening(episode, **await self._call(child, "start_episode", **task))
         except BaseException:
             self._forget(episode)
             raise
-        opening = Opening(episode, **value)
-        if opening.is_agent:
-            self._asking[episode] = _Asking()
-        return opening
 
     async def step(
         self,
@@ -285,17 +276,17 @@ class EnvironmentHost:
         """The next request of an agent, or how it ended. `timeout_s` is the time that it may take
         while none of its requests waits for an answer.
         """
-        asking = self._asking[episode]
+        state = self._episodes[episode]
         clock = asyncio.get_running_loop().time
 
         def since() -> float:
-            return clock() if asking.calls else asking.since
+            return clock() if state.calls else state.since
 
         # Its process works while the model answers: a place is not held for so long.
         value = await self._call(self._home(episode), "next_call", since, episode=episode)
         if "ended" in value:
             return value["ended"]
-        asking.calls += 1
+        state.calls += 1
         return AgentCall(**value)
 
     async def answer_call(
@@ -315,9 +306,9 @@ class EnvironmentHost:
 
     async def _settle(self, episode: int, op: str, **fields: Any) -> None:
         await self._call(self._home(episode), op, episode=episode, **fields)
-        asking = self._asking[episode]
-        asking.calls -= 1
-        asking.since = asyncio.get_running_loop().time()
+        state = self._episodes[episode]
+        state.calls -= 1
+        state.since = asyncio.get_running_loop().time()
 
     async def score(self, episode: int, *, latency_ms: int = 0, total_tokens: int = 0) -> Score:
         """Score the conversation so far and close the episode, also if scoring fails."""
@@ -363,10 +354,10 @@ class EnvironmentHost:
 
     async def close(self, episode: int) -> None:
         """Abandon an episode. Does nothing if it is closed or its process is gone."""
-        child = self._homes.get(episode)
+        state = self._episodes.get(episode)
         try:
-            if child is not None and child.alive:
-                await self._call(child, "close_episode", episode=episode)
+            if state is not None and state.child is not None and state.child.alive:
+                await self._call(state.child, "close_episode", episode=episode)
         finally:
             self._forget(episode)
 
@@ -438,13 +429,13 @@ class EnvironmentHost:
             if self._stopped:
                 raise EnvironmentFault("environment_error", STOPPED)
             start = {"args": self._args, "secrets": list(self._secrets)}
-            loaded = await child.call("load", self._limits.start_timeout_s, **start)
+            loaded = await child.call("load", self._start_timeout_s, **start)
         except BaseException as error:
             child.kill("it did not load")
             await child.gone.wait()
             raise self._load_fault(error, child) from None
         if not self.splits:
-            most = min(self._limits.concurrency, loaded["max_score_concurrency"])
+            most = min(self._concurrency, loaded["max_score_concurrency"])
             self._score_places = asyncio.Semaphore(most)
         self.splits = loaded["splits"]
         self.scores_groups = loaded["scores_groups"]
@@ -456,8 +447,8 @@ class EnvironmentHost:
     async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""
         needs, operator = _granted(self.folder, self._known_as)
-        self.timeout_s = max(self._limits.timeout_s, min(needs.call_timeout_s, MOST_CALL_S))
-        threads = self._limits.concurrency
+        self.timeout_s = max(self._least_timeout_s, min(needs.call_timeout_s, MOST_CALL_S))
+        threads = self._concurrency
         if needs.endpoint:
             threads += THREADS_OF_AN_AGENT * MOST_AGENTS
             if not self.splits:
@@ -486,17 +477,10 @@ class EnvironmentHost:
 
     def _load_fault(self, error: BaseException, child: _Child) -> BaseException:
         if isinstance(error, _UnansweredError):
-            what = f"loading environment.py took longer than {self._limits.start_timeout_s:g} s"
+            what = f"loading environment.py took longer than {self._start_timeout_s:g} s"
             return EnvironmentFault("environment_timeout", what, child.stderr_tail)
         if isinstance(error, EnvironmentFault) and error.code == "environment_error":
-            what = f"while it loaded, {error.what}"
-            return EnvironmentFault(
-                "environment_invalid",
-                what,
-                error.traceback,
-                is_foreign=error.is_foreign,
-                declared=error.declared,
-            )
+            return error.reworded(f"while it loaded, {error.what}", "environment_invalid")
         return error
 
     def _child_environment(self) -> dict[str, str]:
@@ -551,19 +535,19 @@ class EnvironmentHost:
         return answer
 
     def _home(self, episode: int) -> _Child:
-        if episode not in self._homes:
+        state = self._episodes.get(episode)
+        if state is None or state.child is None:
             raise EnvironmentFault("environment_error", f"episode {episode} is not open")
-        return self._homes[episode]
+        return state.child
 
     def _forget(self, episode: int) -> None:
-        self._asking.pop(episode, None)
-        if episode in self._opened:
-            self._opened.remove(episode)
-            self._rooms.release()
-        child = self._homes.pop(episode, None)
-        if child is not None:
-            child.episodes.discard(episode)
-            child.end_if_done()
+        state = self._episodes.pop(episode, None)
+        if state is None:
+            return
+        self._rooms.release()
+        if state.child is not None:
+            state.child.episodes.discard(episode)
+            state.child.end_if_done()
 
 
 def _granted(folder: Path, known_as: str) -> tuple[Needs, EnvironmentSettings]:

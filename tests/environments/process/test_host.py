@@ -466,7 +466,7 @@ class Sample(Echo):
 async def pid_of(host: EnvironmentHost, episode: int) -> int:
     """The process that the environment answers with, as we see it."""
     inner = int((await host.step(episode, "x")).messages[0]["content"])
-    return outer_pid(host._homes[episode]._transport.get_pid(), inner)
+    return outer_pid(host._home(episode)._transport.get_pid(), inner)
 
 
 async def test_a_hung_call_times_out_with_the_place_where_it_hangs(tmp_path: Path) -> None:
