@@ -25,6 +25,7 @@ FILE = "settings.toml"
 MAX_BYTES = 1 << 20
 """The size of a file that is read whole."""
 LOCAL_OWNER = "local"
+KINDS: dict[Any, str] = {tuple: "a list of texts", str: "a text", bool: "true or false"}
 
 
 def state_directory() -> Path:
@@ -220,27 +221,18 @@ def _fill(kind: type[T], document: dict[str, Any], where: str) -> T:
 
 def _checked(value: object, default: Any, where: str) -> Any:
     """The value if it is of the default's kind."""
-    if is_dataclass(default) and not isinstance(default, type):
-        if isinstance(value, dict):
-            return _fill(type(default), cast("dict[str, Any]", value), where)
-        what = "a table"
-    elif isinstance(default, tuple):
+    if is_dataclass(default) and not isinstance(default, type) and isinstance(value, dict):
+        return _fill(type(default), cast("dict[str, Any]", value), where)
+    kind = cast("Any", type(default))
+    if kind is tuple and isinstance(value, list):
         texts = cast("list[object]", value)
-        if isinstance(value, list) and all(isinstance(text, str) for text in texts):
+        if all(isinstance(text, str) for text in texts):
             return tuple(texts)
-        what = "a list of texts"
-    elif isinstance(default, str):
-        if isinstance(value, str):
-            return value
-        what = "a text"
-    elif isinstance(default, bool):
-        if isinstance(value, bool):
-            return value
-        what = "true or false"
-    else:
-        # A bool is an int too. Infinity and NaN are no limits.
-        is_number = isinstance(value, type(default) | int) and not isinstance(value, bool)
-        if is_number and 0 < cast("float", value) < math.inf:
-            return cast("float", value)
-        what = "a number above 0"
+    if kind in (str, bool) and isinstance(value, kind):
+        return value
+    # A bool is an int too. Infinity and NaN are no limits.
+    is_number = isinstance(value, kind | int) and not isinstance(value, bool)
+    if kind in (int, float) and is_number and 0 < cast("float", value) < math.inf:
+        return cast("float", value)
+    what = "a table" if is_dataclass(default) else KINDS.get(kind, "a number above 0")
     raise ValueError(f"{where} must be {what}, got {value!r:.80}")
