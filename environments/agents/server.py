@@ -51,8 +51,6 @@ READ_TIMEOUT_S = 60.0
 MOST_SEEN_OFF = 256
 SEE_OFF_S = 5.0
 """How long a client may take to close a connection whose answer it has been sent."""
-ESTABLISHED = 1
-"""The state of a connection (TCP_INFO) that both ends hold open."""
 COMMENT_EVERY_S = 5.0
 """How often a stream that waits for the model sends a comment: clients time out on silence."""
 UNCOUNTED = ("invalid_api_key", "context_length_exceeded", "rate_limit_exceeded")
@@ -76,33 +74,6 @@ class HttpRequest:
         while path.startswith("/v1/"):
             path = path.removeprefix("/v1")
         return path
-
-
-class Connection(Client):
-    """A client, as the kernel knows it: the event loop may learn later that it has left."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.streams = False
-        self._reader = reader
-        self._socket: socket.socket = writer.get_extra_info("socket")
-        self._was_reset = False
-
-    @property
-    def has_left(self) -> bool:
-        if self._reader.at_eof() or self._reader.exception():
-            return True
-        with suppress(OSError):  # it is closed
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-            return info[0] != ESTABLISHED
-        return True
-
-    @property
-    def left_unread(self) -> bool:
-        """Always false of a stream: many clients do not read its end."""
-        with suppress(OSError):
-            # Reading the error clears it.
-            self._was_reset |= self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
-        return not self.streams and (self._was_reset or self._reader.exception() is not None)
 
 
 class Endpoint:
@@ -172,7 +143,7 @@ class Exchange:
         self._request = HttpRequest("GET", "/", {})
         self._refusal: ApiError | None = None
         """Why the request cannot be read."""
-        self._connection = Connection(reader, writer)
+        self._connection = Client(reader, writer)
         self._streams = False
         """Whether the head of a stream has been sent."""
         self.waits: list[Wait] = []

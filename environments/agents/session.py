@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -26,6 +27,8 @@ from environments.base import ChatMessage
 Json = dict[str, Any]
 MOST_AT_ONCE = 8
 """Requests of one session that may wait at the same time."""
+ESTABLISHED = 1
+"""The state of a connection (TCP_INFO) that both ends hold open."""
 MOST_KINDS = 20
 """Kinds of refusals that are told apart."""
 
@@ -35,16 +38,34 @@ Asks = tuple[list[Any], list[Json], CallOptions]
 
 
 class Client:
-    """The other end of a connection. Without one, nobody leaves and every answer is read."""
+    """The other end of a connection, as the kernel knows it: the event loop may learn later that it
+    has left.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.streams = False
+        self._reader = reader
+        self._socket: socket.socket = writer.get_extra_info("socket")
+        self._was_reset = False
 
     @property
     def has_left(self) -> bool:
-        return False
+        if self._reader.at_eof() or self._reader.exception():
+            return True
+        with suppress(OSError):  # it is closed
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            return info[0] != ESTABLISHED
+        return True
 
     @property
     def left_unread(self) -> bool:
-        """Whether it has left without reading all that was sent."""
-        return False
+        """Whether it has left without reading all that was sent. Always false of a stream: many
+        clients do not read its end.
+        """
+        with suppress(OSError):
+            # Reading the error clears it.
+            self._was_reset |= self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        return not self.streams and (self._was_reset or self._reader.exception() is not None)
 
 
 @dataclass(eq=False)
@@ -85,7 +106,7 @@ class Call:
 class Wait:
     """One connection that waits for a call, or has been sent its answer."""
 
-    def __init__(self, call: Call, client: Client) -> None:
+    def __init__(self, call: Call, client: Client | None) -> None:
         self.call = call
         self._client = client
         self._is_sent = False
@@ -93,11 +114,11 @@ class Wait:
 
     @property
     def is_waiting(self) -> bool:
-        return not self._is_sent and not self._client.has_left
+        return not self._is_sent and not (self._client and self._client.has_left)
 
     @property
     def is_read(self) -> bool:
-        return self._is_sent and not self._client.left_unread
+        return self._is_sent and not (self._client and self._client.left_unread)
 
     def delivered(self) -> None:
         self._is_sent = self.call.is_sent = True
@@ -144,7 +165,8 @@ class Session:
         is_retry: bool = False,
         client: Client | None = None,
     ) -> list[Wait]:
-        """The calls that answer a request, one for each of its `choices`. Raises ApiError.
+        """The calls that answer a request, one for each of its `choices`. Raises ApiError. Without
+        a client, nobody leaves and every answer is read.
 
         A request that is sent again joins the call of the first, whose clients have left. While
         they wait, an equal request is a second sample."""
@@ -155,7 +177,7 @@ class Session:
                 taken = [wait.call for wait in waits]
                 call = self._sent_before(asks, taken, is_retry=is_retry)
                 call = call or self._added(messages, asks)
-                waits.append(Wait(call, client or Client()))
+                waits.append(Wait(call, client))
         except ApiError:
             for wait in waits:
                 wait.leave()
