@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from environments.adapters import Row, prompt_messages, prompt_text, tasks_of
@@ -47,27 +48,19 @@ def load(
     for item in (*(getattr(probe, name) for name in names), *functions):
         if not callable(item) or inspect.iscoroutinefunction(item):
             raise UnsupportedError(f"{item!r:.80} must be a function that is not async")
-    return FactoryEnvironment(
-        environment_factory, functions, list(dataset), list(eval_dataset), max_turns, success_at
-    )
+    tasks = tasks_of(list(dataset), list(eval_dataset), prompt_text)
+    return FactoryEnvironment(environment_factory, functions, success_at, *tasks, max_turns)
 
 
+@dataclass(eq=False)
 class FactoryEnvironment(EnvironmentToolUse):
-    def __init__(
-        self,
-        factory: Callable[[], Any],
-        functions: Sequence[Callable[..., Any]],
-        rows: Sequence[Row],
-        held_out: Sequence[Row],
-        max_turns: int,
-        success_at: float,
-    ) -> None:
-        self.dataset, self.eval_dataset = tasks_of(rows, held_out, prompt_text)
-        self.max_turns = max_turns
-        self._factory = factory
-        self._functions = functions
-        self._success_at = success_at
-        self._object: Any = None
+    _factory: Callable[[], Any]
+    _functions: Sequence[Callable[..., Any]]
+    _success_at: float
+    dataset: Sequence[TaskExample]
+    eval_dataset: Sequence[TaskExample]
+    max_turns: int
+    _object: Any = None
 
     def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         self._object = self._factory()

@@ -182,7 +182,10 @@ async def hunt(
     about `most_plays` conversations. Answers that the environment cannot score are passed over.
     `source_texts` are answers that the environment's source suggests, such as its strings.
     """
-    hunter = _Hunter(host, split, tasks, most_plays, on_progress, source_texts)
+    # Tasks at equal distances would miss kinds of tasks that take turns.
+    drawn = random.Random(0).sample(list(tasks), min(len(tasks), SEARCHED + CONFIRMED))
+    chosen = [Task(split, index) for index in drawn]
+    hunter = _Hunter(host, chosen, most_plays, on_progress, source_texts)
     started = time.monotonic()
     try:
         async with asyncio.timeout(deadline_s):
@@ -253,30 +256,22 @@ class _Result:
         return self.success, self.reward
 
 
+@dataclass
 class _Hunter:
-    def __init__(
-        self,
-        host: EnvironmentHost,
-        split: str,
-        tasks: Sequence[int],
-        most_plays: int,
-        on_progress: Callable[[str], Awaitable[None]] | None,
-        source_texts: Sequence[str],
-    ) -> None:
-        self.outcome = Hunt()
-        self._host = host
-        self._source_texts = source_texts
-        # Tasks at equal distances would miss kinds of tasks that take turns.
-        drawn = random.Random(0).sample(list(tasks), min(len(tasks), SEARCHED + CONFIRMED))
-        self._tasks = [Task(split, index) for index in drawn]
-        searched = min(SEARCHED, len(drawn) // 2)
+    _host: EnvironmentHost
+    _tasks: Sequence[Task]
+    _most_plays: int
+    _on_progress: Callable[[str], Awaitable[None]] | None
+    _source_texts: Sequence[str]
+    outcome: Hunt = field(default_factory=Hunt)
+    _views: dict[Task, View] = field(default_factory=dict[Task, View])
+    _golds: dict[Task, tuple[str, ...]] = field(default_factory=dict[Task, tuple[str, ...]])
+    _gold_rewards: dict[Task, float] = field(default_factory=dict[Task, float])
+
+    def __post_init__(self) -> None:
+        searched = min(SEARCHED, len(self._tasks) // 2)
         self._search = self._tasks[:searched]
         self._confirmed = self._tasks[searched:]
-        self._most_plays = most_plays
-        self._on_progress = on_progress
-        self._views: dict[Task, View] = {}
-        self._golds: dict[Task, tuple[str, ...]] = {}
-        self._gold_rewards: dict[Task, float] = {}
 
     async def run(self) -> None:
         if not self._search:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from environments.base import ChatMessage
@@ -71,57 +71,44 @@ async def _unwatched(method: str, call: Awaitable[T]) -> T:
     return await call
 
 
+@dataclass
 class Conversation:
     """An open episode, played a turn at a time. `repeat` gives the last answer again until the
     episode ends.
     """
 
-    def __init__(
-        self,
-        host: EnvironmentHost,
-        opening: Opening,
-        answers: Answers,
-        *,
-        repeat: bool = True,
-        watch: Watch = _unwatched,
-    ) -> None:
-        self._host = host
-        self._opening = opening
-        self._answers = answers
-        self._turns = opening.max_turns
-        if not repeat:
-            self._turns = min(len(answers), opening.max_turns)
-        self._watch = watch
-        self._taken = 0
-        self._is_done = False
-        self._replies: list[ChatMessage] = []
-
-    @property
-    def episode(self) -> int:
-        return self._opening.episode
+    host: EnvironmentHost
+    opening: Opening
+    answers: Answers
+    repeat: bool = True
+    watch: Watch = _unwatched
+    taken: int = 0
+    is_done: bool = False
+    replies: list[ChatMessage] = field(default_factory=list[ChatMessage])
 
     @property
     def is_over(self) -> bool:
-        return self._taken >= self._turns
+        turns = self.opening.max_turns
+        if not self.repeat:
+            turns = min(len(self.answers), turns)
+        return self.is_done or self.taken >= turns
 
     async def take_turn(self) -> None:
-        text = self._answers[min(self._taken, len(self._answers) - 1)]
+        episode = self.opening.episode
+        text = self.answers[min(self.taken, len(self.answers) - 1)]
         if isinstance(text, Turn) and text.by_request:
-            gold = await self._host.gold_turn(self.episode, self._taken)
+            gold = await self.host.gold_turn(episode, self.taken)
             text = text if gold is None else Turn.of(gold)
-        self._taken += 1
+        self.taken += 1
         calls = text.tool_calls if isinstance(text, Turn) else []
-        stepping = self._host.step(self._opening.episode, text, calls)
-        step = await self._watch("step_episode", stepping)
-        self._replies += step.messages
-        if step.done:
-            self._is_done = True
-            self._turns = self._taken
+        step = await self.watch("step_episode", self.host.step(episode, text, calls))
+        self.replies += step.messages
+        self.is_done = step.done
 
     async def score(self) -> Played:
-        score = await self._watch("score_episode", self._host.score(self._opening.episode))
-        is_cut = not self._is_done and self._taken < self._opening.max_turns
-        return Played(self._opening.messages, self._replies, score, is_cut)
+        score = await self.watch("score_episode", self.host.score(self.opening.episode))
+        is_cut = not self.is_done and self.taken < self.opening.max_turns
+        return Played(self.opening.messages, self.replies, score, is_cut)
 
 
 async def play(
@@ -135,7 +122,7 @@ async def play(
 ) -> Played:
     """Play one conversation; see Conversation, and `EnvironmentHost.open` for `draw`."""
     opening = await watch("start_episode", host.open(task.split, task.index, draw))
-    conversation = Conversation(host, opening, answers, repeat=repeat, watch=watch)
+    conversation = Conversation(host, opening, answers, repeat, watch)
     try:
         while not conversation.is_over:
             await conversation.take_turn()
@@ -156,7 +143,7 @@ async def interleave(host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]
 async def play_group(host: EnvironmentHost, task: Task, group: Sequence[Answers]) -> list[Score]:
     """Play a conversation with each of these answers, and score them together."""
     conversations = await _interleaved(host, [(task, answers) for answers in group])
-    return await host.score_group([Ended(conversation.episode) for conversation in conversations])
+    return await host.score_group([Ended(item.opening.episode) for item in conversations])
 
 
 async def _interleaved(
