@@ -39,6 +39,7 @@ FLOORS = (
     ("flash_mcp.tools",),
     ("flash_mcp.pages",),
     ("flash_mcp.server",),
+    ("flash_mcp.client",),
     ("flash_mcp.cli",),
 )
 """The rooms of docs/architecture.md, the lowest first. A room imports from itself and from the

@@ -12,6 +12,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -157,6 +158,14 @@ class FlashError(Exception):
             code = data["code"]
         texts = {"fix": data.get("fix", ""), "wrote": data.get("wrote", "")}
         return cls(code, data["what"], **texts, **data.get("values", {}))
+
+    @classmethod
+    def from_text(cls, text: str) -> FlashError:
+        """The inverse of `str`, but for `values`. A text of another form is an internal error."""
+        match = re.fullmatch(r"\[(\w+)[^\]]*\] (.*?)(?: Fix: (.*))?", text, re.DOTALL)
+        if match is None or match[1] not in CODES:
+            return cls("internal", text)
+        return cls(match[1], match[2], fix=match[3] or "")
 
 
 def encodable(value: Any) -> Any:
