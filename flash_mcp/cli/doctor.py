@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,52 +19,24 @@ import psutil
 from environments.sandbox.confinement import describe
 from environments.sandbox.needs import WARDEN, Bounds
 from environments.settings import FILE, load_settings
-from flash_mcp.cli.doctor_gpu import (
-    Level,
-    Outcome,
-    c_compiler,
-    gpu,
-    ok,
-    torchvision,
-    training_packages,
-)
+from flash_mcp.cli.doctor_gpu import c_compiler, torchvision, training_packages
 from flash_mcp.cli.service import quoted, service_units
 from flash_mcp.protocol import device_locks
-from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home, models_dir, runs_dir
-from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
-from flash_mcp.state.disk import has_space, in_words, usage
+from flash_mcp.state.disk import in_words
 from flash_mcp.state.locks import try_lock
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.launch.local import find_gpus
-from flash_mcp.supervisor.process import is_supervised, unfit
+from flash_mcp.tools.shared import machine
+from flash_mcp.tools.shared.machine import SHOWN, Finding, Outcome, findings_of, ok
 from flash_mcp.tools.shared.truncation import shorten
-from flash_mcp.tools.shared.waiting import obstacles
 
-FREE_DISK_GIB = 5.0
-FREE_TEMPORARY_BYTES = 1 << 30
 MOST_READ_BYTES = 1 << 30
 """A larger database takes long to read."""
-SHOWN = 3
-"""Runs, deployments and files that are named."""
-LATELY_S = 86_400.0
-SHOWN_BYTES = 1_000_000
-ROOM = {
-    "runs": "`flash-mcp remove --older-than 30d`, or run_days in [disk] of settings.toml",
-    "checkpoints": "train with a lower keep_checkpoints or a higher save_every",
-    "models": "delete the folders of models that you do not use; they are fetched again",
-    "interpreters": "delete the folder interpreters while nothing runs; they are installed again",
-    "environments": "`flash-mcp remove NAME@DIGEST`",
-    "datasets": "`flash-mcp remove NAME@DIGEST`",
-    "exports": "`flash-mcp remove` with the name of a folder in exports",
-    "the database": "`flash-mcp remove`; it shrinks afterwards",
-    "scratch": "what ended processes left is deleted after a day",
-}
-"""How to take less of each kind of thing."""
-FREE_MEMORY_GIB = 4.0
 WRITER_PATIENCE_S = 0.5
 """The supervisor's own writes take less."""
 FIXED_SQLITE = (3, 51, 3)
@@ -74,26 +44,8 @@ FIXED_SQLITE = (3, 51, 3)
 NETWORK_FILE_SYSTEMS = re.compile("nfs|cifs|smb|fuse|9p|lustre|ceph|afs|glusterfs|beegfs")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one check; `fix` is empty if it is ok."""
-
-    level: Level
-    name: str
-    detail: str
-    fix: str = ""
-
-
 def examine() -> list[Finding]:
-    findings: list[Finding] = []
-    for name, check in CHECKS.items():
-        try:
-            level, detail, fix = check()
-        except (FlashError, OSError) as error:
-            result = as_flash_error(f"doctor: {name}", error)
-            level, detail, fix = "problem", f"[{result.code}] {result.what}", result.fix
-        findings.append(Finding(level, name, detail, fix))
-    return findings
+    return findings_of(CHECKS)
 
 
 def _python() -> Outcome:
@@ -203,33 +155,6 @@ def _privacy() -> Outcome:
     return "warning", what, f"chmod 700 {home()}"
 
 
-def _disk() -> Outcome:
-    base = home()
-    free = shutil.disk_usage(base).free / 2**30
-    taken = {name: size for name, size in usage(base).items() if size >= SHOWN_BYTES}
-    sizes = ", ".join(f"{name} {in_words(size)}" for name, size in taken.items())
-    detail = f"{free:.0f} GiB free; taken: {sizes or 'nearly nothing'}"
-    if free < FREE_DISK_GIB:
-        fixes = [f"{name}: {ROOM[name]}" for name in taken]
-        fixes.append("or set FLASH_HOME (and FLASH_MODELS) to another disk")
-        return "problem", detail, "; ".join(fixes)
-    # Models and temporary files may lie on disks of their own.
-    for path, variable in ((models_dir(), "FLASH_MODELS"), (tempfile.gettempdir(), "TMPDIR")):
-        if not has_space([Path(path)], FREE_TEMPORARY_BYTES):
-            what = f"{detail}; less than {in_words(FREE_TEMPORARY_BYTES)} are free in {path}"
-            return "warning", what, f"free space there, or set {variable} to another disk"
-    return ok(detail)
-
-
-def _memory() -> Outcome:
-    cpu = devices.processor()
-    detail = f"{cpu.free_gib} of {cpu.memory_gib} GiB free, {cpu.cores} cores"
-    if cpu.free_gib >= FREE_MEMORY_GIB:
-        return ok(detail)
-    needed = f"a small model on the CPU needs {FREE_MEMORY_GIB:.0f} GiB"
-    return "warning", detail, f"{needed}; close other programs"
-
-
 def _shared_gpus() -> Outcome:
     gpus = find_gpus()
     if not gpus:
@@ -318,54 +243,6 @@ def _sandbox() -> Outcome:
     return level, describe(missing), "; ".join(fixes)
 
 
-def _supervisor() -> Outcome:
-    if result := unfit(home()):
-        return "problem" if result.hangs else "warning", result.what, result.fix
-    if is_supervised(home()):
-        return ok("running")
-    waiting = len(open_store().active_runs())
-    if waiting:
-        detail = f"not running, and {waiting} runs wait for it"
-        return "warning", detail, "flash-mcp supervise"
-    return ok("not needed now; the first train starts it")
-
-
-def _waiting_runs() -> Outcome:
-    """What keeps runs from going on, and files of theirs that were found damaged."""
-    store = open_store()
-    held: dict[str, str] = {}
-    for run in store.active_runs():
-        for what in obstacles(store, run):
-            held.setdefault(what, run.id)
-        for event in store.events(run.id, 3, ["warning"]):
-            if "is damaged" in event.message:
-                held.setdefault(event.message, run.id)
-    if not held:
-        return ok("nothing holds a run up")
-    lines = [f"{run_id}: {what}" for what, run_id in list(held.items())[:SHOWN]]
-    return "warning", "; ".join(lines), "status(run_id=...) says more; runs go on by themselves"
-
-
-def _deployments() -> Outcome:
-    """Those whose server is started again, and those that failed lately."""
-    rows = open_store().deployments()
-    lately = time.time() - LATELY_S
-    troubled: list[Deployment] = []
-    for row in rows:
-        is_current = row.state == "starting" or (row.state == "failed" and row.updated > lately)
-        if row.error and is_current:
-            troubled.append(row)
-    if not troubled:
-        return ok(f"{sum(row.state == 'ready' for row in rows)} ready")
-    lines: list[str] = []
-    fixes: list[str] = []
-    for row in troubled[:SHOWN]:
-        error = FlashError.from_dict(row.error or {})
-        lines.append(f"{row.id} is {row.state}: [{error.code}] {error.what}")
-        fixes.append(error.fix)
-    return "warning", "; ".join(lines), "; ".join(dict.fromkeys(fixes))
-
-
 def _reboot() -> Outcome:
     for unit in service_units():
         if f"Environment={quoted(f'FLASH_HOME={home()}')}" in unit.read_text().splitlines():
@@ -381,9 +258,9 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "database": _database,
     "privacy": _privacy,
     "ownership": _ownership,
-    "disk": _disk,
-    "memory": _memory,
-    "gpu": gpu,
+    "disk": machine.disk,
+    "memory": machine.memory,
+    "gpu": machine.gpu,
     "c compiler": c_compiler,
     "shared gpus": _shared_gpus,
     "training packages": training_packages,
@@ -391,8 +268,8 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "sqlite": _sqlite,
     "default model": _model,
     "sandbox": _sandbox,
-    "supervisor": _supervisor,
-    "waiting runs": _waiting_runs,
-    "deployments": _deployments,
+    "supervisor": machine.supervisor,
+    "waiting runs": machine.waiting_runs,
+    "deployments": machine.deployments,
     "reboot": _reboot,
 }

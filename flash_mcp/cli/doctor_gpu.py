@@ -9,20 +9,12 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Literal
 
 from flash_mcp.protocol.packages import WORKER_PACKAGES
 from flash_mcp.supervisor.launch import devices
+from flash_mcp.tools.shared.machine import Outcome, ok
 
-Level = Literal["ok", "warning", "problem"]
-Outcome = tuple[Level, str, str]
-"""Level, detail and fix."""
 PACKAGES = (*WORKER_PACKAGES, "transformers")
-DRIVER = 580
-"""The first driver of CUDA 13, for which vLLM and PyTorch are built."""
-CAPABILITY = (8, 0)
-"""The first compute capability with bfloat16."""
-ON_CPU = "or train on the CPU: `CUDA_VISIBLE_DEVICES= scripts/install` in a new checkout"
 LOAD = """
 import torch
 torch.zeros(1, device="cuda")
@@ -33,29 +25,6 @@ except ModuleNotFoundError:
 """
 """The first use of the card, and of vLLM's kernels, whose name depends on the version."""
 LOAD_S = 120.0
-
-
-def ok(detail: str) -> Outcome:
-    return "ok", detail, ""
-
-
-def gpu() -> Outcome:
-    cards = devices.gpus()
-    if not cards:
-        what = "training runs on the CPU, which suits models up to about 0.4 billion parameters"
-        return ok(f"none: {what}")
-    for driver in devices.drivers():
-        version = devices.numbers(driver.version)
-        if version and version[0] < DRIVER:
-            detail = f"{driver.gpu} has driver {driver.version}; the packages need CUDA 13"
-            return "problem", detail, f"install NVIDIA driver {DRIVER} or newer, {ON_CPU}"
-        capability = devices.numbers(driver.capability)
-        if capability and capability < CAPABILITY:
-            detail = f"{driver.gpu} (compute capability {driver.capability}) has no bfloat16"
-            fix = f"use a card of compute capability 8.0 or more (Ampere, 2020), {ON_CPU}"
-            return "problem", detail, fix
-    free = [f"{card.name}, {card.free_gib} of {card.memory_gib} GiB free" for card in cards]
-    return ok("; ".join(free))
 
 
 def c_compiler() -> Outcome:

@@ -13,7 +13,7 @@ from pydantic import Field
 from flash_mcp.protocol.base_models import MODELS, ModelCard, ToolTemplate, find, parameters_in_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import exports_dir, models_dir
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json
 from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
 from flash_mcp.state import costs, datasets, queue
 from flash_mcp.state.disk import in_words, size_of
@@ -23,6 +23,7 @@ from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch import devices as machine
 from flash_mcp.supervisor.launch.memory_need import memory_need
 from flash_mcp.supervisor.server import idle_minutes
+from flash_mcp.tools.shared.machine import HEALTH, Finding, findings_of
 from flash_mcp.tools.shared.placing import Place, places
 from flash_mcp.tools.shared.tool_base import Result, ResultModel
 from flash_mcp.tools.shared.truncation import utc
@@ -36,6 +37,7 @@ Kind = Literal[
     "deployments",
     "ledger",
     "whoami",
+    "health",
 ]
 LOOKED_AT = 50
 """Newest runs among which one with measured steps is looked for."""
@@ -177,7 +179,7 @@ class Whoami(ResultModel):
     """What the caller has taken, and may take; absent for the local owner, who has none."""
 
 
-Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent | Whoami
+Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent | Whoami | Finding
 
 
 class Catalog(Result):
@@ -195,6 +197,7 @@ class Catalog(Result):
     ledger: list[Spent] | None = None
     """By day, then by name."""
     whoami: list[Whoami] | None = None
+    health: list[Finding] | None = None
     disk: str | None = None
     """What is taken and free."""
     spent: str | None = None
@@ -218,7 +221,7 @@ def catalog(
     For runs call status, for a run's saved adapters checkpoints.
 
     Args:
-        kind: Default: all but ledger (hours, cost) and whoami.
+        kind: Default: all but ledger (hours, cost), whoami and health.
         contains: Only names that contain this text.
         limit: Entries per kind.
         cursor: With kind: `cursor` of the previous page.
@@ -233,10 +236,13 @@ def catalog(
         "targets": partial(_targets, steps=steps),
         "deployments": _deployments,
     }
-    if kind == "ledger":
-        readers[kind] = _ledger
-    if kind == "whoami":
-        readers[kind] = _whoami
+    rarer: dict[Kind, Callable[[Store], Sequence[Entry]]] = {
+        "ledger": _ledger,
+        "whoami": _whoami,
+        "health": _health,
+    }
+    if kind in rarer:
+        readers = rarer
     requested = (contains or "").lower()
     start = 0
     if kind and cursor and cursor.isdigit():
@@ -258,7 +264,7 @@ def catalog(
         spent=costs.spent(store.used_s_by_target(), store.base) if "devices" in shown else None,
         has_more=has_more,
         cursor=str(end) if has_more and kind else None,
-        next=_next_step(kind, shown.get("environments"), has_more),
+        next=_next_step(kind, shown, has_more),
     )
 
 
@@ -388,6 +394,10 @@ def _whoami(store: Store) -> list[Whoami]:
     return [answer]
 
 
+def _health(store: Store) -> list[Finding]:
+    return findings_of(HEALTH)
+
+
 def _targets(store: Store, steps: ReadSteps) -> list[Target]:
     counts = store.counts_by_target()
     results: list[Target] = []
@@ -486,9 +496,11 @@ def _deployments(store: Store) -> list[Deployment]:
     return results
 
 
-def _next_step(
-    kind: Kind | None, environments: Sequence[Environment] | None, has_more: bool
-) -> str:
+def _next_step(kind: Kind | None, shown: Json, has_more: bool) -> str:
+    environments = shown.get("environments")
+    for finding in shown.get("health", ()):
+        if finding.level != "ok":
+            return f"do what the fix of {finding.name!r} says, or let the server's operator do it"
     if has_more and kind:
         return "cursor brings more"
     if has_more:

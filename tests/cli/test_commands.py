@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.cli import doctor, main
+from flash_mcp.cli import main
 from flash_mcp.cli.doctor import examine
 from flash_mcp.cli.own_commands import COMMANDS
 from flash_mcp.protocol.errors import FlashError
@@ -24,6 +24,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared import machine
 from tests.places import ROOT
 from tests.samples import finished_run, learn, push_echo, queued_run, read_in, sample_rollout, started_run, supervised
 from tests.waiting import PATIENCE_S
@@ -348,7 +349,7 @@ def test_the_doctor_says_what_takes_the_disk_and_how_to_take_less(
     taken += ", exports 2.0 MB, environments 1.5 MB"
     level, detail, fix = found_by_doctor("disk")
     assert (level, fix) == ("ok", "") and detail.endswith(f"taken: {taken}")
-    monkeypatch.setattr("flash_mcp.cli.doctor.FREE_DISK_GIB", 1e9)
+    monkeypatch.setattr("flash_mcp.tools.shared.machine.FREE_DISK_GIB", 1e9)
     level, detail, fix = found_by_doctor("disk")
     assert level == "problem" and "remove --older-than" in fix and "keep_checkpoints" in fix
 
@@ -412,8 +413,8 @@ def test_the_doctor_names_files_of_another_user(run: Run, flash_home: Path, monk
 
 @pytest.mark.parametrize("variable", ["FLASH_MODELS", "TMPDIR"])
 def test_the_doctor_names_another_disk_that_is_full(run: Run, monkeypatch: pytest.MonkeyPatch, variable: str):
-    full = doctor.models_dir() if variable == "FLASH_MODELS" else Path(tempfile.gettempdir())
-    monkeypatch.setattr(doctor, "has_space", lambda paths, _: full not in paths)
+    full = machine.models_dir() if variable == "FLASH_MODELS" else Path(tempfile.gettempdir())
+    monkeypatch.setattr(machine, "has_space", lambda paths, _: full not in paths)
     level, detail, fix = found_by_doctor("disk")
     assert level == "warning" and f"free in {full}" in detail and variable in fix
 

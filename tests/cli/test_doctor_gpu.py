@@ -12,6 +12,7 @@ import pytest
 
 from flash_mcp.cli import doctor_gpu
 from flash_mcp.supervisor.launch import devices
+from flash_mcp.tools.shared.machine import gpu
 from tests.places import ROOT
 
 Machine = Callable[..., None]
@@ -53,7 +54,7 @@ def test_a_card_that_the_packages_cannot_use_is_named_with_what_to_do(
     machine: Machine, card: dict[str, str], level: str, named: list[str]
 ) -> None:
     machine(**card)
-    found, detail, fix = doctor_gpu.gpu()
+    found, detail, fix = gpu()
     assert found == level
     for text in named:
         assert text in f"{detail} {fix}"

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.cli import doctor
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.sqlite import sqlite3
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import keeper, process
 from flash_mcp.supervisor.process import LockOwner, ensure_supervisor, take_lock, unfit
+from flash_mcp.tools.shared import machine
 from flash_mcp.tools.shared.waiting import obstacle
 from tests.places import ROOT
 from tests.supervisor.test_keeper import end_supervisors, waiting_run
@@ -74,13 +74,13 @@ def test_a_stopped_supervisor_is_told_and_replaced(
     os.kill(stopped.pid, signal.SIGSTOP)
     monkeypatch.setattr(process, "SILENT_S", 2.0)
     wait_for(lambda: unfit(flash_home))
-    level, detail, fix = doctor._supervisor()
+    level, detail, fix = machine.supervisor()
     assert level == "problem" and f"pid {stopped.pid}" in detail and "supervise" in fix
     assert "has done nothing" in str(obstacle(store))
     keeper.look_after(store)
     assert not is_running(stopped.pid)
     wait_for(lambda: LockOwner.read(flash_home) not in (None, stopped))
-    assert not unfit(flash_home) and doctor._supervisor()[0] == "ok"
+    assert not unfit(flash_home) and machine.supervisor()[0] == "ok"
     end_supervisors(flash_home)
 
 
@@ -133,7 +133,7 @@ def test_a_healthy_one_in_a_terminal_is_told_and_stays(
 ) -> None:
     holder = hold(flash_home, holders, "0.0.1", is_foreground=True)
     assert not ensure_supervisor(flash_home)
-    level, detail, fix = doctor._supervisor()
+    level, detail, fix = machine.supervisor()
     assert (level, f"end process {holder.pid}" in fix) == ("warning", True)
     assert "version 0.0.1" in detail
     command = [sys.executable, "-m", "flash_mcp.cli", "supervise"]
@@ -157,7 +157,7 @@ def test_a_stopped_one_in_a_terminal_is_replaced(
 def test_a_newer_one_is_told_and_stays(flash_home: Path, holders: list[subprocess.Popen[bytes]]) -> None:
     hold(flash_home, holders, "99.0")
     assert not ensure_supervisor(flash_home)
-    level, detail, fix = doctor._supervisor()
+    level, detail, fix = machine.supervisor()
     assert (level, "version 99.0" in detail, "newer version" in fix) == ("warning", True, True)
     assert holders[0].poll() is None
 
