@@ -209,6 +209,7 @@ def _run(page: Page, view: RunView) -> None:
     subject = f"{view.algorithm} of {view.model} on {view.environment.partition('@')[0]}"
     page.prose(": ".join(filter(None, [view.run_id, view.name, subject])), "dim")
     page.prose(_progress(view), STATES.get(view.state))
+    page.prose(view.deadline or "")
     if view.note:
         page.prose(view.note, label="note  ")
     if view.cancel_reason:
@@ -268,6 +269,7 @@ def _numbers(page: Page, view: RunView) -> None:
         page.table(("HELD OUT", *COLUMNS), rows)
     if view.verdict:
         page.prose(view.verdict.explanation)
+    page.prose(view.best or "", label="best  ")
     page.prose(view.regression or "", label="elsewhere  ")
     page.prose(view.seeds or "")
     if view.scores:

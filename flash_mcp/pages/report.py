@@ -43,6 +43,7 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
         run=run,
         view=view,
         next_step=report.next_step,
+        best=report.context.best,
         scores=view.scores and view.scores.model_dump(mode="json", exclude_none=True),
         charts=[chart(title, lines) for title, lines in series.items()],
         data=as_data(series),

@@ -143,6 +143,26 @@ def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluatio
     return saved[-1]
 
 
+def better_than_newest(
+    saved: Sequence[Checkpoint], evaluations: Sequence[Evaluation]
+) -> tuple[int, str] | None:
+    """The step of the best checkpoint, and how it compares, where both were measured alike and it
+    is not the newest.
+    """
+    best = best_checkpoint(saved, evaluations) if saved else None
+    if best is None or best.step == saved[-1].step:
+        return None
+    newest = saved[-1]
+    success = {row.step: row.summary["success"] for row in evaluations}
+    if best.step in success and newest.step in success:
+        both = f"{success[best.step]:.3f} held-out success, {success[newest.step]:.3f}"
+    elif "eval_loss" in best.metrics and "eval_loss" in newest.metrics and not success:
+        both = f"held-out loss {best.metrics['eval_loss']:.4g}, {newest.metrics['eval_loss']:.4g}"
+    else:
+        return None
+    return best.step, f"checkpoint {best.step}: {both} at the newest, {newest.step}"
+
+
 def _is_named(store: Store, checkpoint: Checkpoint) -> bool:
     """Whether a run started from its folder by path, or has it as its teacher."""
     adapters = store.column("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")

@@ -20,6 +20,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state import queue, references, tournaments
 from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.exporting import Export, Exporter
 from flash_mcp.tools.shared.loading import check_logins
@@ -233,10 +234,12 @@ async def _exported(exporter: Exporter) -> Export:
 def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkpoints:
     run = store.run(run_id)
     before = page_offset(cursor, "checkpoints")
-    rows = list(reversed(store.checkpoints(run_id)))
+    saved = store.checkpoints(run_id)
+    rows = saved[::-1]
     if cursor is not None:
         rows = [row for row in rows if row.step < before]
-    evaluated = {row.step: row.summary["success"] for row in store.evals(run_id)}
+    evaluations = [row for row in store.evals(run_id) if row.can_be_judged]
+    evaluated = {row.step: row.summary["success"] for row in evaluations}
     results: list[Checkpoint] = []
     for row in rows[:limit]:
         listed = Checkpoint(
@@ -255,6 +258,9 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
     if results:
         step = results[0].step
         serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
+        if better := better_than_newest(saved, evaluations):
+            step, why = better
+            serve = f"deploy(run_id={run_id!r}, step={step}) serves the best, {why}"
         next_step = f"{serve}; {going_on(run, step)} starts another run from it"
         link = Path(run.folder, LATEST)
         if link.is_symlink():

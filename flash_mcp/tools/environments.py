@@ -47,6 +47,7 @@ from flash_mcp.state.versions import (
     keep_generated,
     staged,
 )
+from flash_mcp.tools.shared.configs import env_files
 from flash_mcp.tools.shared.loading import (
     INSTALL_TIMEOUT_S,
     Arguments,
@@ -186,7 +187,7 @@ async def env_push(
             one that loads only on the machine that trains.
     """
     check_name(name)
-    values = secret_values(secrets)
+    values = secret_values(secrets, _env_files(folder))
     source = await run_sync(_source, folder, files)
     return await publish(name, source, load=load, environment_args=environment_args, values=values)
 
@@ -212,7 +213,9 @@ async def publish(
         _, version = await run_sync(open_store().publish, stage, data)
         await run_sync(keep_generated, version.path, generated)
     gate_verdict = await run_sync(open_store().gate, version.digest, environment_args)
-    if gate_verdict.is_refused:
+    if gate_verdict.is_refused and not gate_verdict.failed:
+        next_step = f"env_test(environment={name!r}, time_s=600) finishes its checks"
+    elif gate_verdict.is_refused:
         next_step = "do what the failed checks of env_test say, then env_test and env_push again"
     elif shared and shared.shared:
         next_step = "take the shared tasks out of one of the splits, env_test and env_push again"
@@ -233,6 +236,13 @@ async def publish(
         gate=str(gate_verdict),
         next=next_step,
     )
+
+
+def _env_files(folder: str | None) -> list[str]:
+    if folder is None:
+        return []
+    path = Path(folder).expanduser()
+    return env_files(path / "configs", path)
 
 
 def _source(folder: str | None, files: dict[str, str] | None) -> Files:
@@ -322,7 +332,7 @@ async def env_test(
         hunt: Also search up to 40 s for a cheap answer that pays; with model, its best of n.
     """
     started = time.monotonic()
-    values = secret_values(secrets)
+    values = secret_values(secrets, _env_files(folder))
     arguments = {"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets}
     sample = None
     with contextlib.ExitStack() as stack:

@@ -40,6 +40,8 @@ class RunContext:
     """Tasks of the newest evaluation within the run."""
     checkpoint: int | None = None
     """Step of the newest."""
+    best: int | None = None
+    """That of the best by a held-out measure, if another one."""
     split_size: int | None = None
     """Tasks of the split that is evaluated, if it is known."""
     near: Sequence[Run] = ()
@@ -196,7 +198,7 @@ def _warning(context: RunContext) -> str:
 def _after_cancel(context: RunContext) -> str:
     if context.checkpoint is None or context.run.files_removed is not None:
         return _resuming(context)
-    return f"{_resuming(context)}; deploy(run_id={context.run.id!r}) serves it"
+    return f"{_resuming(context)}; {_serving(context)} serves it"
 
 
 def _unmeasured(context: RunContext) -> str:
@@ -241,11 +243,17 @@ def _undecided(context: RunContext) -> str:
 
 def _unchanged(context: RunContext) -> str:
     failing = f"rollouts(run_id={context.run.id!r}, which='worst', split='eval')"
-    return f"{failing} shows what still fails; change one thing and train again"
+    served = f"; {_serving(context)} serves the best checkpoint" if context.best else ""
+    return f"{failing} shows what still fails; change one thing and train again{served}"
 
 
 def _improved(context: RunContext) -> str:
-    return f"deploy(run_id={context.run.id!r}), then chat with the base model beside it"
+    return f"{_serving(context)}, then chat with the base model beside it"
+
+
+def _serving(context: RunContext) -> str:
+    step = f", step={context.best}" if context.best else ""
+    return f"deploy(run_id={context.run.id!r}{step})"
 
 
 def _awaited(context: RunContext) -> str:
@@ -346,9 +354,9 @@ RULES = (
         lambda item: item.waiting,
     ),
     Rule(
-        "succeeded with a problem, and held-out success was not measured",
+        "succeeded with a problem, and held-out success was not measured or is `underpowered`",
         "`rollouts`, train again with the remedy",
-        lambda item: _succeeded(None)(item) and item.problem,
+        lambda item: item.problem and (_succeeded(None)(item) or _succeeded("underpowered")(item)),
         _problem,
     ),
     Rule(
@@ -358,7 +366,9 @@ RULES = (
         _succeeded(None),
         _unmeasured,
     ),
-    Rule("`improved`", "`deploy`, `chat`", _succeeded("improved"), _improved),
+    Rule(
+        "`improved`", "`deploy` of the best checkpoint, `chat`", _succeeded("improved"), _improved
+    ),
     Rule(
         "`underpowered`",
         "`evaluate` both on the tasks that would decide; where the split has no more, with more "
@@ -596,7 +606,9 @@ def after_test(
     if failed:
         return f"correct what {failed[0]} says, then env_test again"
     if unfinished:
-        return f"env_test again with more time_s, or make its calls faster: {', '.join(unfinished)}"
+        tested = f"environment={environment!r}" if environment else f"folder={str(path)!r}"
+        call = f"env_test({tested}, time_s=600{needed})"
+        return f"{call} finishes {', '.join(unfinished)}; or make its calls faster"
     if environment is None:
         return f"env_push(name=..., folder={str(path)!r}{needed})"
     return f"train(environment={environment!r}, validate_only=true{needed})"

@@ -26,6 +26,7 @@ from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET
 from flash_mcp.state import costs, queue
 from flash_mcp.state.history import RunHistory, read_log
 from flash_mcp.state.references import split_size
+from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
@@ -129,6 +130,8 @@ class RunView(ResultModel):
     """Optimizer steps done."""
     steps: int | None = None
     """Steps in all; absent until the worker has counted those of epochs."""
+    deadline: str | None = None
+    """With finish_by: how many of the steps it makes."""
     cancel_reason: str | None = None
     """Why it was cancelled: a budget that is used up, or what the caller of cancel gave."""
     target: str | None = None
@@ -173,6 +176,8 @@ class RunView(ResultModel):
     """Other metrics of the newest step."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
+    best: str | None = None
+    """The best checkpoint by held-out success or loss, if it is not the newest."""
     outlook: str | None = None
     """Whether it is worth continuing, and why: yes, no, doubtful or too early to say."""
     flags: list[Flag] | None = None
@@ -277,6 +282,7 @@ def _context(
     store: Store, history: RunHistory, judged: Judgement, *, is_blocked: bool
 ) -> RunContext:
     evaluations = _held_out(history)
+    better = better_than_newest(history.checkpoints, evaluations)
     checkpoint = history.checkpoints[-1].step if history.checkpoints else None
     has_optimizer = True  # also where the folder is elsewhere: its store may not answer
     is_here = history.run.target == LOCAL_TARGET
@@ -288,6 +294,7 @@ def _context(
         change=judged.change,
         measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
         checkpoint=checkpoint,
+        best=better and better[0],
         has_optimizer=has_optimizer,
         split_size=split_size(store, history.run),
         near=history.near,
@@ -328,6 +335,9 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         warnings=_warnings(store, history, blocked),
         error=_failure(store, run),
     )
+    if better := better_than_newest(history.checkpoints, evaluations):
+        view.best = better[1]
+    view.deadline = _deadline(store, run)
     _add_place(view, run)
     _add_times(view, run, step_s)
     if run.algorithm in ("grpo", "distill"):
@@ -350,6 +360,17 @@ def _warnings(store: Store, history: RunHistory, blocked: Sequence[str]) -> list
         were = "1 step was" if lost == 1 else f"{lost} steps were"
         warnings.insert(0, f"{were} lost: the attempt was killed before it had saved")
     return warnings or None
+
+
+def _deadline(store: Store, run: Run) -> str | None:
+    if run.algorithm == "eval" or not run.training.finish_by:
+        return None
+    for event in store.events(run.id, 1, ["deadline"]):
+        return event.message
+    if run.steps and run.training.steps and run.steps < run.training.steps:
+        fit = f"{run.steps} of {run.training.steps} steps fit"
+        return f"finish_by={run.training.finish_by}: about {fit}"
+    return None
 
 
 def _add_place(view: RunView, run: Run) -> None:

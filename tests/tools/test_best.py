@@ -1,0 +1,70 @@
+"""Which checkpoint is best, and what a deadline made of a run, as results say it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.cli import main
+from flash_mcp.protocol.records import Run
+from flash_mcp.state.store import open_store
+from tests.calls import call
+from tests.samples import end, evaluate, learn, save_adapter, started_run
+
+pytestmark = pytest.mark.anyio
+
+
+def peaked_run(folder: Path, last: int | None = 80, **fields: object) -> Run:
+    """A run whose held-out success was 20 % before, 95 % at step 10, and `last` at its end."""
+    run, writer = started_run(folder / "environment", **fields)
+    evaluate(writer, 0, 20)
+    learn(writer, range(1, 21))
+    save_adapter(writer, 10, folder)
+    evaluate(writer, 10, 95)
+    save_adapter(writer, 20, folder)
+    if last is not None:
+        evaluate(writer, 20, last)
+    return end(writer, run.id, 20)
+
+
+def test_the_terminal_names_the_best_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["status", peaked_run(tmp_path).id]) == 0
+    assert "best  checkpoint 10: 0.950" in capsys.readouterr().out
+
+
+async def test_the_best_checkpoint_is_named_and_served_where_it_is_not_the_newest(tmp_path: Path) -> None:
+    run = peaked_run(tmp_path)
+    report = await call("status", run_id=run.id)
+    assert report["run"]["best"] == "checkpoint 10: 0.950 held-out success, 0.800 at the newest, 20"
+    assert report["run"]["verdict"]["outcome"] == "improved"  # of the newest: the best was chosen by looking
+    assert report["next"].startswith(f"deploy(run_id={run.id!r}, step=10), then chat")
+    listed = await call("checkpoints", run_id=run.id)
+    assert f"deploy(run_id={run.id!r}, step=10) serves the best, checkpoint 10: 0.950" in listed["next"]
+
+
+async def test_a_run_that_got_worse_again_leads_to_its_best_checkpoint(tmp_path: Path) -> None:
+    run = peaked_run(tmp_path, last=20)
+    report = await call("status", run_id=run.id)
+    assert report["run"]["verdict"]["outcome"] != "improved"
+    assert f"deploy(run_id={run.id!r}, step=10) serves the best checkpoint" in report["next"]
+
+
+@pytest.mark.parametrize("last", [95, 99, None])
+async def test_no_best_is_named_where_it_is_the_newest_or_that_was_not_measured(
+    tmp_path: Path, last: int | None
+) -> None:
+    run = peaked_run(tmp_path, last)
+    assert "best" not in (await call("status", run_id=run.id))["run"]
+
+
+async def test_a_deadline_says_of_how_many_steps_it_made_which_the_last(tmp_path: Path) -> None:
+    run, writer = started_run(tmp_path, steps=400, finish_by="25 min")
+    learn(writer, range(1, 4))
+    open_store().execute("UPDATE main.runs SET steps = 16 WHERE id = ?", [run.id])
+    under_way = (await call("status", run_id=run.id))["run"]
+    assert (under_way["steps"], under_way["deadline"]) == (16, "finish_by=25 min: about 16 of 400 steps fit")
+    writer.event("deadline", "finish_by=25 min: step 3 is the last, of up to 400")
+    end(writer, run.id, 3)
+    report = (await call("status", run_id=run.id))["run"]
+    assert report["deadline"] == "finish_by=25 min: step 3 is the last, of up to 400"
