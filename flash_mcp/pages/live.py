@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from flash_mcp.judgement.failures import failure_modes
 from flash_mcp.judgement.statistics import Interval
@@ -20,7 +20,7 @@ from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.rollouts import shared_opening
-from flash_mcp.tools.shared.resolve import adapter_name
+from flash_mcp.tools.shared.resolve import adapter_name, differing_values
 from flash_mcp.tools.shared.run_view import RunView, view_of
 
 SPARK_POINTS = 24
@@ -100,10 +100,11 @@ def together(store: Store, live: str, run_ids: Sequence[str]) -> str:
     return render(
         "together.html.j2",
         live=live,
-        runs=runs,
+        runs=[(run, headline(view_of(store, run.id))) for run in runs],
+        labels=list(map(_label, runs)),
         charts=[chart(title, lines) for title, lines in drawn.items()],
         data=as_data(drawn),
-        differing=_differing(runs),
+        differing=differing_values([run.spec.model_dump() for run in runs]),
     )
 
 
@@ -125,13 +126,6 @@ def _held_out(store: Store, runs: Sequence[Run]) -> list[Series]:
         if places:
             series.append(Series(_label(run), places, intervals))
     return series
-
-
-def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    specs = [run.spec.model_dump() for run in runs]
-    names = dict.fromkeys(name for spec in specs for name in spec)
-    values = {name: [spec.get(name) for spec in specs] for name in names}
-    return {name: row for name, row in values.items() if any(item != row[0] for item in row)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +205,7 @@ def _changed(store: Store, run_id: str, first: int, last: int) -> list[tuple[Try
 
 
 def talk(
+    store: Store,
     deployment: str,
     message: str = "",
     answers: Mapping[str, str] | None = None,
@@ -223,6 +218,7 @@ def talk(
     return render(
         "chat.html.j2",
         live="",
+        row=store.first("SELECT * FROM deployments WHERE id = ?", [deployment]),
         deployment=deployment,
         message=message,
         answers=answers or {},

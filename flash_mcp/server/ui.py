@@ -268,7 +268,7 @@ async def talk(request: Request) -> Response:
     """A form, and what the deployment answers to it."""
     deployment = request.path_params["deployment"]
     if request.method == "GET":
-        return HTMLResponse(live.talk(deployment), headers=HEADERS)
+        return HTMLResponse(live.talk(open_store(), deployment), headers=HEADERS)
     form = await _form(request)
     message = form.get("message", "")
     try:
@@ -278,7 +278,9 @@ async def talk(request: Request) -> Response:
     answers = {deployment: result.adapter.text}
     if result.base:
         answers["base model"] = result.base.text
-    text = live.talk(deployment, message, answers, opening=result.opening, raw="raw" in form)
+    text = live.talk(
+        open_store(), deployment, message, answers, opening=result.opening, raw="raw" in form
+    )
     return HTMLResponse(text, headers=HEADERS)
 
 

@@ -32,6 +32,9 @@ const drawChart = (() => {
     bar.append(field("Chart", titles), field("Smooth", smooth), field("Log scale", log));
     return bar;
   };
+  // A flat line is drawn from zero.
+  const span = (_, low, high) => low === high
+    ? [Math.min(0, low), Math.max(0, high) || 1] : uPlot.rangeNum(low, high, 0.1, true);
   const read = () => JSON.parse(document.getElementById("chart-data").textContent);
   const plotNow = () => {
     const place = document.getElementById("plot");
@@ -47,8 +50,8 @@ const drawChart = (() => {
       .map(value => choice.log && value !== null && value <= 0 ? null : value));
     plot = new uPlot({
       width: place.clientWidth, height: Math.min(420, Math.max(240, place.clientWidth * 0.4)),
-      scales: { x: { time: false }, y: { distr: choice.log ? 3 : 1 } },
-      axes: [axis, { ...axis, size: 60 }], series: [{ label: "step" }, ...lines],
+      scales: { x: { time: false }, y: choice.log ? { distr: 3 } : { range: span } },
+      axes: [{ ...axis, incrs: [1, 2, 5].flatMap(each => [1, 10, 100, 1e3, 1e4].map(power => each * power)).sort((a, b) => a - b) }, { ...axis, size: 60 }], series: [{ label: "step" }, ...lines],
       cursor: { drag: { x: true, y: false } },
     }, [chart.steps, ...values], place);
   };
