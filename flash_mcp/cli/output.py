@@ -48,6 +48,8 @@ def render(body: dict[str, Any], indent: str = "") -> list[str]:
             block = render(cast("dict[str, Any]", value), inner)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             block = render_all(cast("list[dict[str, Any]]", value), inner)
+        elif isinstance(value, list) and not all(map(_is_short, cast("list[Any]", value))):
+            block = [f"{inner}- {item}" for item in cast("list[Any]", value)]
         elif isinstance(value, str) and "\n" in value:
             block = [f"{inner}{line}" for line in value.splitlines()]
         else:

@@ -74,6 +74,8 @@ def add_tool(commands: Any, tool: Tool) -> None:
 def _add_extras(parser: Parser, tool: str) -> None:
     """Options of the command that the tool does not have."""
     if tool == "train":
+        text = "another TOML file, whose fields win; may be repeated"
+        parser.add_argument("--config", action="append", dest="files", metavar="FILE", help=text)
         text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
         parser.add_argument(
             "--set", action="append", dest="assignments", metavar="FIELD=VALUE", help=text
@@ -113,7 +115,8 @@ def _add_argument(parser: Parser, parameter: inspect.Parameter, positional: bool
         type=reader,
     )
     hidden = argparse.SUPPRESS
-    parser.add_argument(flag, dest=parameter.name, default=hidden, help=hidden, type=reader)
+    if parameter.name != "config":  # `_add_extras` has that one
+        parser.add_argument(flag, dest=parameter.name, default=hidden, help=hidden, type=reader)
 
 
 def _description(parameter: inspect.Parameter) -> str:
@@ -218,6 +221,8 @@ def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
     names = tool.signature.parameters
     chosen = {name: values[name] for name in names if values.get(name) is not None}
     chosen |= _assignments(values.get("assignments") or [])
+    if files := values.get("files"):
+        chosen["config"] = [*filter(None, [chosen.get("config")]), *files]
     for which in ("worst", "best"):
         if values.get(which) is not None:
             chosen |= {"which": which, "limit": values[which]}

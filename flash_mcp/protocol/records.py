@@ -129,6 +129,11 @@ class Run(Record):
         return self.lineage.get("seed_group")
 
     @property
+    def env_files(self) -> list[str]:
+        """Files of this machine, named .env, that may have its secrets."""
+        return self.lineage.get("env_files") or []
+
+    @property
     def environment_reference(self) -> str:
         """NAME@DIGEST."""
         return f"{self.environment}@{self.environment_digest}"

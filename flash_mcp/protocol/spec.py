@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -516,16 +517,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     return fields
 
 
-def validate(fields: dict[str, Any]) -> RunSpec:
-    """A RunSpec of these fields; FlashError(invalid_argument) with one line per field otherwise."""
+def validate(fields: dict[str, Any], files: Mapping[str, str] | None = None) -> RunSpec:
+    """A RunSpec of these fields; FlashError(invalid_argument) with one line per field otherwise.
+    `files` names the file of each field that came from one.
+    """
     try:
         return RunSpec(**fields)
     except ValidationError as error:
         fix = "correct the fields named and call again"
-        raise FlashError("invalid_argument", explain(error), fix=fix) from error
+        raise FlashError("invalid_argument", explain(error, files or {}), fix=fix) from error
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, files: Mapping[str, str] = MappingProxyType({})) -> str:
     """A validation error, one line per field: `field: what is wrong (got value)`."""
     lines: list[str] = []
     for item in error.errors(include_url=False):
@@ -535,6 +538,8 @@ def explain(error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         has_value = item["loc"] and item["type"] != "missing"
         got = f" (got {item['input']!r:.100})" if has_value else ""
+        if item["loc"] and (file := files.get(str(item["loc"][0]))):
+            got += f", in {file}"
         lines.append(f"{field}: {message}{got}")
     if len(lines) == 1:
         return lines[0]

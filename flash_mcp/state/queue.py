@@ -539,14 +539,6 @@ def asked_before(
     return Run.from_row(rows[0])
 
 
-def alive_like(store: Store, resolved: ResolvedSpec, environment: EnvironmentVersion) -> Run | None:
-    """A run of the caller with the same values on the same files that has not ended."""
-    sql = f"""SELECT * FROM runs WHERE request_digest = ? AND environment_digest = ? AND owner = ?
-              AND state IN ({marks(ACTIVE)}) ORDER BY created LIMIT 1"""
-    values = [request_digest(resolved), environment.digest, caller().owner, *ACTIVE]
-    return next(iter(store.records(Run, sql, values)), None)
-
-
 def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
     """What a repeated idempotency key has to agree with."""
     request = resolved.spec.model_dump()

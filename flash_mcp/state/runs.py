@@ -85,6 +85,12 @@ class RunTable(Connection):
         )
         return self.records(Run, sql, [*values, limit])
 
+    def trainings_on(self, environment: str, owner: str, limit: int) -> list[Run]:
+        """An owner's training runs on any version of the environment, the newest first."""
+        sql = """SELECT * FROM runs WHERE environment = ? AND owner = ? AND algorithm != 'eval'
+                 AND serves IS NULL ORDER BY created DESC LIMIT ?"""
+        return self.records(Run, sql, [environment, owner, limit])
+
     def listed_runs(
         self,
         kind: RunKind,

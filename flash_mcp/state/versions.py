@@ -43,7 +43,7 @@ IGNORED_FOLDERS = re.compile(
     r"__pycache__|\.kept|\.git|\.hg|\.svn|\.?venv|node_modules|\.(mypy|pytest|ruff|hypothesis|ipynb)_?(cache|checkpoints)?|"
     r"\.(idea|vscode|tox|nox)|.+\.egg-info"
 )
-IGNORED_FILES = re.compile(r".+\.py[co]|\.DS_Store|Thumbs\.db|.+~|\..+\.swp")
+IGNORED_FILES = re.compile(r".+\.py[co]|\.env|\.DS_Store|Thumbs\.db|.+~|\..+\.swp")
 SECRET_FILES = re.compile(
     r"\.env(\..+)?|\.envrc|.+\.(pem|key|p12|pfx|jks|kdbx)|id_(rsa|dsa|ecdsa|ed25519)|\.netrc|\.npmrc|\.pypirc|"
     r"\.git-credentials|\.htpasswd|(aws_)?credentials(\.json)?|client_secret.*\.json|service_account.*\.json",

@@ -35,7 +35,7 @@ def look_after(store: Store) -> None:
             return
         ensure_supervisor(store.base)
         for run in store.active_with_secrets():
-            secrets.hand_over(store.base, run.id, run.spec.secrets)
+            secrets.hand_over(store.base, run)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ is of the same user. A request also carries the key that the supervisor wrote in
 environment code may run as the same user, but cannot read the state directory. Values cannot be
 read back: the supervisor passes them to the run's attempts only. When it ends they are lost, and a
 run that needs them waits until they are given again. Variables in the supervisor's own environment
-count as given."""
+count as given. A `.env` file next to a run's config is read whenever its values are lacking."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dotenv import dotenv_values
+
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import write_private
+from flash_mcp.protocol.records import Run
 
 log = logging.getLogger(__name__)
 NAME = "supervisor.sock"
@@ -125,12 +128,27 @@ def give(base: Path, run_id: str, values: Mapping[str, str]) -> bool:
     return not absent
 
 
-def hand_over(base: Path, run_id: str, names: Sequence[str]) -> None:
-    """Give what the supervisor lacks for the run and this process's environment has."""
-    absent = lacking(base, run_id, names)
-    values = {name: os.environ[name] for name in absent if name in os.environ}
+def hand_over(base: Path, run: Run) -> None:
+    """Give what the supervisor lacks for the run and `variables` has."""
+    values = variables(run.env_files)
+    absent = lacking(base, run.id, run.spec.secrets)
+    values = {name: values[name] for name in absent if name in values}
     if values:
-        give(base, run_id, values)
+        give(base, run.id, values)
+
+
+def variables(env_files: Sequence[str]) -> dict[str, str]:
+    """This process's environment, then what `.env` files have, the first of them first."""
+    values = dict(os.environ)
+    for file in env_files:
+        try:
+            pairs = dotenv_values(file, interpolate=False)
+        except (OSError, ValueError):  # no UTF-8
+            log.warning("%s cannot be read", file)
+            continue
+        for name, value in pairs.items():
+            values.setdefault(name, value or "")
+    return values
 
 
 def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:

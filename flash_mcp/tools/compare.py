@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -23,12 +24,15 @@ from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.failed_attempts import conversation, last_prompt
 from flash_mcp.tools.shared.next_steps import Compared, after_comparison, repeated
+from flash_mcp.tools.shared.resolve import differing_values
 from flash_mcp.tools.shared.seeds import spread_of
 from flash_mcp.tools.shared.tool_base import Result
-from flash_mcp.tools.shared.truncation import shorten, shorten_as_json
+from flash_mcp.tools.shared.truncation import shorten, shorten_as_json, to_text
 
 FLIP_CHARACTERS = 4200
 """All transcripts in one comparison have at most so many; half of them beside a table."""
+TRAINED_CHARACTERS = 800
+"""What the settings may take in which two runs differ."""
 
 
 Judged = Outcome | Literal["contaminated", "confounded"]
@@ -170,7 +174,7 @@ def compare(
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
     shown = better[:flips] + worse[:flips]
-    notes = [*_limits(pair, memory), *_spreads(store, pair)]
+    notes = [*_limits(pair, memory), *_trained(store, pair), *_spreads(store, pair)]
     result = Compare(
         verdict=_judged(pair, changes[metric], memory),
         metric=metric,
@@ -507,6 +511,23 @@ def _limits(pair: Pair, memory: Flag | None) -> list[str]:
     if not any(item.success for item in valid):
         notes.append("nothing succeeded on either side: reward tells more than success here")
     return notes
+
+
+def _trained(store: Store, pair: Pair) -> list[str]:
+    """In which settings the two runs differ that trained what is compared."""
+    runs: list[Run] = []
+    for side in (pair.base, pair.other):
+        _, run_id, _ = attempts.weights(side.run, side.row.step)
+        with suppress(FlashError):  # its run was removed
+            runs += [store.run(run_id)] if run_id else []
+    if len(runs) < 2 or runs[0].id == runs[1].id:
+        return []
+    differing = differing_values([run.spec.model_dump() for run in runs])
+    fields: list[str] = []
+    for name, values in differing.items():
+        fields.append(f"{name} {' and '.join(shorten(to_text(value), 100) for value in values)}")
+    both = f"{runs[0].id} and {runs[1].id} were trained with"
+    return [shorten(f"{both} {'; '.join(fields) or 'the same values'}", TRAINED_CHARACTERS)]
 
 
 def _spreads(store: Store, pair: Pair) -> list[str]:

@@ -249,6 +249,7 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
         environment,
         args=spec.environment_args,
         secrets=spec.secrets,
+        env_files=row.env_files,
         call_timeout_s=LOAD_TIMEOUT_S,
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="env_test it; without its eval split nothing can be kept out",

@@ -187,7 +187,8 @@ async def _measure(
     # Resolved once without tasks, for what the environment is loaded with.
     values = resolved(tasks=[]).spec
     await report("loading the environment in a child process")
-    names = await task_names(row, request.split, values.environment_args, values.secrets)
+    env_files = subject.run.env_files if subject.run else []
+    names = await task_names(row, request.split, values.environment_args, values.secrets, env_files)
     tasks = _chosen(names, request)
     asked_for, why = await run_sync(place, store, resolved(tasks=tasks), idempotency_key)
     run, created, trouble = await submit(
@@ -198,7 +199,7 @@ async def _measure(
         idempotency_key,
         again=request.again,
         label=request.label,
-        lineage={"tasks": {request.split: len(names)}},
+        lineage={"tasks": {request.split: len(names)}, "env_files": env_files},
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
@@ -235,7 +236,11 @@ def environment_of(environment: str | None, subject: Subject) -> str:
 
 
 async def task_names(
-    environment: EnvironmentVersion, split: str, args: Json, secrets: Sequence[str]
+    environment: EnvironmentVersion,
+    split: str,
+    args: Json,
+    secrets: Sequence[str],
+    env_files: Sequence[str] = (),
 ) -> list[str]:
     """The ids of a split's tasks, in order, by loading the environment.
     FlashError(dataset_invalid) for none.
@@ -244,6 +249,7 @@ async def task_names(
         environment,
         args=args,
         secrets=secrets,
+        env_files=env_files,
         call_timeout_s=LOAD_TIMEOUT_S,
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="fix the folder, env_test it, env_push it, and call again",

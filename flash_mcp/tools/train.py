@@ -19,6 +19,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared.configs import read_configs
 from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
@@ -153,7 +154,7 @@ async def train(
     seeds: Seeds | None = None,
     resume: Annotated[str | None, Field(min_length=1)] = None,
     fresh_optimizer: bool = False,
-    config: str | None = None,
+    config: str | list[str] | None = None,
     validate_only: bool = False,
     sample: bool = False,
     price_per_hour: Annotated[float | None, Field(ge=0)] = None,
@@ -175,7 +176,7 @@ async def train(
         resume: An ended run, to continue from its newest checkpoint; takes only steps, counted
             from its start.
         fresh_optimizer: With resume: go on even if the optimizer's state was deleted.
-        config: TOML file on the server with any of the fields above; arguments override it.
+        config: TOML files on the server with fields of a run; a later one wins, and arguments.
         validate_only: Check, resolve and estimate; start nothing.
         sample: With validate_only: the model tries a few train tasks; reports what there is to
             learn and how long the run takes.
@@ -193,9 +194,10 @@ async def train(
     if (sample or price_per_hour is not None) and not (validate_only and sample):
         raise _alone()
     started = time.monotonic()
-    several = await run_sync(seeds_of, seeds, config, arguments)
+    configs = await run_sync(read_configs, config)
+    several = seeds_of(seeds, configs, arguments)
     key = key_of(idempotency_key, several)
-    plan = await plan_of(arguments, config, key, sample=sample)
+    plan = await plan_of(arguments, configs, key, sample=sample)
     if sample:
         sampled = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
         return _result(plan, sample=sampled, next=after_sample(sampled))
@@ -304,6 +306,7 @@ async def _sampled(plan: Plan, price_per_hour: float | None, deadline: float) ->
         group_size=spec.group_size or GROUP_SIZE,
         given=spec.model_dump(),
         deadline=deadline,
+        env_files=plan.inputs.env_files,
     )
     plan.estimate.time = await run_sync(_time_by_sample, plan, sampled, price_per_hour)
     return sampled

@@ -88,7 +88,7 @@ def test_caches_repositories_and_virtual_environments_stay_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", [".env", ".env.local", "deploy/.ENV", "server.pem", "id_ed25519", ".netrc", "credentials.json", "my.key"]
+    "name", [".env.local", "deploy/.ENV", "server.pem", "id_ed25519", ".netrc", "credentials.json", "my.key"]
 )
 def test_what_looks_like_a_secret_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(FlashError, match=r"upload_invalid.*looks like a secret.*secrets="):
@@ -96,6 +96,13 @@ def test_what_looks_like_a_secret_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(FlashError, match="looks like a secret"):
         inline_files({"environment.py": SOURCE, name: "API_KEY=1"})
     assert inline_files({"environment.py": SOURCE, f"{name}.example": ""})
+
+
+def test_a_file_of_secrets_beside_a_config_is_left_out_of_a_folder_and_refused_inline(tmp_path: Path) -> None:
+    folder = project(tmp_path / "sums", **{".env": "API_KEY=1", "configs/.env": "API_KEY=1"})
+    assert sorted(folder_files(folder)) == ["environment.py"]
+    with pytest.raises(FlashError, match="looks like a secret"):
+        inline_files({"environment.py": SOURCE, "configs/.env": "API_KEY=1"})
 
 
 @pytest.mark.hostile("pushes")

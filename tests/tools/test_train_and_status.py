@@ -986,12 +986,27 @@ async def test_a_run_with_the_same_values_that_is_alive_is_named(tmp_path: Path)
     first = await call("train", environment="echo", steps=3)
     assert not any("same values" in note for note in first["notes"])
     other = await call("train", environment="echo", steps=4)
-    assert not any("same values" in note for note in other["notes"])
+    assert other["notes"][0] == f"{first['run_id']}, queued, differs only in steps (3 there, 4 here)"
     again = await call("train", environment="echo", steps=3, validate_only=True)
     assert again["notes"][0].startswith(f"{first['run_id']} is queued with the same values")
     await call("cancel", run_id=first["run_id"])
     again = await call("train", environment="echo", steps=3)
-    assert not any("same values" in note for note in again["notes"])
+    assert again["notes"][0].startswith(f"{first['run_id']} cancelled before with the same values")
+
+
+async def test_the_run_that_differs_least_is_named_and_one_that_differs_in_more_is_not(tmp_path: Path):
+    push_echo(tmp_path)
+    fields = {"environment": "echo", "validate_only": True}
+    run = await call("train", environment="echo", steps=3, seed=1, name="first try")
+    await call("train", environment="echo", steps=9, seed=7, learning_rate=1e-6)
+    near = await call("train", **fields, steps=3, seed=2, temperature=0.5)
+    about = "differs only in temperature (1.0 there, 0.5 here) and seed (1 there, 2 here)"
+    assert near["notes"][0] == f"{run['run_id']} (first try), queued, {about}"
+    far = await call("train", **fields, steps=5, seed=2, temperature=0.5)
+    assert not any("differs only" in note for note in far["notes"])
+    push_echo(tmp_path / "other", name="other")
+    other = await call("train", environment="other", steps=3, seed=1, validate_only=True)
+    assert not any(run["run_id"] in note for note in other["notes"])
 
 
 async def test_several_seeds_start_a_run_for_each_all_or_none(tmp_path: Path):

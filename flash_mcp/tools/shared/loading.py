@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
 from flash_mcp.state.versions import keep_generated
+from flash_mcp.supervisor.secrets import variables
 from flash_mcp.tools.shared.tool_base import report
 
 INSTALL_TIMEOUT_S = 15.0
@@ -75,13 +75,16 @@ def check_machine(otherwise: str = "") -> None:
         raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
 
 
-def secret_values(names: Sequence[str] | None) -> dict[str, str]:
-    """{name: value} from the server's environment.
+def secret_values(names: Sequence[str] | None, env_files: Sequence[str] = ()) -> dict[str, str]:
+    """{name: value} from the server's environment, or from `.env` files.
 
-    FlashError(invalid_argument) names those that it lacks, or that the caller's token may not use.
+    FlashError(invalid_argument) names those that neither has, or that the caller's token may not
+    use.
     """
-    granted = set(os.environ)
-    fix = "set them in the server's environment, or leave them out of secrets"
+    values = variables(env_files)
+    granted = set(values)
+    fix = "set them in the server's environment or in a .env file beside train's config file, or "
+    fix += "leave them out of secrets"
     allowed = caller().secrets
     if allowed is not None:
         granted &= allowed
@@ -93,7 +96,7 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
     if absent:
         what = f"secrets that the server does not have: {', '.join(absent)}"
         raise FlashError("invalid_argument", what, fix=fix)
-    return {name: os.environ[name] for name in names or ()}
+    return {name: values[name] for name in names or ()}
 
 
 def check_logins(names: Iterable[str]) -> None:
@@ -133,7 +136,11 @@ async def hosted(
 
 @asynccontextmanager
 async def loaded(
-    environment: EnvironmentVersion, *, secrets: Sequence[str] | None, **options: Any
+    environment: EnvironmentVersion,
+    *,
+    secrets: Sequence[str] | None,
+    env_files: Sequence[str] = (),
+    **options: Any,
 ) -> AsyncGenerator[EnvironmentHost]:
     """A published environment, `hosted` with these options; `secrets` are names. Tasks that it
     generates are kept with the version: a run that starts later has the same.
@@ -143,7 +150,7 @@ async def loaded(
         path,
         environment.reference,
         known_as=environment.identity,
-        secrets=secret_values(secrets),
+        secrets=secret_values(secrets, env_files),
         **options,
     ) as host:
         await run_sync(keep_generated, path, await host.generated())

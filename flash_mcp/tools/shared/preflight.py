@@ -6,6 +6,7 @@ and scheduler. A second call with the same values finds the same evaluation."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 from anyio.to_thread import run_sync
@@ -62,13 +63,17 @@ async def sample_groups(
     group_size: int,
     given: Json,
     deadline: float,
+    env_files: Sequence[str] = (),
 ) -> Sample:
     """GROUPS groups of the train split's `tasks`; waits until `deadline` (of time.monotonic)."""
     chosen = sorted(random.Random(given.get("seed") or 0).sample(range(tasks), min(GROUPS, tasks)))
     resolved = resolve.resolve_eval(
         subject, environment, split="train", tasks=chosen, attempts=group_size, given=given
     )
-    run, created, trouble = await submit(store, resolved, environment, subject, any_name=True)
+    lineage: Json = {"env_files": env_files}
+    run, created, trouble = await submit(
+        store, resolved, environment, subject, any_name=True, lineage=lineage
+    )
     if trouble is None:
         run = await ended(store, run.id, deadline)
     sampled = await run_sync(_describe, store, run, trouble)

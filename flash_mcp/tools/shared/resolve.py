@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from flash_mcp.protocol.spec import (
     Source,
     check_adapter,
     default_of,
-    read_toml,
     resolve,
     validate,
 )
@@ -34,6 +34,7 @@ from flash_mcp.state.references import REGRESSION, RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import fetch_adapter, served_model
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.configs import Configs
 from flash_mcp.tools.shared.rows import is_rows
 from flash_mcp.tools.shared.table import FROM_ROWS, keep_conversations
 from flash_mcp.tools.shared.truncation import without_empty
@@ -120,17 +121,19 @@ def resolve_eval(
 
 
 def resolved_spec(
-    store: Store, arguments: dict[str, Any], config: str | None
+    store: Store, arguments: dict[str, Any], config: Configs
 ) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
-    from_file = read_toml(Path(config).expanduser()) if config else {}
-    from_file.pop("seeds", None)  # `train` starts a run for each
-    fields = from_file | arguments
+    fields = config.fields | arguments
+    fields.pop("seeds", None)  # `train` starts a run for each
+    files = dict(config.files)
+    for name in arguments:
+        files.pop(name, None)
     is_own = "environment" in fields
     if not is_own:
         fields = {"environment": _default_environment(fields)} | fields
     shape = _adapter_shape(store, fields)
     fields = shape | fields
-    spec = validate(fields)
+    spec = validate(fields, files)
     card = base_model(spec.model)
     dataset = None
     if spec.dataset:
@@ -144,7 +147,7 @@ def resolved_spec(
         spec = validate({**fields, **other})
     resolved = resolve(
         spec,
-        file_fields=frozenset(from_file) - frozenset(arguments),
+        file_fields=frozenset(files),
         adapter_fields=frozenset(shape),
         parameters=card.parameters or parameters_in_name(card.name),
     )
@@ -310,6 +313,16 @@ def changed_values(spec: RunSpec, sources: Mapping[str, str]) -> Json:
         if value != usual or sources.get(name) not in ("recipe", "default", None):
             changed[name] = value
     return changed
+
+
+def differing_values(specs: Sequence[Json]) -> dict[str, list[Any]]:
+    """{field: its value in each of `specs`} of the fields that differ."""
+    differing: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(itertools.chain(*specs)):
+        values = [spec.get(name) for spec in specs]
+        if any(value != values[0] for value in values):
+            differing[name] = values
+    return differing
 
 
 def adapter_name(adapter: Json | None) -> str | None:

@@ -27,12 +27,26 @@ NOISY_ROLLOUTS = 16
 
 
 def notes_on(plan: Plan) -> list[str]:
-    notes = [*_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
-    notes += [*_of_machine(plan), *_of_gate(plan)]
-    if twin := plan.inputs.twin:
-        same = f"{twin.id} is {twin.state} with the same values"
-        notes.insert(0, f"{same}: cancel one of the two; an idempotency_key makes no second run")
-    return notes
+    notes = [*_of_earlier(plan), *_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
+    return [*notes, *_of_machine(plan), *_of_gate(plan)]
+
+
+def _of_earlier(plan: Plan) -> list[str]:
+    """The run that this one is the same as, or nearly."""
+    run = plan.inputs.like
+    if run is None:
+        return []
+    name = f"{run.id} ({run.name})" if run.name else run.id
+    if plan.inputs.differing:
+        fields: list[str] = []
+        for field, (theirs, ours) in plan.inputs.differing.items():
+            fields.append(f"{field} ({to_text(theirs)} there, {to_text(ours)} here)")
+        return [f"{name}, {run.state}, differs only in {' and '.join(fields)}"]
+    if run.ended is None:
+        same = f"{name} is {run.state} with the same values"
+        return [f"{same}: cancel one of the two; an idempotency_key makes no second run"]
+    became = f"status(run_id={run.id!r}) says what came of it"
+    return [f"{name} {run.state} before with the same values: {became}"]
 
 
 def _of_tasks(plan: Plan) -> list[str]:

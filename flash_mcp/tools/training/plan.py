@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from anyio.to_thread import run_sync
 
@@ -15,18 +16,31 @@ from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Ru
 from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedSpec, RunSpec
 from flash_mcp.state import costs, queue, references
 from flash_mcp.state.datasets import Dataset
+from flash_mcp.state.owners import caller
 from flash_mcp.state.queue import Label
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
+from flash_mcp.tools.shared.configs import Configs
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
 from flash_mcp.tools.shared.placing import check_architecture, check_gpus, placed
-from flash_mcp.tools.shared.resolve import for_environment, init_adapter, resolved_spec, teacher_of
+from flash_mcp.tools.shared.resolve import (
+    differing_values,
+    for_environment,
+    init_adapter,
+    resolved_spec,
+    teacher_of,
+)
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.training.estimate import Estimate, check_lengths, estimate_of
 from flash_mcp.tools.training.probe import Probe, probe
 from flash_mcp.tools.training.run_time import Work, expected_time, work_of
+
+MOST_DIFFERING = 2
+"""Values in which a run differs from one that it is nearly the same as."""
+LOOKED_AT = 50
+"""Newest runs that a new one is compared with."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +55,11 @@ class Inputs:
     """Why it is to run where it is, if nobody named the target."""
     is_repeated: bool
     """An earlier call with the same idempotency_key made this run."""
-    twin: Run | None
-    """Another run with the same values that has not ended."""
+    like: Run | None
+    """The earlier run that differs from this one in the fewest values, if it is in at most two."""
+    differing: dict[str, list[Any]]
+    """{field: [its value there, its value here]}"""
+    env_files: list[str]
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,8 @@ def enqueue(
         lineage["teacher"] = plan.inputs.teacher
     if seed_group:
         lineage["seed_group"] = seed_group
+    if plan.inputs.env_files:
+        lineage["env_files"] = plan.inputs.env_files
     if plan.work.regression.startswith("on"):
         lineage["regression"] = references.regression_split(plan.store)
     if shared.shared:
@@ -112,7 +131,7 @@ def enqueue(
 
 
 async def plan_of(
-    arguments: Json, config: str | None, idempotency_key: str | None, *, sample: bool
+    arguments: Json, config: Configs, idempotency_key: str | None, *, sample: bool
 ) -> Plan:
     """Resolve and check a run. FlashError if it cannot work."""
     store = open_store()
@@ -125,7 +144,7 @@ async def plan_of(
     if memory := await run_sync(_memory_need, inputs):
         needs.append(memory)
     await report("loading the environment in a child process")
-    shown = await probe(spec, environment, dataset, inputs.card)
+    shown = await probe(spec, environment, dataset, inputs.card, inputs.env_files)
     check_lengths(spec, inputs.card, shown.prompt_tokens)
     estimate = estimate_of(spec, shown, dataset)
     work = work_of(spec, environment.name, estimate.steps, estimate.eval_tasks)
@@ -139,9 +158,7 @@ async def plan_of(
     return Plan(store, inputs, shown, estimate, needs, work, gate)
 
 
-def _inputs(
-    store: Store, arguments: Json, config: str | None, idempotency_key: str | None
-) -> Inputs:
+def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str | None) -> Inputs:
     resolved, card, dataset = resolved_spec(store, arguments, config)
     first = queue.asked_before(store, resolved, idempotency_key)
     need_on = functools.partial(need_of, resolved.spec)
@@ -158,10 +175,35 @@ def _inputs(
         teacher = teacher_of(store, spec, card)
     environment = references.environment(store, reference)
     resolved = for_environment(resolved, environment)
-    twin = None if first else queue.alive_like(store, resolved, environment)
+    like, differing = (None, {}) if first else _likest(store, resolved.spec, environment)
     return Inputs(
-        resolved, card, dataset, environment, adapter, teacher, why, first is not None, twin
+        resolved,
+        card,
+        dataset,
+        environment,
+        adapter,
+        teacher,
+        placed=why,
+        is_repeated=first is not None,
+        like=like,
+        differing=differing,
+        env_files=config.env_files if spec.secrets else [],
     )
+
+
+def _likest(
+    store: Store, spec: RunSpec, environment: EnvironmentVersion
+) -> tuple[Run | None, dict[str, list[Any]]]:
+    """The caller's newest of those runs that differ in the fewest values; an active one first."""
+    ours = {**spec.model_dump(), "environment": environment.reference}
+    likest: tuple[Run | None, dict[str, list[Any]]] = None, {}
+    fewest = (MOST_DIFFERING + 1, False)
+    for run in store.trainings_on(environment.name, caller().owner, LOOKED_AT):
+        differing = differing_values([run.spec.model_dump(), ours])
+        key = (len(differing), run.ended is not None)
+        if key < fewest:
+            likest, fewest = (run, differing), key
+    return likest
 
 
 def _check_sample(spec: RunSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -39,12 +40,17 @@ class Probe:
 
 
 async def probe(
-    spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset | None, card: ModelCard
+    spec: RunSpec,
+    environment: EnvironmentVersion,
+    dataset: Dataset | None,
+    card: ModelCard,
+    env_files: Sequence[str],
 ) -> Probe:
     async with loaded(
         environment,
         args=spec.environment_args,
         secrets=spec.secrets,
+        env_files=env_files,
         call_timeout_s=min(spec.env_timeout_s, PROBE_TIMEOUT_S),
         start_timeout_s=PROBE_TIMEOUT_S,
         fix="correct the folder, env_test it, env_push it, and train again",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -13,8 +12,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from flash_mcp.judgement.statistics import MOST_MEASUREMENTS
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
-from flash_mcp.protocol.spec import explain, read_toml
+from flash_mcp.protocol.spec import explain
 from flash_mcp.state.queue import Label
+from flash_mcp.tools.shared.configs import Configs
 from flash_mcp.tools.training.plan import Plan, enqueue
 
 COUNT = Field(min_length=2, max_length=MOST_MEASUREMENTS)
@@ -23,16 +23,16 @@ Seeds = Annotated[list[int], COUNT]
 VALID = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], COUNT])
 
 
-def seeds_of(seeds: Sequence[int] | None, config: str | None, arguments: Json) -> list[int]:
-    """The seeds of the call, or of its config file; none for a single run. The first is put into
+def seeds_of(seeds: Sequence[int] | None, config: Configs, arguments: Json) -> list[int]:
+    """The seeds of the call, or of its config files; none for a single run. The first is put into
     `arguments`. FlashError(invalid_argument).
     """
     if seeds is not None and "seed" in arguments:
         fix = "keep one of the two: seeds starts a run for each"
         raise FlashError("invalid_argument", "seed and seeds are both given", fix=fix)
     requested = seeds
-    if config and seeds is None and "seed" not in arguments:
-        requested = read_toml(Path(config).expanduser()).get("seeds")
+    if seeds is None and "seed" not in arguments:
+        requested = config.fields.get("seeds")
     if requested is None:
         return []
     fix = f"give 2 to {MOST_MEASUREMENTS} different seeds from 0 to 2147483647"

@@ -1,0 +1,45 @@
+"""Config files of a run: TOML files, of which a later one wins, and the `.env` beside each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.spec import read_toml
+
+
+@dataclass(frozen=True)
+class Configs:
+    fields: Json
+    files: dict[str, str]
+    """{field: the last file that has it}"""
+    env_files: list[str]
+    """The files named .env, whose variables `secrets` may name; the last comes first."""
+
+
+def read_configs(config: str | list[str] | None) -> Configs:
+    """Tables that are a field's value, such as environment_args, are joined key by key.
+    FlashError(invalid_argument) names the file.
+    """
+    paths = [config] if isinstance(config, str) else config or []
+    result = Configs({}, {}, [])
+    for name in paths:
+        path = Path(name).expanduser()
+        fields = read_toml(path)
+        if "seed" in fields:
+            result.fields.pop("seeds", None)
+        for field, value in fields.items():
+            earlier = result.fields.get(field)
+            if isinstance(earlier, dict) and isinstance(value, dict):
+                value = cast("Json", earlier) | cast("Json", value)
+            result.fields[field] = value
+            result.files[field] = name
+        result.env_files[:0] = env_files(path.parent)
+    return result
+
+
+def env_files(*folders: Path) -> list[str]:
+    files = [folder.absolute() / ".env" for folder in folders]
+    return [str(file) for file in files if file.is_file()]
