@@ -395,7 +395,10 @@ def _whoami(store: Store) -> list[Whoami]:
 
 
 def _health(store: Store) -> list[Finding]:
-    return findings_of(HEALTH)
+    findings = findings_of(HEALTH)
+    for finding in findings:
+        finding.fix = finding.fix or None
+    return findings
 
 
 def _targets(store: Store, steps: ReadSteps) -> list[Target]:

@@ -58,7 +58,7 @@ class Finding(ResultModel):
     level: Level
     name: str
     detail: str
-    fix: str = ""
+    fix: str | None = ""
 
 
 def findings_of(checks: Mapping[str, Callable[[], Outcome]]) -> list[Finding]:
@@ -183,7 +183,9 @@ def deployments() -> Outcome:
         if row.error and is_current:
             troubled.append(row)
     if not troubled:
-        return ok(f"{sum(row.state == 'ready' for row in rows)} ready")
+        starting = sum(row.state == "starting" for row in rows)
+        ready = f"{sum(row.state == 'ready' for row in rows)} ready"
+        return ok(f"{ready}, {starting} starting" if starting else ready)
     lines: list[str] = []
     fixes: list[str] = []
     for row in troubled[:SHOWN]:
