@@ -35,6 +35,12 @@ def press(page: Any, name: str, button: str) -> str:
     return page.inner_text(".notice")
 
 
+def test_every_button_is_pressed_by_a_test() -> None:
+    source = Path(__file__).read_text()
+    for name in ui.ACTIONS:
+        assert f"[data-key={name}] button" in source or f'press(page, "{name}"' in source, name
+
+
 def test_a_run_is_stopped(page: Any, team: Team, tmp_path: Path) -> None:
     run, writer = started_run(tmp_path)
     learn(writer, range(1, 4))

@@ -76,6 +76,7 @@ def test_a_message_is_sent_and_answered(page: Any, deployments: Supervisor, tmp_
     give("alice", "alices")
     page.reload()
     page.click("a:text('Chat')")
+    assert f"of {row.run_id} on" in page.inner_text("body")
     page.fill("textarea", "What is 7 * 6?")
     page.click("button:text('Send')")
     page.wait_for_selector("main pre:text-is('hello')")
@@ -94,7 +95,8 @@ def test_chosen_runs_are_shown_together(page: Any, tmp_path: Path) -> None:
         page.check(f"[value={run_id}]")
     page.click("button:text('together')")
     page.wait_for_selector("h1:text('2 runs together')")
-    assert all(run_id in page.inner_text("main") for run_id in runs)
+    text = page.inner_text("main")
+    assert all(f"{run_id}: 20 % → 90 % of 100 held-out tasks: improved" in text for run_id in runs)
 
 
 def test_a_large_chart_shows_values_under_the_pointer(page: Any, team: Team, tmp_path: Path) -> None:
