@@ -353,6 +353,10 @@ def _states(rows: Rows) -> list[tuple[str, str]]:
 def _unreachable(run: Run, listening: Listening) -> FlashError:
     name = run.target
     ways = f"{', '.join(listening.addresses)}, port {listening.port}"
+    if name == LOCAL_TARGET:
+        what = f"its server did not answer within {REACH_S:.0f} s: {ways}"
+        fix = "call deploy again; the machine may have too much to do, see catalog(kind='health')"
+        return FlashError("unresponsive", what, fix=fix)
     what = f"its server runs on a node of {name}, which cannot be reached from here: {ways}"
     fix = (
         f"name a host that reaches the nodes: ssh of {name} in targets.toml; if nodes is set "

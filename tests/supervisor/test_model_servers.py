@@ -27,6 +27,7 @@ import pytest
 from anyio.to_thread import run_sync
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import Listening
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.run_folder import RunFolder
@@ -46,7 +47,7 @@ from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, und
 from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.snippets import snippets
 from tests.places import TESTS
-from tests.samples import sample_rollout
+from tests.samples import queued_run, sample_rollout
 from tests.supervisor.test_loop import HASTE
 from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running, listening_ports
@@ -915,3 +916,10 @@ def _group(pid: int) -> int | None:
         return os.getpgid(pid)
     except ProcessLookupError:
         return None
+
+
+def test_a_server_of_this_machine_that_does_not_answer_is_slow_and_on_no_node(tmp_path: Path) -> None:
+    silent = Listening(["127.0.0.1"], 1, "", "")
+    error = model_servers._unreachable(queued_run(tmp_path), silent)
+    assert error.code == "unresponsive" and "did not answer" in error.what
+    assert "targets.toml" not in error.fix and "ssh" not in error.fix
