@@ -33,13 +33,13 @@ def notes_on(plan: Plan) -> list[str]:
 
 def _of_earlier(plan: Plan) -> list[str]:
     """The run that this one is the same as, or nearly."""
-    run = plan.inputs.like
-    if run is None:
+    if plan.inputs.like is None:
         return []
+    run, differing = plan.inputs.like
     name = f"{run.id} ({run.name})" if run.name else run.id
-    if plan.inputs.differing:
+    if differing:
         fields: list[str] = []
-        for field, (theirs, ours) in plan.inputs.differing.items():
+        for field, (theirs, ours) in differing.items():
             fields.append(f"{field} ({to_text(theirs)} there, {to_text(ours)} here)")
         return [f"{name}, {run.state}, differs only in {' and '.join(fields)}"]
     if run.ended is None:

@@ -41,6 +41,8 @@ MOST_DIFFERING = 2
 """Values in which a run differs from one that it is nearly the same as."""
 LOOKED_AT = 50
 """Newest runs that a new one is compared with."""
+Like = tuple[Run, dict[str, list[Any]]]
+"""A run, and {field: [its value there, its value here]} of the values that differ."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,8 @@ class Inputs:
     """Why it is to run where it is, if nobody named the target."""
     is_repeated: bool
     """An earlier call with the same idempotency_key made this run."""
-    like: Run | None
-    """The earlier run that differs from this one in the fewest values, if it is in at most two."""
-    differing: dict[str, list[Any]]
-    """{field: [its value there, its value here]}"""
+    like: Like | None
+    """The earlier run that is the same, or nearly."""
     env_files: list[str]
 
 
@@ -175,28 +175,15 @@ def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str
         teacher = teacher_of(store, spec, card)
     environment = references.environment(store, reference)
     resolved = for_environment(resolved, environment)
-    like, differing = (None, {}) if first else _likest(store, resolved.spec, environment)
-    return Inputs(
-        resolved,
-        card,
-        dataset,
-        environment,
-        adapter,
-        teacher,
-        placed=why,
-        is_repeated=first is not None,
-        like=like,
-        differing=differing,
-        env_files=config.env_files if spec.secrets else [],
-    )
+    like = None if first else _likest(store, resolved.spec, environment)
+    sources = (resolved, card, dataset, environment, adapter, teacher)
+    return Inputs(*sources, why, first is not None, like, config.env_files if spec.secrets else [])
 
 
-def _likest(
-    store: Store, spec: RunSpec, environment: EnvironmentVersion
-) -> tuple[Run | None, dict[str, list[Any]]]:
-    """The caller's newest of those runs that differ in the fewest values; an active one first."""
+def _likest(store: Store, spec: RunSpec, environment: EnvironmentVersion) -> Like | None:
+    """Of the caller's runs that differ in the fewest values an active one, or the newest."""
     ours = {**spec.model_dump(), "environment": environment.reference}
-    likest: tuple[Run | None, dict[str, list[Any]]] = None, {}
+    likest = None
     fewest = (MOST_DIFFERING + 1, False)
     for run in store.trainings_on(environment.name, caller().owner, LOOKED_AT):
         differing = differing_values([run.spec.model_dump(), ours])
