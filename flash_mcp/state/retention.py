@@ -149,10 +149,12 @@ def better_than_newest(
     """The step of the best checkpoint, and how it compares, where both were measured alike and it
     is not the newest.
     """
-    best = best_checkpoint(saved, evaluations) if saved else None
-    if best is None or best.step == saved[-1].step:
+    if len(saved) < 2:
         return None
+    best = best_checkpoint(saved, evaluations)
     newest = saved[-1]
+    if best.step == newest.step:
+        return None
     success = {row.step: row.summary["success"] for row in evaluations}
     if best.step in success and newest.step in success:
         both = f"{success[best.step]:.3f} held-out success, {success[newest.step]:.3f}"

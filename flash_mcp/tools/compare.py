@@ -518,8 +518,8 @@ def _trained(store: Store, pair: Pair) -> list[str]:
     runs: list[Run] = []
     for side in (pair.base, pair.other):
         _, run_id, _ = attempts.weights(side.run, side.row.step)
-        with suppress(FlashError):  # its run was removed
-            runs += [store.run(run_id)] if run_id else []
+        with suppress(FlashError):  # a base model, or its run was removed
+            runs.append(store.run(run_id or ""))
     if len(runs) < 2 or runs[0].id == runs[1].id:
         return []
     differing = differing_values([run.spec.model_dump() for run in runs])

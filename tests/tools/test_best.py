@@ -68,3 +68,12 @@ async def test_a_deadline_says_of_how_many_steps_it_made_which_the_last(tmp_path
     end(writer, run.id, 3)
     report = (await call("status", run_id=run.id))["run"]
     assert report["deadline"] == "finish_by=25 min: step 3 is the last, of up to 400"
+
+
+async def test_compare_says_in_which_settings_the_two_runs_were_trained_differently(tmp_path: Path) -> None:
+    one = peaked_run(tmp_path / "one", learning_rate=1e-4)
+    other = peaked_run(tmp_path / "other", learning_rate=3e-4, seed=7)
+    notes = (await call("compare", base=one.id, other=other.id))["notes"]
+    assert f"{one.id} and {other.id} were trained with learning_rate 0.0001 and 0.0003; seed 0 and 7" in notes
+    within = await call("compare", base=one.id)
+    assert not any("were trained with" in note for note in within.get("notes", ()))

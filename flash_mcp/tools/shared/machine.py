@@ -185,7 +185,9 @@ def deployments() -> Outcome:
     if not troubled:
         starting = sum(row.state == "starting" for row in rows)
         ready = f"{sum(row.state == 'ready' for row in rows)} ready"
-        return ok(f"{ready}, {starting} starting" if starting else ready)
+        if starting:
+            ready += f", {starting} starting"
+        return ok(ready)
     lines: list[str] = []
     fixes: list[str] = []
     for row in troubled[:SHOWN]:

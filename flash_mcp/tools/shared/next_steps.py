@@ -243,8 +243,10 @@ def _undecided(context: RunContext) -> str:
 
 def _unchanged(context: RunContext) -> str:
     failing = f"rollouts(run_id={context.run.id!r}, which='worst', split='eval')"
-    served = f"; {_serving(context)} serves the best checkpoint" if context.best else ""
-    return f"{failing} shows what still fails; change one thing and train again{served}"
+    advice = f"{failing} shows what still fails; change one thing and train again"
+    if context.best:
+        advice += f"; {_serving(context)} serves the best checkpoint"
+    return advice
 
 
 def _improved(context: RunContext) -> str:
