@@ -83,7 +83,14 @@ class Reader:
         refusals = _named(text, _whole())
         messages = _each(self._message(OPENING_ROLES))
         answers = _each(self._message(ANSWER_ROLES))
-        task_id = _such(text, lambda value: len(value) <= MAX_ID_CHARACTERS)
+        name = _such(_string, task_cache.is_name)
+
+        def task_id(value: Any) -> str:
+            return text(_short(MAX_ID_CHARACTERS)(value))
+
+        def method(value: Any) -> str:
+            return value if _string(value) in METHODS else ""
+
         request = {
             "messages": _such(messages, bool),
             "tools": _each(self._tool),
@@ -106,10 +113,10 @@ class Reader:
                 max_score_concurrency=_whole(1),
                 scores_groups=_truth,
                 plays_gold=_truth,
-                generated=_such(_each(_such(_string, task_cache.is_name)), _are_few),
+                generated=_such(_each(name), lambda names: len(names) <= task_cache.MAX_NAMES),
             ),
-            "generated": _such(_string, _is_page),
-            "list_tasks": _each(_row(task_id, _such(_string, lambda value: len(value) <= 64))),
+            "generated": _such(_short(task_cache.MAX_BYTES), str.isascii),
+            "list_tasks": _each(_row(task_id, _short(64))),
             "start_episode": _object(
                 task_id=task_id,
                 expected=_maybe(text),
@@ -125,10 +132,10 @@ class Reader:
             **dict.fromkeys(("answer_call", "refuse_call", "close_episode"), _one_of((None,))),
             "score_episode": score,
             "score_group": _each(score),
-            "judge": _maybe(_such(_each(_whole()), _are_ranks)),
+            "judge": _maybe(_such(_each(_whole()), lambda all: sorted(all) == [*range(len(all))])),
             "sft_completion": messages,
             "gold_turn": _maybe(self._message(("assistant",))),
-            "abandon": _object(stuck=_truth, method=_method, traceback=self._evidence),
+            "abandon": _object(stuck=_truth, method=method, traceback=self._evidence),
         }
 
     def value(self, op: str, value: Any) -> Any:
@@ -176,7 +183,7 @@ class Reader:
             "max_tokens": _whole(1),
             "stop": _each(_string),
             "tool_choice": _one_of(("auto", "none", "required")),
-            "tool_name": _such(_string, lambda name: len(name) <= 64),
+            "tool_name": _short(64),
             "json_schema": _mapping,
             "role": self._text,
         }
@@ -187,22 +194,6 @@ class Reader:
             options[name] = readers.get(name, _truth)(item)
         options["stop"] = tuple(options.get("stop", ()))
         return CallOptions(**options)
-
-
-def _are_few(names: list[str]) -> bool:
-    return len(names) <= task_cache.MAX_NAMES
-
-
-def _is_page(text: str) -> bool:
-    return text.isascii() and len(text) <= task_cache.MAX_BYTES
-
-
-def _are_ranks(values: list[int]) -> bool:
-    return sorted(values) == list(range(len(values)))
-
-
-def _method(value: Any) -> str:
-    return value if _string(value) in METHODS else ""
 
 
 # -- kinds of values -------------------------------------------------------------------------------
@@ -229,24 +220,6 @@ def _encodable(value: Any, depth: int) -> Any:
     return value
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ForgedError
-    return cast("dict[str, Any]", value)
-
-
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ForgedError
-    return value
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ForgedError
-    return value
-
-
 def _number(value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ForgedError
@@ -254,20 +227,6 @@ def _number(value: Any) -> float:
         return float(value)
     except OverflowError as error:
         raise ForgedError from error
-
-
-def _whole(least: int = 0, most: int = 2**63 - 1) -> Read:
-    def read(value: Any) -> int:
-        # A bool is an int too.
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ForgedError
-        return value
-
-    return read
-
-
-def _one_of(values: Sequence[Any]) -> Read:
-    return _such(lambda value: value, lambda value: value in values)
 
 
 def _such(read: Read, is_right: Callable[[Any], Any]) -> Read:
@@ -280,6 +239,29 @@ def _such(read: Read, is_right: Callable[[Any], Any]) -> Read:
         return result
 
     return checked
+
+
+def _is(is_right: Callable[[Any], Any]) -> Read:
+    return _such(lambda value: value, is_right)
+
+
+_string = _is(lambda value: isinstance(value, str))
+_truth = _is(lambda value: isinstance(value, bool))
+_mapping = _is(lambda value: isinstance(value, dict))
+_items = _is(lambda value: isinstance(value, list))
+_integer = _is(lambda value: isinstance(value, int) and not isinstance(value, bool))
+
+
+def _short(most: int) -> Read:
+    return _such(_string, lambda value: len(value) <= most)
+
+
+def _whole(least: int = 0, most: int = 2**63 - 1) -> Read:
+    return _such(_integer, lambda value: least <= value <= most)
+
+
+def _one_of(values: Sequence[Any]) -> Read:
+    return _is(lambda value: value in values)
 
 
 def _maybe(read: Read) -> Read:
@@ -322,9 +304,3 @@ def _row(*readers: Read) -> Read:
         return tuple(reader(item) for reader, item in zip(readers, value, strict=True))
 
     return read
-
-
-def _items(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ForgedError
-    return cast("list[Any]", value)
