@@ -96,11 +96,8 @@ class Call:
     def is_abandoned(self) -> bool:
         """Whether its clients left without the answer."""
         is_read = self.is_read or any(wait.is_read for wait in self.waits)
-        return not self.is_waiting and not is_read and not self._has_failed
-
-    @property
-    def _has_failed(self) -> bool:
-        return self.answer.done() and self.answer.exception() is not None
+        has_failed = self.answer.done() and self.answer.exception() is not None
+        return not self.is_waiting and not is_read and not has_failed
 
 
 class Wait:
@@ -196,13 +193,11 @@ class Session:
         return answered[-1] if is_retry and answered else None
 
     def _added(self, messages: list[ChatMessage], asks: Asks) -> Call:
-        if self.refusal is not None:
+        if self.refusal is None:
+            self.limit = self._limit()
+        if error := self.refusal or self.limit:
             self.was_refused = True
-            raise self.refusal
-        if limit := self._limit():
-            self.was_refused = True
-            self.limit = limit
-            raise limit
+            raise error
         if sum(not call.answer.done() for call in self._calls) >= MOST_AT_ONCE:
             what = f"{MOST_AT_ONCE} requests of this run wait already; send this one again later"
             raise ApiError(429, "rate_limit_exceeded", what, may_retry=True)
