@@ -49,9 +49,8 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
     stack = ExitStack()
     with ExitStack() as counting:
         try:
-            _lock(home, counting)
-        except BlockingIOError:
-            raise BusyError("other environments start at this moment") from None
+            if not _lock(home, counting):
+                raise BusyError("other environments start at this moment")
         except OSError:  # this file system has no locks: nobody counts and nobody sweeps
             return Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home)), stack
         _check_room(home, owner, most, most_of_owner)
@@ -74,19 +73,15 @@ def _is_held(folder: Path) -> bool:
     if folder.name.startswith(GARBAGE):
         return False
     with suppress(OSError), ExitStack() as stack:
-        try:
-            _lock(folder, stack, shared=True)
-        except BlockingIOError:
-            return True
+        return not _lock(folder, stack, shared=True)
     return False
 
 
-def _lock(folder: Path, stack: ExitStack, *, shared: bool = False) -> None:
-    """BlockingIOError if another process holds it; OSError if the file system has no locks."""
+def _lock(folder: Path, stack: ExitStack, *, shared: bool = False) -> bool:
+    """False if another process holds it; OSError if the file system has no locks."""
     descriptor = os.open(folder, FOLDER)
     stack.callback(os.close, descriptor)
-    if not try_lock(descriptor, shared=shared):
-        raise BlockingIOError(f"{folder} is locked")
+    return try_lock(descriptor, shared=shared)
 
 
 def _sweep(home: Path) -> None:
@@ -96,8 +91,7 @@ def _sweep(home: Path) -> None:
             with suppress(OSError), ExitStack() as stack:
                 status = folder.lstat()
                 is_old = time.time() - status.st_mtime > MIN_AGE_S
-                if is_old and status.st_uid == os.getuid():
-                    _lock(folder, stack)
+                if is_old and status.st_uid == os.getuid() and _lock(folder, stack):
                     if not folder.name.startswith(GARBAGE):
                         folder = folder.rename(home / f"{GARBAGE}{folder.name}")
                     remove(folder)
