@@ -19,7 +19,6 @@ CAP_KILL = 5
 CAPABILITY_VERSION_3 = 0x20080522
 MOUNT_SETATTR = 442
 AT_FDCWD = -100
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MNT_DETACH = 2
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -96,8 +95,7 @@ def unmount(target: str) -> None:
 
 def pivot_root(new: str, old: str) -> None:
     """Make the mount `new` the root, and `old`, a folder in it, the place of the former one."""
-    number = PIVOT_ROOT.get(os.uname().machine, -1)
-    checked(libc.syscall(number, os.fsencode(new), os.fsencode(old)))
+    checked(libc.pivot_root(os.fsencode(new), os.fsencode(old)))
 
 
 def set_mount_attributes(path: str, flags: int, *, on: int = 0, off: int = 0) -> None:

@@ -271,20 +271,15 @@ def _children(pid: int) -> set[int]:
 
 
 def _uses_more(pids: set[int], memory_bytes: int) -> bool:
-    """Whether they use more together. Shared memory is divided among them only if that can change
-    the answer, because it is slow.
+    """Whether they use more together, without the memory of files. Shared memory is divided among
+    them only if that can change the answer, because it is slow.
     """
-    return sum(map(_memory_of, pids)) > memory_bytes and sum(map(_share_of, pids)) > memory_bytes
-
-
-def _memory_of(pid: int) -> int:
-    """Bytes of its own memory and of the memory that it shares, without that of files."""
-    return _kibibytes(pid, "status", "RssAnon", "RssShmem") << 10
-
-
-def _share_of(pid: int) -> int:
-    """The same, with only its share of each page; all of it if the shares cannot be read."""
-    return _kibibytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") << 10 or _memory_of(pid)
+    used = {pid: _kibibytes(pid, "status", "RssAnon", "RssShmem") for pid in pids}
+    if sum(used.values()) << 10 <= memory_bytes:
+        return False
+    for pid in used:  # all of it if its shares cannot be read
+        used[pid] = _kibibytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") or used[pid]
+    return sum(used.values()) << 10 > memory_bytes
 
 
 def _kibibytes(pid: int, file: str, *names: str) -> int:
