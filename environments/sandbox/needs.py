@@ -60,16 +60,12 @@ class Needs:
             "processes": operator.processes,
             "file_gib": operator.file_gib,
         }
-        requests = self.asked()
-        for name, most in limits.items():
-            if requests.get(name, 0) > most:
-                what = (
-                    f"{FILE}: {name} = {requests[name]:g} is more than the {most:g} of this machine"
-                )
-                raise ValueError(
-                    f"{what}; the operator allows more with {name} under [environments] in "
-                    f"{SETTINGS_FILE}"
-                )
+        for name, value in self.asked().items():
+            most = limits.get(name, value)
+            if value > most:
+                what = f"{FILE}: {name} = {value:g} is more than the {most:g} of this machine"
+                where = f"under [environments] in {SETTINGS_FILE}"
+                raise ValueError(f"{what}; the operator allows more with {name} {where}")
         lowered = {name: min(getattr(self, name), most) for name, most in limits.items()}
         return replace(self, **lowered)
 
