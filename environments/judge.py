@@ -120,8 +120,10 @@ class JudgeRubric:
             return [0.5] * len(texts)
         key = (question, *distinct)
         if key not in self._kept:
+            orders = distinct, distinct[::-1]
             with ThreadPoolExecutor(2) as pool:
-                votes = list(pool.map(partial(self._vote, question), (distinct, distinct[::-1])))
+                ranks = pool.map(partial(self.ask, question), orders)
+            votes = [dict(zip(*vote, strict=True)) for vote in zip(orders, ranks, strict=True)]
             worst = len(distinct) - 1
             scores: dict[str, float] = {}
             for text in distinct:
@@ -155,9 +157,6 @@ class JudgeRubric:
             what = f"its reply is neither yes nor no: {reply[-200:]!r}"
             raise JudgeError(f"the judge {self.model}: {what}")
         return verdicts[-1] == "yes"
-
-    def _vote(self, question: str, answers: Sequence[str]) -> dict[str, int]:
-        return dict(zip(answers, self.ask(question, answers), strict=True))
 
     def _prompt(self, question: str, answers: Sequence[str]) -> str:
         # An answer may ask to be ranked first. It cannot know the word that encloses it.

@@ -180,11 +180,7 @@ async def _play_all(
         batch = texts[start : start + at_once]
         played = await together(_play(host, split, tasks, turns) for turns in batch)
         constants += [constant for constant in played if constant is not None]
-    return sorted(constants, key=_rank, reverse=True)
-
-
-def _rank(constant: Constant) -> tuple[float, float]:
-    return constant.success_share, constant.mean_reward
+    return sorted(constants, key=lambda item: (item.success_share, item.mean_reward), reverse=True)
 
 
 async def _play(

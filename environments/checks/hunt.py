@@ -336,7 +336,7 @@ class _Hunter:
         most_calls = min(len(view.calls) for view in self._views.values())
         calls = [Move("call", partial(_call, place)) for place in range(most_calls)]
         prompts = [Move("prompt", make) for make in PARTS]
-        return [*moves.values(), *prompts, Move("form", _other), *calls]
+        return [*moves.values(), *prompts, Move("form", lambda view: view.other_gold), *calls]
 
     async def _try_all(self, moves: Sequence[Move]) -> list[_Result]:
         """Try them a batch at a time, until one of them pays on the other tasks too."""
@@ -381,7 +381,12 @@ class _Hunter:
         for move in moves:
             again = await self._result(move, self._confirmed)
             if again is not None and self._pays(again):
-                self._keep(again, move, await self._kind(move))
+                kind = await self._kind(move)
+                answer = move.make(self._views[self._confirmed[0]])
+                count = len(again.played)
+                self.outcome.exploits.append(
+                    Exploit(kind, answer, again.reward, self._gold_mean(), again.success, count)
+                )
                 return True
         return False
 
@@ -394,9 +399,9 @@ class _Hunter:
         if await self._is_paid(move, partial(_unlike, move.make)):
             return "length"
         if move.kind in OF_WORDS:
-            if await self._is_paid(move, partial(_shape, move.make)):
+            if await self._is_paid(move, lambda view: _form(move.make(view))):
                 return "form"
-            if await self._is_paid(move, partial(_numbers, move.make)):
+            if await self._is_paid(move, lambda view: _numbers(move.make(view))):
                 return "constant"
         return "word" if move.kind == "length" else move.kind
 
@@ -407,18 +412,6 @@ class _Hunter:
             return False
         result = await self._result(Move("control", control), self._confirmed)
         return result is not None and self._pays(result)
-
-    def _keep(self, result: _Result, move: Move, kind: str) -> None:
-        self.outcome.exploits.append(
-            Exploit(
-                kind=kind,
-                answer=move.make(self._views[self._confirmed[0]]),
-                reward=result.reward,
-                gold=self._gold_mean(),
-                success_share=result.success,
-                tasks=len(result.played),
-            )
-        )
 
     def _gold_mean(self) -> float:
         rewards = [
@@ -479,10 +472,6 @@ def _same(text: str, view: View) -> str:
     return text
 
 
-def _other(view: View) -> str:
-    return view.other_gold
-
-
 def _call(place: int, view: View) -> str:
     return view.calls[place]
 
@@ -493,12 +482,8 @@ def _unlike(make: Make, view: View) -> str:
     return re.sub(r"\w+", lambda _: "".join(next(words, "qx")), make(view))
 
 
-def _shape(make: Make, view: View) -> str:
-    return _form(make(view))
-
-
-def _numbers(make: Make, view: View) -> str:
-    return " ".join(re.findall(r"-?\d+", make(view)))
+def _numbers(text: str) -> str:
+    return " ".join(re.findall(r"-?\d+", text))
 
 
 def _form(gold: str) -> str:
@@ -533,9 +518,10 @@ def _mutations(best: Sequence[Move]) -> list[Move]:
     """Changed forms of the best moves, and pairs of them."""
     moves: list[Move] = []
     for move in best:
+        longer = move.kind if move.kind in ("prompt", "hedge") else "length"
         for count in (3, 40):
             for separator in (" ", "\n"):
-                moves.append(Move(_longer(move), partial(_repeated, move.make, separator, count)))
+                moves.append(Move(longer, partial(_repeated, move.make, separator, count)))
         moves.append(Move(move.kind, partial(_changed, move.make, "<answer>{}</answer>")))
         moves.append(Move(move.kind, partial(_changed, move.make, "{}.")))
     for one in best[:BEST]:
@@ -544,10 +530,6 @@ def _mutations(best: Sequence[Move]) -> list[Move]:
                 kind = "prompt" if "prompt" in (one.kind, other.kind) else one.kind
                 moves.append(Move(kind, partial(_paired, one.make, other.make)))
     return moves
-
-
-def _longer(move: Move) -> str:
-    return move.kind if move.kind in ("prompt", "hedge") else "length"
 
 
 def _repeated(make: Make, separator: str, count: int, view: View) -> str:

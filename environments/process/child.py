@@ -407,10 +407,8 @@ class Child:
         if state.earned is not None:
             score["reward"] += state.earned
             score["metrics"]["turn_rewards"] = state.earned
-        return {**score, "refusals": self._refusals(state)}
-
-    def _refusals(self, state: Episode) -> dict[str, int]:
-        return cast("Any", state.environment).refusals if self._is_agent else {}
+        agent: Any = state.environment
+        return {**score, "refusals": agent.refusals if self._is_agent else {}}
 
     async def op_judge(self, split: str, index: int, answers: list[str]) -> list[int] | None:
         """How the environment's judge ranks these answers; None without a judge."""
