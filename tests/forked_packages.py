@@ -1,14 +1,36 @@
-"""What tests/forked.py imports before it forks: all that a worker needs."""
+"""What tests/forked.py does before it forks: it imports all that a worker needs, also what vLLM, TRL and torch import
+when they are first used."""
 
 from worker.imports import quick_imports
 from worker.process import prepare_process
 
 prepare_process()
 with quick_imports():
+    import torch
+    import torch._dynamo
+    import trl.generation.vllm_generation
+    import vllm.lora.layers
+    import vllm.model_executor.layers.quantization.online.base
+    import vllm.model_executor.models.llama
     import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from vllm import EngineArgs
+    from vllm.platforms import current_platform
 
     import worker.evaluate
     import worker.train
+    import worker.training.grpo
+    import worker.training.packing
+    import worker.training.sft
 
-__all__ = ["EngineArgs", "vllm", "worker"]
+    # It looks at the names of all modules, and one time is enough for all who are forked.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda *_: None
+
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.SiLU())(
+            torch.zeros(4, dtype=torch.long)
+        )
+
+__all__ = ["EngineArgs", "trl", "vllm", "worker"]

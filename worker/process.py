@@ -21,6 +21,7 @@ PROCESS_SETTINGS = {
     # Per-request seeds and processed log-probabilities never use it.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CONFIGURE_LOGGING": "0",  # half a second for its 300 loggers, whose errors we log
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_NO_USAGE_STATS": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
