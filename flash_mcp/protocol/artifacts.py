@@ -26,8 +26,7 @@ from uuid import uuid4
 
 from environments.locks import make_once, try_lock
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_files import StoredJob
+from flash_mcp.protocol.run_files import Json, StoredJob
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.storage import connect, sha256_of
 

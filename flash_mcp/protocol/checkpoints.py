@@ -19,8 +19,7 @@ from typing import cast
 
 from environments.locks import lock
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_files import Manifest, ManifestFile, number
+from flash_mcp.protocol.run_files import Json, Manifest, ManifestFile, number
 from flash_mcp.protocol.storage import Storage, dump, sha256_of
 
 ADAPTER = "adapter_"

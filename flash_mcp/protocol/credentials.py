@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 
-from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import Json
 
 HUB = "HF_TOKEN"
 TRACKERS = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_URI", "trackio": HUB}

@@ -15,12 +15,12 @@ from typing import Any, Literal, Self
 from environments.settings import identity
 from environments.tools import text_of as text_of  # for all of flash_mcp: judgement sees records
 from environments.untrusted_text import is_plain, plain_name
+from flash_mcp.protocol.run_files import Json as Json
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
 
 COPY = re.compile("copying the [a-z ]{4,40} of the prompt")
 """How a part of the prompt is named that answers as well as a constant does."""
 
-Json = dict[str, Any]
 RunState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled"]
 DeploymentState = Literal["starting", "ready", "failed", "stopping", "stopped"]
 ACTIVE: tuple[RunState, ...] = ("queued", "starting", "running")

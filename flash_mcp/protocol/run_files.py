@@ -26,6 +26,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from flash_mcp.protocol.errors import encodable
 
+Json = dict[str, Any]
 MAX_BYTES = 64 << 20
 """The longest file that is read, but for those that hold rollouts."""
 MAX_ROLLOUTS_BYTES = 2 << 30

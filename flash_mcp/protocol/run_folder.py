@@ -45,7 +45,6 @@ from uuid import uuid4
 
 from flash_mcp.protocol.checkpoints import SAVED, Checkpoints, saved_by
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import (
     MAX_ROLLOUTS_BYTES,
     AttemptLine,
@@ -54,6 +53,7 @@ from flash_mcp.protocol.run_files import (
     EventFile,
     FinalResult,
     GatewayFile,
+    Json,
     KeyFile,
     ListeningFile,
     Metrics,

@@ -10,8 +10,7 @@ from typing import Any, cast
 import psutil
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_files import Manifest
+from flash_mcp.protocol.run_files import Json, Manifest
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.storage import dump, this_process
 

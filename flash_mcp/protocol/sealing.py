@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hpke
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import Json
 
 TOKEN = "FLASH_LAUNCH_TOKEN"
 """Variable of an attempt that receives secrets."""

@@ -26,12 +26,12 @@ from uuid import uuid4
 import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import (
     MAX_BYTES,
     MAX_ROLLOUTS_BYTES,
     MAX_SMALL_BYTES,
     Damaged,
+    Json,
     Shape,
     decoded,
     is_below,
