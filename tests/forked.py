@@ -9,6 +9,8 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -42,6 +44,13 @@ class Forked:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def run_forked(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of `python -P ...` with all output in its `stderr`."""
+    with tempfile.NamedTemporaryFile() as log:
+        code = Forked([*command[2:]], Path(log.name), dict(os.environ)).wait()
+        return subprocess.CompletedProcess(command, code, "", Path(log.name).read_text())
 
 
 def _run(arguments: list[str], log: Path, environment: dict[str, str], folder: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -28,6 +29,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
+from tests.forked import run_forked
 from tests.model_rows import make_model
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
@@ -44,6 +46,12 @@ def run(tmp_path: Path, flash_home: Path, tiny_model: Path, tiny_adapter: Path) 
     writer.commit_checkpoint(20, tiny_adapter, {"reward/mean": 0.5})
     evaluate(writer, 20, 90)
     return end(writer, run.id, 20)
+
+
+@pytest.fixture(autouse=True)
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start those of llama.cpp with their packages imported."""
+    monkeypatch.setattr(gguf_file, "subprocess", SimpleNamespace(run=run_forked))
 
 
 def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
