@@ -402,7 +402,11 @@ def texts():
     yield repr(dict(os.environ))
     for place in ("/proc", CONFIG, HOME):
         for folder, folders, files in os.walk(place):
-            folders[:] = [name for name in folders if place != "/proc" or name.isdecimal() or name in ("fd", "task")]
+            # A folder named lib holds packages, too many to read.
+            folders[:] = [
+                name for name in folders
+                if (name.isdecimal() or name in ("fd", "task") if place == "/proc" else name != "lib")
+            ]
             for name in files:
                 if place != "/proc" or name in ("environ", "cmdline") or "/fd" in folder:
                     try:  # a pipe must not block it
