@@ -2,7 +2,7 @@
 tests/golden/.
 
 tools/      an outline of every tool as `tools/list` sends it (tests/outlines.py)
-help/       `--help` of the program, of every command and of every sub-command
+help/       `--help` of the program, of every command and of every sub-command; of tools as commands two
 tables/     the generated tables of TRAINING.md
 codes.json  error codes; flags.json: warning signs; server.json: instructions, resources and prompts
 results/    calls of tools through a client, on a store of finished, failed, cancelled, running and queued runs
@@ -31,6 +31,7 @@ from flash_mcp.protocol.errors import CODES
 from flash_mcp.server.mcp_server import server
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.news import FLAG_LETTERS
+from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import placing
 from tests.docs import PLAYBOOK, tables
 from tests.frozen_calls import Names, results
@@ -131,9 +132,14 @@ async def surface() -> dict[str, str]:
 
 
 def helps() -> dict[str, str]:
-    """{command: its --help}; sub-commands are named COMMAND-SUBCOMMAND."""
+    """{command: its --help}; sub-commands are named COMMAND-SUBCOMMAND. Of the tools that are commands two show the
+    form: tools/ has the words of all.
+    """
     found = {"flash-mcp": help_of()}
+    tools = {name.replace("_", "-") for name in TOOLS} - {"compare", "train"}
     for command in COMMAND.findall(found["flash-mcp"]):
+        if command in tools:
+            continue
         found[command] = help_of(command)
         if "ACTION" in found[command]:
             for action in COMMAND.findall(found[command]):
