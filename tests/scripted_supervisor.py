@@ -23,7 +23,7 @@ ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
 @contextmanager
 def scripted(home: Path) -> Generator[None]:
     with supervised():
-        patience = Timeouts(poll_s=0.02, leave_s=0.5, retry_delay_s=0.01)
+        patience = Timeouts(poll_s=0.05, leave_s=0.5, retry_delay_s=0.01)
         launcher = LocalLauncher(home / "attempts", gpus=[])
         made = Supervisor(home, launcher=launcher, worker=WORKER, patience=patience)
         done = threading.Event()
