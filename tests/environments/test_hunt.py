@@ -83,6 +83,11 @@ def test_texts_of_a_source_are_its_strings_what_its_patterns_match_and_its_names
     assert not any("strings" in text for text in texts)
 
 
+async def test_the_hunt_raises_no_false_alarm_on_some_clean_environments(tmp_path: Path) -> None:
+    assert not any(each.exploits for each in await hunted(tmp_path, CLEAN[::5]))
+
+
+@pytest.mark.long  # nothing ends the search early: 50 s of a processor
 async def test_the_hunt_raises_no_more_false_alarms_than_the_docs_say(tmp_path: Path) -> None:
     found = await hunted(tmp_path, CLEAN)
     count = sum(bool(each.exploits) for each in found)
