@@ -12,17 +12,31 @@ PATIENCE_S = 500.0
 has cores must not reach it."""
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = PATIENCE_S, *, pause_s: float = 0.01) -> Any:
-    """The condition's value, once it is true."""
-    deadline = time.monotonic() + timeout_s
+def wait_for(
+    condition: Callable[[], Any],
+    timeout_s: float = PATIENCE_S,
+    *,
+    tick: Callable[[], object] = lambda: None,
+    evidence: Callable[[], object] = lambda: "",
+) -> Any:
+    """The condition's value, once it is true, with a `tick` after each look. A failure shows the `evidence`."""
+    began = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(pause_s)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"not within {timeout_s} s: {evidence()}"
+        tick()
+        time.sleep(pause_s(waited_s))
     return value
+
+
+def pause_s(waited_s: float) -> float:
+    """The seconds until the next look. Looking costs what is waited for the processor."""
+    return min(0.05, max(0.005, waited_s / 20))
 
 
 async def until(condition: Callable[[], object]) -> None:
     """As `wait_for`, while the event loop goes on."""
+    began = time.monotonic()
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  other processes are waited for
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause_s(time.monotonic() - began))

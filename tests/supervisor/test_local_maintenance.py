@@ -25,7 +25,6 @@ from flash_mcp.supervisor.maintenance import LocalMaintenance
 from flash_mcp.tools.compare import compare
 from flash_mcp.tools.status import status
 from tests.samples import finished_run, queued_run, started_run, supervised
-from tests.waiting import wait_for
 
 DAY_S = 86_400.0
 
@@ -48,7 +47,8 @@ def allow(store: Store, **values: float) -> None:
 
 def clear(store: Store) -> None:
     maintenance = LocalMaintenance(store, Supervisor(store.base).target)
-    wait_for(lambda: not maintenance.step(), pause_s=0)
+    while maintenance.step():
+        pass
 
 
 def has_files(run: Run) -> bool:

@@ -76,12 +76,9 @@ class Bench:
         """Tick until the condition holds, and once more: the store has by then what the condition
         saw in a folder.
         """
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, f"not in time; runs: {[vars(run) for run in self.store.runs()]}"
-            (supervisor or self.supervisor).tick()
-            time.sleep(0.01)
-        (supervisor or self.supervisor).tick()
+        tick = (supervisor or self.supervisor).tick
+        wait_for(condition, TIMEOUT_S, tick=tick, evidence=lambda: [vars(run) for run in self.store.runs()])
+        tick()
 
     def finish(self, run: Run, *, supervisor: Supervisor | None = None) -> Run:
         self.until(lambda: self.store.run(run.id).ended, supervisor=supervisor)

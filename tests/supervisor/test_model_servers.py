@@ -109,12 +109,8 @@ def stop_all(base: Path) -> None:
 
 def until(supervisor: Supervisor, condition: Callable[[], Any]) -> Any:
     """Tick until the condition holds."""
-
-    def look() -> Any:
-        supervisor.tick()
-        return condition()
-
-    return wait_for(look)
+    supervisor.tick()
+    return wait_for(condition, tick=supervisor.tick)
 
 
 def settle(supervisor: Supervisor, deployment_id: str, state: str) -> Deployment:

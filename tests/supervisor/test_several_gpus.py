@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import Supervisor
 from tests.places import CALCULATOR, VOWELS
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 TIMEOUT_S = 600.0
@@ -48,11 +48,8 @@ class Place:
         return self.store.run(run.id)
 
     def until(self, run: Run, condition: Callable[[], object]) -> Run:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, (vars(self.now(run)), self.store.log(run.id))
-            self.supervisor.tick()
-            time.sleep(0.05)
+        tick = self.supervisor.tick
+        wait_for(condition, TIMEOUT_S, tick=tick, evidence=lambda: (vars(self.now(run)), self.store.log(run.id)))
         return self.now(run)
 
     def finish(self, run: Run) -> Run:

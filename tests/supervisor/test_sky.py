@@ -63,11 +63,11 @@ def test_a_job_of_skypilot_from_its_launch_to_its_end(cluster: sky_cluster.Clust
         assert hint.state != "gone", hint
         return hint == JobStatus("alive") and log.exists()
 
-    wait_for(has_begun, TIMEOUT_S, pause_s=0.5)
-    wait_for(lambda: log.read_text() == "it's mine\n", TIMEOUT_S, pause_s=0.5)
+    wait_for(has_begun, TIMEOUT_S)
+    wait_for(lambda: log.read_text() == "it's mine\n", TIMEOUT_S)
 
     mine.cancel(first)
-    wait_for(lambda: mine.poll([first])[first.key].state == "gone", TIMEOUT_S, pause_s=0.5)
+    wait_for(lambda: mine.poll([first])[first.key].state == "gone", TIMEOUT_S)
     assert "CANCELLED" in mine.poll([first])[first.key].detail
     mine.cancel(first)
     assert again.submit(launch) == first

@@ -32,6 +32,7 @@ from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
 from flash_mcp.tools.training.resume import resume_run
 from tests.memory_launcher import MemoryLauncher
+from tests.waiting import wait_for
 
 HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
 TIMEOUT_S = 120.0
@@ -97,10 +98,7 @@ class Bench:
         return run
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, [vars(run) for run in self.store.runs()]
-            self.tick()
+        wait_for(condition, TIMEOUT_S, tick=self.tick, evidence=lambda: [vars(run) for run in self.store.runs()])
 
     def tick(self) -> None:
         self.attendant.attend(self.store.taken_runs("lab"))
@@ -387,10 +385,7 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
     runs = {name: bench.train(name) for name in ("lab", "near", "local")}
 
     def until(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline
-            supervisor.tick()
+        wait_for(condition, TIMEOUT_S, tick=supervisor.tick)
 
     try:
         until(lambda: all(bench.now(run).pending_reason for run in runs.values()))
