@@ -124,6 +124,7 @@ def test_wrong_usage_is_one_line_with_a_code(words: list[str], named: str, capsy
 EXAMPLE = re.compile(r"^  flash-mcp (.*)$", re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*COMMANDS, *(name.replace("_", "-") for name in TOOLS)])
 def test_every_help_has_an_example_that_the_command_takes(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):

@@ -516,6 +516,7 @@ def test_each_attempt_gets_a_device_of_its_own_until_none_is_left(here: Harness)
     assert (here.logs / "log.3").read_text() == "0\n"
 
 
+@pytest.mark.slow
 def test_many_starters_of_one_key_start_one_attempt(here: Harness, tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys

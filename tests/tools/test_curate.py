@@ -163,6 +163,7 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
     assert [(entry["name"], entry["rows"], entry["holdout"], entry["environment"]) for entry in listed] == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("secrets", "carried"),
     [
@@ -270,6 +271,7 @@ async def test_attempts_in_different_environments_are_not_pooled(client: Client,
     assert f"{second.id}: numbers@" in text
 
 
+@pytest.mark.slow
 async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_path: Path):
     run = recorded(solved())
     kept = (await curated(client, runs=[run.id], name="right"))["dataset"]
@@ -293,6 +295,7 @@ async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_pat
     assert (code, "changed" in text) == ("dataset_invalid", True)
 
 
+@pytest.mark.slow
 async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Client):
     run = recorded(solved())
     kept = (await curated(client, runs=[run.id], name="right"))["dataset"]

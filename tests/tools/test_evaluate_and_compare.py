@@ -51,6 +51,7 @@ async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dic
 # -- evaluate --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(client: Client):
     body = await evaluated(client, solved=30)
     scores, interval = body["scores"], statistics.wilson(30, 60)
@@ -70,6 +71,7 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert "evaluation" in (await call(client, "checkpoints", run_id=body["run_id"]))["next"]
 
 
+@pytest.mark.slow
 async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Client, monkeypatch: pytest.MonkeyPatch):
     def no_room(base: Path) -> bool:
         raise FlashError("internal", "the supervisor did not start")
@@ -83,6 +85,7 @@ async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Cli
         assert open_store().run(made["run_id"]).algorithm == "eval"
 
 
+@pytest.mark.slow
 async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client):
     script = {"hold": "climbing"}
     run_id = (await call(client, "evaluate", environment="echo", environment_args=script, wait_s=0))["run_id"]
@@ -172,6 +175,7 @@ async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tm
     assert (await call(client, "evaluate", model=run.id, environment="another", limit=2))["scores"]["success"] == 0.0
 
 
+@pytest.mark.slow
 async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run")
     push_echo(tmp_path / "echo", ECHO)
@@ -442,6 +446,7 @@ async def sampled(client: Client, script: dict[str, Any], **arguments: Any) -> d
     return await call(client, "train", **asked, **arguments)
 
 
+@pytest.mark.slow
 async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_takes(client: Client):
     body = await sampled(client, {"often": list(range(40))}, price_per_hour=2.0, eval_before=True, eval_after=True)
     sample, expected = body["sample"], body["estimate"]["time"]
@@ -461,6 +466,7 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert [row.algorithm for row in open_store().runs()] == ["eval"]
 
 
+@pytest.mark.slow
 async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_model(client: Client, tmp_path: Path):
     earlier, _ = started_run(tmp_path / "run")
     for step in (1, 2):
@@ -496,6 +502,7 @@ async def test_a_start_without_hope_is_called_so_with_what_to_do(
     assert ("do not start" in body["next"]) == (outlook == "hopeless")
 
 
+@pytest.mark.slow
 async def test_a_sample_that_is_not_ready_says_how_to_go_on(client: Client, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flash_mcp.tools.train.SAMPLE_LIMIT_S", 0.0)
     body = await sampled(client, {"hold": True})

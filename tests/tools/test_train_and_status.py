@@ -82,6 +82,7 @@ async def test_train_queues_a_run_that_is_pinned_to_the_newest_version(tmp_path:
     assert started["run_id"] in started["next"]
 
 
+@pytest.mark.slow
 async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_lineage(tmp_path: Path):
     digest = push_echo(tmp_path).digest
     wanted = {"environment": "echo", "steps": 2}
@@ -152,6 +153,7 @@ async def test_one_key_starts_one_run(tmp_path: Path):
     assert len(open_store().runs()) == 1
 
 
+@pytest.mark.slow
 async def test_each_rollout_of_an_agent_counts_the_same_unless_the_caller_says_otherwise(tmp_path: Path):
     push_echo(tmp_path)
     await call("env_push", name="agent", folder=str(AGENT_CALCULATOR.parent))
@@ -264,6 +266,7 @@ async def test_what_cannot_work_is_refused_and_leaves_nothing_behind(
     assert open_store().runs() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "error_code"),
     [
@@ -981,6 +984,7 @@ async def test_rare_fields_come_in_settings_and_errors_name_them(tmp_path: Path)
     assert (await call("train", **fields, top_p=0.9))["values"]["top_p"] == 0.9
 
 
+@pytest.mark.slow
 async def test_a_run_with_the_same_values_that_is_alive_is_named(tmp_path: Path):
     push_echo(tmp_path)
     first = await call("train", environment="echo", steps=3)
@@ -1009,6 +1013,7 @@ async def test_the_run_that_differs_least_is_named_and_one_that_differs_in_more_
     assert not any(run["run_id"] in note for note in other["notes"])
 
 
+@pytest.mark.slow
 async def test_several_seeds_start_a_run_for_each_all_or_none(tmp_path: Path):
     push_echo(tmp_path / "environment")
     fields: dict[str, Any] = {"environment": "echo", "steps": 20, "name": "spread", "idempotency_key": "k"}
@@ -1084,6 +1089,7 @@ async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_hav
     assert "split='eval' has the others" in (await call("rollouts", run_id=run.id))["next"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "more"),
     [
