@@ -34,6 +34,10 @@ MARK = "artifact:"
 ARTIFACT = re.compile(r"artifact:[0-9a-f]{64}")
 RUN_FOLDERS = "run-folders"
 """The folder of a storage that holds those of its runs."""
+UPLOAD_S = 120.0
+"""A store answers within this time once it has all of a part of an archive."""
+_UPLOADS: dict[tuple[str, Path], threading.Lock] = {}
+"""Held while a folder is stored in a storage."""
 _IN_USE: dict[Path, int] = {}
 """File descriptors of lock files: the kernel lets go of them when the process ends."""
 
@@ -46,13 +50,13 @@ class Artifacts:
         self._fs, self._root, self._is_local = connect(self.url, patience_s)
         self._known: dict[Path, tuple[str, str]] = {}
         """(fingerprint, digest) of folders that were stored."""
-        self._locks: dict[Path, threading.Lock] = {}
+        self._patience_s = patience_s
 
     def put(self, folder: Path, run_id: str) -> str:
         """Store a folder for a run unless it is there; its digest. Runs that need the same one wait
-        for one upload.
+        for one upload, also those of another target.
         """
-        with self._locks.setdefault(folder, threading.Lock()):
+        with _UPLOADS.setdefault((self.url, folder), threading.Lock()):
             return self._put(folder, run_id)
 
     def _put(self, folder: Path, run_id: str) -> str:
@@ -104,7 +108,8 @@ class Artifacts:
     def _upload(self, archive: Path, path: str) -> None:
         """Whole or not at all: object stores replace whole objects, disks rename."""
         if not self._is_local:
-            self._fs.put_file(str(archive), path)
+            # A store may think about a large object for longer than about a question.
+            connect(self.url, self._patience_s, UPLOAD_S)[0].put_file(str(archive), path)
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

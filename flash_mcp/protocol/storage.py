@@ -41,19 +41,20 @@ from flash_mcp.protocol.run_files import (
 log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
 READ_S = 10.0
-"""A store that is reached answers within this time; uploads may be long."""
+"""A store that is reached answers within this time."""
 RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
 
 
-def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
+def connect(url: str, patience_s: float, read_s: float = READ_S) -> tuple[Any, str, bool]:
     """(the file system of a path or an fsspec URL, the path there, whether it is this machine's).
+    The store answers each request within `read_s`.
 
     FlashError(engine_missing) if packages for the URL are missing."""
     try:
         core: Any = fsspec.core  # untyped
         # Listings are never cached: other machines write there too.
-        limits = _limits(url, patience_s)
+        limits = _limits(url, patience_s, read_s)
         filesystem, root = core.url_to_fs(url, use_listings_cache=False, **limits)
         if limits:
             filesystem.retries = 1  # s3fs repeats calls too
@@ -67,13 +68,19 @@ def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
     return patient, root.rstrip("/"), is_local
 
 
-def _limits(url: str, patience_s: float) -> Json:
+def forget_stores() -> None:
+    """Let storages that are opened later read the keys in the environment anew."""
+    for kind in {*cast("dict[str, Any]", fsspec.registry).values()}:
+        kind.clear_instance_cache()
+
+
+def _limits(url: str, patience_s: float, read_s: float) -> Json:
     """Options of a file system for those that have little patience: S3's client waits for minutes
     otherwise where the store says nothing, and asks for the size of each file before it reads it.
     """
     if patience_s >= PATIENCE_S or not url.startswith("s3://"):
         return {}
-    times = {"connect_timeout": patience_s, "read_timeout": max(patience_s, READ_S)}
+    times = {"connect_timeout": patience_s, "read_timeout": max(patience_s, read_s)}
     return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
 
 

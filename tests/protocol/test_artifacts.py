@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
@@ -55,6 +57,25 @@ def test_the_digest_depends_on_content_alone(artifacts: Artifacts, folder: Path,
     assert artifacts.put(copy, "run-1") == digest
 
 
+def test_runs_of_several_targets_wait_for_one_upload(
+    artifacts: Artifacts, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = artifacts.url.removesuffix("/artifacts")
+    targets = [artifacts, Artifacts(storage, patience_s=1)]
+    upload, uploads = Artifacts._upload, list[str]()
+
+    def upload_late(target: Artifacts, archive: Path, path: str) -> None:
+        uploads.append(path)
+        time.sleep(0.5)
+        upload(target, archive, path)
+
+    monkeypatch.setattr(Artifacts, "_upload", upload_late)
+    with ThreadPoolExecutor(4) as threads:
+        stored = threads.map(lambda number: targets[number % 2].put(folder, f"run-{number}"), range(4))
+        assert len(set(stored)) == 1
+    assert len(uploads) == 1
+
+
 def test_what_the_storage_lost_is_stored_again(artifacts: Artifacts, folder: Path) -> None:
     digest = artifacts.put(folder, "run-1")
     artifacts._fs.rm(artifacts._path(digest))
@@ -94,6 +115,8 @@ def test_an_attempt_takes_what_others_on_its_node_use(folder: Path, tmp_path: Pa
     digest = artifacts.put(folder, "run-1")
     code = """
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from flash_mcp.protocol.artifacts import Artifacts
 Artifacts(sys.argv[1], patience_s=1).fetch(sys.argv[2], Path(sys.argv[3]))
@@ -119,6 +142,8 @@ def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(folder: P
         digests.append(artifacts.put(folder, "run-1"))
     code = """
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from flash_mcp.protocol.artifacts import Artifacts, trim
 storage, cache, limit, *digests = sys.argv[1:]
