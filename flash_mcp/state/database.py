@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -123,16 +123,15 @@ class Connection:
         with _named_errors(self.path):
             _check(self._db.conn)
 
-    def shrink(self, *, alive: Callable[[], None] = lambda: None) -> int:
-        """Give the pages of deleted rows back to the disk; the bytes that the file lost.
-
-        A few pages at a time, so that no writer waits for long; calls `alive` in between."""
+    def shrink(self) -> int:
+        """Give the pages of deleted rows back to the disk, a few at a time, so that no writer waits
+        for long; the bytes that the file lost.
+        """
         before = self.path.stat().st_size
         db = self._db.conn
         with _named_errors(self.path):
             (free_pages,) = db.execute("PRAGMA freelist_count").fetchone()
             for _ in range(0, free_pages, PAGES_AT_ONCE):
-                alive()
                 with self.transaction():
                     # Each fetched row is one page that was given back.
                     db.execute(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})").fetchall()

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import LOCAL, acting_as
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import secrets
@@ -25,17 +26,20 @@ MAX_DELAY_S = 60.0
 
 def look_after(store: Store) -> None:
     """Start the supervisor if a run is active or a deployment is live, and give it the secrets that
-    active runs lack and this process's environment has.
+    active runs lack and this process's environment has, and its keys of the targets' stores.
 
     It covers the whole state directory, not only the caller's runs. FlashError(internal) if no
     supervisor keeps running.
     """
     with acting_as(LOCAL):
-        if not store.active_targets() and not store.deployments(LIVE_DEPLOYMENT):
+        targets = store.active_targets()
+        if not targets and not store.deployments(LIVE_DEPLOYMENT):
             return
         ensure_supervisor(store.base)
         for run in store.active_with_secrets():
             secrets.hand_over(store.base, run)
+        if targets - {LOCAL_TARGET}:
+            secrets.offer_store_keys(store.base)
 
 
 @contextmanager

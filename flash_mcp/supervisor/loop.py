@@ -25,9 +25,9 @@ from flash_mcp.state import removed_folders, tournaments
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Launcher, Target
-from flash_mcp.supervisor.launch.local import LocalLauncher
+from flash_mcp.supervisor.launch.local import LocalLauncher, wait_for
 from flash_mcp.supervisor.maintenance import LocalMaintenance
-from flash_mcp.supervisor.process import PYTHON, LockOwner, Ticker, take_lock, wait_for
+from flash_mcp.supervisor.process import PYTHON, LockOwner, Ticker, take_lock
 from flash_mcp.supervisor.reconciler import RunReconciler, is_of_the_machine
 from flash_mcp.supervisor.remote import TargetThread
 from flash_mcp.supervisor.secrets import Vault
@@ -61,7 +61,7 @@ class Supervisor(RunReconciler):
         store = Store(base)
         target = LocalTarget(base, launcher or LocalLauncher(base / "attempts"), worker)
         super().__init__(store, target, Vault(base), patience or Timeouts())
-        self.maintenance = LocalMaintenance(store, target, lambda: self.alive())
+        self.maintenance = LocalMaintenance(store, target)
         self._open_target = open_target
         self._threads: dict[str, TargetThread] = {}
         self._servers: ModelServers | None = None
@@ -73,7 +73,7 @@ class Supervisor(RunReconciler):
         while True:
             self.alive()
             is_busy = self._tick_unless_held_up()
-            if self.maintenance.step() or is_busy:
+            if self.maintain() or is_busy:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
                 return

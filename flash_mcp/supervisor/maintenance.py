@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator
-from functools import partial
 from pathlib import Path
 
-from environments.settings import FILE, DiskSettings, load_settings
+from environments.settings import FILE, DiskSettings, Settings, load_settings
 from flash_mcp.protocol import recordings
 from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.errors import FlashError
@@ -28,8 +26,6 @@ from flash_mcp.supervisor.launch.base import Target
 log = logging.getLogger(__name__)
 JOBS_EVERY_S = 60.0
 SWEEP_EVERY_S = 3600.0
-PIECES_S = 0.05
-"""A sweep goes on for so long at once: the supervisor does its other work in between."""
 MAX_JOBS = 4
 """Jobs that are ended at once: each may take its engine some seconds."""
 MAX_FOLDERS = 20
@@ -40,31 +36,32 @@ DAY_S = 86_400.0
 
 
 class Maintenance:
-    """Clears a target, on the thread that looks after its runs."""
+    """Clears a target, on a thread of its own."""
 
-    def __init__(
-        self, store: Store, target: Target, alive: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, store: Store, target: Target) -> None:
         self.store = store
         self.target = target
-        self.alive = alive
         self._jobs_at = self._sweep_at = time.monotonic()
-        self._pieces: Iterator[Callable[[], object]] | None = None
         self._without_optimizers: set[str] = set()
         """Runs whose folders hold no optimizer's state any more."""
+        self._has_dropped = False
+        """Whether this sweep removed rows, so that the database can shrink."""
 
-    def step(self) -> bool:
-        """Do what is due; whether more follows. FlashError if engine or storage does not answer."""
+    def step(self) -> None:
+        """Do what is due. FlashError if engine or storage does not answer."""
         if time.monotonic() >= self._jobs_at:
             self._jobs_at = time.monotonic() + JOBS_EVERY_S
             self._end_jobs()
             self._delete_folders()
-        return self._sweep()
+        if time.monotonic() >= self._sweep_at:
+            self._sweep_at = time.monotonic() + JOBS_EVERY_S  # if it fails
+            self._sweep(load_settings(self.store.base))
+            self._sweep_at = time.monotonic() + SWEEP_EVERY_S
 
-    def clear(self) -> bool:
+    def clear(self) -> None:
         """As `step`, with jobs and folders that may not be due."""
         self._jobs_at = time.monotonic()
-        return self.step()
+        self.step()
 
     def _end_jobs(self) -> None:
         """End the engine's jobs of attempts that are over. It is asked first: an attempt that is
@@ -86,26 +83,9 @@ class Maintenance:
             was_deleted(self.store, place, looks)
             log.info("deleted the folder of a removed run: %s", place)
 
-    def _sweep(self) -> bool:
-        """Do the next pieces of the sweep, at least one; whether others follow at once."""
-        began = time.monotonic()
-        if began < self._sweep_at:
-            return False
-        self._pieces = self._pieces or self._all_pieces()
-        self._sweep_at = began + JOBS_EVERY_S  # the piece after one that fails
-        for act in self._pieces:
-            act()
-            if time.monotonic() - began >= PIECES_S:
-                self._sweep_at = began
-                return True
-        self._pieces = None
-        self._sweep_at = began + SWEEP_EVERY_S
-        return False
-
-    def _all_pieces(self) -> Iterator[Callable[[], object]]:
-        allowed = load_settings(self.store.base).disk
+    def _sweep(self, settings: Settings) -> None:
         for run in self._ended():
-            yield partial(self._clear_ended, run, allowed)
+            self._clear_ended(run, settings.disk)
 
     def _ended(self) -> list[Run]:
         return [run for run in retention.ended(self.store) if run.target == self.target.name]
@@ -116,18 +96,16 @@ class Maintenance:
         if allowed.run_days and age_s > allowed.run_days * DAY_S:
             self._drop(run, f"it ended more than {allowed.run_days:g} days ago: run_days")
         elif age_s > allowed.optimizer_days * DAY_S and run.id not in self._without_optimizers:
-            self._drop_optimizers(run)
+            folder_of(run).checkpoints.drop_optimizers()
+            self._without_optimizers.add(run.id)
         elif age_s < LATE_S and run.attempt > 1:
             folder_of(run).drop_superseded()
-
-    def _drop_optimizers(self, run: Run) -> None:
-        folder_of(run).checkpoints.drop_optimizers()
-        self._without_optimizers.add(run.id)
 
     def _drop(self, run: Run, why: str) -> bool:
         what = f"its files were removed, {why} in [disk] of {FILE}"
         if not drop_files(self.store, run.id, what):
             return False
+        self._has_dropped = True
         log.warning("%s: %s", run.id, what)
         return True
 
@@ -135,79 +113,36 @@ class Maintenance:
 class LocalMaintenance(Maintenance):
     """Clears this machine: also leftovers of killed processes, and what is above `total_gib`."""
 
-    def __init__(
-        self, store: Store, target: Target, alive: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(store, target, alive)
-        self._sizes: dict[str, int] = {}
-        """Bytes of the folders of ended runs, which do not grow."""
-        self._total_bytes = 0
-        """Of all run folders and exports."""
-        self._has_dropped = False
-        """Whether this sweep removed rows, so that the database can shrink."""
-
-    def step(self) -> bool:
+    def step(self) -> None:
         """As on a target. A full disk, or a settings.toml that is broken, puts it off."""
         try:
-            return super().step()
+            super().step()
         except (FlashError, OSError, ValueError) as error:
             log.warning("clearing the disk was put off: %s", error)
-            self._pieces = None
             self._sweep_at = time.monotonic() + SWEEP_EVERY_S
-            return False
 
-    def _all_pieces(self) -> Iterator[Callable[[], object]]:
+    def _sweep(self, settings: Settings) -> None:
         base = self.store.base
         self._has_dropped = False
-        yield partial(keep_reserve, base)
+        keep_reserve(base)
         for path in leftovers(self.store):
             log.info("deleting a leftover: %s", path)
-            yield partial(delete, path)
-        settings = load_settings(base)
-        yield partial(recordings.prune_all, base, settings.serving.record_days)
-        yield from super()._all_pieces()
+            delete(path)
+        recordings.prune_all(base, settings.serving.record_days)
+        super()._sweep(settings)
         if settings.disk.total_gib:
-            yield from self._making_room(settings.disk.total_gib)
+            self._make_room(settings.disk.total_gib)
         if self._has_dropped:
-            yield partial(self.store.shrink, alive=self.alive)
+            self.store.shrink()
 
-    def _making_room(self, total_gib: float) -> Iterator[Callable[[], object]]:
+    def _make_room(self, total_gib: float) -> None:
         """Drop the files of runs, those that ended first, until the rest fits."""
-        self._total_bytes = 0
-        runs = self._ended()
-        over = {run.id for run in runs}
         base = self.store.base
-        for folder in sorted([*runs_dir(base).glob("*"), *exports_dir(base).glob("*")]):
-            yield partial(self._add_size, folder, over)
-        taken = f"{self._total_bytes / 2**30:.1f} of {total_gib:g} GiB"
-        why = f"run folders and exports took {taken}: total_gib"
-        for run in runs:
-            if self._total_bytes <= total_gib * 2**30:
+        total_bytes = size_of(runs_dir(base)) + size_of(exports_dir(base))
+        taken = f"{total_bytes / 2**30:.1f} of {total_gib:g} GiB"
+        for run in self._ended():
+            if total_bytes <= total_gib * 2**30:
                 return
-            yield partial(self._drop_with_exports, run, why, over)
-
-    def _add_size(self, folder: Path, over: Container[str]) -> None:
-        self._total_bytes += self._size(folder, over)
-
-    def _drop_with_exports(self, run: Run, why: str, over: Container[str]) -> None:
-        folders = (Path(run.folder), *exports_of(self.store, run.id))
-        size = sum(self._size(folder, over) for folder in folders)
-        if self._drop(run, why):
-            self._total_bytes -= size
-
-    def _drop_optimizers(self, run: Run) -> None:
-        super()._drop_optimizers(run)
-        self._sizes.pop(run.id, None)
-
-    def _drop(self, run: Run, why: str) -> bool:
-        is_dropped = super()._drop(run, why)
-        self._has_dropped |= is_dropped
-        return is_dropped
-
-    def _size(self, folder: Path, over: Container[str]) -> int:
-        existing = self._sizes.get(folder.name)
-        if existing is None:
-            existing = size_of(folder)
-            if folder.name in over:
-                self._sizes[folder.name] = existing
-        return existing
+            size = sum(map(size_of, (Path(run.folder), *exports_of(self.store, run.id))))
+            if self._drop(run, f"run folders and exports took {taken}: total_gib"):
+                total_bytes -= size

@@ -11,11 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import psutil
 
@@ -24,10 +23,9 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.state.locks import try_lock
 from flash_mcp.state.schema import schema
-from flash_mcp.supervisor.launch.local import boot_id, started_ticks
+from flash_mcp.supervisor.launch.local import boot_id, started_ticks, wait_for
 
 log = logging.getLogger(__name__)
-Found = TypeVar("Found")
 
 LOCK = "supervisor.lock"
 LOG = "supervisor.log"
@@ -97,16 +95,9 @@ class LockOwner:
 
     @classmethod
     def here(cls, *, is_foreground: bool = False) -> LockOwner:
-        pid = os.getpid()
-        return cls(
-            pid,
-            __version__,
-            schema(),
-            boot_id(),
-            started_ticks(pid) or 0,
-            time.monotonic(),
-            is_foreground,
-        )
+        pid, now = os.getpid(), time.monotonic()
+        ticks = started_ticks(pid) or 0
+        return cls(pid, __version__, schema(), boot_id(), ticks, now, is_foreground)
 
     @classmethod
     def read(cls, base: Path) -> LockOwner | None:
@@ -148,15 +139,11 @@ class LockOwner:
             process = psutil.Process(self.pid)
             if process.uids().real != os.getuid():
                 return False
-            command = process.cmdline()
             files = [file.path for file in process.open_files()]
         except psutil.Error:
             return False
-        if self.boot:
-            same = (self.boot, self.started_ticks) == (boot_id(), started_ticks(self.pid))
-        else:
-            same = "flash_mcp.supervisor" in command and str(base) in command
-        return same and os.path.realpath(base / LOCK) in files
+        is_same = (self.boot, self.started_ticks) == (boot_id(), started_ticks(self.pid))
+        return is_same and os.path.realpath(base / LOCK) in files
 
     def kill(self, base: Path) -> None:
         with suppress(ProcessLookupError):
@@ -295,10 +282,3 @@ def take_lock(base: Path) -> IO[str] | None:
             return None
         stack.pop_all()
     return stream
-
-
-def wait_for(attempt: Callable[[], Found | None], timeout_s: float) -> Found | None:
-    deadline = time.monotonic() + timeout_s
-    while not (result := attempt()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return result or None

@@ -27,12 +27,14 @@ from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import STALE_S, Attempt, Timeouts, Trouble
 from flash_mcp.supervisor.crew import Crew
 from flash_mcp.supervisor.ingest import Reader
-from flash_mcp.supervisor.launch.base import LOG_TAIL_BYTES, Handle, JobStatus, Target
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Target
 from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.secrets import Vault
 
 log = logging.getLogger(__name__)
 
+LOG_TAIL_BYTES = 4000
+MAINTAIN_S = 0.05
 CLAIM_S = 0.5
 """Attempts are started for so long before the others are looked after again."""
 SHORT_OF_MEMORY = 0.05
@@ -79,24 +81,29 @@ class RunReconciler:
         self.launcher = target.launcher
         self.vault = vault
         self.patience = patience
-        self.maintenance = Maintenance(store, target, lambda: self.alive())
+        self.maintenance = Maintenance(store, target)
         self.alive = alive
         """Called again and again while it works."""
+        self.is_refused = False
+        """The store refused this process's keys; whoever looks at it resets it."""
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[tuple[str, str], Trouble] = {}
         self._starting = Crew(store, target.threads)
         """Uploads what attempts need, and submits them."""
         self._reading = Crew(store, target.threads)
         """Reads run folders, and ends attempts."""
+        self._clearing = Crew(store, threads=1)
 
-    def maintain(self) -> None:
-        """Clear up, without keeping runs waiting."""
-        if self._reading.is_free("maintenance"):
-            self._reading.do("maintenance", self.maintenance.step)
+    def maintain(self) -> bool:
+        """Clear up, without keeping runs waiting for long; whether that goes on."""
+        if self._clearing.is_free("maintenance"):
+            self._clearing.do("maintenance", self.maintenance.step)
+        self._clearing.wait(MAINTAIN_S)
+        return not self._clearing.is_free("maintenance")
 
     def close(self) -> None:
         """Let the threads end. None is waited for: it may wait for what does not answer."""
-        for crew in (self._starting, self._reading):
+        for crew in (self._starting, self._reading, self._clearing):
             crew.close()
 
     def attend(self, taken: Sequence[Run]) -> None:
@@ -106,6 +113,7 @@ class RunReconciler:
         try:
             self._attend(taken)
         except FlashError as error:
+            self.is_refused |= error.code == "store_refused"
             if is_of_the_machine(error):
                 for run in taken:
                     if run.pending_reason != error.what:
@@ -237,8 +245,10 @@ class RunReconciler:
                 trouble.attempt, trouble.since = run.attempt, now
             is_new = trouble.last != repr(error)
             trouble.last = repr(error)
-            if isinstance(error, FlashError) and error.code == "target_refused":
-                trouble.again_at = now + self.patience.refused_s
+            if isinstance(error, FlashError):
+                self.is_refused |= error.code == "store_refused"
+                if error.code == "target_refused":
+                    trouble.again_at = now + self.patience.refused_s
             if is_new:
                 log.exception("%s: trouble with attempt %s", run.id, run.attempt)
                 with suppress(FlashError):  # a full disk, which others may not mind
@@ -418,7 +428,9 @@ class RunReconciler:
 
     def _store_log(self, attempt: Attempt) -> None:
         """Keep the end of its output, if nobody else reads the folder."""
-        if tail := self.target.log_tail(attempt.folder, attempt.number):
+        if self.target.shares_disk:
+            return
+        if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
             self.store.put_log(attempt.run_id, attempt.number, tail)
 
     def _note_wait(self, run: Run, attempt: Attempt, hint: JobStatus) -> None:

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from flash_mcp.protocol.storage import forget_stores
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.reconciler import RunReconciler
 
@@ -44,17 +45,31 @@ class TargetThread(threading.Thread):
                     if repr(error) != self._trouble:
                         log.warning("target %s: %r", self.target, error)
                     self._trouble = repr(error)
+                self._renew_keys()
                 self.stopped.wait(self.poll_s)
         finally:
             if self._reconciler:
                 self._reconciler.close()
             self.store.close()
 
+    def _renew_keys(self) -> None:
+        """Begin again with the keys that a later shell has, if the store refuses those before."""
+        reconciler = self._reconciler
+        if reconciler is None or not reconciler.is_refused:
+            return
+        reconciler.is_refused = False
+        if reconciler.vault.take_store_keys():
+            log.warning("target %s: its store is asked with other keys", self.target)
+            forget_stores()
+            reconciler.close()
+            self._reconciler = None
+
     def _attend(self) -> bool:
         """Whether anything is left to do."""
         self._reconciler = self._reconciler or self.reconciler_of(self.target)
         if self.target not in self.store.active_targets():
-            return self._reconciler.maintenance.clear()
+            self._reconciler.maintenance.clear()
+            return False
         self._reconciler.attend(self.store.taken_runs(self.target))
         self._reconciler.maintain()
         return True

@@ -10,7 +10,8 @@ is of the same user. A request also carries the key that the supervisor wrote in
 environment code may run as the same user, but cannot read the state directory. Values cannot be
 read back: the supervisor passes them to the run's attempts only. When it ends they are lost, and a
 run that needs them waits until they are given again. Variables in the supervisor's own environment
-count as given. A `.env` file next to a run's config is read whenever its values are lacking."""
+count as given. A `.env` file next to a run's config is read whenever its values are lacking. Keys
+of stores come the same way, and are used once a store refuses those before."""
 
 from __future__ import annotations
 
@@ -39,6 +40,9 @@ NAME = "supervisor.sock"
 KEY = "supervisor.key"
 TIMEOUT_S = 5.0
 MAX_REQUEST_BYTES = 1 << 20
+STORE = "store"
+"""In a request, in place of a run: the values are keys of the targets' stores."""
+STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 class Vault:
@@ -50,6 +54,10 @@ class Vault:
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._key = secrets.token_urlsafe(32)
+        self._used_keys = [store_keys()]
+        """Keys of stores that this process has or had."""
+        self._new_keys: dict[str, str] = {}
+        """Others, as a later shell has them."""
 
     def open(self) -> None:
         """Take what servers give, in a thread of its own, until `close`. The caller holds the
@@ -95,6 +103,18 @@ class Vault:
         with self._lock:
             self._values.pop(run_id, None)
 
+    def take_store_keys(self) -> bool:
+        """Use the keys of stores that a later shell has; whether there are any."""
+        with self._lock:
+            keys, self._new_keys = self._new_keys, {}
+            if not keys:
+                return False
+            self._used_keys.append(keys)
+        for name in STORE_KEYS:
+            os.environ.pop(name, None)
+        os.environ.update(keys)
+        return True
+
     def _serve(self, listener: socket.socket) -> None:
         while True:
             try:
@@ -110,7 +130,10 @@ class Vault:
             request = _receive(connection)
             if not hmac.compare_digest(str(request["key"]).encode(), self._key.encode()):
                 return
-            if "values" in request:
+            if request["run_id"] == STORE:
+                if request["values"] not in self._used_keys:
+                    self._new_keys = request["values"]
+            elif "values" in request:
                 with self._lock:
                     self._values.setdefault(request["run_id"], {}).update(request["values"])
             _send(connection, {"lacking": self.lacking(request["run_id"], request["names"])})
@@ -149,6 +172,17 @@ def variables(env_files: Sequence[str]) -> dict[str, str]:
         for name, value in pairs.items():
             values.setdefault(name, value or "")
     return values
+
+
+def store_keys() -> dict[str, str]:
+    """The keys of stores in this process's environment."""
+    return {name: os.environ[name] for name in STORE_KEYS if name in os.environ}
+
+
+def offer_store_keys(base: Path) -> None:
+    """Let the supervisor take this process's keys of stores, once its own are refused."""
+    if keys := store_keys():
+        _ask(base, {"run_id": STORE, "names": [], "values": keys})
 
 
 def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:

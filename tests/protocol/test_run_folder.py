@@ -59,12 +59,14 @@ def list_objects(*arguments, **named):
 
 class Counting(DomainDispatcherApplication):
     requests = 0
+    key = sys.argv[3]
     delay = rate = lag = expired = 0.0
 
     def __call__(self, environ, start_response):
         Counting.requests += 1
         time.sleep(Counting.delay)
-        if Counting.expired:
+        is_old = Counting.key in environ.get("HTTP_AUTHORIZATION", "")
+        if Counting.expired == 1 or (Counting.expired and is_old):
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [EXPIRED]
         answer = super().__call__(environ, start_response)
@@ -109,7 +111,7 @@ class ObjectStore:
             "AWS_MAX_ATTEMPTS": "1",  # the client's own retries would hide ours
             "NO_PROXY": f"127.0.0.1,{host}",
         }
-        command = [sys.executable, "-c", SERVER, str(self.port), host]
+        command = [sys.executable, "-c", SERVER, str(self.port), host, self.environment["AWS_ACCESS_KEY_ID"]]
         # File systems are kept for each process, with the endpoint of an earlier store.
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -144,8 +146,8 @@ class ObjectStore:
 
     @contextmanager
     def faulty(self, kind: str, value: float = 1.0) -> Generator[None]:
-        """Within, it refuses all keys (`expired`), carries so many bytes a second for each request
-        (`rate`), or its lists lack what is younger than so many seconds (`lag`)."""
+        """Within, it refuses all keys (`expired`), with 2 the test's own alone, carries so many bytes a second
+        for each request (`rate`), or its lists lack what is younger than so many seconds (`lag`)."""
         self._tell(f"{kind} {value}")
         try:
             yield

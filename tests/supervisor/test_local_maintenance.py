@@ -46,9 +46,7 @@ def allow(store: Store, **values: float) -> None:
 
 
 def clear(store: Store) -> None:
-    maintenance = LocalMaintenance(store, Supervisor(store.base).target)
-    while maintenance.step():
-        pass
+    LocalMaintenance(store, Supervisor(store.base).target).step()
 
 
 def has_files(run: Run) -> bool:

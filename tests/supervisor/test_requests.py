@@ -4,6 +4,9 @@ nobody else.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +22,11 @@ from flash_mcp.state.targets import new_target, remove_target, write_target
 from flash_mcp.supervisor.launch.base import JobStatus
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.targets import RemoteTarget
+from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
 from tests.protocol.test_run_folder import BUCKET, ObjectStore, adapter, object_store
 from tests.supervisor.test_targets import HASTE, Bench, Lab
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 from worker.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.slow
@@ -135,6 +139,52 @@ def test_a_look_at_many_runs_with_news_in_a_slow_store_ends_soon(s3: ObjectStore
     bench.until(lambda: all(bench.store.metrics(run.id) for run in runs))
     print(f"all were read after {time.monotonic() - began:.2f} s")  # noqa: T201
     s3.delay(0)
+
+
+OFFER = "from pathlib import Path; from flash_mcp.supervisor import secrets; secrets.offer_store_keys(Path({!r}))"
+
+
+def test_keys_that_a_later_shell_has_are_used_once_the_store_refuses_those_before(
+    s3: ObjectStore, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
+    key = "AWS_ACCESS_KEY_ID"
+    monkeypatch.setenv(key, os.environ[key])  # it is that of before again after the test
+    bench.lab.patience_s = 1.0
+    (run,), (writer,) = started(bench, 1)
+    local = Lab()
+    local.name = "local"
+    supervisor = Supervisor(bench.store.base, launcher=local.launcher, patience=HASTE, open_target=lambda *_: bench.lab)
+    supervisor.vault.open()
+
+    def until(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, vars(bench.now(run))
+            supervisor.tick()
+
+    def offer(value: str) -> None:
+        shell = {**os.environ, key: value}
+        subprocess.run([sys.executable, "-c", OFFER.format(str(bench.store.base))], env=shell, check=True)
+
+    try:
+        until(lambda: supervisor.vault._new_keys or offer("key-of-a-later-shell"))
+        with s3.faulty("expired", 2.0):
+            until(lambda: os.environ[key] == "key-of-a-later-shell" and bench.now(run).pending_reason is None)
+            writer.folder = RunFolder(run.folder)  # as one with new keys of its own
+            writer.beat(2, "train")
+            until(lambda: bench.now(run).step == 2)
+            assert (bench.now(run).attempt, bench.now(run).pending_reason) == (1, None)
+        # Those that were refused are not taken again, and nothing else is refused now.
+        offer("key-of-the-test")
+        assert not supervisor.vault.take_store_keys()
+        with s3.faulty("expired"):
+            until(lambda: "refuses" in str(bench.now(run).pending_reason))
+            assert " s ago" in str(report_on(bench.store, run.id).view.pending_reason)
+        until(lambda: bench.now(run).pending_reason is None)
+    finally:
+        supervisor.vault.close()
+    assert (bench.now(run).attempt, bench.lab.engine.cancelled) == (1, [])
 
 
 def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(s3: ObjectStore, bench: Bench) -> None:

@@ -17,12 +17,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.devices import free_memory, ids, installed, names_of
 
+Value = TypeVar("Value")
 DEVICES = "devices.json"
 SIGNAL_TIMEOUT_S = 10.0
 KEEP_RECORDS_S = 7 * 86_400
@@ -78,9 +80,9 @@ class Record:
         if self._state() is not None:  # even if it ended, its number leads no other group
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            _wait_until(lambda: not self.is_alive())
+            wait_for(lambda: not self.is_alive(), SIGNAL_TIMEOUT_S)
         if self.boot == boot_id():
-            _wait_until(lambda: not self._kill_members())
+            wait_for(lambda: not self._kill_members(), SIGNAL_TIMEOUT_S)
 
     def _kill_members(self) -> bool:
         """Kill the members that carry the mark; whether there were any. The group may be another's
@@ -212,7 +214,7 @@ class LocalLauncher(Launcher):
                 start_new_session=True,
                 pass_fds=held,
             )
-        _wait_until(lambda: path.exists() or child.poll() is not None)
+        wait_for(lambda: path.exists() or child.poll() is not None, SIGNAL_TIMEOUT_S)
         record = Record.read(path)
         if record is None or record.pid == child.pid:
             self._children[launch.key] = child
@@ -284,10 +286,12 @@ class LocalLauncher(Launcher):
         return JobStatus("gone", f"exit code {ended}")
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SIGNAL_TIMEOUT_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
+def wait_for(attempt: Callable[[], Value | None], timeout_s: float) -> Value | None:
+    """What it returns, once that is true; None after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := attempt()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return result or None
 
 
 def _write_devices(home: Path, devices: Sequence[str]) -> None:

@@ -378,6 +378,9 @@ def _add_place(view: RunView, run: Run) -> None:
         view.target = run.target
     if run.pending_reason:
         view.pending_reason = shorten(run.pending_reason, 300)
+        if run.beat:
+            ago_s = time.time() - run.beat
+            view.pending_reason += f"; what is shown was read {ago_s:.0f} s ago"
 
 
 def _add_times(view: RunView, run: Run, step_s: float | None) -> None:
