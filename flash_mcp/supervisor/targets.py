@@ -55,9 +55,6 @@ class LocalTarget(Target):
     def job(self, run: Run) -> Json:
         return queue.job(run)
 
-    def log_tail(self, folder: RunFolder, attempt: int) -> str:
-        return ""
-
     def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
         return Launch(
             run.id,
@@ -122,7 +119,8 @@ class RemoteTarget(Target):
         options = [f"--{name}={value}" for name, value in (chosen or {}).items()]
         # Last: of two, sbatch takes the later one, and an owner's are the operator's.
         options += self.settings.owners.get(run.owner, [])
-        return Launch(run.id, attempt, command, variables, None, run.spec.gpus, options, gib)
+        user = self.settings.users.get(run.owner, "")
+        return Launch(run.id, attempt, command, variables, None, run.spec.gpus, options, user, gib)
 
     def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes:
         key = f"{run.id}-{run.attempt}"
@@ -214,7 +212,8 @@ def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
         launcher = LAUNCHERS[settings.engine]
         token, resources = settings.token_file, settings.resources
         return launcher(settings.address, settings.slots, resources, token, tag)
-    return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag)
+    users = settings.users.values()
+    return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag, users)
 
 
 def open_target(base: Path, name: str) -> Target:

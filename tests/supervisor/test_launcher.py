@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from flash_mcp.supervisor.launch.ray import RayLauncher
-from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
+from flash_mcp.supervisor.launch.slurm import LIST_EVERY_S, SlurmLauncher, with_gpus
 from tests import engines, ray_cluster, slurm, sshd
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT
@@ -376,6 +377,25 @@ def test_the_jobs_of_a_state_directory_are_listed_and_no_others(cluster: None, t
     assert SlurmLauncher().under_way() == []
     mine.cancel(first)
     wait_for(lambda: mine.under_way() == [])
+
+
+@pytest.mark.slow
+def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(
+    cluster: None, there: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\necho >>{tmp_path}/calls\nexec {slurm.find("squeue")} "$@"\n')
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    targets = [SlurmLauncher(2), SlurmLauncher(2, ["--partition=debug"])]
+    handles = [there.submit(launcher, attempt) for attempt, launcher in enumerate(targets, 1)]
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    began = time.monotonic()
+    while time.monotonic() - began < LIST_EVERY_S:
+        for launcher, handle in zip(targets, handles, strict=True):
+            assert state(launcher, handle) != "gone"
+        time.sleep(0.1)
+    assert len(calls.read_text().splitlines()) <= 2  # its beginning may need one, and its end
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -64,7 +66,7 @@ class Lab:
 
     timeout_s = TIMEOUT_S
 
-    def __init__(self, home: Path, storage: str, node: Path, model: Path, **more: Any) -> None:
+    def __init__(self, home: Path, storage: str, node: Path | None, model: Path, **more: Any) -> None:
         self.home = home
         self.store = Store(home)
         self.storage = storage
@@ -76,8 +78,11 @@ class Lab:
         self.environment = self.store.add_environment(name="vowels", digest=source.name, path=str(source), size_bytes=1)
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         fields = {"engine": "slurm", "storage": storage, "python": sys.executable, **more}
-        settings = new_target(home, "lab", {**fields, "env": variables, "home": str(node)})
-        write_target(home, "lab", settings)
+        settings = new_target(home, "lab", {**fields, "env": variables, "home": node and str(node)})
+        for name in ("lab", "near"):
+            write_target(home, name, settings)
+        # Another target on the same engine, which is looked after as long as this run waits.
+        self.train(target="near", secrets=["NOBODY_HAS_IT"])
         self.supervisor = Supervisor(home, patience=Timeouts(remote_poll_s=0.2))
 
     def train(self, **fields: object) -> Run:
@@ -235,8 +240,6 @@ def test_a_job_that_is_cancelled_behind_our_back_is_held_and_goes_on_once_its_ow
 
 
 def test_two_targets_on_one_cluster_end_none_of_each_others_jobs(lab: Lab) -> None:
-    settings = find_target(lab.home, "lab")
-    write_target(lab.home, "near", settings.model_copy(update={"options": ["--partition=debug"]}))
     runs = [lab.train(target=name, steps=400, save_every=200) for name in ("lab", "near")]
     lab.until(lambda: all(lab.now(run).state == "running" for run in runs))
     for name in ("lab", "near"):
@@ -395,13 +398,26 @@ def test_the_commands_from_nothing_work_as_they_are_typed(
     store_of_home.close()
 
 
-def test_python_may_be_a_command_that_enters_a_container(hidden: Path, tmp_path: Path, tiny_model: Path) -> None:
-    """With a program in place of apptainer that notes how it is called, and enters nothing."""
-    program = tmp_path / "apptainer"
-    program.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\nshift 3\nexport IN_CONTAINER=yes\nexec "$@"\n')
+CONTAINERS = {
+    "apptainer": ("exec --nv '/images/my flash.sif'", "shift 3", ""),
+    "srun": ("--container-image=me/flash", "shift", "srun"),
+}
+"""How a container is entered: the arguments, what the program that stands in takes of them, and the program that is
+started then: a step of Slurm's for pyxis, which extends srun."""
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_python_may_be_a_command_that_enters_a_container(
+    name: str, hidden: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    """With a program in place of apptainer, or of srun with pyxis, that notes how it is called and enters nothing."""
+    arguments, shift, inner = CONTAINERS[name]
+    program = tmp_path / name
+    step = slurm.find(inner) if inner else ""
+    program.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\n{shift}\nexport IN_CONTAINER=yes\nexec {step} "$@"\n')
     program.chmod(0o755)
-    python = f"{program} exec --nv '/images/my flash.sif' {sys.executable}"
-    lab = Lab(hidden / "container", str(tmp_path / "shared"), tmp_path / "node", tiny_model, python=python)
+    python = f"{program} {arguments} {sys.executable}"
+    lab = Lab(hidden / name, str(tmp_path / "shared"), tmp_path / "node", tiny_model, python=python)
     assert probe("lab", find_target(lab.home, "lab"))["missing"] == []
     run = lab.train(steps=1, slurm={"partition": "debug", "time": "30"})
     lab.until(lambda: find_worker(run))
@@ -410,7 +426,76 @@ def test_python_may_be_a_command_that_enters_a_container(hidden: Path, tmp_path:
     assert subprocess.run(limits, capture_output=True, text=True, check=True).stdout.split() == ["debug", "30:00"]
     assert lab.finish(run).state == "succeeded", lab.trouble()
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 2 and all(call.startswith("exec --nv /images/my flash.sif ") for call in calls)
+    assert len(calls) == 2 and all(call.startswith(arguments.replace("'", "")) for call in calls)
+    later = lab.train(steps=400, save_every=200)
+    worker = lab.until_step(later, 1)
+    queue.request_cancel(lab.store, later.id)
+    assert lab.finish(later).state == "cancelled" and worker.wait(PATIENCE_S) is None
+
+
+SUDO = """#!/bin/sh
+echo "$*" >>{calls}
+[ "$1 $2 $4" = "-n -u --" ] || exit 1
+user=$3; shift 4
+exec setpriv --reuid "$user" --regid "$(id -g "$user")" --clear-groups "$@"
+"""
+ACCOUNT = "games"
+
+
+def test_an_owners_jobs_are_those_of_the_owners_own_account(
+    object_store: ObjectStore, hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in place of sudo that lets everybody be anybody, and an account that each system has."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as open_to_all:
+        keys = Path(open_to_all, "keys.sh")
+        keys.parent.chmod(0o755)
+        keys.write_text("".join(f"{name}={shlex.quote(each)}\n" for name, each in object_store.environment.items()))
+        (tmp_path / "sudo").write_text(SUDO.format(calls=tmp_path / "calls"))
+        (tmp_path / "sudo").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        lab = Lab(hidden / "users", f"s3://{BUCKET}/users", None, tiny_model, env_file=str(keys),
+                  users={"local": ACCOUNT})  # fmt: skip
+        assert probe("lab", find_target(lab.home, "lab"), user=ACCOUNT)["missing"] == []
+        account = pwd.getpwnam(ACCOUNT)
+        run, cancelled = lab.train(steps=1), lab.train(steps=400, save_every=200)
+        lab.until(lambda: find_worker(run))
+        assert worker_of(run).uids().real == account.pw_uid
+        owner = ["squeue", "--noheader", "--format=%u", f"--jobs={lab.now(run).handle}"]
+        assert subprocess.run(owner, capture_output=True, text=True, check=True).stdout.strip() == ACCOUNT
+        assert lab.finish(run).state == "succeeded", lab.trouble()
+        worker = lab.until_step(cancelled, 1)
+        Maintenance(lab.store, open_target(lab.home, "near")).clear()
+        queue.request_cancel(lab.store, cancelled.id)
+        assert lab.finish(cancelled).state == "cancelled" and worker.wait(PATIENCE_S) is None
+        shutil.rmtree(f"/tmp/flash-mcp-{account.pw_uid}")
+        calls = {line.split()[4] for line in (tmp_path / "calls").read_text().splitlines()}
+        assert calls == {"sbatch", "scancel"}
+
+
+def test_a_run_goes_on_on_a_node_whose_caches_are_its_own(hidden: Path, tmp_path: Path, tiny_model: Path) -> None:
+    """The state directory is on this machine, and each node's caches on a disk that only that node has."""
+    caches = hidden / "caches"  # an empty file system of its own on each node
+    lab = Lab(hidden / "apart", str(tmp_path / "shared"), caches, tiny_model)
+    run = lab.train(max_attempts=1, steps=30, save_every=5)
+    seen: list[tuple[str, list[str]]] = []
+    for step, attempt in ((6, 1), (11, 2)):
+        lab.until(lambda attempt=attempt: lab.now(run).attempt == attempt and lab.now(run).state == "running")
+        worker = lab.until_step(run, step)
+        cached = Path(f"/proc/{worker.pid}/root{caches}").glob("machines/*/artifacts/*")
+        where = ["squeue", "--noheader", "--format=%N", f"--jobs={lab.now(run).handle}"]
+        node = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
+        seen.append((node, sorted(path.name for path in cached if path.is_dir())))
+        if attempt == 1:
+            subprocess.run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test"], check=True)
+            subprocess.run(["scontrol", "requeue", str(lab.now(run).handle)], check=True)
+    subprocess.run(["scontrol", "update", f"NodeName={seen[0][0]}", "State=RESUME"], check=True)
+    ended = lab.finish(run)
+    assert (ended.state, ended.step, ended.attempt) == ("succeeded", 30, 2), lab.trouble()
+    assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
+    (first, of_first), (second, of_second) = seen
+    assert {first, second} == {*slurm.NODES}
+    assert of_first == of_second and len(of_first) == 2  # model and environment, on each
+    assert not caches.exists()
 
 
 def test_the_commands_of_the_page_work_as_written(
@@ -447,14 +532,15 @@ def test_the_commands_of_the_page_work_as_written(
     assert find_target(home, "lab").storage == real["/shared/flash"]
     assert find_target(home, "lab").models == ("node" if checked["reaches_hub"] else "server")
     assert 0 <= checked["list_lag_s"] < 60
-    assert [run.target for run in lab.store.runs()] == ["lab", "lab"]
+    runs = [run for run in lab.store.runs() if run.target == "lab"]
+    assert len(runs) == 2
     deadline = time.monotonic() + TIMEOUT_S
-    while {run.state for run in lab.store.runs()} != {"succeeded"}:
+    while {lab.now(run).state for run in runs} != {"succeeded"}:
         assert time.monotonic() < deadline, lab.trouble()
         time.sleep(0.2)
 
     ((_, *arguments),) = commands_of(page, 7)
-    (trained,) = [run for run in lab.store.runs() if lab.store.checkpoints(run.id)]
+    (trained,) = [run for run in runs if lab.store.checkpoints(run.id)]
     command = [trained.id if word == "run-2f9k1c8d" else word for word in arguments]
     while (served := flash(*command))["state"] == "starting":
         assert time.monotonic() < deadline, served

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flash_mcp.protocol.records import Json, Run
-from flash_mcp.protocol.run_folder import RunFolder
-
-LOG_TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,8 @@ class Launch:
     """The cards that it gets, on a machine that has any; with 0 it takes no slot of it."""
     options: Sequence[str] = ()
     """Arguments of sbatch of this attempt, beside those of its target."""
+    user: str = ""
+    """The account of Slurm's hosts as which it is submitted, unless it is this process's own."""
     card_gib: float = 0.0
     """The memory that each card must have, for an engine that chooses cards; 0 if that is open."""
 
@@ -147,7 +146,3 @@ class Target(ABC):
         from its environment.
         """
         return None
-
-    def log_tail(self, folder: RunFolder, attempt: int) -> str:
-        """The end of an attempt's output, for the database; empty where the file can be read."""
-        return folder.log_tail(attempt, LOG_TAIL_BYTES)

@@ -12,8 +12,8 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from tempfile import mkdtemp
 
@@ -43,6 +43,7 @@ class Job:
     state: str
     comment: str
     """The tag of the launcher that submitted it."""
+    user: str
     reason: str
 
     def hint(self) -> JobStatus:
@@ -55,22 +56,40 @@ class Job:
         return JobStatus("gone", detail, is_preempted, is_by_hand=self.state == "CANCELLED")
 
 
+@dataclass
+class Queue:
+    """The jobs as squeue listed them last: one list serves all targets of a cluster."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    jobs: Sequence[Job] = ()
+    listed_at: float = -math.inf
+
+
+@cache
+def _queue(ssh: str, config: str, users: tuple[str, ...]) -> Queue:
+    return Queue()
+
+
 class SlurmLauncher(Launcher):
     """`options` are arguments of sbatch, such as --partition=gpu; `ssh` names a host that has
     sbatch, squeue and scancel. `tag` marks the jobs of one state directory: others may have jobs of
-    the same user.
+    the same user. `users` are accounts as which jobs may be submitted, besides this process's.
     """
 
     def __init__(
-        self, capacity: int = 1, options: Sequence[str] = (), ssh: str = "", tag: str = ""
+        self,
+        capacity: int = 1,
+        options: Sequence[str] = (),
+        ssh: str = "",
+        tag: str = "",
+        users: Collection[str] = (),
     ) -> None:
         self.capacity = capacity
         self.options = tuple(options)
         self.ssh = ssh
         self.tag = tag
-        self._listing = threading.Lock()
-        self._listed: list[Job] = []
-        self._listed_at = -math.inf
+        self.users = sorted(set(users))
+        self._queue = _queue(ssh, os.environ.get("SLURM_CONF", ""), tuple(self.users))
         self._began_at = time.monotonic()
         self._submitted_at: dict[str, float] = {}
         """By key, when its job was last handed to sbatch, which may have failed."""
@@ -89,7 +108,7 @@ class SlurmLauncher(Launcher):
         named = [f"--job-name={launch.key}", f"--comment={self.tag}", f"--output={output}"]
         options = with_gpus((*self.options, *launch.options), launch.gpus)
         options += [*own, *named]
-        printed = self._run(["sbatch", *options], script(launch))
+        printed = self._run(["sbatch", *options], script(launch), launch.user)
         # A host's greeting may come before it.
         numbers = re.findall(r"^(\d+)(?:;.*)?$", printed, re.MULTILINE)
         if not numbers:
@@ -99,7 +118,7 @@ class SlurmLauncher(Launcher):
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         try:
-            listed = self._jobs(time.monotonic() - LIST_EVERY_S) if handles else []
+            listed = self._jobs(time.monotonic() - LIST_EVERY_S) if handles else ()
         except FlashError as error:
             return {handle.key: JobStatus("unknown", error.what) for handle in handles}
         jobs = {job.id: job for job in listed}
@@ -108,7 +127,7 @@ class SlurmLauncher(Launcher):
     def _hint(self, handle: Handle, job: Job | None) -> JobStatus:
         if job:
             return job.hint()
-        if self._submitted_at.get(handle.key, -math.inf) >= self._listed_at:
+        if self._submitted_at.get(handle.key, -math.inf) >= self._queue.listed_at:
             return JobStatus("pending", "Slurm: submitted")
         return JobStatus("gone", "Slurm does not list its job")
 
@@ -130,25 +149,35 @@ class SlurmLauncher(Launcher):
     def cancel(self, handle: Handle) -> None:
         if not handle.id:
             return
+        user = ""
+        if self.users:  # nobody else may end the job
+            submitted_at = self._submitted_at.get(handle.key, -math.inf)
+            jobs = self._jobs(max(submitted_at, time.monotonic() - LIST_EVERY_S))
+            user = next((job.user for job in jobs if job.id == handle.id), "")
         # The first ends its processes at once, the second one that is pending.
-        self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id])
-        self._run(["scancel", "--quiet", handle.id])
+        self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id], user=user)
+        self._run(["scancel", "--quiet", handle.id], user=user)
 
-    def _jobs(self, since: float) -> list[Job]:
-        """This user's jobs, and those that ended lately, as a list has them that is not older."""
-        with self._listing:
-            if self._listed_at < since:
+    def _jobs(self, since: float) -> Sequence[Job]:
+        """The users' jobs, and those that ended lately, as a list has them that is not older."""
+        with self._queue.lock:
+            if self._queue.listed_at < since:
                 began = time.monotonic()
-                form = "--format=%i|%j|%T|%k|%r"
-                listed = self._run(["squeue", "--me", "--states=all", "--noheader", form])
-                lines = [line for line in listed.splitlines() if line.count("|") >= 4]
-                self._listed = [Job(*line.split("|", 4)) for line in lines]
-                self._listed_at = began
-            return self._listed
+                whose = "--me"
+                if self.users:
+                    whose = f"--user={','.join([self._run(['id', '-un']).strip(), *self.users])}"
+                form = "--format=%i|%j|%T|%k|%u|%r"
+                listed = self._run(["squeue", whose, "--states=all", "--noheader", form])
+                lines = [line for line in listed.splitlines() if line.count("|") >= 5]
+                self._queue.jobs = [Job(*line.split("|", 5)) for line in lines]
+                self._queue.listed_at = began
+            return self._queue.jobs
 
-    def _run(self, command: list[str], stdin: str = "") -> str:
-        """What the command prints. FlashError(target_unreachable | target_refused)."""
+    def _run(self, command: list[str], stdin: str = "", user: str = "") -> str:
+        """What the command prints, as `user`. FlashError(target_unreachable | target_refused)."""
         name = command[0]
+        if user in self.users:
+            command = ["sudo", "-n", "-u", user, "--", *command]
         if self.ssh:
             command = ["ssh", *_ssh_options(), self.ssh, shlex.join(command)]
         try:
@@ -217,5 +246,7 @@ def with_gpus(options: Sequence[str], gpus: int) -> list[str]:
 
 def script(launch: Launch) -> str:
     """The job: the attempt's environment, and its command in place of the shell."""
-    lines = ["#!/bin/sh", *exported(launch.environment), f"exec {shlex.join(launch.command)}"]
+    # What --export=NIL says of the job would hold for an srun in the command too.
+    lines = ["#!/bin/sh", "unset SLURM_EXPORT_ENV", *exported(launch.environment)]
+    lines.append(f"exec {shlex.join(launch.command)}")
     return "\n".join(lines) + "\n"
