@@ -15,13 +15,11 @@ DEPLOYS = "deploy(run_id=...) serves a checkpoint; status lists the runs"
 
 class DeploymentTable(Connection):
     def add_deployment(self, row: Mapping[str, Any]) -> Deployment:
-        """`row` holds id, owner, name and model at least; state is starting unless given."""
+        """`row` holds id, owner, name and model at least; state is starting unless given. One of
+        this id that has ended begins anew.
+        """
         now = time.time()
-        blank = dict.fromkeys(("run_id", "step", "adapter_path", "error", "base_url"))
-        self.insert(
-            "deployments",
-            {**blank, "state": "starting", "created": now, "updated": now, **row},
-        )
+        self._put("deployments", {"state": "starting", "created": now, "updated": now, **row})
         return self.deployment(str(row["id"]))
 
     def deployments(self, states: Sequence[str] = ()) -> list[Deployment]:

@@ -25,17 +25,13 @@ class EnvironmentTable(Connection):
         before.
 
         FlashError(quota_exceeded) if a caller other than the local owner would store too much."""
-        row = EnvironmentVersion(
-            owner=caller().owner,
-            name=name,
-            digest=digest,
-            path=path,
-            size_bytes=size_bytes,
-            pushed=time.time(),
-            data=data or {},
-        )
+        files: Json = {"path": path, "size_bytes": size_bytes, "data": data or {}}
+        names = {"owner": caller().owner, "name": name, "digest": digest}
+        row = EnvironmentVersion(**names, **files, pushed=time.time())
         with self.transaction():
-            self._check_room(row)
+            stored = self.environment_bytes(besides=row)
+            limit = self.environment_limit()
+            check_quota("environments", stored, size_bytes, limit, "uploads_gib")
             self._put("environments", vars(row))
         return row
 
@@ -47,11 +43,6 @@ class EnvironmentTable(Connection):
                 name=stage.parent.name, digest=stage.digest, path=path, size_bytes=size, data=data
             )
             return row, stage.commit()
-
-    def _check_room(self, row: EnvironmentVersion) -> None:
-        stored = self.environment_bytes(besides=row)
-        limit = self.environment_limit()
-        check_quota("environments", stored, row.size_bytes, limit, "uploads_gib")
 
     def environment_bytes(self, besides: EnvironmentVersion | None = None) -> int:
         """The bytes of environments that the caller stores."""

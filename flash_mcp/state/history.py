@@ -234,15 +234,9 @@ class HistoryTables(RunTable):
                 [run_id, split, step],
             )
             for position, rollout in enumerate(rollouts):
-                row = {
-                    "run_id": run_id,
-                    "split": split,
-                    "step": step,
-                    "position": rollout.get("index", position),
-                    "reward": float(rollout["reward"]),
-                    "success": int(rollout["success"]),
-                    "body": rollout,
-                }
+                row: Json = {"run_id": run_id, "split": split, "step": step, "body": rollout}
+                row["position"] = rollout.get("index", position)
+                row |= {"reward": float(rollout["reward"]), "success": int(rollout["success"])}
                 self._put("rollouts", row)
 
     def put_evaluation(self, run_id: str, evaluation: Mapping[str, Any]) -> None:

@@ -95,39 +95,21 @@ def enqueue(
         _check_quota(store)
         lineage = {"code": code_version(), **(lineage or {})}
         _check_still_there(store, environment, [init_adapter, lineage.get("teacher")], dataset)
-        run_id, now = new_id(store), time.time()
+        run_id = new_id(store)
         if commit := _commit_before(store, spec, init_adapter):
             lineage["model_commit"] = commit
         if (granted := caller().secrets) is not None:
             lineage["granted"] = sorted(granted)
         if environment.owner != caller().owner:  # the local owner may run another's
             lineage["environment_owner"] = environment.owner
-        store.insert(
-            "runs",
-            {
-                "id": run_id,
-                "owner": caller().owner,
-                "state": "queued",
-                "algorithm": spec["algorithm"],
-                "model": spec["model"],
-                "environment": environment.name,
-                "environment_digest": environment.digest,
-                "environment_path": environment.path,
-                "spec": {**spec, "environment": f"{environment.name}@{environment.digest}"},
-                "sources": resolved.sources,
-                "init_adapter": init_adapter,
-                "dataset": dataset,
-                "lineage": lineage,
-                "idempotency_key": idempotency_key,
-                "request_digest": request_digest(resolved),
-                "folder": _folder(store, resolved.spec.target, run_id),
-                "target": resolved.spec.target,
-                "max_attempts": spec["max_attempts"],
-                "steps": spec["steps"],
-                "created": now,
-                "updated": now,
-            },
-        )
+        spec["environment"] = f"{environment.name}@{environment.digest}"
+        columns: Json = {"owner": caller().owner, "algorithm": spec["algorithm"]}
+        columns |= {"steps": spec["steps"], "sources": resolved.sources, "lineage": lineage}
+        columns |= {"environment": environment.name, "environment_digest": environment.digest}
+        columns |= {"environment_path": environment.path, "dataset": dataset}
+        columns |= {"init_adapter": init_adapter, "idempotency_key": idempotency_key}
+        columns |= {"request_digest": request_digest(resolved)}
+        _add(store, run_id, spec, **columns)
     return store.run(run_id), True
 
 
@@ -137,31 +119,22 @@ def enqueue_server(
     """Add the run of a model server that a deployment needs; its id. `serves` is the deployment, or
     the model on this machine, where deployments share a server. The caller is in the transaction
     that writes the deployment. FlashError(unknown_target | targets_invalid)."""
-    run_id, now = new_id(store, "srv"), time.time()
-    target = deployment["target"]
-    spec: Json = {"environment": "", "target": target, "secrets": [], "gpus": gpus}
+    run_id = new_id(store, "srv")
+    spec: Json = {"environment": "", "target": deployment["target"], "secrets": [], "gpus": gpus}
     spec |= {"model": deployment["model"], "lora_rank": deployment["lora_rank"]}
     spec |= {"stall_timeout_s": SERVER_START_S, "max_attempts": SERVER_ATTEMPTS}
-    store.insert(
-        "runs",
-        {
-            "id": run_id,
-            "owner": deployment["owner"],
-            "state": "queued",
-            "algorithm": "serve",
-            "model": deployment["model"],
-            "spec": spec,
-            "serves": serves,
-            "init_adapter": {"path": deployment["adapter_path"]},
-            "lineage": {"code": code_version(), **lineage},
-            "folder": _folder(store, target, run_id),
-            "target": target,
-            "max_attempts": SERVER_ATTEMPTS,
-            "created": now,
-            "updated": now,
-        },
-    )
+    columns: Json = {"owner": deployment["owner"], "algorithm": "serve", "serves": serves}
+    columns |= {"init_adapter": {"path": deployment["adapter_path"]}}
+    _add(store, run_id, spec, **columns, lineage={"code": code_version(), **lineage})
     return run_id
+
+
+def _add(store: Store, run_id: str, spec: Json, **columns: Any) -> None:
+    """A new row, which is queued. FlashError(unknown_target | targets_invalid)."""
+    now = time.time()
+    row: Json = {"id": run_id, "state": "queued", "created": now, "updated": now, "spec": spec}
+    row |= {name: spec[name] for name in ("model", "target", "max_attempts")}
+    store.insert("runs", {**row, **columns, "folder": _folder(store, spec["target"], run_id)})
 
 
 def _folder(store: Store, target: str, run_id: str) -> str:
@@ -201,33 +174,17 @@ def job(run: Run) -> Json:
         serve: Json = {"rank": run.training.lora_rank, "name": run.model}
         if "port" in run.lineage:
             serve["port"] = run.lineage["port"]
-        return {
-            "run_id": run.id,
-            "model": run.model,
-            "spec": {},
-            "init_adapter": run.init_adapter,
-            "serve": serve,
-        }
-    return {
-        "run_id": run.id,
-        "owner": run.owner,
-        "spec": run.spec.model_dump(),
-        "sources": run.sources,
-        "environment": {
-            "name": run.environment,
-            "digest": run.environment_digest,
-            "path": run.environment_path,
-            "owner": run.lineage.get("environment_owner", run.owner),
-        },
-        "model": run.model,
-        "init_adapter": run.init_adapter,
-        "teacher": run.lineage.get("teacher"),
-        "dataset": run.dataset,
-        "regression": run.lineage.get("regression"),
-        "lineage": run.lineage,
-        "created": run.created,
-        "started": run.started,
-    }
+        job: Json = {"run_id": run.id, "model": run.model, "spec": {}, "serve": serve}
+        return {**job, "init_adapter": run.init_adapter}
+    environment = {"name": run.environment, "digest": run.environment_digest}
+    environment["path"] = run.environment_path
+    environment["owner"] = run.lineage.get("environment_owner", run.owner)
+    job = {"run_id": run.id, "owner": run.owner, "model": run.model, "environment": environment}
+    job |= {"spec": run.spec.model_dump(), "sources": run.sources, "dataset": run.dataset}
+    job |= {"init_adapter": run.init_adapter, "lineage": run.lineage}
+    for name in ("teacher", "regression"):
+        job[name] = run.lineage.get(name)
+    return {**job, "created": run.created, "started": run.started}
 
 
 ALL_QUEUED = """
@@ -296,23 +253,12 @@ def claim(
     `waiting` are ids of runs that cannot start yet, `over` owners whose runs cannot.
     """
     now = time.time()
+    sql = f"""{CLAIM} WHERE state = 'queued' AND gpus <= ?7
+              AND id = ({FAIR_ORDER.format(waiting=FIRST_QUEUED)} LIMIT 1) RETURNING *"""
+    values: list[Any] = [now, LATELY_S, target, now + MAX_DELAY_S]
+    values += [json.dumps(list(waiting)), json.dumps(list(over)), gpus]
     with store.transaction():
-        rows = store.query(
-            f"""{CLAIM}
-               WHERE state = 'queued'
-               AND id = ({FAIR_ORDER.format(waiting=FIRST_QUEUED)} LIMIT 1)
-               AND gpus <= ?7
-               RETURNING *""",
-            [
-                now,
-                LATELY_S,
-                target,
-                now + MAX_DELAY_S,
-                json.dumps(list(waiting)),
-                json.dumps(list(over)),
-                gpus,
-            ],
-        )
+        rows = store.query(sql, values)
     if rows:
         return Run.from_row(rows[0])
     return None
@@ -429,16 +375,10 @@ def requeue(
         not_before = ?, max_attempts = max_attempts + ?, preemptions = preemptions + ?"""
     not_before = time.time() + min(delay_s, MAX_DELAY_S)
     encoded = json.dumps(error.to_dict(), default=str)
-    return _update(
-        store,
-        assignments,
-        [encoded, not_before, more, preempted],
-        run_id,
-        attempt,
-        ("starting", "running"),
-        f"""AND attempt < max_attempts + {more} AND cancel_requested IS NULL
-        AND preemptions + {preempted} <= {MAX_PREEMPTIONS}""",
-    )
+    guard = f"""AND attempt < max_attempts + {more} AND cancel_requested IS NULL
+                AND preemptions + {preempted} <= {MAX_PREEMPTIONS}"""
+    values = [encoded, not_before, more, preempted]
+    return _update(store, assignments, values, run_id, attempt, ("starting", "running"), guard)
 
 
 def finish(

@@ -150,9 +150,7 @@ def _find(store: Store, reference: str) -> _Found:
         existing = ", ".join(item.reference for item in (mine or versions)[:5])
         what = f"{reference!r} is not one version"
         raise FlashError(code, what, fix=f"name the version: {existing}")
-    if results[0].kind == "environment":
-        return _environment(store, results[0])
-    return _dataset(store, results[0])
+    return _version(store, results[0])
 
 
 def _versions(store: Store, name: str) -> list[_Version]:
@@ -214,22 +212,18 @@ def _export(store: Store, name: str) -> _Found | None:
     return None
 
 
-def _environment(store: Store, result: _Version) -> _Found:
-    whole, path = result.reference, result.path
-    stored = store.encode("path", path)
-    _check_unused(whole, store.column("SELECT id FROM runs WHERE environment_path = ?", [stored]))
-    values = [result.owner, result.name, result.digest]
-    sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
-    folders, deletions = own(store, [path]), [(sql, values)]
-    outside = elsewhere(store, path)
-    return _Found("environment", whole, result.owner, folders, deletions, elsewhere=outside)
-
-
-def _dataset(store: Store, result: _Version) -> _Found:
-    whole, path = result.reference, result.path
-    sql = "SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?"
-    _check_unused(whole, store.column(sql, [store.encode("path", path)]))
-    return _Found("dataset", whole, result.owner, [path], [])
+def _version(store: Store, item: _Version) -> _Found:
+    stored = store.encode("path", item.path)
+    if item.kind == "dataset":
+        sql = "SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?"
+        _check_unused(item.reference, store.column(sql, [stored]))
+        return _Found("dataset", item.reference, item.owner, [item.path], [])
+    sql = "SELECT id FROM runs WHERE environment_path = ?"
+    _check_unused(item.reference, store.column(sql, [stored]))
+    values = [item.owner, item.name, item.digest]
+    deletion = ("DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?", values)
+    folders, outside = own(store, [item.path]), elsewhere(store, item.path)
+    return _Found("environment", item.reference, item.owner, folders, [deletion], elsewhere=outside)
 
 
 def own(store: Store, folders: Iterable[Path]) -> list[Path]:

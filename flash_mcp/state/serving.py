@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,27 +66,18 @@ def request(
         raise error
     rank = _rank_in(adapter, f"{run_id}@{step}")
     _record(store, deployment_id, is_on=bool(record))
-    values: Json = {
-        "owner": run.owner,
-        "name": name,
-        "model": served_model(store, run),
-        "run_id": run_id,
-        "step": step,
-        "adapter_path": str(adapter),
-        "target": elsewhere or LOCAL_TARGET,
-        "lora_rank": rank,
-        "thinking": bool(run.spec.thinking),
-        "port": port,
-        "idle_minutes": idle_minutes,
-        "record": bool(record),
-    }
+    values: Json = {"owner": run.owner, "name": name, "run_id": run_id, "step": step}
+    values |= {"model": served_model(store, run), "thinking": bool(run.spec.thinking)}
+    values |= {"adapter_path": str(adapter), "lora_rank": rank}
+    values |= {"target": elsewhere or LOCAL_TARGET, "port": port, "idle_minutes": idle_minutes}
+    values["record"] = bool(record)
     with store.transaction():
         if not adapter.exists():
             raise _removed(run_id, step)
         values["server_run"] = values["server_attempt"] = None  # the supervisor finds one here
         if elsewhere:
             values["server_run"] = queue.enqueue_server(store, deployment_id, values, gpus=gpus)
-        return _stored(store, deployment_id, values)
+        return store.add_deployment({"id": deployment_id, **values})
 
 
 def _free_name(name: str | None) -> str | None:
@@ -102,15 +92,6 @@ def _removed(run_id: str, step: int) -> FlashError:
     what = f"the checkpoint of step {step} has just been removed"
     fix = f"checkpoints(run_id={run_id!r}) lists those that are there"
     return FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
-
-
-def _stored(store: Store, deployment_id: str, values: Json) -> Deployment:
-    """A new row, or the earlier one of this id made to start again."""
-    if not any(row.id == deployment_id for row in store.deployments()):
-        return store.add_deployment({"id": deployment_id, **values})
-    blank: Json = {"error": None, "base_url": None, "created": time.time()}
-    store.update_deployment(deployment_id, state="starting", **values, **blank)
-    return store.deployment(deployment_id)
 
 
 def _elsewhere(

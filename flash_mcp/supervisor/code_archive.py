@@ -42,7 +42,10 @@ def code_folder(base: Path) -> Path:
 
 
 def _wheel() -> bytes:
-    files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in _sources()}
+    files: dict[str, bytes] = {}
+    for path in sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files[path.relative_to(ROOT).as_posix()] = path.read_bytes()
     info = f"flash_mcp-{__version__}.dist-info"
     installed = metadata.distribution("flash-mcp")
     files[f"{info}/WHEEL"] = TAG.encode()
@@ -56,11 +59,6 @@ def _wheel() -> bytes:
         for name, body in files.items():
             archive.writestr(zipfile.ZipInfo(name, LONG_AGO), body, zipfile.ZIP_DEFLATED)
     return created.getvalue()
-
-
-def _sources() -> list[Path]:
-    result = (path for name in PACKAGES for path in (ROOT / name).rglob("*"))
-    return sorted(path for path in result if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _record_of(name: str, body: bytes) -> str:

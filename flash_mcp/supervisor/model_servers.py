@@ -322,8 +322,8 @@ class ModelServer:
         if self._ssh(run) and not has_tunnel:
             self._reach(rows, run, is_first=True)
         server = server_here(self.home, run)
-        outcome = examine(server, rows[0].id)
-        if not outcome.answers:
+        idle_s = examine(server, rows[0].id)
+        if idle_s is None:
             self._failures += 1
             if self._failures >= FAILURES and time.monotonic() - self._since > SILENT_S:
                 what = f"its server did not answer for {SILENT_S:.0f} s"
@@ -333,9 +333,8 @@ class ModelServer:
         self._failures, self._since = 0, time.monotonic()
         for row in rows:
             minutes = idle_minutes(row, self.home)
-            if not minutes or outcome.idle_s <= 60 * minutes:
-                continue
-            if idle_seconds(server) > 60 * minutes:  # a request may have come since
+            is_idle = minutes and idle_s > 60 * minutes
+            if is_idle and idle_seconds(server) > 60 * minutes:  # a request may have come since
                 error = idle_error(row, minutes)
                 self._update(row, state="stopping", error=error.to_dict())
                 log.info("%s: %s", row.id, error.what)

@@ -34,7 +34,7 @@ LOST = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recovered:
     runs: list[str] = field(default_factory=list[str])
     environments: list[str] = field(default_factory=list[str])
@@ -63,21 +63,15 @@ def recover(base: Path) -> Recovered:
         raise FlashError("state_busy", what, path=base, fix=fix)
     with lock:
         try:
-            damaged = _set_aside(base)
+            result = Recovered(damaged=_set_aside(base))
             store = Store(base)
-            runs = _take_runs(store)
-            environments = _take_environments(store)
+            _take_runs(store, result)
+            _take_environments(store, result)
         except OSError as error:
             raise disk_error(error, base) from error
-    taken = runs.runs or environments.environments
-    return Recovered(
-        runs=runs.runs,
-        environments=environments.environments,
-        kept=runs.kept + environments.kept,
-        problems=[*runs.problems, *environments.problems],
-        damaged=damaged,
-        lost=LOST if taken or damaged else (),
-    )
+    if result.runs or result.environments or result.damaged:
+        result.lost = LOST
+    return result
 
 
 def _set_aside(base: Path) -> str | None:
@@ -101,18 +95,15 @@ def _set_aside(base: Path) -> str | None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def _take_runs(store: Store) -> Recovered:
+def _take_runs(store: Store, result: Recovered) -> None:
     existing = set(store.column("SELECT id FROM main.runs"))
-    taken: list[str] = []
-    problems: list[str] = []
-    kept = 0
     folders = runs_dir(store.base)
     for path in sorted(folders.iterdir()) if folders.is_dir() else ():
         # Model servers start anew.
         if path.name.startswith((".", "srv-")) or not path.is_dir():
             continue
         if path.name in existing:
-            kept += 1
+            result.kept += 1
             continue
         try:
             # A run is taken in whole or not at all: a second call looks only at those without row.
@@ -123,10 +114,9 @@ def _take_runs(store: Store) -> Recovered:
             if isinstance(error, FlashError) and error.code == "disk_full":
                 raise
             log.debug("%s", path, exc_info=True)
-            problems.append(f"runs/{path.name}: {error}")
+            result.problems.append(f"runs/{path.name}: {error}")
         else:
-            taken.append(path.name)
-    return Recovered(runs=taken, kept=kept, problems=problems)
+            result.runs.append(path.name)
 
 
 def _row(store: Store, path: Path) -> Json:
@@ -137,33 +127,19 @@ def _row(store: Store, path: Path) -> Json:
         raise ValueError(f"its job.json is that of {job['run_id']}")
     spec = job["spec"]
     environment = job["environment"]
-    beat = _readable(folder, "beat.json") or {}
+    beat = folder.read_json("beat.json") or {}
     attempt = folder.newest_epoch()
     now = time.time()
-    row: Json = {
-        "id": path.name,
-        "owner": job.get("owner", LOCAL_OWNER),
-        "state": "queued",
-        "algorithm": spec["algorithm"],
-        "model": job["model"],
-        "environment": environment["name"],
-        "environment_digest": environment["digest"],
-        "environment_path": environment["path"],
-        "spec": spec,
-        "sources": job["sources"],
-        "init_adapter": job["init_adapter"],
-        "dataset": job["dataset"],
-        "lineage": job.get("lineage", {}),
-        "request_digest": "",
-        "folder": str(path),
-        "attempt": attempt,
-        "max_attempts": spec["max_attempts"],
-        "steps": spec.get("steps") or beat.get("steps"),
-        "step": max([beat.get("step", 0), *folder.metric_steps()]),
-        "created": job["created"],
-        "started": (_readable(folder, "epoch", str(attempt)) or {}).get("time"),
-        "updated": now,
-    }
+    row: Json = {"id": path.name, "owner": job.get("owner", LOCAL_OWNER), "state": "queued"}
+    row |= {"folder": str(path), "request_digest": "", "updated": now, "attempt": attempt}
+    row |= {"spec": spec, "algorithm": spec["algorithm"], "max_attempts": spec["max_attempts"]}
+    row |= {"environment": environment["name"], "environment_digest": environment["digest"]}
+    row |= {"environment_path": environment["path"], "lineage": job.get("lineage", {})}
+    for name in ("model", "sources", "init_adapter", "dataset", "created"):
+        row[name] = job[name]
+    row["steps"] = spec.get("steps") or beat.get("steps")
+    row["step"] = max([beat.get("step", 0), *folder.metric_steps()])
+    row["started"] = (folder.read_json("epoch", str(attempt)) or {}).get("time")
     if result := final_result(folder):
         row["state"] = result["state"]
         row["error"] = result["error"]
@@ -175,14 +151,6 @@ def _row(store: Store, path: Path) -> Json:
     if row["state"] == "cancelled":
         row["cancel_requested"] = row["ended"]
     return row
-
-
-def _readable(folder: RunFolder, *parts: str) -> Json | None:
-    """A file that the row can do without; None if it is missing or damaged."""
-    try:
-        return folder.read_json(*parts)
-    except ValueError:
-        return None
 
 
 def _in_this_home(base: Path, job: Json) -> Json:
@@ -198,27 +166,24 @@ def _in_this_home(base: Path, job: Json) -> Json:
 # -- environments ----------------------------------------------------------------------------------
 
 
-def _take_environments(store: Store) -> Recovered:
+def _take_environments(store: Store, result: Recovered) -> None:
     rows = store.query("SELECT owner, name, digest FROM main.environments")
     existing = {(row["owner"], row["name"], row["digest"]) for row in rows}
-    taken: list[str] = []
-    problems: list[str] = []
-    kept = 0
     for owner, path in _versions(environments_dir(store.base)):
         name = path.parent.name
         reference = f"{name}@{path.name}"
         if owner != LOCAL_OWNER:
             reference = f"{owner}/{reference}"
         if (owner, name, path.name) in existing:
-            kept += 1
+            result.kept += 1
         elif digest_of(path) != path.name:
-            problems.append(f"environment {reference}: its files were changed since it was pushed")
+            what = "its files were changed since it was pushed"
+            result.problems.append(f"environment {reference}: {what}")
         else:
             row: Json = {"owner": owner, "name": name, "digest": path.name, "path": path}
             row |= {"size_bytes": size_of(path), "pushed": path.stat().st_mtime, "data": {}}
             store.insert("environments", row)
-            taken.append(reference)
-    return Recovered(environments=taken, kept=kept, problems=problems)
+            result.environments.append(reference)
 
 
 def _versions(root: Path) -> Iterator[tuple[str, Path]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from contextlib import suppress
 
 import httpx
 
@@ -23,30 +23,24 @@ FAILURES = 2
 one of them."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    answers: bool
-    idle_s: float = 0.0
-
-
-def examine(server: Server, deployment_id: str) -> Finding:
-    """Ask for the idle time, and for one token."""
+def examine(server: Server, deployment_id: str) -> float | None:
+    """Seconds since a user's request ended, if the server computes a token; None if it does not."""
     try:
         idle_s = idle_seconds(server)
         before = _tokens(server)
     except (httpx.HTTPError, ValueError, KeyError) as error:
         log.warning("%s does not answer: %r", server.model, error)
-        return Finding(answers=False)
+        return None
     body = {"model": deployment_id, "prompt": "Hello", "max_tokens": 1}
     try:
         server.call("/completions", body, key=server.admin_key, timeout_s=TOKEN_TIMEOUT_S)
-        return Finding(answers=True, idle_s=idle_s)
+        return idle_s
     except httpx.HTTPError as error:
         log.warning("%s computes no token: %r", server.model, error)
-    try:
-        return Finding(answers=_tokens(server) > before)  # it computes others' before ours
-    except httpx.HTTPError:
-        return Finding(answers=False)
+    with suppress(httpx.HTTPError):
+        if _tokens(server) > before:  # it computes others' before ours
+            return 0.0
+    return None
 
 
 def idle_seconds(server: Server) -> float:
