@@ -91,7 +91,7 @@ class Session:
             self.progress.advance(bar)
 
     def strike(self, made: Rehearsal, number: int, faults: int, seed: int) -> None:
-        """Runs under random faults, until all have ended."""
+        """Runs under random faults, until all have ended: so many, or more while faults are left."""
         began = time.monotonic()
         for target in TARGETS:
             made.add_target(target, quick=True)
@@ -107,8 +107,10 @@ class Session:
             self.progress.update(ended_bar, completed=ended)
             struck = sum(fault.struck for fault in strikes.faults)
             self.progress.update(struck_bar, completed=struck)
-            if ended == number:
-                break
+            if ended == len(runs.ids):
+                if struck == faults:
+                    break
+                runs.add()
             time.sleep(EVERY_S)
         strikes.over.set()
         strikes.join(30)
@@ -117,7 +119,7 @@ class Session:
             self.say(f"{name}: {wrong}")
         for kind, count in Counter(each.kind for each in strikes.faults if each.struck).items():
             self.rows.append(Row(shown(self.engine, kind), 0.0, f"{count}"))
-        row = Row(f"{number} runs under these faults", round(time.monotonic() - began, 1))
+        row = Row(f"{len(runs.ids)} runs under these faults", round(time.monotonic() - began, 1))
         row.seen = f"{ended} ended, {runs.attempts()} attempts, {len(found)} with defects"
         row.seen += f", tools within {runs.tool_s:.2f} s"
         row.defects = [f"{name}: {'; '.join(wrong)}" for name, wrong in found.items()]

@@ -213,17 +213,19 @@ class Runs:
     def __init__(self, rehearsal: Rehearsal, number: int) -> None:
         self.rehearsal = rehearsal
         self.store = rehearsal.store
-        environment = self.store.environment("vowels")
-        spec = {"environment": "vowels", "steps": STEPS, "save_every": 1,
-                "keep_checkpoints": 100, "max_attempts": 20}  # fmt: skip
         self.ids: list[str] = []
-        for place in range(number):
-            target = TARGETS[place % len(TARGETS)]
-            resolved = resolve(RunSpec.model_validate({**spec, "target": target}))
-            self.ids.append(queue.enqueue(self.store, resolved, environment)[0].id)
+        for _ in range(number):
+            self.add()
         self.committed: dict[str, list[object]] = {}
         self.tool_s = 0.0
         """The longest that a tool took: to list runs, to show one, and to note something on it."""
+
+    def add(self) -> None:
+        """One more, on the next target."""
+        spec = {"environment": "vowels", "steps": STEPS, "save_every": 1, "keep_checkpoints": 100,
+                "max_attempts": 20, "target": TARGETS[len(self.ids) % len(TARGETS)]}  # fmt: skip
+        resolved = resolve(RunSpec.model_validate(spec))
+        self.ids.append(queue.enqueue(self.store, resolved, self.store.environment("vowels"))[0].id)
 
     def use_tools(self) -> None:
         began = time.monotonic()

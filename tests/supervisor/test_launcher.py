@@ -398,6 +398,40 @@ def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(
     assert len(calls.read_text().splitlines()) <= 2  # its beginning may need one, and its end
 
 
+SUDO = """#!/bin/sh
+echo "$*" >>{calls}
+[ "$1 $2 $4" = "-n -u --" ] || exit 1
+user=$3; shift 4
+exec setpriv --reuid "$user" --regid "$(id -g "$user")" --clear-groups "$@"
+"""
+ACCOUNT = "games"
+
+
+@pytest.mark.slow
+def test_jobs_are_submitted_and_ended_as_the_account_that_they_are_for(
+    cluster: None, there: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in place of sudo that lets everybody be anybody, and an account that each system has."""
+    (tmp_path / "sudo").write_text(SUDO.format(calls=tmp_path / "calls"))
+    (tmp_path / "sudo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launcher = SlurmLauncher(2, tag="flash-mcp-1", users=[ACCOUNT])
+    sleeper = replace(there.launch(command=["/bin/sleep", "1000"]), log=None)
+    own = launcher.submit(sleeper)
+    theirs = launcher.submit(replace(sleeper, attempt=2, user=ACCOUNT))
+    later = SlurmLauncher(2, tag="flash-mcp-1", users=[ACCOUNT])
+    assert later.submit(replace(sleeper, attempt=2, user=ACCOUNT)) == theirs
+    wait_for(lambda: {state(launcher, own), state(launcher, theirs)} == {"alive"})
+    owners = subprocess.run(["squeue", "--noheader", "--format=%i %u"], capture_output=True, text=True, check=True)
+    assert {f"{own.id} root", f"{theirs.id} {ACCOUNT}"} <= set(owners.stdout.splitlines())
+    assert {own, theirs} <= set(later.under_way())
+    for handle in (own, theirs):
+        later.cancel(handle)
+    wait_for(lambda: is_gone(later, own) and is_gone(later, theirs))
+    calls = {tuple(line.split()[2:5]) for line in (tmp_path / "calls").read_text().splitlines()}
+    assert calls == {(ACCOUNT, "--", "sbatch"), (ACCOUNT, "--", "scancel")}
+
+
 @pytest.mark.slow
 def test_options_that_slurm_refuses_are_an_error_with_its_words(cluster: None) -> None:
     launcher = SlurmLauncher(options=["--partition=nowhere"])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -431,45 +429,6 @@ def test_python_may_be_a_command_that_enters_a_container(
     worker = lab.until_step(later, 1)
     queue.request_cancel(lab.store, later.id)
     assert lab.finish(later).state == "cancelled" and worker.wait(PATIENCE_S) is None
-
-
-SUDO = """#!/bin/sh
-echo "$*" >>{calls}
-[ "$1 $2 $4" = "-n -u --" ] || exit 1
-user=$3; shift 4
-exec setpriv --reuid "$user" --regid "$(id -g "$user")" --clear-groups "$@"
-"""
-ACCOUNT = "games"
-
-
-def test_an_owners_jobs_are_those_of_the_owners_own_account(
-    object_store: ObjectStore, hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a program in place of sudo that lets everybody be anybody, and an account that each system has."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as open_to_all:
-        keys = Path(open_to_all, "keys.sh")
-        keys.parent.chmod(0o755)
-        keys.write_text("".join(f"{name}={shlex.quote(each)}\n" for name, each in object_store.environment.items()))
-        (tmp_path / "sudo").write_text(SUDO.format(calls=tmp_path / "calls"))
-        (tmp_path / "sudo").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        lab = Lab(hidden / "users", f"s3://{BUCKET}/users", None, tiny_model, env_file=str(keys),
-                  users={"local": ACCOUNT})  # fmt: skip
-        assert probe("lab", find_target(lab.home, "lab"), user=ACCOUNT)["missing"] == []
-        account = pwd.getpwnam(ACCOUNT)
-        run, cancelled = lab.train(steps=1), lab.train(steps=400, save_every=200)
-        lab.until(lambda: find_worker(run))
-        assert worker_of(run).uids().real == account.pw_uid
-        owner = ["squeue", "--noheader", "--format=%u", f"--jobs={lab.now(run).handle}"]
-        assert subprocess.run(owner, capture_output=True, text=True, check=True).stdout.strip() == ACCOUNT
-        assert lab.finish(run).state == "succeeded", lab.trouble()
-        worker = lab.until_step(cancelled, 1)
-        Maintenance(lab.store, open_target(lab.home, "near")).clear()
-        queue.request_cancel(lab.store, cancelled.id)
-        assert lab.finish(cancelled).state == "cancelled" and worker.wait(PATIENCE_S) is None
-        shutil.rmtree(f"/tmp/flash-mcp-{account.pw_uid}")
-        calls = {line.split()[4] for line in (tmp_path / "calls").read_text().splitlines()}
-        assert calls == {"sbatch", "scancel"}
 
 
 def test_a_run_goes_on_on_a_node_whose_caches_are_its_own(hidden: Path, tmp_path: Path, tiny_model: Path) -> None:

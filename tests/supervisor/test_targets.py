@@ -555,11 +555,17 @@ def test_an_owners_jobs_get_the_owners_arguments_and_python_may_be_a_command(ben
     fields = find_target(bench.store.base, "lab").model_dump()
     python = "apptainer exec --nv '/shared/my flash.sif' python3"
     settings = TargetSettings(**{**fields, "owners": {"local": ["--account=vision", "--qos=low"]}, "python": python})
+    users = {**settings.model_dump(), "storage": "s3://bucket/flash", "users": {"local": "alice"}}
+    settings = TargetSettings(**users)
     run = bench.train(slurm={"qos": "high", "time": "8:00:00"})
     launch = RemoteTarget("lab", settings, bench.lab.launcher, b"key").launch(run, {})
     # Of two, sbatch takes the later.
     assert launch.options == ["--qos=high", "--time=8:00:00", "--account=vision", "--qos=low"]
     assert launch.command[:7] == ["apptainer", "exec", "--nv", "/shared/my flash.sif", "python3", "-P", "-m"]
+    assert launch.user == "alice"
+    for more in ({"home": "/shared/home"}, {"storage": "/shared/flash"}):
+        with pytest.raises(ValueError, match="accounts share no files"):
+            TargetSettings(**{**users, **more})
     with pytest.raises(ValueError, match="only Slurm takes them"):
         TargetSettings(**{**fields, "engine": "ray", "address": "http://head:8265", "owners": {"local": ["--x"]}})
 
