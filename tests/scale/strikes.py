@@ -259,7 +259,8 @@ class Runs:
             for event in self.store.events(run_id):
                 if (event.data.get("error") or {}).get("code") == "stalled":
                     found[run_id].append(f"an attempt was ended that worked: {event.message}")
-            if seen_in(RunFolder(run.folder)) != self.committed[run_id]:
+            committed = self.committed.get(run_id)  # none of one that ended after the last look
+            if committed is not None and seen_in(RunFolder(run.folder)) != committed:
                 found[run_id].append("its folder changed after its end")
             epochs = [row.epoch for row in self.store.metrics(run_id)]
             if epochs != sorted(epochs):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flash_mcp.cli import targets as cli_targets
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_files import Beat
@@ -568,6 +569,19 @@ def test_an_owners_jobs_get_the_owners_arguments_and_python_may_be_a_command(ben
             TargetSettings(**{**users, **more})
     with pytest.raises(ValueError, match="only Slurm takes them"):
         TargetSettings(**{**fields, "engine": "ray", "address": "http://head:8265", "owners": {"local": ["--x"]}})
+
+
+def test_a_target_is_proved_as_each_account_of_its_owners(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"engine": "slurm", "storage": "s3://bucket/flash", "users": {"a": "alice", "b": "bob", "c": "alice"}}
+    asked: list[str] = []
+
+    def probe(name: str, settings: TargetSettings, wait_s: float, user: str = "") -> Json:
+        asked.append(user)
+        return {}
+
+    monkeypatch.setattr("flash_mcp.supervisor.probe.probe", probe)
+    cli_targets._prove("lab", new_target(bench.store.base, "other", fields), 1.0)
+    assert asked == ["alice", "bob", ""]
 
 
 def test_the_next_runs_of_an_owner_wait_while_those_of_a_day_have_cost_the_limit(
