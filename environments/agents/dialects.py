@@ -197,7 +197,7 @@ class Dialect:
     def error(self, error: ApiError, request_id: str | None = None) -> Json:
         return {"error": {**self._said(error), "code": error.code}}
 
-    def error_event(self, error: ApiError) -> Event:
+    def error_event(self, error: ApiError, request_id: str | None = None) -> Event:
         """The error in a stream that has begun."""
         return None, self.error(error)
 
@@ -544,7 +544,7 @@ class Responses(Dialect):
             "usage": usage,
         }
 
-    def error_event(self, error: ApiError) -> Event:
+    def error_event(self, error: ApiError, request_id: str | None = None) -> Event:
         said = {name: value for name, value in self._said(error).items() if name != "type"}
         return "error", {"type": "error", "code": error.code, **said, "sequence_number": 0}
 
@@ -754,8 +754,8 @@ class Messages(Dialect):
     def _event(self, name: str, **data: Any) -> Event:
         return name, {"type": name, **data}
 
-    def error_event(self, error: ApiError) -> Event:
-        return "error", self.error(error)
+    def error_event(self, error: ApiError, request_id: str | None = None) -> Event:
+        return "error", self.error(error, request_id)
 
     def error(self, error: ApiError, request_id: str | None = None) -> Json:
         kinds = {404: "not_found_error", 413: "request_too_large"}

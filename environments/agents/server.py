@@ -221,7 +221,7 @@ class Exchange:
     async def _fail(self, error: ApiError) -> None:
         dialect = self._dialect or DIALECTS["/chat/completions"]
         if self._streams:
-            self._events([dialect.error_event(error)])
+            self._events([dialect.error_event(error, self._id)])
             await self._end_stream()
         else:
             body = dialect.error(error, self._id)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pkgutil
 import random
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pydantic
 import pytest
 
+from environments.agents import server
 from environments.agents.calls import AgentCall, Usage
 from environments.agents.dialects import DIALECTS, Answer, ApiError
+from environments.agents.server import Endpoint
+from environments.agents.session import Session
 from environments.process.host import EnvironmentHost
 from environments.tools import as_object
 from tests.environments.agents.test_endpoint import CALL, TOOL, agents
@@ -326,6 +332,75 @@ def test_every_error_is_valid_by_the_official_types(place: str) -> None:
         strictly(REPLIES[place][2], body if place == "/messages" else body["error"])
     if place == "/responses":
         strictly(REPLIES[place][1], dialect.error_event(error)[1])
+
+
+@asynccontextmanager
+async def served(place: str) -> AsyncGenerator[tuple[Session, httpx.AsyncClient]]:
+    """The server of one session, and a client with its key."""
+    endpoint = Endpoint(asyncio.get_running_loop())
+    session = Session(8)
+    endpoint.sessions[session.key] = session
+    name = "x-api-key" if place == "/messages" else "authorization"
+    key = session.key if place == "/messages" else f"Bearer {session.key}"
+    async with httpx.AsyncClient(base_url=endpoint.url, headers={name: key}, trust_env=False) as http:
+        yield session, http
+    await endpoint.aclose()
+
+
+def events_of(content: str) -> list[tuple[str | None, Any]]:
+    """The events of a stream: their names and data. Comments are left out."""
+    events: list[tuple[str | None, Any]] = []
+    for block in content.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if fields:
+            data = fields["data"]
+            events.append((fields.get("event"), data if data == "[DONE]" else json.loads(data)))
+    return events
+
+
+@pytest.mark.parametrize("place", REPLIES)
+async def test_what_is_sent_is_valid_and_has_the_id_of_its_request(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, event, failure = REPLIES[place]
+    body = {**BODIES[place], "previous_response_id": None} if place == "/responses" else BODIES[place]
+    monkeypatch.setattr(server, "COMMENT_EVERY_S", 0.01)
+    async with served(place) as (session, http):
+
+        async def ask(end: Any, **more: Any) -> httpx.Response:
+            reply = asyncio.ensure_future(http.post(place, json={**body, **more}))
+            call = await session.asked.get()
+            await asyncio.sleep(0.1)  # a stream begins with comments
+            end(call.number)
+            return await reply
+
+        def turn(number: int) -> None:
+            session.answer(number, {"role": "assistant", "content": "x", "tool_calls": [CALL]}, Usage(3, 2))
+
+        def error(number: int) -> None:
+            session.fail(number, ApiError(400, "invalid_value", "no room", "messages"))
+
+        replies = [await ask(turn), await ask(turn, stream=True), await ask(error), await ask(error, stream=True)]
+        replies += [await http.post(place, json={**body, "guided_json": {}})]
+        replies += [await http.post(place, content=b"[", headers={"x-api-key": "sk-1", "authorization": "sk-1"})]
+    ids = [reply.headers["request-id"] for reply in replies]
+    assert len({*ids}) == len(ids) and all(one.startswith("req_") for one in ids)
+    assert ids == [reply.headers["x-request-id"] for reply in replies]
+    assert [reply.status_code for reply in replies] == [200, 200, 400, 200, 400, 401]
+    answered, streamed, *failed = replies
+    strictly(whole, answered.json())
+    events = events_of(streamed.text)
+    if place == "/chat/completions":
+        assert events.pop() == (None, "[DONE]")
+    for name, data in events:
+        strictly(event, data)
+        assert name == data.get("type")
+    ((name, data),) = events_of(failed[1].text)
+    bodies = [failed[0].json(), data, *(reply.json() for reply in failed[2:])]
+    if place == "/responses":
+        assert name == "error"
+        strictly(event, bodies.pop(1))
+    for identity, sent in zip([ids[2], ids[3], *ids[4:]], bodies, strict=False):
+        strictly(failure, sent if place == "/messages" else sent["error"])
+        assert place != "/messages" or sent["request_id"] == identity
 
 
 def refusal(place: str, **more: Any) -> dict[str, Any]:
