@@ -275,6 +275,16 @@ def _misfits_of_object(value: Json, rules: Json, what: str) -> list[str | None]:
     return results
 
 
+def add_call_parts(calls: dict[int, dict[str, Any]], parts: Sequence[Any]) -> None:
+    """Add to the calls, by their index, those of OpenAI's message or of a part of its stream."""
+    for number, part in enumerate(map(as_object, parts)):
+        empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        call = calls.setdefault(part.get("index", number), empty)
+        call["id"] = part.get("id") or call["id"]
+        for name, more in as_object(part.get("function")).items():
+            call["function"][name] += more or ""
+
+
 def as_object(value: Any) -> Json:
     """The JSON value; {} if it is no object."""
     return cast("Json", value) if isinstance(value, dict) else {}

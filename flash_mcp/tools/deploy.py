@@ -13,6 +13,7 @@ import httpx
 from anyio.to_thread import run_sync
 from pydantic import BaseModel, ConfigDict, Field
 
+from environments.tools import add_call_parts
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Deployment, Json, text_of
 from flash_mcp.protocol.spec import LOCAL_TARGET
@@ -386,7 +387,7 @@ async def _answer(server: Server, body: Json) -> Answer:
                     usage = chunk.get("usage") or usage
                     for choice in chunk.get("choices", []):
                         text += choice["delta"].get("content") or ""
-                        _add_calls(calls, choice["delta"].get("tool_calls") or ())
+                        add_call_parts(calls, choice["delta"].get("tool_calls") or ())
                         finish = choice.get("finish_reason") or finish
                     if len(text) and len(text) % 400 < 4:
                         await report(f"{len(text)} characters")
@@ -406,16 +407,6 @@ async def _answer(server: Server, body: Json) -> Answer:
         completion_tokens=usage.get("completion_tokens"),
         seconds=round(time.monotonic() - started, 2),
     )
-
-
-def _add_calls(calls: dict[int, Json], parts: Sequence[Json]) -> None:
-    for part in parts:
-        empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-        call = calls.setdefault(part["index"], empty)
-        call["id"] = part.get("id") or call["id"]
-        function: Json = part.get("function") or {}
-        for name, more in function.items():
-            call["function"][name] += more or ""
 
 
 def _chunk(line: str) -> Json:

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.agents.dialects import DIALECTS, ApiError
 from environments.redaction import Redactor
-from environments.tools import as_list, as_object
+from environments.tools import add_call_parts, as_list, as_object
 from flash_mcp.protocol.recordings import Recording, rating_of
 
 log = logging.getLogger(__name__)
@@ -180,19 +180,11 @@ class _Choice:
     def add(self, part: Json) -> None:
         said = as_object(part.get("message")) or as_object(part.get("delta"))
         self.text += said.get("content") or ""
-        for number, call in enumerate(map(as_object, as_list(said.get("tool_calls")))):
-            self._add_call(call.get("index", number), call)
+        add_call_parts(self.calls, as_list(said.get("tool_calls")))
         self.finish = part.get("finish_reason") or self.finish
         self.token_ids += as_list(part.get("token_ids"))
         for token in as_list(as_object(part.get("logprobs")).get("content")):
             self.logprobs.append(token["logprob"])
-
-    def _add_call(self, index: int, part: Json) -> None:
-        empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-        call = self.calls.setdefault(index, empty)
-        call["id"] = part.get("id") or call["id"]
-        for name, more in as_object(part.get("function")).items():
-            call["function"][name] += more or ""
 
 
 class _Answer:
