@@ -52,7 +52,12 @@ class Lesson:
     split: str = "eval"
     """What is evaluated where there are no steps."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.name}, seed {self.fields['seed']}" if "seed" in self.fields else self.name
 
+
+TEAM = {"max_tokens": 24, "learning_rate": 2e-4, "eval_examples": 40}
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 LESSONS = [
     Lesson("verifiers", "ToolEnv chain_sum", warm_up=10, steps=2, fields={"max_tokens": 40}),
@@ -62,6 +67,11 @@ LESSONS = [
     Lesson("inspect", "agent_threat_bench.agent_threat_bench_memory_poison", fields={"max_tokens": 64}, split="train"),
     Lesson(
         "verifiers", "SingleTurnEnv chain_sum", SUMS, warm_up=12, steps=8, fields={"max_tokens": 8, "eval_examples": 40}
+    ),
+    *(
+        Lesson("agents", name, steps=8, fields={**TEAM, "seed": seed})
+        for seed in range(3)
+        for name in ("roles and threads", "LangGraph")
     ),
 ]
 
@@ -82,7 +92,7 @@ class Learned:
         steps = {"SFT": lesson.warm_up, "GRPO": lesson.steps}
         return (
             lesson.hub,
-            lesson.name,
+            lesson.title,
             ", ".join(f"{count} {kind}" for kind, count in steps.items() if count) or "-",
             self.scores[0]["n"],
             ", then ".join(map(_success, self.scores)),
@@ -128,11 +138,11 @@ async def _trained(session: Session, lesson: Lesson, wanted: dict[str, Any]) -> 
     scores: list[Mapping[str, Any]] = []
     if lesson.warm_up:
         warm = {**wanted, "steps": lesson.warm_up, "eval_before": True}
-        view = await watch(session, await _begun(session, "train", **SFT, **warm))
+        view = await watch(session, await _begun(session, "train", **{**SFT, **warm}))
         scores += [view["held_out"][0], view["held_out"][-1]]
         wanted = {**wanted, "init_from_adapter": f"{view['run_id']}@{view['step']}"}
     wanted = {**wanted, "steps": lesson.steps, "eval_before": not lesson.warm_up}
-    view = await watch(session, await _begun(session, "train", **GRPO, **wanted))
+    view = await watch(session, await _begun(session, "train", **{**GRPO, **wanted}))
     if not scores:
         scores.append(view["held_out"][0])
     return [*scores, view["held_out"][-1]]
