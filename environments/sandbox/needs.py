@@ -22,6 +22,7 @@ SYSTEM = (
 """Where installed programs are, and what the kernel tells them: processors, memory and limits."""
 WARDEN = (sys.executable, "-P", "-m", "environments.sandbox.warden")
 """What starts a program in the sandbox: followed by our own pid, bounds and the program."""
+PLAYS_OUTSIDE = "`flash-mcp gateway RUN_ID -- PROGRAM` plays them"
 READABLE_VARIABLE = "FLASH_READABLE"
 """More folders that environment code may read, separated by colons: data sets too large to push."""
 

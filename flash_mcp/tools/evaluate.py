@@ -32,7 +32,7 @@ from flash_mcp.tools.shared.loading import (
     loaded,
 )
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
-from flash_mcp.tools.shared.placing import check_architecture, check_gpus, placed
+from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
@@ -218,6 +218,8 @@ def place(
     first = queue.asked_before(store, resolved, key)
     need_on = functools.partial(need_of, resolved.spec)
     chosen = placed(store, resolved, need_on, first and first.target)
+    environment = references.environment(store, resolved.spec.environment)
+    check_gateway(environment, chosen[0].spec.target)
     if chosen[0].spec.target == LOCAL_TARGET:
         check_gpus(resolved.spec.gpus, shares_model=True)
         check_architecture(resolved.spec.model)

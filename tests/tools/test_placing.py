@@ -150,3 +150,16 @@ async def test_a_server_without_training_packages_trains_elsewhere(monkeypatch: 
         await TOOLS["train"].function(environment="echo", target="local")
     with pytest.raises(FlashError, match=r"engine_missing.*--lora-modules"):
         await TOOLS["deploy"].function(run_id=chosen.run_id)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("lab_and_near")
+async def test_a_run_whose_agents_are_outside_is_refused_where_they_do_not_reach_it(tmp_path: Path) -> None:
+    (tmp_path / "echo" / "environment.toml").write_text("gateway = true\n")
+    pushed = await TOOLS["env_push"].function(folder=str(tmp_path / "echo"), name="outside")
+    for tool in ("train", "evaluate"):
+        with pytest.raises(FlashError, match=r'do not reach one on near.*use target="local"') as caught:
+            await TOOLS[tool].function(environment=pushed.environment, target="near")
+        assert caught.value.code == "invalid_argument"
+    validated = await TOOLS["train"].function(environment=pushed.environment, validate_only=True)
+    assert any("flash-mcp gateway RUN_ID -- PROGRAM" in note for note in validated.notes)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from environments.sandbox.needs import Needs
 from flash_mcp.protocol.base_models import check_without_gpu, find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import missing_packages
+from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, ResolvedEval, ResolvedSpec
 from flash_mcp.state import costs
 from flash_mcp.state.store import Store
@@ -120,6 +122,18 @@ def check_architecture(model: str) -> None:
     card = find(model)
     if card.scheme == "folder" and not gpus():
         check_without_gpu(Path(card.address))
+
+
+def check_gateway(environment: EnvironmentVersion, target: str) -> None:
+    """FlashError(invalid_argument) if agents outside could not ask a run there for tasks."""
+    try:
+        is_outside = Needs.of(Path(environment.path)).gateway
+    except ValueError:  # loading the environment says so
+        return
+    if is_outside and target != LOCAL_TARGET:
+        what = f"agents outside ask the worker of a run for tasks, and do not reach one on {target}"
+        fix = 'use target="local", or take gateway out of environment.toml'
+        raise FlashError("invalid_argument", what, fix=fix)
 
 
 def placed(

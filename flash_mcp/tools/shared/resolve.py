@@ -176,10 +176,10 @@ def for_environment(resolved: ResolvedSpec, environment: EnvironmentVersion) -> 
     if spec.algorithm == "sft" or resolved.sources["loss_type"] != "recipe":
         return resolved
     try:
-        is_agents = Needs.of(Path(environment.path)).endpoint
+        needs = Needs.of(Path(environment.path))
     except ValueError:  # loading the environment says so
         return resolved
-    if not is_agents:
+    if not needs.endpoint and not needs.gateway:
         return resolved
     return resolved.model_copy(
         update={"spec": spec.model_copy(update={"loss_type": "rollout_mean"})}

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from environments.sandbox.needs import FILE as NEEDS_FILE
-from environments.sandbox.needs import Needs
+from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.base_models import parameters_in_name
@@ -54,8 +54,11 @@ def _of_tasks(plan: Plan) -> list[str]:
     spec = plan.spec
     dataset = plan.inputs.dataset
     estimate = plan.estimate
-    if request := Needs.of(Path(plan.inputs.environment.path)).asked():
+    needs = Needs.of(Path(plan.inputs.environment.path))
+    if request := needs.asked():
         notes.append(f"the environment's {NEEDS_FILE} asks for {to_text(request)}")
+    if needs.gateway:
+        notes.append(f"its rollouts wait for agents outside: {PLAYS_OUTSIDE}")
     if contamination := contamination_note(plan.probe.shared):
         notes.append(contamination)
     room = spec.max_length or DEFAULT_MAX_LENGTH

@@ -23,7 +23,7 @@ from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared.configs import Configs
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
-from flash_mcp.tools.shared.placing import check_architecture, check_gpus, placed
+from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.resolve import (
     differing_values,
     for_environment,
@@ -174,6 +174,7 @@ def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str
         reference, adapter = spec.environment, init_adapter(store, spec, card)
         teacher = teacher_of(store, spec, card)
     environment = references.environment(store, reference)
+    check_gateway(environment, spec.target)
     resolved = for_environment(resolved, environment)
     like = None if first else _likest(store, resolved.spec, environment)
     sources = (resolved, card, dataset, environment, adapter, teacher)
