@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Generic, Self, TypeVar
 
 from peft import PeftModel
@@ -17,14 +18,14 @@ from peft import PeftModel
 from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
 from environments.sandbox.confinement import describe
-from environments.sandbox.needs import Needs
+from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
 from environments.settings import LOCAL_OWNER, identity
 from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
+from flash_mcp.protocol.spec import EvalSpec, RunSpec
 from worker.engine.vllm import Sync, VllmEngine
 from worker.event_loop import AsyncRunner
 from worker.handshake import agreeing_engine, check_effect
@@ -32,7 +33,7 @@ from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
 from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
-from worker.rollouts.gateway import Gateway
+from worker.rollouts.gateway import POLL_S, Gateway
 from worker.rollouts.scheduler import Limits, Rollout, Task
 
 T = TypeVar("T")
@@ -152,15 +153,20 @@ class Session(Generic[S]):
                 runner.run(host.stop())
 
     def open_gateway(self) -> None:
-        if self.spec.target != LOCAL_TARGET or self.ranks.count > 1:
-            what = "agents reach a gateway only on the server's machine, and on one GPU"
-            raise FlashError("invalid_argument", what, fix='use target="local" and gpus=1')
+        """Let agents outside ask for the tasks of every rank that makes rollouts."""
+        key = self.ranks.share(token_hex(32))
+        port = 0
+        if self.has_engine:
+            poll_s = POLL_S / self.ranks.count**2
 
-        async def opened() -> Gateway:
-            return Gateway(self.host)
+            async def opened() -> Gateway:
+                return Gateway(self.host, key, poll_s)
 
-        self.gateway = self.runner.run(opened())
-        self.writer.opens_gateway(self.gateway.endpoint.port, self.gateway.key)
+            self.gateway = self.runner.run(opened())
+            port = self.gateway.endpoint.port
+        ports = [each for each in self.ranks.gather(port) if each]
+        self.writer.opens_gateway(ports, key)
+        self.writer.event("gateway", f"rollouts wait for agents outside: {PLAYS_OUTSIDE}")
 
     @property
     def _sequences(self) -> int:

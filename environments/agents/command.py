@@ -80,7 +80,7 @@ class EnvironmentCommand(EnvironmentAgent):
         self, example: TaskExample, base_url: str, api_key: str, model: str
     ) -> RewardResult:
         async with room() as place:
-            ended = await self._ended(example, place, _model_variables(base_url, api_key, model))
+            ended = await self._ended(example, place, model_variables(base_url, api_key, model))
             return await asyncio.to_thread(self.reward, example, ended)
 
     async def _ended(
@@ -114,7 +114,8 @@ class EnvironmentCommand(EnvironmentAgent):
         return EndedCommand(code, output, folder)
 
 
-def _model_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+def model_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+    """The environment variables in which a program finds the model."""
     results = {"MODEL": model}
     for firm in ("OPENAI", "ANTHROPIC"):
         results[f"{firm}_BASE_URL"] = base_url

@@ -73,7 +73,7 @@ CODES: dict[str, str] = {
     "export_unsupported": "the model cannot be written in that form",
     "not_ready": "it is still starting",
     "deployment_failed": "the server of the deployment ended or did not answer",
-    "unresponsive": "the server of the deployment hangs, or is too slow",
+    "unresponsive": "the server of the deployment, or at --url, hangs or is too slow",
     "port_taken": "another process uses that port",
     "engine_missing": "the packages for training are not installed",
     "hub_unreachable": "the source of a model that has to be fetched cannot be reached",

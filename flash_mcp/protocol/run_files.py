@@ -52,6 +52,7 @@ def number(name: str) -> int | None:
     return int(name) if _NUMBER.fullmatch(name) else None
 
 
+Port = Annotated[int, Field(ge=1024, lt=65536)]
 IPv4 = Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))]
 RelativeName = Annotated[str, AfterValidator(plain_name)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -188,7 +189,7 @@ class ListeningFile(File):
     """listening.N.json"""
 
     addresses: Annotated[list[IPv4], Field(max_length=100)]
-    port: Annotated[int, Field(ge=1024, lt=65536)]
+    port: Port
     certificate: Text
     adapter: Text
     mac: Digest
@@ -201,7 +202,8 @@ GATEWAY_BASE_URL = "x-flash-base-url"
 class GatewayFile(File):
     """gateway.N.json"""
 
-    port: Annotated[int, Field(ge=1024, lt=65536)]
+    ports: Annotated[list[Port], Field(min_length=1, max_length=100)]
+    """One for each rank that makes rollouts."""
     key: Digest
 
 

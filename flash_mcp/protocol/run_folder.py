@@ -24,7 +24,7 @@
     keys/N.json            the public key of attempt N, which waits for secrets
     sealed/N               the secrets for this key; removed by the attempt as soon as it opens them
     listening.N.json       where the model server of attempt N listens, if it serves a deployment
-    gateway.N.json         where agents outside ask attempt N for tasks: {"port", "key"}
+    gateway.N.json         where agents outside ask attempt N for tasks: {"ports", "key"}
     cancel                 the server asks the worker to save and end
     result.N.json          {"state", "step", "error", ...}: ends the run if no attempt came after N
 

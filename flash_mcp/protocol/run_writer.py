@@ -82,9 +82,9 @@ class RunWriter:
         """Say where this attempt's model server listens."""
         self._write(f"listening.{self.epoch}.json", dump(where))
 
-    def opens_gateway(self, port: int, key: str) -> None:
-        """Say where agents outside ask this attempt for tasks."""
-        self._write(f"gateway.{self.epoch}.json", dump({"port": port, "key": key}))
+    def opens_gateway(self, ports: Sequence[int], key: str) -> None:
+        """Say where agents outside ask this attempt for tasks: a port for each rank."""
+        self._write(f"gateway.{self.epoch}.json", dump({"ports": ports, "key": key}))
 
     def take_sealed(self) -> bytes | None:
         """The secrets that were sealed for this attempt, once they are there. They are removed."""

@@ -1,40 +1,43 @@
 """/gateway/RUN/...: an agent outside the sandbox asks a run for tasks, and its model, through us.
 
     POST /gateway/RUN/tasks    with a token that may write: a task, with base_url and api_key
-    /gateway/RUN/v1/...        with that key: the model's APIs; POST /gateway/RUN/v1/result ends it
+    /gateway/RUN/RANK/v1/...   with that key: the model's APIs; POST .../result ends the rollout
 
-The worker of the run answers, on a port of loopback (worker/rollouts/gateway.py). It alone knows
-the keys of rollouts, and refuses requests without one."""
+The worker of the run answers, on a port of loopback for each of its ranks
+(worker/rollouts/gateway.py). It alone knows the keys of rollouts, and refuses requests without
+one."""
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 
 import anyio
 import httpx
 from anyio.to_thread import run_sync
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from environments.agents.dialects import DIALECTS, ApiError
+from environments.sandbox.needs import Needs
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.run_files import GATEWAY_BASE_URL, GatewayFile
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.server.uploads import refusal_response
+from flash_mcp.state import references
 from flash_mcp.state.owners import LOCAL, NOBODY, acting_as, caller, refuse_reader
 from flash_mcp.state.runs import folder_of
-from flash_mcp.state.store import open_store
+from flash_mcp.state.store import Store, open_store
 
-PATH = "/gateway/{run_id}/{rest:path}"
+OWN_KEY = re.compile(r"/gateway/[^/]+/[0-9]+/v1/")
+"""Begins the paths that the key of a rollout opens, instead of a token."""
 OF_A_CONNECTION = ("host", "connection", "transfer-encoding", "content-length", GATEWAY_BASE_URL)
 """Headers that are not passed on."""
-
-
-def has_own_key(path: str) -> bool:
-    """Whether the key of a rollout opens this path, instead of a token."""
-    _, first, *rest = path.split("/")
-    return first == "gateway" and rest[1:2] == ["v1"]
 
 
 class Relay:
@@ -47,28 +50,42 @@ class Relay:
                 what = "the length of the body is not known"
                 raise FlashError("too_large", what, fix="send a Content-Length")
             body = await request.body()
-            run, where = await run_sync(_worker_of, request.path_params["run_id"])
+            run, where = await run_sync(_run_of, request.path_params["run_id"])
         except FlashError as error:
             await refusal_response(error)(scope, receive, send)
             return
         async with anyio.create_task_group() as group:
             group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
             if where is None or not await _passed(request, body, run, where, send):
-                # The run has ended, or its worker has not come yet.
+                # The run has ended, or its worker is not there.
                 answer = JSONResponse({"task": None, "state": run.state})
-                if has_own_key(request.url.path):
-                    answer.status_code = 503
+                if "rank" in request.path_params:
+                    what = "the worker that gave out this key has ended, and its rollout with it"
+                    error = ApiError(401, "invalid_api_key", what)
+                    dialect = DIALECTS.get(f"/{request.path_params['rest']}", DIALECTS[CHAT])
+                    answer = JSONResponse(dialect.error(error), error.status)
                 await answer(scope, receive, send)
             group.cancel_scope.cancel()
 
 
+ROUTES = (
+    Route("/gateway/{run_id}/{rank:int}/v1/{rest:path}", Relay(), methods=["GET", "POST"]),
+    Route("/gateway/{run_id}/tasks", Relay(), methods=["POST"]),
+)
+CHAT = "/chat/completions"
+
+
 async def _passed(request: Request, body: bytes, run: Run, where: GatewayFile, send: Send) -> bool:
     """Whether the worker answered."""
+    ports = where["ports"]
+    rank: int = request.path_params.get("rank", secrets.randbelow(len(ports))) % len(ports)
+    url = f"http://127.0.0.1:{ports[rank]}/tasks"
     headers = _passed_on(request.headers)
-    headers[GATEWAY_BASE_URL] = f"{request.base_url}gateway/{run.id}/v1"
-    if not has_own_key(request.url.path):
+    if "rank" in request.path_params:
+        url = f"http://127.0.0.1:{ports[rank]}/v1/{request.path_params['rest']}"
+    else:
         headers["authorization"] = f"Bearer {where['key']}"
-    url = f"http://127.0.0.1:{where['port']}/{request.path_params['rest']}"
+        headers[GATEWAY_BASE_URL] = f"{request.base_url}gateway/{run.id}/{rank}/v1"
     answer = None
     try:
         async with (
@@ -84,18 +101,30 @@ async def _passed(request: Request, body: bytes, run: Run, where: GatewayFile, s
     return answer is not None
 
 
-def _worker_of(run_id: str) -> tuple[Run, GatewayFile | None]:
-    """The run, and where its worker takes requests."""
+def _run_of(run_id: str) -> tuple[Run, GatewayFile | None]:
     who = caller()
     if who is NOBODY:
         who = LOCAL  # the key of a rollout opens no other one
     else:
         refuse_reader("playing a run's rollouts")
     with acting_as(who):
-        run = open_store().run(run_id)
-        if run.target != LOCAL_TARGET or run.state not in ACTIVE:
-            return run, None
-        return run, folder_of(run).gateway(run.attempt)
+        return worker_of(open_store(), run_id)
+
+
+def worker_of(store: Store, run_id: str) -> tuple[Run, GatewayFile | None]:
+    """The run, and where its worker gives out tasks, if it does so now. FlashError(unknown_run),
+    FlashError(invalid_argument) if the run never does.
+    """
+    run = store.run(run_id)
+    where = None
+    if run.state in ACTIVE:
+        folder = Path(references.environment(store, run.environment_reference).path)
+        if run.target != LOCAL_TARGET or not Needs.of(folder).gateway:
+            what = "this run plays its rollouts itself"
+            fix = "for a run that agents outside play, put gateway = true into environment.toml"
+            raise FlashError("invalid_argument", what, run_id=run_id, fix=fix)
+        where = folder_of(run).gateway(run.attempt)
+    return run, where
 
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:

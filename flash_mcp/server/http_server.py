@@ -140,7 +140,7 @@ class Gate:
             # A browser sends no header of ours. Pages change nothing but by POST, whose Origin is
             # checked above, and the cookie is not sent from other sites.
             digest = self.sessions.token_of(request)
-        if gateway.has_own_key(path):
+        if gateway.OWN_KEY.match(path):
             return NOBODY
         who = await run_sync(self._caller_of, digest, limiter=self.threads)
         if wait_s := self.rate.wait_s(who):
@@ -323,7 +323,7 @@ def application(
     app.router.routes += [
         Route("/healthz", healthz),
         Route("/metrics", metrics),
-        Route(gateway.PATH, gateway.Relay(), methods=["GET", "POST"]),
+        *gateway.ROUTES,
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
         *ui.routes(),
         Route("/", nowhere, methods=["POST"]),

@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import os
 import re
 import shutil
+import signal
+import sys
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,13 +26,16 @@ from rich.console import Console
 
 from environments.process.host import EnvironmentHost
 from flash_mcp.cli.demo import Session, connected, watch
+from flash_mcp.protocol.records import Json
 from flash_mcp.state import tokens
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.launch.local import Record
 from tests.folders import environment_folder
 from tests.places import ROOT, VOWELS
 from tests.server.test_mcp_server import free_port, serving
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
+from worker.rollouts import gateway as gateway_module
 from worker.rollouts.gateway import Gateway
 from worker.rollouts.scheduler import Generator as Turns
 from worker.rollouts.scheduler import Limits, Rollout, Task, collect
@@ -101,8 +108,160 @@ def test_agents_of_a_user_play_a_training_run_over_http(tiny_model: Path, tmp_pa
                     await anyio.to_thread.run_sync(agent.result)
             shown = await session.call("rollouts", run_id=run_id, limit=3)
             assert shown["total"] == 8 and all(row["turns"] == 2 for row in shown["rollouts"])
-            rows = (row for step in (1, 2) for row in open_store().rollouts(run_id, step))
-            assert all(row.error is None and row.reward == row.metrics["vowels"] for row in rows)
+            rows = open_store().rollouts(run_id, limit=20)
+            assert len(rows) == 16 and all(row.error is None and row.reward == row.metrics["vowels"] for row in rows)
+
+    with serving(port):
+        anyio.run(scenario)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+task = json.load(sys.stdin)
+if os.environ.get("FLASH_TOKEN"):
+    sys.exit("it has the token")
+if task["task_id"] == os.environ.get("FAILS"):
+    sys.exit("no tools today")
+body = {"model": "planner", "messages": [{"role": "user", "content": sys.argv[1]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+answer = json.load(urllib.request.urlopen(request))
+text = answer["choices"][0]["message"]["content"]
+if task["task_id"] == os.environ.get("SCORES"):
+    with open(os.environ["FLASH_REWARD_FILE"], "w") as file:
+        json.dump({"score": 0.125, "success": True}, file)
+if task["task_id"] == os.environ.get("GARBLES"):
+    with open(os.environ["FLASH_REWARD_FILE"], "w") as file:
+        file.write('["no reward"]')
+print(text)
+"""
+"""A program of a user's, which asks the model once."""
+
+
+def command(run_id: str, agent: Path, *options: str) -> list[str]:
+    words = [sys.executable, "-m", "flash_mcp.cli", "gateway", run_id, "--json", *options]
+    return [*words, "--", sys.executable, str(agent), "{prompt}"]
+
+
+async def played(run_id: str, agent: Path, *options: str, **variables: str) -> tuple[int, Any, str]:
+    """Exit code, result and stderr of `flash-mcp gateway` with the agent."""
+    env = {**os.environ, **variables}
+    ended = await anyio.run_process(command(run_id, agent, *options), env=env, cwd=ROOT, check=False)
+    errors = ended.stderr.decode()
+    assert ended.stdout, errors
+    return ended.returncode, json.loads(ended.stdout), errors
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """The vowels as an environment whose agent is outside."""
+    folder = tmp_path / "environment"
+    shutil.copytree(VOWELS, folder)
+    (folder / "environment.toml").write_text("gateway = true\ncall_timeout_s = 300\n")
+    return folder
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Path:
+    path = tmp_path / "agent.py"
+    path.write_text(AGENT)
+    return path
+
+
+def test_the_command_plays_an_evaluation_with_a_program(
+    tiny_model: Path, outside: Path, agent: Path, flash_home: Path
+) -> None:
+    async def scenario() -> None:
+        async with connected(Console(file=io.StringIO())) as session:
+            await session.call("env_push", folder=str(outside), name="vowels")
+            wanted: Json = {"environment": "vowels", "model": str(tiny_model), "split": "train", "max_tokens": 8}
+            run_id = (await session.call("evaluate", **wanted, wait_s=0))["run_id"]
+            code, result, errors = await played(run_id, agent, FAILS="t1", SCORES="t2", GARBLES="t3")
+            assert (code, result) == (0, {"run_id": run_id, "state": "succeeded", "played": 10, "dropped": 2}), errors
+            assert "t1 is dropped: the program's exit code was 1; it wrote: no tools today" in errors
+            scores = (await session.call("status", run_id=run_id))["run"]["scores"]
+            assert (scores["n"], scores["errors"], scores["error_codes"]) == (10, 2, {"environment_error": 2})
+            rows = {row.index: row for row in open_store().rollouts(run_id, "eval", limit=20)}
+            assert len(rows) == 12
+            failed, scored, garbled = rows.pop(1), rows.pop(2), rows.pop(3)
+            assert failed.error and "no tools today" in failed.error["what"]
+            assert garbled.error and "send one of answer and error" in garbled.error["what"]
+            assert (scored.reward, scored.success) == (0.125, True)
+            assert all(row.reward == row.metrics["vowels"] for row in rows.values())
+            assert {call["role"] for row in rows.values() for call in row.calls} == {"planner"}
+
+    anyio.run(scenario)
+
+
+def test_the_command_plays_a_run_of_two_ranks_over_http(
+    tiny_model: Path, outside: Path, agent: Path, flash_home: Path
+) -> None:
+    port = free_port()
+    token = tokens.create(open_store(), "alice", "write")[1]
+    key = tokens.local_token(open_store().base)
+
+    async def scenario() -> None:
+        async with connected(Console(file=io.StringIO())) as session:
+            await session.call("env_push", folder=str(outside), name="vowels")
+            shape: Json = {"steps": 2, "batch_size": 2, "group_size": 4, "max_tokens": 8, "lora_rank": 4, "gpus": 2}
+            shape |= {"eval_before": True, "eval_after": True, "eval_examples": 4, "learning_rate": 1e-3}
+            run_id = (await session.call("train", environment="vowels", model=str(tiny_model), **shape))["run_id"]
+            url = f"http://127.0.0.1:{port}"
+            code, _, errors = await refused(run_id, agent, "--url", url, FLASH_TOKEN=token)
+            assert code == 1 and json.loads(errors)["error"]["code"] == "unknown_run"
+            code, result, errors = await played(run_id, agent, "--url", f"{url}/mcp/", FLASH_TOKEN=key)
+            assert (code, result["played"], result["dropped"]) == (0, 24, 0), errors
+            view = (await session.call("status", run_id=run_id))["run"]
+            assert [row["n"] for row in view["held_out"]] == [4, 4]
+            rows = open_store().rollouts(run_id, limit=20)
+            assert len(rows) == 16 and all(row.error is None for row in rows)
+            assert {call["role"] for row in rows for call in row.calls} == {"planner"}
+
+    with serving(port):
+        anyio.run(scenario)
+
+
+async def refused(run_id: str, agent: Path, *options: str, **variables: str) -> tuple[int, str, str]:
+    env = {**os.environ, **variables}
+    ended = await anyio.run_process(command(run_id, agent, *options), env=env, cwd=ROOT, check=False)
+    return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
+
+
+def test_what_a_killed_worker_gave_out_is_given_out_again(
+    tiny_model: Path, outside: Path, agent: Path, flash_home: Path
+) -> None:
+    port = free_port()
+    key = tokens.local_token(open_store().base)
+
+    async def scenario() -> None:
+        async with connected(Console(file=io.StringIO())) as session:
+            await session.call("env_push", folder=str(outside), name="vowels")
+            shape: Json = {"steps": 1, "batch_size": 2, "group_size": 4, "max_tokens": 8, "lora_rank": 4}
+            run_id = (await session.call("train", environment="vowels", model=str(tiny_model), **shape))["run_id"]
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+                headers = {"authorization": f"Bearer {key}"}
+                task = None
+                while task is None:
+                    reply = await http.post(f"http://127.0.0.1:{port}/gateway/{run_id}/tasks", headers=headers)
+                    task = reply.json()["task"]
+                    await anyio.sleep(0.2)
+                body = {"model": "policy", "messages": task["messages"], "max_tokens": 4}
+                own = {"authorization": f"Bearer {task['api_key']}"}
+                assert (await http.post(f"{task['base_url']}/chat/completions", headers=own, json=body)).is_success
+                record = Record.read(flash_home / "attempts" / f"{run_id}-1")
+                assert record
+                os.kill(record.pid, signal.SIGKILL)
+                code, result, errors = await played(run_id, agent)
+                old = await http.post(f"{task['base_url']}/chat/completions", headers=own, json=body)
+            assert (code, result["played"], result["dropped"]) == (0, 8, 0), errors
+            assert old.status_code == 401 and "has ended" in old.json()["error"]["message"]
+            assert open_store().run(run_id).attempt == 2
+            rows = open_store().rollouts(run_id, limit=20)
+            assert len(rows) == 8 and all(row.error is None for row in rows)
 
     with serving(port):
         anyio.run(scenario)
@@ -132,11 +291,12 @@ async def rollouts(opened: Gateway) -> list[Rollout]:
 
 
 @pytest.mark.anyio
-async def test_what_nobody_takes_or_brings_back_is_dropped(tmp_path: Path) -> None:
+async def test_what_nobody_takes_or_brings_back_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "UNASKED_S", 0.7)
     async with gateway(tmp_path, timeout_s=0.5) as opened:
         (untaken,) = await rollouts(opened)
         assert untaken.error is not None and untaken.error["code"] == "environment_timeout"
-        assert "nobody asked the gateway for a task for 0.5 s" in untaken.error["what"]
+        assert "nobody asked the gateway for a task for 0.7 s" in untaken.error["what"]
         playing = asyncio.ensure_future(rollouts(opened))
         outside = await opened.take()
         assert outside is not None

@@ -3,11 +3,13 @@
     POST /tasks       with the gateway's key: a task that nobody has, and a key of its rollout
     POST /v1/...      with the rollout's key: the model, by the APIs that every agent calls
     POST /v1/result   with the rollout's key: {"answer": TEXT}, which the environment scores, or
-                      {"score": NUMBER, "success": BOOL}
+                      {"score": NUMBER, "success": BOOL}, or {"error": TEXT}, which drops it
 
 The environment has the tasks and scores answers, as for a model that answers itself. The server is
-the worker's own, on loopback; `flash-mcp serve --http` leads to it. What does not come back within
-the time of a call into the environment is dropped, and so is a task while nobody asks for one."""
+the worker's own, on loopback; `flash-mcp gateway` asks it, and `flash-mcp serve --http` leads to
+it. What does not come back within the time of a call into the environment is dropped, and so is a
+task after half an hour in which nobody asks for one. Of several ranks each has a server, and all
+have the same key."""
 
 # `run` is a coroutine here, as any method of an environment may be.
 # pyright: reportIncompatibleMethodOverride=false
@@ -39,22 +41,27 @@ from flash_mcp.protocol.run_files import GATEWAY_BASE_URL
 
 T = TypeVar("T")
 POLL_S = 20.0
-"""How long a request for a task waits for one."""
+"""How long a request for a task waits for one. Of several ranks another may have one meanwhile."""
+UNASKED_S = 1800.0
+"""How long tasks wait while nobody asks for one, if that is more than the time of a call."""
 EXAMPLE = TaskExample({}, "")
+Outcome = str | RewardResult
+"""What a program sends back: an answer, or a reward of its own."""
 
 
 class _Outside(EnvironmentAgent):
-    """The agent of one rollout, whose program is elsewhere. `run` returns what it sends back."""
+    """The agent of one rollout, whose program is elsewhere. `run` returns what it sends back, or
+    raises EnvironmentFault if that is an error."""
 
     max_calls = 1000
 
     def __init__(self, task: Json, offers: asyncio.Queue[_Outside]) -> None:
         self.task = task
         self.taken_at: float | None = None
-        self.result: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._offers = offers
 
-    async def run(self, example: TaskExample, base_url: str, api_key: str, model: str) -> Json:
+    async def run(self, example: TaskExample, base_url: str, api_key: str, model: str) -> Outcome:
         self.task |= {"base_url": base_url, "api_key": api_key, "model": model}
         self.offer()
         return await self.result
@@ -70,8 +77,9 @@ class Gateway:
 
     scores_groups = False
 
-    def __init__(self, host: EnvironmentHost) -> None:
-        self.key = secrets.token_hex(32)
+    def __init__(self, host: EnvironmentHost, key: str = "", poll_s: float = POLL_S) -> None:
+        self.key = key or secrets.token_hex(32)
+        self._poll_s = poll_s
         self._host = host
         self._offers: asyncio.Queue[_Outside] = asyncio.Queue()
         self._asked_at = 0.0
@@ -88,22 +96,23 @@ class Gateway:
         """A task that nobody has; None if there is none for a while."""
         self._asked_at = self._loop.time()
         with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
+            async with asyncio.timeout(self._poll_s):
                 while (outside := await self._offers.get()).result.done():
                     pass
                 outside.taken_at = self._loop.time()
                 return outside
         return None
 
-    def end(self, key: str, result: Json) -> None:
+    def end(self, key: str, body: Json) -> None:
         """What the program of the rollout with this key sends back. ApiError if that is none."""
-        score = result.get("score")
-        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
-        if is_number == isinstance(result.get("answer"), str):
-            raise invalid("send either an answer, which is a text, or a score, which is a number")
+        outcome = _outcome(body)
         for outside, _ in self._rollouts.values():
-            if outside.task.get("api_key") == key and not outside.result.done():
-                outside.result.set_result(result)
+            if outside.task.get("api_key") != key or outside.result.done():
+                continue
+            if isinstance(outcome, EnvironmentFault):
+                outside.result.set_exception(outcome)
+            else:
+                outside.result.set_result(outcome)
 
     # -- the scheduler -----------------------------------------------------------------------------
 
@@ -149,18 +158,16 @@ class Gateway:
         outside, playing = self._rollouts[episode]
         try:
             ended = playing.score_episode(EXAMPLE, EnvironmentEpisode((), ""))
-            result = await self._in_time(outside, ended)
+            outcome = await self._in_time(outside, ended)
             refusals = playing.refusals
-            if "answer" in result:
-                await self._host.step(episode, result["answer"])
+            if isinstance(outcome, str):
+                await self._host.step(episode, outcome)
                 score = await self._host.score(
                     episode, latency_ms=latency_ms, total_tokens=total_tokens
                 )
                 return replace(score, refusals=refusals)
-            success = result.get("success")
-            success = success if isinstance(success, bool) else None
-            reward = RewardResult(float(result["score"]), success)
-            return Score(reward.score, reward.resolved_success(), {}, None, None, refusals)
+            success = outcome.resolved_success()
+            return Score(outcome.score, success, {}, outcome.reason, None, refusals)
         finally:
             await self.close(episode)
 
@@ -172,16 +179,19 @@ class Gateway:
 
     async def _in_time(self, outside: _Outside, working: Coroutine[Any, Any, T]) -> T:
         """What comes of the program's work, unless its time is over."""
-        limit_s = self._host.timeout_s
         task = asyncio.ensure_future(working)
         try:
             while not task.done():
-                left_s = (outside.taken_at or self._asked_at) + limit_s - self._loop.time()
+                limit_s = self._host.timeout_s
+                since = outside.taken_at
+                what = "the agent that took the task sent no result within"
+                if since is None:
+                    limit_s = max(limit_s, UNASKED_S)
+                    since = self._asked_at
+                    what = "nobody asked the gateway for a task for"
+                left_s = since + limit_s - self._loop.time()
                 if left_s <= 0:
-                    what = f"nobody asked the gateway for a task for {limit_s:g} s"
-                    if outside.taken_at:
-                        what = f"the agent that took the task sent no result within {limit_s:g} s"
-                    raise EnvironmentFault("environment_timeout", what)
+                    raise EnvironmentFault("environment_timeout", f"{what} {limit_s:g} s")
                 await asyncio.wait((task,), timeout=left_s)
             return task.result()
         finally:
@@ -196,6 +206,23 @@ class Gateway:
         except ForgedError as error:
             what = "the agent's request cannot be read"
             raise EnvironmentFault("environment_error", what) from error
+
+
+def _outcome(body: Json) -> Outcome | EnvironmentFault:
+    """What a program sent back. ApiError if it is none of the three."""
+    success = body.get("success")
+    match body.get("answer"), body.get("score"), body.get("error"):
+        case str() as answer, None, None:
+            return answer
+        case None, None, str() as error:
+            return EnvironmentFault("environment_error", error, is_foreign=True)
+        case None, (int() | float()) as score, None if not isinstance(score, bool):
+            if isinstance(success, bool | None):
+                return RewardResult(float(score), success)
+        case _:
+            pass
+    what = "send one of answer and error, which are texts, and score, which is a number and may"
+    raise invalid(f"{what} have a success, true or false")
 
 
 class _Exchange(Exchange):
