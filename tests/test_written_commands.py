@@ -17,7 +17,7 @@ from tests.places import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ELSEWHERE = ("serve", "deploy", "train", "evaluate", "tournament", "target add", "target check", "install")
+ELSEWHERE = ("serve", "deploy", "gateway", "train", "evaluate", "tournament", "target add", "target check", "install")
 """Commands that go on, need a cluster, or change the configuration of the machine's own agents."""
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.stem != "__init__")
 WITH_HELP = {"bench", "crash", "demo", "gpu-check", "hubs", "loop", "scale"}
