@@ -193,8 +193,8 @@ async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str)
 def test_every_example_in_python_runs_in_a_test():
     text = "".join(path.read_text() for path in (PLAYBOOK, *ROOT.glob("docs/*.md")))
     text += (ROOT / "README.md").read_text()
-    # The client of docs/agents.md runs in tests/worker/test_gateway.py.
-    assert text.count("```python") == len(wrapped()) + 4 == len(STAND_INS) + 4
+    # The client of docs/agents.md runs in tests/worker/test_gateway.py, that of README in tests/test_client.py.
+    assert text.count("```python") == len(wrapped()) + 5 == len(STAND_INS) + 5
 
 
 AGENT = """
