@@ -22,6 +22,7 @@ from flash_mcp.protocol.spec import EvalSpec
 from worker.heartbeat import Heartbeat
 from worker.rollouts.metrics import summarize_evaluation
 from worker.rollouts.scheduler import Rollout, mixed_seed, task_groups
+from worker.rollouts.task_choice import Example
 from worker.session import Session, check_errors
 
 log = logging.getLogger("worker")
@@ -48,9 +49,9 @@ def evaluate(
     # The seeds do not depend on the model, so that two models are sampled alike.
     tasks = task_groups(
         spec.split,
-        spec.tasks,
+        map(Example, spec.tasks),
         spec.attempts,
-        lambda example, index, attempt: mixed_seed(spec.seed, example, attempt),
+        lambda number, index, attempt: mixed_seed(spec.seed, number, attempt),
     )
     # An earlier attempt of the run may have ended after it wrote the result.
     if result := writer.folder.evaluation(spec.step):

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -46,17 +46,19 @@ BLOCK = 512
 """Tasks of an evaluation that the scheduler gets at once: each of them holds an open episode."""
 
 
-def start_environment(
+def start_environments(
     job: Json,
     spec: RunSpec | EvalSpec,
     writer: RunWriter,
     heartbeat: Heartbeat,
     runner: AsyncRunner,
     ranks: Ranks,
-) -> EnvironmentHost:
-    """The job's environment in its process. The run's secrets leave this process's variables.
+    opened: ExitStack,
+) -> dict[str, EnvironmentHost]:
+    """The job's environments by name, each in a process of its own with its own secrets; one alone
+    has an empty name. The run's secrets leave this process's variables.
 
-    Each rank has an environment of its own, and its share of the run's concurrency."""
+    Each rank has environments of its own, and its share of the run's concurrency."""
     heartbeat.enter("environment")
     secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
 
@@ -64,23 +66,36 @@ def start_environment(
         heartbeat.advance()
         writer.event("phase", message)
 
-    environment = job["environment"]
-    starting = EnvironmentHost.start(
-        Path(environment["path"]),
-        known_as=identity(environment.get("owner", LOCAL_OWNER), environment["name"]),
-        args=spec.environment_args,
-        secrets=secrets,
-        concurrency=max(1, spec.env_concurrency // ranks.count),
-        timeout_s=spec.env_timeout_s,
-        on_progress=on_progress,
-        place_timeout_s=PLACE_TIMEOUT_S,
-    )
-    try:
-        host = runner.run(starting, stop=heartbeat.cancelled)
-    except CancelledError:
-        raise Cancelled from None
-    writer.event("sandbox", describe(host.sandbox))
-    return host
+    def stop(host: EnvironmentHost) -> None:
+        runner.run(host.stop())
+
+    environments: list[Json] = job.get("mixture") or []
+    share = ranks.count * max(1, len(environments))
+    if not environments:
+        own = {"args": spec.environment_args, "secrets": spec.secrets}
+        environments = [{**job["environment"], **own}]
+    hosts: dict[str, EnvironmentHost] = {}
+    for environment in environments:
+        starting = EnvironmentHost.start(
+            Path(environment["path"]),
+            known_as=identity(environment.get("owner", LOCAL_OWNER), environment["name"]),
+            args=environment["args"],
+            secrets={name: secrets[name] for name in environment["secrets"] if name in secrets},
+            concurrency=max(1, spec.env_concurrency // share),
+            timeout_s=spec.env_timeout_s,
+            on_progress=on_progress,
+            place_timeout_s=PLACE_TIMEOUT_S,
+        )
+        try:
+            host = runner.run(starting, stop=heartbeat.cancelled)
+        except CancelledError:
+            raise Cancelled from None
+        opened.callback(stop, host)
+        writer.event("sandbox", describe(host.sandbox))
+        hosts[environment["name"]] = host
+    if len(hosts) == 1:
+        return {"": hosts.popitem()[1]}
+    return hosts
 
 
 class Session(Generic[S]):
@@ -92,7 +107,7 @@ class Session(Generic[S]):
         writer: RunWriter,
         heartbeat: Heartbeat,
         model: Model,
-        host: EnvironmentHost,
+        hosts: dict[str, EnvironmentHost],
         runner: AsyncRunner,
         at_once: int,
         ranks: Ranks = ALONE,
@@ -102,10 +117,12 @@ class Session(Generic[S]):
         self.writer = writer
         self.heartbeat = heartbeat
         self.model = model
-        self.host = host
+        self.hosts = hosts
+        """The environments of a mixture by name; one alone has an empty name."""
+        self.host = next(iter(hosts.values()))
         self.runner = runner
         self._at_once = at_once * len(model.cards)
-        self._constant: dict[str, float] | None = None
+        self._constants: dict[str, dict[str, float]] = {}
         self.limits = Limits(
             max_tokens=spec.max_tokens,
             max_length=model.max_length,
@@ -136,11 +153,11 @@ class Session(Generic[S]):
     ) -> Generator[Self]:
         """Model and environment, ready for rollouts, `at_once` of them at the same time."""
         model = load_model(job, spec, writer, heartbeat, trains=trains, ranks=ranks, cards=cards)
-        with AsyncRunner() as runner:
-            host = start_environment(job, spec, writer, heartbeat, runner, ranks)
-            session = cls(spec, writer, heartbeat, model, host, runner, at_once, ranks)
+        with AsyncRunner() as runner, ExitStack() as opened:
+            hosts = start_environments(job, spec, writer, heartbeat, runner, ranks, opened)
+            session = cls(spec, writer, heartbeat, model, hosts, runner, at_once, ranks)
             try:
-                if Needs.of(host.folder).gateway:
+                if Needs.of(session.host.folder).gateway:
                     session.open_gateway()
                 yield session
             except Exception as error:
@@ -150,7 +167,6 @@ class Session(Generic[S]):
                 raise lost from error
             finally:
                 session.close()
-                runner.run(host.stop())
 
     def open_gateway(self) -> None:
         """Let agents outside ask for the tasks of every rank that makes rollouts."""
@@ -278,13 +294,13 @@ class Session(Generic[S]):
             on_done(rollout)
 
         template = self.model.template
-        player: Any = host or self.gateway or self.host
+        hosts: Any = host or self.gateway or self.hosts
         # Each call of the environment has an end: that is no stall, however long an agent works.
         wait = partial(self.heartbeat.advance, by_work=False)
         waiting = asyncio.create_task(self._generator.while_idle(wait))
         try:
             return await scheduler.collect(
-                tasks, player, self._generator, template, limits, on_done=done
+                tasks, hosts, self._generator, template, limits, on_done=done
             )
         finally:
             waiting.cancel()
@@ -302,25 +318,27 @@ class Session(Generic[S]):
         if block:
             self.collect(block, limits, on_done)
 
-    def constant_level(self, split: str, tasks: Sequence[int]) -> dict[str, float]:
-        """What the best constant answer, or the best part of the prompt, reaches on these tasks,
-        for the summary of an evaluation: a model that is no better has learned nothing of the
-        task. Empty if it is not known, and for few tasks: some constant is right on one of them.
+    def constant_level(self, split: str, tasks: Sequence[int], name: str = "") -> dict[str, float]:
+        """What the best constant answer, or the best part of the prompt, reaches on these tasks of
+        an environment, for the summary of an evaluation: a model that is no better has learned
+        nothing of the task. Empty if it is not known, and for few tasks: some constant is right on
+        one of them.
         """
         if len(tasks) < CONSTANT_TASKS:
             return {}
-        if self._constant is None:
-            constant = self.wait(best_constant(self.host, split, tasks, copies=True))
-            self._constant = {}
+        if name not in self._constants:
+            constant = self.wait(best_constant(self.hosts[name], split, tasks, copies=True))
+            self._constants[name] = {}
             if constant is not None:
-                self._constant = {
+                self._constants[name] = {
                     "constant_success": constant.success_share,
                     "constant_n": len(constant.successes),
                 }
                 share = f"succeeds on {constant.success_share:.1%} of {len(constant.successes)}"
                 what = f"the best constant, {constant.answer!r:.100}, {share} tasks"
-                self.writer.event("constant", what, answer=constant.answer[:CONSTANT_CHARACTERS])
-        return self._constant
+                answer = constant.answer[:CONSTANT_CHARACTERS]
+                self.writer.event("constant", what, answer=answer, environment=name)
+        return self._constants[name]
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; raises Cancelled after a cancel."""

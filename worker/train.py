@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -53,17 +54,17 @@ def train(
         job, spec, writer, heartbeat, at_once=at_once, trains=True, ranks=ranks
     ) as session:
         session.deadline = deadline_of(job, spec)
+        session.ratios = {part["name"]: part["ratio"] for part in job.get("mixture") or ()}
         if resume_from:
             session.resume(*resume_from)
         watched = {"max_error_share": spec.max_error_share, "advance": heartbeat.advance}
         tasks = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
-        host = session.host
         model = session.model
-        longest, turns = ranks.from_first(
-            lambda: session.wait(
-                preflight(host, model.template, model.max_length, tasks, **watched)
-            )
+        look = partial(preflight, template=model.template, max_length=model.max_length, **watched)
+        looks = ranks.from_first(
+            lambda: [session.wait(look(host, tasks=tasks)) for host in session.hosts.values()]
         )
+        longest, turns = map(max, zip(*looks, strict=True))
         policy = model.policy
         assert isinstance(policy, PeftModel)
         causal_lm = cast(Any, policy.get_base_model())

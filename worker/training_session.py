@@ -20,7 +20,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
 from worker.deadline import Deadline
 from worker.model import is_four_bit
-from worker.rollouts.metrics import staleness, summarize, summarize_evaluation
+from worker.rollouts.metrics import of_environment, staleness, summarize, summarize_evaluation
 from worker.rollouts.scheduler import (
     Limits,
     Rollout,
@@ -31,7 +31,7 @@ from worker.rollouts.scheduler import (
     mixed_seed,
     task_groups,
 )
-from worker.rollouts.task_choice import REFILLS, TaskChoice, examples_of
+from worker.rollouts.task_choice import REFILLS, Example, Source, TaskChoice, examples_of
 from worker.session import PLACE_TIMEOUT_S, Session, check_errors
 from worker.training import memory
 from worker.training.checkpoints import Reporter
@@ -70,6 +70,8 @@ class TrainingSession(Session[RunSpec]):
         if spec.task_sampling == "useful":
             total = self.host.splits["train"]
             self._choice = TaskChoice(total, spec.rollouts_per_prompt, spec.seed)
+        self.ratios: dict[str, float] = {}
+        """Of the environments of a mixture."""
         self.reporter.add_files = self._add_files
         self._steps_ahead = StepsAhead(lambda step: self.collecting(self._tasks(step), self.limits))
 
@@ -159,7 +161,8 @@ class TrainingSession(Session[RunSpec]):
                 break
             tried = {rollout.task.example for rollout in (*useful, *rest)}
             examples = choice.draw(step, missing, turn=turn + 1, without=tried)
-            own = self._own_tasks(step, examples, (len(useful) + len(rest)) // size)
+            before = (len(useful) + len(rest)) // size
+            own = self._own_tasks(step, list(map(Example, examples)), before)
             self.heartbeat.enter("rollout", of=missing * size)
             every = self._from_all(self.collect(own, self.limits))
         # Only now: a cancel before leaves the beliefs as they were after the step before.
@@ -171,12 +174,15 @@ class TrainingSession(Session[RunSpec]):
     def _tasks(self, step: int) -> list[Task]:
         spec = self.spec
         if self._choice:
-            examples = self._choice.draw(step, spec.batch_size)
+            examples = list(map(Example, self._choice.draw(step, spec.batch_size)))
         else:
-            examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
+            sources: dict[str, Source] = {}
+            for name, host in self.hosts.items():
+                sources[name] = Source(host.splits["train"], self.ratios.get(name, 1.0))
+            examples = examples_of(step, spec.batch_size, sources, spec.seed)
         return self._own_tasks(step, examples)
 
-    def _own_tasks(self, step: int, examples: Sequence[int], before: int = 0) -> list[Task]:
+    def _own_tasks(self, step: int, examples: Sequence[Example], before: int = 0) -> list[Task]:
         """This rank's, of groups that `before` others precede in the step."""
         spec = self.spec
         first = before * spec.rollouts_per_prompt
@@ -184,7 +190,7 @@ class TrainingSession(Session[RunSpec]):
             "train",
             examples,
             spec.rollouts_per_prompt,
-            lambda example, index, attempt: mixed_seed(spec.seed, step, first + index),
+            lambda number, index, attempt: mixed_seed(spec.seed, step, first + index),
         )
         tasks = [replace(t, group=before + t.group, index=first + t.index) for t in tasks]
         # A group stays on one rank: its advantages need all its rewards.
@@ -215,6 +221,10 @@ class TrainingSession(Session[RunSpec]):
         self.writer.rollouts(step, [row.fields() for row in rows])
         check_errors(rows, spec.max_error_share)
         tokens = sum(rollout.transcript.model_tokens for rollout in rollouts if rollout.transcript)
+        for name in self.ratios:
+            own = [group for group in groups if group[0].task.environment == name]
+            summary = summarize(own, spec.thinking_length_penalty_coef)
+            self.reporter.pending |= of_environment(name, summary)
         self.reporter.pending |= {
             **summarize(groups, spec.thinking_length_penalty_coef),
             "engine/tokens_per_s": tokens / rollout_s,
@@ -226,8 +236,11 @@ class TrainingSession(Session[RunSpec]):
 
     def evaluate(self, step: int) -> None:
         """Greedy rollouts of the eval split under the policy after `step` steps."""
-        total = min(self.spec.eval_examples, self.host.splits.get("eval", 0))
-        if not total:
+        examples: list[Example] = []
+        for name, host in self.hosts.items():
+            total = min(self.spec.eval_examples, host.splits.get("eval", 0))
+            examples += [Example(number, name) for number in range(total)]
+        if not examples:
             what = "the environment declares no eval split; the evaluation was left out"
             self.writer.event("warning", what)
             return
@@ -235,12 +248,12 @@ class TrainingSession(Session[RunSpec]):
         if step <= self.resumed_at and self.writer.folder.evaluation(step):
             return
         self.sync(step)
-        self.heartbeat.enter("eval", step, of=total)
+        self.heartbeat.enter("eval", step, of=len(examples))
         ours = self.limits
         limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
         own: list[records.Rollout] = []
-        tasks = task_groups("eval", range(total), 1, lambda example, index, attempt: index)
+        tasks = task_groups("eval", examples, 1, lambda number, index, attempt: index)
         mine = self.own(tasks)
         self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
         parts = self.ranks.gather([row.fields() for row in own])
@@ -250,11 +263,27 @@ class TrainingSession(Session[RunSpec]):
             return
         rows = [records.Rollout.from_row(fields) for part in parts for fields in part]
         rows.sort(key=lambda row: row.index)
-        summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
-        summary |= self.constant_level("eval", range(total))
+        summary = self._summary(rows, examples, time.monotonic() - started)
         self.writer.evaluation(step, summary, [row.fields() for row in rows])
         self.reporter.tell(step, eval_metrics(summary))
         log.info("step %s: eval %s", step, summary)
+
+    def _summary(
+        self, rows: Sequence[records.Rollout], examples: Sequence[Example], seconds: float
+    ) -> Json:
+        """Of an evaluation; in a mixture also of each environment. `examples` are those of
+        `rows`.
+        """
+        summary = summarize_evaluation(rows, seconds=seconds)
+        for name in self.hosts:
+            own = [
+                row for row, item in zip(rows, examples, strict=True) if item.environment == name
+            ]
+            level = self.constant_level("eval", range(len(own)), name)
+            if not name:
+                return summary | level
+            summary |= of_environment(name, summarize_evaluation(own, seconds=seconds) | level)
+        return summary
 
     def try_regression(self, split: Json | None, step: int) -> None:
         """What the policy after `step` steps does on tasks of other kinds, as an event. Trouble
@@ -284,8 +313,8 @@ class TrainingSession(Session[RunSpec]):
             place_timeout_s=PLACE_TIMEOUT_S,
         )
         async with host:
-            total = range(min(host.splits.get("eval", 0), MOST_REGRESSION_TASKS))
-            tasks = task_groups("eval", total, 1, lambda example, index, attempt: index)
+            examples = map(Example, range(min(host.splits.get("eval", 0), MOST_REGRESSION_TASKS)))
+            tasks = task_groups("eval", examples, 1, lambda number, index, attempt: index)
             # A model that thinks needs the run's own room.
             room = self.limits.max_tokens if self.spec.thinking else REGRESSION_TOKENS
             limits = Limits(room, self.limits.max_length, temperature=0.0)

@@ -270,6 +270,8 @@ def _numbers(page: Page, view: RunView) -> None:
     if view.verdict:
         page.prose(view.verdict.explanation)
     page.prose(view.best or "", label="best  ")
+    for line in view.mixture or ():
+        page.prose(line, label="- ")
     page.prose(view.regression or "", label="elsewhere  ")
     page.prose(view.seeds or "")
     if view.scores:

@@ -134,9 +134,35 @@ class Run(Record):
         return self.lineage.get("env_files") or []
 
     @property
+    def mixture(self) -> list[Json]:
+        """Its environments, if they are several: `name`, `digest`, `path`, `owner`, `ratio`,
+        `args`, `secrets`, `tasks`, `overlap`."""
+        return self.lineage.get("mixture") or []
+
+    @property
+    def own_secrets(self) -> list[str]:
+        """Names of the secrets of the environment that it is named after."""
+        if self.mixture:
+            return self.mixture[0]["secrets"]
+        return self.spec.secrets
+
+    def part(self, name: str) -> Json | None:
+        """The environment of its mixture with this name."""
+        for part in self.mixture:
+            if part["name"] == name:
+                return part
+        return None
+
+    @property
     def environment_reference(self) -> str:
         """NAME@DIGEST."""
         return f"{self.environment}@{self.environment_digest}"
+
+    @property
+    def environment_references(self) -> str:
+        """NAME@DIGEST of each of its environments."""
+        parts = [f"{part['name']}@{part['digest']}" for part in self.mixture]
+        return ", ".join(parts) or self.environment_reference
 
     @property
     def evaluation(self) -> EvalSpec:

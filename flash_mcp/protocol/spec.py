@@ -13,7 +13,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 
@@ -33,6 +41,8 @@ LOCAL_TARGET = "local"
 AUTO = "auto"
 """Stands for the cheapest target that can take the run."""
 MAX_GPUS = 64
+MOST_MIXED = 7
+"""Environments beside the first."""
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {
         "steps": 150,
@@ -76,6 +86,23 @@ def default_learning_rate(algorithm: Algorithm, parameters: float) -> float:
 def _of_recipe(name: str) -> Callable[[dict[str, Any]], Any]:
     """A default factory: the value of field `name` in the recipe of the spec's algorithm."""
     return lambda data: RECIPES[data.get("algorithm", "grpo")].get(name)
+
+
+class Part(TypedDict, total=False):
+    """An environment of a mixture beside the run's first."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    ratio: Annotated[float, Field(ge=0.01, le=100)]
+    environment_args: dict[str, Any]
+    secrets: Annotated[list[str], Field(max_length=64)]
+
+
+def _with_ratio(part: Any) -> Any:
+    """A part that is its ratio alone, as one with that."""
+    if isinstance(part, (int, float)):
+        return {"ratio": part}
+    return part
 
 
 SbatchOption = Literal["account", "partition", "qos", "time"]
@@ -189,6 +216,11 @@ class RunSpec(BaseModel):
     """Keyword arguments of load_environment."""
     secrets: Annotated[list[str], Field(max_length=64)] = []
     """Server variables that the environment may read; never stored."""
+    mixture: Annotated[
+        dict[str, Annotated[Part, BeforeValidator(_with_ratio)]], Field(max_length=MOST_MIXED)
+    ] = {}
+    """More environments of the same run, not for sft: {NAME: ratio}, where `environment` has 1, or
+    {NAME: {"ratio": 1, "environment_args": {}, "secrets": []}}."""
     env_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Seconds that one call into environment code may take."""
     env_concurrency: Annotated[int, Field(ge=1, le=4096)] = 32
@@ -218,6 +250,7 @@ class RunSpec(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> RunSpec:
         self._check_algorithm()
+        self._check_mixture()
         if self.finish_by is not None and self.finish_s is None:
             raise ValueError(f"finish_by={self.finish_by!r} is no time: use 90 s, 25 min or 2 h")
         if self.gpus > self.batch_size:
@@ -251,6 +284,14 @@ class RunSpec(BaseModel):
             raise ValueError("group_size=1 is for algorithm='distill': grpo compares rollouts")
         if (name == "distill") != (self.teacher is not None):
             raise ValueError("algorithm='distill' and teacher need each other")
+
+    def _check_mixture(self) -> None:
+        if not self.mixture:
+            return
+        if self.algorithm == "sft" or self.task_sampling == "useful":
+            raise ValueError("mixture is for grpo and distill, with task_sampling='passes'")
+        if self.gpus > 1 or self.target != LOCAL_TARGET:
+            raise ValueError(f"mixture needs gpus=1 and target={LOCAL_TARGET!r}")
 
     @property
     def rollouts_per_prompt(self) -> int:

@@ -314,9 +314,12 @@ class HistoryTables(RunTable):
             near=self.near(run) if near and (is_eval or run.state == "succeeded") else [],
         )
 
-    def pairs(self, run_id: str, evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
+    def pairs(
+        self, run_id: str, evaluations: Sequence[Evaluation], environment: str = ""
+    ) -> list[tuple[float, float]]:
         """(success at the first evaluation, at the last) of each example that environment code
-        failed at neither; none if their files were lost.
+        failed at neither; none if their files were lost. Only those of an `environment` of a
+        mixture.
         """
         steps = [row.step for row in evaluations if row.can_be_judged]
         if len(steps) < 2:
@@ -326,7 +329,11 @@ class HistoryTables(RunTable):
                  WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
                  AND json_extract(a.body, '$.error') IS NULL
                  AND json_extract(b.body, '$.error') IS NULL"""
-        return self.two_columns(sql, [run_id, steps[0], steps[-1]])
+        values = [run_id, steps[0], steps[-1]]
+        if environment:
+            sql += " AND instr(json_extract(a.body, '$.task_id'), ?) = 1"
+            values.append(f"{environment}/")
+        return self.two_columns(sql, values)
 
     def tries(self, run_id: str, step: int) -> list[Try]:
         """Every attempt of a run's evaluation at `step`, in order."""

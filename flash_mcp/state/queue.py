@@ -14,7 +14,7 @@ import json
 import secrets
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -94,7 +94,7 @@ def enqueue(
             return first, False
         _check_quota(store)
         lineage = {"code": code_version(), **(lineage or {})}
-        _check_still_there(store, environment, [init_adapter, lineage.get("teacher")], dataset)
+        _check_still_there(store, environment, init_adapter, dataset, lineage)
         run_id = new_id(store)
         if commit := _commit_before(store, spec, init_adapter):
             lineage["model_commit"] = commit
@@ -182,7 +182,7 @@ def job(run: Run) -> Json:
     job = {"run_id": run.id, "owner": run.owner, "model": run.model, "environment": environment}
     job |= {"spec": run.spec.model_dump(), "sources": run.sources, "dataset": run.dataset}
     job |= {"init_adapter": run.init_adapter, "lineage": run.lineage}
-    for name in ("teacher", "regression"):
+    for name in ("teacher", "regression", "mixture"):
         job[name] = run.lineage.get(name)
     return {**job, "created": run.created, "started": run.started}
 
@@ -492,12 +492,15 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
 def _check_still_there(
     store: Store,
     environment: EnvironmentVersion,
-    adapters: Sequence[Json | None],
+    init_adapter: Json | None,
     dataset: Json | None,
+    lineage: Json,
 ) -> None:
     """Files may have been removed meanwhile: loading an environment takes seconds."""
     made_from = [("unknown_environment", environment.reference, environment.path)]
-    for adapter in filter(None, adapters):
+    for part in lineage.get("mixture", ()):
+        made_from.append(("unknown_environment", part["name"], part["path"]))
+    for adapter in filter(None, [init_adapter, lineage.get("teacher")]):
         made_from.append(("unknown_checkpoint", str(adapter.get("run_id")), adapter["path"]))
     if dataset:
         reference = f"{dataset['name']}@{dataset['digest']}"

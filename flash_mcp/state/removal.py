@@ -218,7 +218,9 @@ def _version(store: Store, item: _Version) -> _Found:
         sql = "SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?"
         _check_unused(item.reference, store.column(sql, [stored]))
         return _Found("dataset", item.reference, item.owner, [item.path], [])
-    sql = "SELECT id FROM runs WHERE environment_path = ?"
+    sql = """SELECT id FROM runs WHERE environment_path = ?1 OR EXISTS (
+             SELECT 1 FROM json_each(lineage, '$.mixture')
+             WHERE json_extract(value, '$.path') = ?1)"""
     _check_unused(item.reference, store.column(sql, [stored]))
     values = [item.owner, item.name, item.digest]
     deletion = ("DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?", values)

@@ -355,12 +355,16 @@ def _comparable(pair: Pair, base: str, other: str | None) -> Pair:
     if (ours.id, pair.base.row.step) == (theirs.id, pair.other.row.step):
         what = "both are the same evaluation"
         raise FlashError("invalid_argument", what, base=base, other=other, fix="name two")
-    if ours.environment != theirs.environment:
-        both = f"{ours.id} is of {ours.environment}, {theirs.id} of {theirs.environment}"
+    if _environments(ours) != _environments(theirs):
+        both = f"{ours.id} is of {_environments(ours)}, {theirs.id} of {_environments(theirs)}"
         what = f"different environments cannot be compared: {both}"
         call = f"evaluate(environment={ours.environment!r}, model=...)"
         raise FlashError("invalid_argument", what, fix=f"evaluate both on one of them: {call}")
     return pair
+
+
+def _environments(run: Run) -> str:
+    return " and ".join(part["name"] for part in run.mixture) or run.environment
 
 
 def _before_and_after(store: Store, base: str) -> Pair:
@@ -427,7 +431,7 @@ def _side(side: Evaluated) -> Side:
         run_id=run.id,
         step=side.row.step,
         of=_model(run, side.row.step),
-        environment=run.environment_reference,
+        environment=run.environment_references,
         tasks=len(side.tasks),
         attempts=attempts.settings(run)["attempts"],
         success=success,

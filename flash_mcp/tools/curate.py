@@ -208,6 +208,12 @@ def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
     version or arguments differ.
     """
     rows = [store.run(_run_of(store, reference)) for reference in references]
+    for row in rows:
+        if row.mixture:
+            what = f"{row.id} trained on several environments: their attempts cannot be pooled"
+            call = f"evaluate(model={row.id!r}, environment=..., split='train', attempts=8)"
+            fix = f"curate attempts in one of them, which {call} makes"
+            raise FlashError("invalid_argument", what, fix=fix)
     kinds = {row.id: f"{row.environment_reference} {_arguments_of(row)}" for row in rows}
     if len({*kinds.values()}) > 1:
         listing = "; ".join(f"{run_id}: {kinds[run_id]}" for run_id in [*kinds][:8])

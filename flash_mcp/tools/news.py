@@ -75,6 +75,8 @@ class News(ResultModel):
     """New evaluations."""
     verdict: Verdict | None = None
     """With a new evaluation: whether training helped on held-out examples."""
+    mixture: list[str] | None = None
+    """With a new evaluation, and at the end: a verdict on each environment."""
     regression: str | None = None
     """At the end: whether it got worse at other kinds of tasks."""
     checkpoint: int | None = None
@@ -247,6 +249,7 @@ def news_of(report: Report, cursor: NewsCursor) -> News:
         new = {row.step for row in report.history.evaluations[cursor.evaluations :]}
         news.held_out = [row for row in view.held_out or () if row.step in new] or None
         news.verdict = view.verdict
+        news.mixture = view.mixture
     if (view.checkpoint or 0) > cursor.checkpoint:
         news.checkpoint = view.checkpoint
     news.flags = new_flags or None
@@ -254,6 +257,7 @@ def news_of(report: Report, cursor: NewsCursor) -> News:
         news.outlook = view.outlook
     if is_over:
         news.trends = _trends(view)
+        news.mixture = view.mixture
         news.regression = view.regression
         news.scores = view.scores
     if is_over or report.blocked:

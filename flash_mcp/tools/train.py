@@ -249,8 +249,8 @@ def _arguments(fields: Json, settings: Json) -> Json:
 
 
 def _after_validation(plan: Plan) -> str:
-    if plan.gate.is_refused:
-        return plan.gate_error().fix
+    if error := plan.gate_error():
+        return error.fix
     next_step = "call train again without validate_only to start it"
     if plan.spec.algorithm == "grpo":
         next_step += "; sample=true lets the model try it first"
@@ -339,7 +339,7 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
         environment=plan.inputs.environment.reference,
         model=plan.spec.model,
         warm_start=adapter_name(plan.inputs.adapter),
-        gate=str(plan.gate),
+        gate=plan.gate,
         estimate=plan.estimate,
         **_values(plan.spec, plan.inputs.resolved.sources),
         notes=notes_on(plan) or None,

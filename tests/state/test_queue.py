@@ -79,7 +79,7 @@ def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
     job = queue.job(run)
     assert set(job) == {
         "run_id", "owner", "spec", "sources", "environment", "model", "init_adapter", "dataset", "lineage", "created",
-        "regression", "started", "teacher",
+        "mixture", "regression", "started", "teacher",
     }  # fmt: skip
     assert job["environment"] == {
         "name": "calc",

@@ -39,7 +39,7 @@ from tests.watch import is_running, listening_ports
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model
 from worker.rollouts.scheduler import Limits, Rollout, Task
-from worker.rollouts.task_choice import examples_of
+from worker.rollouts.task_choice import Source, examples_of
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import BLOCK
 from worker.survey import preflight
@@ -97,9 +97,9 @@ def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path
     nothing: Any = None
     model = Model(tmp_path, nothing, torch.float32, 256, None)
     spec = RunSpec(**run.job()["spec"])
-    session: Any = TrainingSession(spec, heartbeat.writer, heartbeat, model, host, nothing, 4)
+    session: Any = TrainingSession(spec, heartbeat.writer, heartbeat, model, {"": host}, nothing, 4)
     session.sync, session.collect = lambda step: 0.0, collect
-    session.constant_level = lambda split, tasks: {}  # it would ask the environment
+    session.constant_level = lambda *_: {}  # it would ask the environment
     session.evaluate(0)
     assert blocks == [BLOCK, BLOCK, 3]
     of = 2 * BLOCK + 3
@@ -292,8 +292,9 @@ def test_an_attempt_that_finds_every_step_made_makes_no_other(exact_run: RunFold
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(-5, 5))
 def test_steps_go_through_all_examples_again_and_again(total: int, count: int, seed: int) -> None:
-    steps = [examples_of(step, count, total, seed) for step in range(1, 3 * total + 1)]
-    drawn = list(itertools.chain(*steps))
+    steps = [examples_of(step, count, {"": Source(total)}, seed) for step in range(1, 3 * total + 1)]
+    assert not any(example.environment for example in itertools.chain(*steps))
+    drawn = [example.number for example in itertools.chain(*steps)]
     passes = [drawn[at : at + total] for at in range(0, len(drawn), total)]
     assert all(sorted(one) == list(range(total)) for one in passes) and {len(step) for step in steps} == {count}
     assert total < 8 or passes[0] != passes[1]

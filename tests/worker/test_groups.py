@@ -12,6 +12,7 @@ from tests.folders import environment_folder
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
 from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect, task_groups
+from worker.rollouts.task_choice import Example
 from worker.rollouts.transcript import ChatTemplate
 
 TEMPLATE = ChatTemplate(make_tokenizer())
@@ -74,7 +75,7 @@ def said(rollout: Rollout) -> str:
 @pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
-    tasks = task_groups("train", [0, 1, 2, 0], 6, lambda example, index, attempt: index)
+    tasks = task_groups("train", map(Example, [0, 1, 2, 0]), 6, lambda example, index, attempt: index)
     async with await EnvironmentHost.start(environment_folder(tmp_path, RANKED)) as host:
         rollouts = await rolled(tasks, host)
         alone = await rolled([Task("train", 0, 0, 0, seed=5)], host)
@@ -100,7 +101,7 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux")
 async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
-    tasks = task_groups("train", [0, 1], 6, lambda example, index, attempt: index)
+    tasks = task_groups("train", map(Example, [0, 1]), 6, lambda example, index, attempt: index)
     folder = environment_folder(tmp_path, AGENTS)
     (folder / "environment.toml").write_text("endpoint = true\n")
     async with await EnvironmentHost.start(folder) as host:

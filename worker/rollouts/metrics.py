@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from environments.agents.calls import THREAD_UNSUPPORTED
@@ -174,6 +174,11 @@ def _common_answer(rows: Sequence[records.Rollout]) -> dict[str, float]:
     if result is None:
         return {}
     return {"answers/common_share": result.share, "answers/common_success": result.success}
+
+
+def of_environment(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of one environment of a mixture, as they stand among those of the run."""
+    return {f"{name}:{metric}": value for metric, value in metrics.items()}
 
 
 def repeated_share(groups: Sequence[Sequence[Rollout]]) -> float | None:

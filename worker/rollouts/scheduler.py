@@ -21,7 +21,7 @@ import itertools
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
@@ -33,6 +33,7 @@ from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from worker.rollouts.calls import Call, merged
+from worker.rollouts.task_choice import Example
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, RolloutEngine, Sampling
 
@@ -74,7 +75,8 @@ class Task:
     """What one rollout works on. `group` and `index` place it in its step; `seed` decides its
     sampling.
 
-    `attempt` counts the rollouts of the same task within the step, from 0.
+    `attempt` counts the rollouts of the same task within the step, from 0. `environment` is the
+    name of one of a mixture.
     """
 
     split: str
@@ -83,20 +85,28 @@ class Task:
     index: int
     seed: int
     attempt: int = 0
+    environment: str = ""
+
+    def named(self, task_id: str) -> str:
+        """The id of the task among those of the run."""
+        return f"{self.environment}/{task_id}".removeprefix("/")
 
 
 def task_groups(
-    split: str, examples: Sequence[int], size: int, seed_of: Callable[[int, int, int], int]
+    split: str,
+    examples: Iterable[Example],
+    size: int,
+    seed_of: Callable[[int, int, int], int],
 ) -> list[Task]:
     """`size` tasks for each example, next to each other, with seeds
-    `seed_of(example, index, attempt)`.
+    `seed_of(number, index, attempt)`.
     """
     tasks: list[Task] = []
-    for group, example in enumerate(examples):
+    for group, (number, environment) in enumerate(examples):
         for attempt in range(size):
             index = len(tasks)
-            seed = seed_of(example, index, attempt)
-            tasks.append(Task(split, example, group, index, seed, attempt))
+            seed = seed_of(number, index, attempt)
+            tasks.append(Task(split, number, group, index, seed, attempt, environment))
     return tasks
 
 
@@ -350,7 +360,7 @@ class StepsAhead:
 
 async def collect(
     tasks: Sequence[Task],
-    host: Host,
+    hosts: Host | Mapping[str, Host],
     generator: Generator,
     template: ChatTemplate,
     limits: Limits,
@@ -358,24 +368,30 @@ async def collect(
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
     """One rollout per task, in the order of `tasks`; those of a group are next to each other. If
-    the environment fails, the rollout has an error.
+    the environment fails, the rollout has an error. `hosts` are those of a mixture, by name.
 
     `on_done` is called with each rollout as soon as it is scored or has failed.
     """
 
-    async def finish(talks: Sequence[_Conversation]) -> None:
+    async def finish(talks: Sequence[_Conversation], host: Host) -> None:
         await _play(talks, host)
         for talk in talks:
             on_done(talk.rollout)
 
-    units = grouped(tasks) if host.scores_groups else [[task] for task in tasks]
-    conversations = [
-        [_Conversation(task, host, generator, template, limits) for task in unit] for unit in units
-    ]
-    async with asyncio.TaskGroup() as group:
-        for talks in conversations:
-            group.create_task(finish(talks))
-    return [talk.rollout for talk in itertools.chain.from_iterable(conversations)]
+    rollouts: list[Rollout] = []
+    async with asyncio.TaskGroup() as running:
+        for group in grouped(tasks):
+            host = hosts
+            if isinstance(host, Mapping):
+                host = host[group[0].environment]
+            talks = [_Conversation(task, host, generator, template, limits) for task in group]
+            rollouts += [talk.rollout for talk in talks]
+            units = [talks]
+            if not host.scores_groups:
+                units = [[talk] for talk in talks]
+            for unit in units:
+                running.create_task(finish(unit, host))
+    return rollouts
 
 
 async def _play(conversations: Sequence[_Conversation], host: Host) -> None:
@@ -426,7 +442,7 @@ class _Conversation:
         template: ChatTemplate,
         limits: Limits,
     ) -> None:
-        self.rollout = Rollout(task, task_id=f"{task.split}/{task.example}")
+        self.rollout = Rollout(task, task_id=task.named(f"{task.split}/{task.example}"))
         self.episode: int | None = None
         self._host = host
         self._generator = generator
@@ -441,7 +457,7 @@ class _Conversation:
         try:
             opening = await self._host.open(rollout.task.split, rollout.task.example)
             self.episode = opening.episode
-            rollout.task_id = opening.task_id
+            rollout.task_id = rollout.task.named(opening.task_id)
             rollout.expected = opening.expected
             if opening.is_agent:
                 serving = _SampledCalls(

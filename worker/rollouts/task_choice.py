@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Collection, Sequence
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 FORGETTING = 0.7
 FLOOR = 0.2
@@ -27,19 +29,60 @@ REFILLS = 2
 """Rounds of a step in which groups that taught nothing are tried again with other tasks."""
 BELIEFS = "task_beliefs.json"
 """The file of a checkpoint that keeps them."""
+CYCLE = 5040
+"""Examples after which the order of a mixture's environments begins anew: a multiple of 1 to 10, so
+that it has their ratio exactly, if these are small whole numbers."""
 
 
-def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:
-    """The `count` examples of step 1, 2, ...: they pass through all `total` again and again, each
-    time in another order.
+class Source(NamedTuple):
+    """An environment of a run."""
+
+    total: int
+    """Its train tasks."""
+    ratio: float = 1.0
+
+
+class Example(NamedTuple):
+    number: int
+    """Its place in the split."""
+    environment: str = ""
+    """Its environment's name in a mixture."""
+
+
+def examples_of(step: int, count: int, sources: Mapping[str, Source], seed: int) -> list[Example]:
+    """The `count` examples of step 1, 2, ...: those of each source pass through its tasks again and
+    again, each time in another order.
 
     They depend on the step alone, so an attempt that resumes draws what the one before would
     have."""
-    places = range((step - 1) * count, step * count)
-    return [_order(place // total, total, seed)[place % total] for place in places]
+    names = list(sources)
+    shares = _shares(tuple(source.ratio for source in sources.values()))
+    counts = Counter(number for number, _ in shares)
+    examples: list[Example] = []
+    for place in range((step - 1) * count, step * count):
+        cycle, at = divmod(place, CYCLE)
+        number, before = shares[at]
+        total = sources[names[number]].total
+        epoch, rest = divmod(cycle * counts[number] + before, total)
+        examples.append(Example(_order(epoch, total, seed)[rest], names[number]))
+    return examples
 
 
-@lru_cache(maxsize=2)
+@cache
+def _shares(ratios: tuple[float, ...]) -> list[tuple[int, int]]:
+    """For each place of a cycle, whose it is, and how many places of that source came before. The
+    next place is that of the source which is furthest behind its ratio (Sainte-Laguë).
+    """
+    counts = [0] * len(ratios)
+    places: list[tuple[int, int]] = []
+    for _ in range(CYCLE):
+        number = min(range(len(ratios)), key=lambda item: (counts[item] + 0.5) / ratios[item])
+        places.append((number, counts[number]))
+        counts[number] += 1
+    return places
+
+
+@lru_cache(maxsize=16)
 def _order(epoch: int, total: int, seed: int) -> list[int]:
     return random.Random(f"{seed}/{epoch}").sample(range(total), total)
 

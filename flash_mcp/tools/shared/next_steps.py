@@ -150,8 +150,11 @@ def _train_call(run: Run, start: Mapping[str, Any], names: Sequence[str]) -> str
     fields = {"environment": run.environment, **start}
     if run.model != default_of("model"):
         fields["model"] = run.model
-    for name in ("environment_args", "secrets", "dataset", "teacher"):
+    for name in ("environment_args", "dataset", "teacher"):
         fields[name] = getattr(run.spec, name, None)
+    fields["secrets"] = run.own_secrets
+    if run.mixture:
+        fields["settings"] = {"mixture": run.training.mixture}
     for name in names:
         if getattr(run.spec, name) != default_of(name):
             fields[name] = getattr(run.spec, name)
@@ -445,7 +448,7 @@ def measuring(model: str, like: Run, *, count: int | None = None, tries: int | N
         "model": model,
         "split": None if like.eval_split == "eval" else like.eval_split,
         "limit": count,
-        "secrets": like.spec.secrets or None,
+        "secrets": like.own_secrets or None,
     }
     arguments: list[str] = []
     for name, value in (places | chosen).items():

@@ -76,7 +76,9 @@ def resolve_eval(
     Without a temperature, a single attempt per task is greedy; several are sampled at 1.
     """
     run = subject.run.spec.model_dump() if subject.run else {}
-    if subject.run and subject.run.environment != environment.name:
+    if subject.run and (part := subject.run.part(environment.name)):
+        run |= {"environment_args": part["args"], "secrets": part["secrets"]}
+    elif subject.run and subject.run.environment != environment.name:
         del run["environment_args"], run["secrets"]  # of another environment
     values: Json = {}
     sources: dict[str, Source] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from environments.untrusted_text import quoted
-from flash_mcp.judgement import comparison, health, statistics
+from flash_mcp.judgement import comparison, health, mixture, statistics
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
@@ -168,6 +168,8 @@ class RunView(ResultModel):
     """Evaluations; the first, and the newest few."""
     verdict: Verdict | None = None
     """Whether training helped on held-out examples."""
+    mixture: list[str] | None = None
+    """Where it has several environments: a verdict on each. All else is over all of them."""
     regression: str | None = None
     """Whether it got worse at other kinds of tasks."""
     seeds: str | None = None
@@ -223,6 +225,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     history = store.load(run_id)
     judged = _judge(history)
     view = _view(store, history, judged, blocked)
+    view.mixture = _mixture(store, history, judged) or None
     view.regression = regression_of(store, history.run)
     view.seeds = spread_of(store, history.run)
     if history.run.used_s:
@@ -261,7 +264,10 @@ class Judgement:
 def _judge(full: RunHistory) -> Judgement:
     history: list[Metrics] = [{**row.metrics, "step": row.step} for row in full.outline]
     overlap = full.run.lineage.get("overlap")
+    for part in full.run.mixture:
+        overlap = overlap or part["overlap"]
     flags = health.flags(history)
+    flags += mixture.flags_of([part["name"] for part in full.run.mixture], history, flags)
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
     judged = comparison.judge(_held_out(full), full.pairs, overlap)
@@ -269,6 +275,17 @@ def _judge(full: RunHistory) -> Judgement:
     return Judgement(
         history=history, flags=flags, change=None if overlap else change, verdict=verdict
     )
+
+
+def _mixture(store: Store, history: RunHistory, judged: Judgement) -> list[str]:
+    run = history.run
+    lines: list[str] = []
+    total = sum(part["ratio"] for part in run.mixture)
+    for part in run.mixture:
+        rows = mixture.evaluations_of(part["name"], history.evaluations)
+        pairs = store.pairs(run.id, rows, part["name"])
+        lines.append(mixture.line(part, part["ratio"] / total, judged.history, rows, pairs))
+    return lines
 
 
 def _held_out(history: RunHistory) -> list[Evaluation]:
@@ -486,7 +503,7 @@ def _lineage(run: Run, history: RunHistory) -> Lineage:
     lineage = Lineage(
         model=pinned(run.model, history.model_commit or run.lineage.get("model_commit")),
         code=run.lineage.get("code"),
-        environment=run.environment_reference,
+        environment=run.environment_references,
         checkpoints={row.step: row.digest for row in history.checkpoints[-3:]} or None,
         gate=run.lineage.get("gate"),
     )

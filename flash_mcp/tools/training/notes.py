@@ -54,13 +54,14 @@ def _of_tasks(plan: Plan) -> list[str]:
     spec = plan.spec
     dataset = plan.inputs.dataset
     estimate = plan.estimate
-    needs = Needs.of(Path(plan.inputs.environment.path))
-    if request := needs.asked():
-        notes.append(f"the environment's {NEEDS_FILE} asks for {to_text(request)}")
-    if needs.gateway:
-        notes.append(f"its rollouts wait for agents outside: {PLAYS_OUTSIDE}")
-    if contamination := contamination_note(plan.probe.shared):
-        notes.append(contamination)
+    for part in plan.inputs.parts:
+        needs = Needs.of(Path(part.environment.path))
+        if request := needs.asked():
+            notes.append(f"{part.environment.name}'s {NEEDS_FILE} asks for {to_text(request)}")
+        if needs.gateway:
+            notes.append(f"its rollouts wait for agents outside: {PLAYS_OUTSIDE}")
+        if contamination := contamination_note(part.probe.shared[0]):
+            notes.append(contamination)
     room = spec.max_length or DEFAULT_MAX_LENGTH
     prompt_tokens = plan.probe.prompt_tokens
     if spec.algorithm != "sft" and prompt_tokens + spec.max_tokens > room:
@@ -120,7 +121,7 @@ def _of_evaluations(plan: Plan) -> list[str]:
     judged = spec.eval_before and spec.eval_after
     if spec.algorithm != "sft" and estimate.eval_tasks and not judged:
         notes.append("without eval_before and eval_after the run gets no verdict")
-    rows = min(estimate.eval_tasks, spec.eval_examples)
+    rows = min(part.probe.evaluated for part in plan.inputs.parts)
     if (spec.eval_before or spec.eval_after) and rows < 50:
         interval = statistics.wilson(rows / 2, rows)
         half = (interval.high - interval.low) / 2
@@ -136,14 +137,18 @@ def _of_machine(plan: Plan) -> list[str]:
 
 
 def _of_gate(plan: Plan) -> list[str]:
-    tested = f"env_test(environment={plan.inputs.environment.reference!r})"
-    if plan.inputs.environment.data == OF_THE_PACKAGE:
-        return []
-    if plan.gate.time is None:
-        return [f"{tested} was never run: a reward that pays for the wrong thing wastes a run"]
-    if not plan.gate.is_refused:
-        return []
-    return [f"env_test {plan.gate}: train refuses that without accept_failed_gate=true"]
+    notes: list[str] = []
+    for part in plan.inputs.parts:
+        version, gate = part.environment, part.gate
+        tested = f"env_test(environment={version.reference!r})"
+        if version.data == OF_THE_PACKAGE:
+            continue
+        if gate.time is None:
+            risk = "a reward that pays for the wrong thing wastes a run"
+            notes.append(f"{tested} was never run: {risk}")
+        elif gate.is_refused:
+            notes.append(f"env_test {gate}: train refuses that without accept_failed_gate=true")
+    return notes
 
 
 def _missing(report_to: Sequence[str]) -> list[str]:

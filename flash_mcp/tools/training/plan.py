@@ -12,7 +12,7 @@ from environments.settings import load_settings
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.credentials import TRACKERS
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run
+from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedSpec, RunSpec
 from flash_mcp.state import costs, queue, references
 from flash_mcp.state.datasets import Dataset
@@ -34,7 +34,8 @@ from flash_mcp.tools.shared.resolve import (
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.training.estimate import Estimate, check_lengths, estimate_of
-from flash_mcp.tools.training.probe import Probe, probe
+from flash_mcp.tools.training.mixture import Part, parts_of, with_all_secrets
+from flash_mcp.tools.training.probe import NO_PROBE, Probe, probe
 from flash_mcp.tools.training.run_time import Work, expected_time, work_of
 
 MOST_DIFFERING = 2
@@ -50,7 +51,8 @@ class Inputs:
     resolved: ResolvedSpec
     card: ModelCard
     dataset: Dataset | None
-    environment: EnvironmentVersion
+    parts: list[Part]
+    """Its environments."""
     adapter: Json | None
     teacher: Json | None
     placed: str | None
@@ -61,6 +63,11 @@ class Inputs:
     """The earlier run that is the same, or nearly."""
     env_files: list[str]
 
+    @property
+    def environment(self) -> EnvironmentVersion:
+        """The one that the run is named after."""
+        return self.parts[0].environment
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -68,55 +75,64 @@ class Plan:
 
     store: Store
     inputs: Inputs
-    probe: Probe
     estimate: Estimate
     needs: list[MemoryNeed | DiskNeed]
     """What it takes of this machine, as far as that is known."""
     work: Work
-    gate: GateVerdict
 
     @property
     def spec(self) -> RunSpec:
         return self.inputs.resolved.spec
 
+    @property
+    def probe(self) -> Probe:
+        """Of all environments."""
+        return sum((part.probe for part in self.inputs.parts), NO_PROBE)
+
+    @property
+    def gate(self) -> str:
+        parts = self.inputs.parts
+        if len(parts) == 1:
+            return str(parts[0].gate)
+        return "; ".join(f"{part.environment.name}: {part.gate}" for part in parts)
+
     def check_gate(self) -> None:
         """FlashError(gate_failed) if env_test last found a fault in these files, or had no time for
         all checks.
         """
-        if self.gate.is_refused and not self.inputs.is_repeated:
-            raise self.gate_error()
+        error = self.gate_error()
+        if error and not self.inputs.is_repeated:
+            raise error
 
-    def gate_error(self) -> FlashError:
-        reference = self.inputs.environment.reference
-        what = f"env_test of {reference} {self.gate}"
+    def gate_error(self) -> FlashError | None:
+        """Of the first environment that is refused."""
+        refused = [part for part in self.inputs.parts if part.gate.is_refused]
+        if not refused:
+            return None
+        reference, gate = refused[0].environment.reference, refused[0].gate
+        what = f"env_test of {reference} {gate}"
         test = f"env_test(environment={reference!r}) says what to change"
-        if not self.gate.failed:
+        if not gate.failed:
             test = f"env_test(environment={reference!r}, time_s=...) with more seconds"
         fix = f"{test}; accept_failed_gate=true trains all the same, and is written on the report"
         return FlashError("gate_failed", what, fix=fix)
 
 
-def enqueue(
-    plan: Plan, idempotency_key: str | None, label: Label, seed_group: str | None = None
-) -> tuple[Run, bool]:
-    """Queue it; (run, whether this call made it)."""
+def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) -> tuple[Run, bool]:
+    """Queue it; (run, whether this call made it). `more` goes into its lineage."""
     dataset = plan.inputs.dataset
-    shared = plan.probe.shared
-    lineage: Json = {"gate": str(plan.gate), "tasks": plan.probe.splits}
+    first = plan.inputs.parts[0].probe
+    lineage: Json = {"gate": plan.gate, "tasks": first.splits, **more}
+    if plan.spec.mixture:
+        lineage["mixture"] = [part.pinned() for part in plan.inputs.parts]
     if plan.inputs.teacher:
         lineage["teacher"] = plan.inputs.teacher
-    if seed_group:
-        lineage["seed_group"] = seed_group
     if plan.inputs.env_files:
         lineage["env_files"] = plan.inputs.env_files
     if plan.work.regression.startswith("on"):
         lineage["regression"] = references.regression_split(plan.store)
-    if shared.shared:
-        lineage["overlap"] = {
-            "shared": shared.shared,
-            "eval_tasks": shared.eval_tasks,
-            "evidence": str(shared),
-        }
+    if first.overlap:
+        lineage["overlap"] = first.overlap
     with plan.store.transaction():
         run, created = queue.enqueue(
             plan.store,
@@ -136,30 +152,35 @@ async def plan_of(
     """Resolve and check a run. FlashError if it cannot work."""
     store = open_store()
     inputs = await run_sync(_inputs, store, arguments, config, idempotency_key)
-    spec, environment, dataset = inputs.resolved.spec, inputs.environment, inputs.dataset
+    spec, dataset = inputs.resolved.spec, inputs.dataset
     if sample:
         _check_sample(spec)
     check_target(store, spec.target, slurm=bool(spec.slurm))
     needs: list[MemoryNeed | DiskNeed] = []
     if memory := await run_sync(_memory_need, inputs):
         needs.append(memory)
-    await report("loading the environment in a child process")
-    shown = await probe(spec, environment, dataset, inputs.card, inputs.env_files)
-    check_lengths(spec, inputs.card, shown.prompt_tokens)
-    estimate = estimate_of(spec, shown, dataset)
-    work = work_of(spec, environment.name, estimate.steps, estimate.eval_tasks)
+    for part in inputs.parts:
+        version = part.environment
+        await report(f"loading {version.name} in a child process")
+        part.probe = await probe(part.spec(spec), version, dataset, inputs.card, inputs.env_files)
+        part.gate = await run_sync(store.gate, version.digest, part.args)
+    whole = sum((part.probe for part in inputs.parts), NO_PROBE)
+    check_lengths(spec, inputs.card, whole.prompt_tokens)
+    estimate = estimate_of(spec, whole, dataset)
+    work = work_of(spec, inputs.environment.name, estimate.steps, whole.evaluated)
     estimate.regression = work.regression or None
     if time := await run_sync(expected_time, store, work):
         estimate.time = time.priced(store, spec, None)
     if disk := await run_sync(_disk_need, store, inputs, estimate.steps):
         needs.append(disk)
         estimate.disk = str(disk)
-    gate = await run_sync(store.gate, environment.digest, spec.environment_args)
-    return Plan(store, inputs, shown, estimate, needs, work, gate)
+    return Plan(store, inputs, estimate, needs, work)
 
 
 def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str | None) -> Inputs:
     resolved, card, dataset = resolved_spec(store, arguments, config)
+    own_spec = resolved.spec
+    resolved = with_all_secrets(resolved)
     first = queue.asked_before(store, resolved, idempotency_key)
     need_on = functools.partial(need_of, resolved.spec)
     resolved, why = placed(store, resolved, need_on, first and first.target)
@@ -167,17 +188,18 @@ def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str
     check_logins(TRACKERS[name] for name in spec.report_to if name in TRACKERS)
     costs.check(spec, store.base)
     # A repeat means the run that is there, also if the name has a newer version by now.
+    like = None
     if first:
-        reference, adapter = first.environment_reference, first.init_adapter
-        teacher = first.lineage.get("teacher")
+        adapter, teacher = first.init_adapter, first.lineage.get("teacher")
     else:
-        reference, adapter = spec.environment, init_adapter(store, spec, card)
-        teacher = teacher_of(store, spec, card)
-    environment = references.environment(store, reference)
-    check_gateway(environment, spec.target)
-    resolved = for_environment(resolved, environment)
-    like = None if first else _likest(store, resolved.spec, environment)
-    sources = (resolved, card, dataset, environment, adapter, teacher)
+        adapter, teacher = init_adapter(store, spec, card), teacher_of(store, spec, card)
+    parts = parts_of(store, own_spec, first)
+    for part in parts:
+        check_gateway(part.environment, spec.target)
+        resolved = for_environment(resolved, part.environment)
+    if first is None:
+        like = _likest(store, resolved.spec, parts[0].environment)
+    sources = (resolved, card, dataset, parts, adapter, teacher)
     return Inputs(*sources, why, first is not None, like, config.env_files if spec.secrets else [])
 
 
@@ -196,8 +218,8 @@ def _likest(store: Store, spec: RunSpec, environment: EnvironmentVersion) -> Lik
 
 def _check_sample(spec: RunSpec) -> None:
     """FlashError if the model cannot try tasks of the run on this machine."""
-    if spec.algorithm != "grpo":
-        what = "sample works with algorithm=grpo only"
+    if spec.algorithm != "grpo" or spec.mixture:
+        what = "sample works with algorithm=grpo and one environment only"
         fix = "leave sample out; evaluate measures what the model does now"
         raise FlashError("invalid_argument", what, fix=fix)
     check_machine()
@@ -210,7 +232,8 @@ def _memory_need(inputs: Inputs) -> MemoryNeed | None:
     spec = inputs.resolved.spec
     if spec.target != LOCAL_TARGET:
         return None
-    _check_gpus(spec, inputs.environment.owner)
+    check_gpus(spec.gpus)
+    _check_places(max(spec.gpus, len(inputs.parts)), inputs.environment.owner)
     check_architecture(spec.model)
     # Which card it gets is decided later: refuse only what fits none.
     largest = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
@@ -232,21 +255,20 @@ def _disk_need(store: Store, inputs: Inputs, steps: int) -> DiskNeed | None:
     return need
 
 
-def _check_gpus(spec: RunSpec, owner: str) -> None:
-    """`check_gpus`; FlashError(environments_busy) if this machine never runs an environment of
-    `owner` for each of them.
+def _check_places(count: int, owner: str) -> None:
+    """FlashError(environments_busy) if this machine never runs so many environments of `owner` at
+    once.
     """
-    check_gpus(spec.gpus)
-    if spec.gpus == 1:
+    if count == 1:
         return
     try:
         most = load_settings().environments.most_of(owner)
     except ValueError:  # settings.toml cannot be used: loading the environment says so
         return
-    if spec.gpus > most:
-        what = f"each GPU needs an environment, and {most} of one owner may run at once"
+    if count > most:
+        what = f"the run needs {count} environments at once, and {most} of one owner may run"
         fix = (
-            f"use gpus={most}, or raise `at_once` and `at_once_per_owner` under [environments] "
-            "in settings.toml of FLASH_HOME"
+            f"use gpus={most}, or mix so many environments, or raise `at_once` and "
+            "`at_once_per_owner` under [environments] in settings.toml of FLASH_HOME"
         )
-        raise FlashError("environments_busy", what, gpus=spec.gpus, fix=fix)
+        raise FlashError("environments_busy", what, fix=fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,32 @@ class Probe:
     """{"train": rows, "eval": rows}"""
     prompt_tokens: int
     """The longest first prompt among a few."""
-    shared: Overlap
-    """The tasks that are in both splits."""
+    shared: list[Overlap]
+    """The tasks that are in both splits, of each environment."""
+    evaluated: int = 0
+    """Tasks of one evaluation."""
+
+    @property
+    def overlap(self) -> Json | None:
+        """The first overlap of splits, as a run's lineage has it."""
+        for item in self.shared:
+            if item.shared:
+                return {
+                    "shared": item.shared,
+                    "eval_tasks": item.eval_tasks,
+                    "evidence": str(item),
+                }
+        return None
+
+    def __add__(self, other: Probe) -> Probe:
+        """Of the environments of both."""
+        splits = Counter(self.splits) + Counter(other.splits)
+        longest = max(self.prompt_tokens, other.prompt_tokens)
+        shared = [*self.shared, *other.shared]
+        return Probe(dict(splits), longest, shared, self.evaluated + other.evaluated)
+
+
+NO_PROBE = Probe({}, 0, [])
 
 
 async def probe(
@@ -62,10 +87,11 @@ async def probe(
         splits = dict(host.splits)
         shared = await overlap(host)
     if spec.evaluates and not splits.get("eval"):
-        what = "the environment has no eval split to evaluate on"
+        what = f"{environment.reference} has no eval split to evaluate on"
         fix = "add eval rows (env.eval_dataset, usually datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", what, fix=fix)
-    return Probe(splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared)
+    tokens = math.ceil(longest / CHARACTERS_PER_TOKEN)
+    return Probe(splits, tokens, [shared], min(splits.get("eval", 0), spec.eval_examples))
 
 
 async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool) -> int:

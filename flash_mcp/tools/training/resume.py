@@ -82,7 +82,8 @@ def _check_files(run: Run) -> None:
     """FlashError(unknown_checkpoint) if what the run was made from, or saved, was removed."""
     dataset = run.dataset["path"] if run.dataset else None
     adapter = run.init_adapter["path"] if run.init_adapter else None
-    for path in (run.environment_path, dataset, adapter):
+    mixed = [part["path"] for part in run.lineage.get("mixture", ())]
+    for path in (run.environment_path, dataset, adapter, *mixed):
         if path and not Path(path).exists():
             what = f"{run.id} cannot go on: {path} was removed"
             raise FlashError("unknown_checkpoint", what, fix="start another run with train")

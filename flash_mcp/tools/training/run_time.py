@@ -83,8 +83,8 @@ class Work:
 
 
 def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Work:
-    """`eval_tasks` is the size of the eval split."""
-    held_out = _evaluations(spec, steps) * min(spec.eval_examples, eval_tasks)
+    """`eval_tasks` are those of one evaluation."""
+    held_out = _evaluations(spec, steps) * eval_tasks
     work = Work(spec, environment, steps, held_out)
     if not spec.generates or spec.regression == "off":
         return work

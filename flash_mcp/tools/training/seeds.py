@@ -68,7 +68,7 @@ def enqueue_each(
                 plan.inputs, resolved=resolved.model_copy(update={"spec": spec})
             )
             one = dataclasses.replace(plan, inputs=inputs)
-            run, is_new = enqueue(one, key_of(idempotency_key, [seed]), label, group)
+            run, is_new = enqueue(one, key_of(idempotency_key, [seed]), label, seed_group=group)
             runs.append(run)
             created.add(is_new)
         if len(created) > 1:
