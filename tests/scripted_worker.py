@@ -2,7 +2,8 @@
 --attempt N.
 
 The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step, "do": MISDEED}}.
-At a step with "hold" it beats without moving on until the file `go` appears in the folder.
+At a step with "hold" it beats without moving on until the file `go` appears in the folder. With
+{"climbs": share} it makes the steps that it is asked for, and each solves so many more of 60 tasks.
 
 Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt
 is a success], "failing": [environment code raises], "endless": [cut off]}; all others are failures.
@@ -50,7 +51,8 @@ def main() -> None:
 def make_steps(folder: RunFolder, writer: RunWriter, plan: dict[str, Any], cue: dict[str, Any], resumed: int) -> None:
     step = resumed
     size_bytes = plan.get("size_bytes", 64)
-    for step in range(resumed + 1, plan.get("steps", 4) + 1):
+    steps = folder.job()["spec"]["steps"] if "climbs" in plan else plan.get("steps", 4)
+    for step in range(resumed + 1, steps + 1):
         writer.beat(step, "train")
         if cue.get("at") == step:
             misbehave(cue["do"], folder, writer, step)
@@ -94,6 +96,7 @@ def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None
 
 def attempt_at(task: int, index: int, attempt: int, spec: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
     success = task in plan.get("solved", ()) or (task in plan.get("often", ()) and attempt % 2 == 0)
+    success = success or task * 7 % 60 < 60 * plan.get("climbs", 0) * spec["step"]
     failed = task in plan.get("failing", ())
     said = plan.get("say", "It is") + f" {task if success else 'unknown'}"
     return {

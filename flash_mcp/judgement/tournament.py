@@ -122,8 +122,15 @@ class Standing:
                 ratios.append(math.exp(min(log, LARGEST_LOG)))
         return fmean(ratios)
 
-    def behind(self, arm: int, leader: int) -> Interval:
+    @property
+    def is_decided(self) -> bool:
+        return len(self.left) == 1
+
+    def behind(self, arm: int) -> Interval | None:
         """The interval of `arm`'s success less the leader's, on the tasks of both."""
+        leader = self.leader
+        if arm == leader:
+            return None
         counts = self.wins[arm, leader], self.wins[leader, arm], self.ties[arm, leader]
         return difference(*counts, self.alpha)
 

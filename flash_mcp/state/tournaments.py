@@ -2,24 +2,31 @@
 
     running -> finished | failed | cancelled
 
-The evaluations of a round are queued in the transaction that adds the round to the row; their
-outcomes are written in the one that adds the next. So every process may be killed at any moment,
+Arms that learn are trained and evaluated in turns: a training run ends at a milestone, its
+checkpoint is evaluated, and the run is resumed to the next one.
+
+The runs of a round are queued in the transaction that adds the round to the row; their outcomes are
+written in the one that adds the next. So every process may be killed at any moment,
 and whoever looks next goes on."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from flash_mcp.judgement.race import FINALISTS, Race
 from flash_mcp.judgement.tournament import Standing, round_size
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Record, Run
 from flash_mcp.protocol.spec import ResolvedEval
 from flash_mcp.state import queue
 from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, Caller, acting_as, caller
+from flash_mcp.state.runs import folder_of
+from flash_mcp.state.serving import fetch_adapter
 from flash_mcp.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -36,19 +43,31 @@ class Tournament(Record):
     state: TournamentState
     spec: Json
     """`arms`: [{"name", "of", "resolved", "adapter"}]; `order`: places of the tasks in the split;
-    `environment`, `split`, `alpha`; `secrets` that the owner's token grants."""
+    `environment`, `split`, `alpha`; `secrets` that the owner's token grants. Where arms learn also
+    `milestones`: steps; `held_back`: the first tasks of `order`, for the end; `round_tasks`."""
     rounds: list[Json]
     """{"tasks": number, "runs": {arm: evaluation}, "outcomes": {arm: {task: success}}}; the round
-    under way has no outcomes yet."""
+    under way has no outcomes yet. Where arms learn with the `step` of the milestone; before it
+    comes {"tasks": 0, "step", "runs": {arm: training run}, "failed": [arm]}."""
     error: Json | None
     created: float
     ended: float | None
 
+    @property
+    def milestones(self) -> list[int]:
+        """The steps after which its arms are evaluated, if they learn."""
+        return self.spec.get("milestones", [])
+
     @cached_property
     def standing(self) -> Standing:
-        """After the rounds that have ended."""
+        """After the rounds that have ended; a Race, if its arms learn."""
         result = Standing(len(self.spec["arms"]), self.spec["alpha"])
+        if self.milestones:
+            result = Race(result.arms, result.alpha, rounds=len(self.milestones))
         for number, row in enumerate(self.rounds, start=1):
+            if "step" in row:
+                number = self.milestones.index(row["step"]) + 1
+            result.out.update((int(arm), number) for arm in row.get("failed", ()))
             if "outcomes" in row:
                 result.add(number, {int(arm): tasks for arm, tasks in row["outcomes"].items()})
         return result
@@ -58,15 +77,28 @@ class Tournament(Record):
         return list(self.rounds[-1]["runs"].values()) if self.rounds else []
 
     @property
+    def round(self) -> int:
+        """The newest round whose evaluations were started."""
+        return sum(bool(row["tasks"]) for row in self.rounds)
+
+    @property
     def used(self) -> int:
         """Tasks of the rounds that were started."""
         return sum(row["tasks"] for row in self.rounds)
 
     def newest_run(self, arm: int) -> str | None:
+        """Its newest evaluation."""
         for row in reversed(self.rounds):
-            if str(arm) in row["runs"]:
+            if row["tasks"] and str(arm) in row["runs"]:
                 return row["runs"][str(arm)]
         return None
+
+    def checkpoint(self, arm: int) -> str | None:
+        """RUN@STEP of an arm: of one that learns, where it is now."""
+        for row in reversed(self.rounds):
+            if not row["tasks"] and str(arm) in row["runs"]:
+                return f"{row['runs'][str(arm)]}@{row['step']}"
+        return self.spec["arms"][arm]["resolved"]["spec"]["checkpoint"]
 
 
 def find_tournament(store: Store, tournament_id: str) -> Tournament:
@@ -82,9 +114,18 @@ def find_tournament(store: Store, tournament_id: str) -> Tournament:
     )
 
 
-def start(store: Store, spec: Json, target: str, key: str | None) -> tuple[Tournament, bool]:
+def start(
+    store: Store,
+    spec: Json,
+    target: str,
+    key: str | None,
+    train: Callable[[str], dict[str, str]] | None = None,
+) -> tuple[Tournament, bool]:
     """Add a tournament of the caller, with its first round. With an idempotency key that was used
     before: (that one, False). Raises as queue.enqueue does.
+
+    `train` queues the training of arms that learn to their first milestone, for a tournament's id:
+    {arm: run}.
     """
     spec = {**spec, "secrets": sorted(caller().secrets or ())}
     with store.transaction():
@@ -98,6 +139,9 @@ def start(store: Store, spec: Json, target: str, key: str | None) -> tuple[Tourn
         tournament_id = queue.new_id(store, "tour")
         row = {"id": tournament_id, "owner": caller().owner, "state": "running", "target": target}
         row |= {"spec": spec, "rounds": [], "idempotency_key": key, "created": time.time()}
+        if train:
+            first = {"step": spec["milestones"][0], "tasks": 0, "runs": train(tournament_id)}
+            row["rounds"] = [first]
         store.insert("tournaments", row)
         advance(store, tournament_id)
     return find_tournament(store, tournament_id), True
@@ -123,8 +167,8 @@ def advance_all(store: Store) -> None:
 
 
 def advance(store: Store, tournament_id: str) -> None:
-    """Once all evaluations of the round have ended: count them, eliminate, and queue the next round
-    or end the tournament.
+    """Once all runs of the round have ended: count them, eliminate, and queue the next round or end
+    the tournament.
     """
     with store.transaction():
         row = find_tournament(store, tournament_id)
@@ -136,8 +180,15 @@ def advance(store: Store, tournament_id: str) -> None:
         if runs:
             _read(store, row, runs)
         result = row.standing
-        if len(result.left) > 1 and row.used < len(row.spec["order"]):
-            _add_round(store, row, result)
+        if isinstance(result, Race):
+            goes_on = _continue_race(store, row, result)
+        else:
+            order = row.spec["order"]
+            goes_on = len(result.left) > 1 and row.used < len(order)
+            if goes_on:
+                size = round_size(row.used, len(order))
+                _add_round(store, row, result.left, order[row.used : row.used + size])
+        if goes_on:
             _write(store, row.id, rounds=row.rounds)
         else:
             _write(store, row.id, state="finished", rounds=row.rounds, ended=time.time())
@@ -153,7 +204,13 @@ def stop(store: Store, tournament_id: str) -> None:
 
 
 def _read(store: Store, row: Tournament, runs: list[Run]) -> None:
-    """Put the outcomes of the round into the row. FlashError if one of its evaluations failed."""
+    """Put the outcomes of the round into the row. FlashError if one of its evaluations failed; an
+    arm whose training failed is out.
+    """
+    if not row.rounds[-1]["tasks"]:
+        arms = zip(row.rounds[-1]["runs"], runs, strict=True)
+        row.rounds[-1]["failed"] = [arm for arm, run in arms if run.state != "succeeded"]
+        return
     outcomes: Json = {}
     for arm, run in zip(row.rounds[-1]["runs"], runs, strict=True):
         if run.state != "succeeded":
@@ -167,23 +224,60 @@ def _read(store: Store, row: Tournament, runs: list[Run]) -> None:
     row.rounds[-1]["outcomes"] = outcomes
 
 
-def _add_round(store: Store, row: Tournament, result: Standing) -> None:
-    """Queue an evaluation for each arm that is left, on tasks that no earlier round used."""
-    order = row.spec["order"]
-    size = round_size(row.used, len(order))
+def _continue_race(store: Store, row: Tournament, race: Race) -> bool:
+    """Queue what comes after a round of arms that learn; whether there is anything. FlashError if
+    fewer than two of them can go on.
+    """
+    newest = row.rounds[-1]
+    place = row.milestones.index(newest["step"])
+    is_last = place == race.rounds - 1
+    if len(race.left) < FINALISTS:
+        what = "the training of the arms failed, and fewer than two are left"
+        fix = "status of their runs says why; start another with other settings"
+        raise FlashError("not_ready", what, runs=", ".join(row.rounds[0]["runs"].values()), fix=fix)
+    if newest["tasks"]:
+        if is_last:
+            return False
+        step = row.milestones[place + 1]
+        runs: Json = {}
+        for arm in race.left:
+            run = store.run(str(row.checkpoint(arm)).partition("@")[0])
+            runs[str(arm)] = queue.resume(store, run, folder_of(run), step).id
+        row.rounds.append({"step": step, "tasks": 0, "runs": runs})
+        return True
+    held_back = row.spec["held_back"]
+    tasks = row.spec["order"][:held_back]
+    if not is_last:  # where there are fewer tasks than rounds need, they come again
+        tasks = row.spec["order"][held_back:]
+        size = row.spec["round_tasks"]
+        tasks = (tasks * (place * size // len(tasks) + 2))[place * size :][:size]
+    _add_round(store, row, race.left, tasks)
+    row.rounds[-1]["step"] = newest["step"]
+    return True
+
+
+def _add_round(store: Store, row: Tournament, arms: Sequence[int], tasks: Sequence[int]) -> None:
+    """Queue an evaluation on these tasks for each of the arms."""
     environment = store.environment(row.spec["environment"])
-    changes = {"tasks": order[row.used : row.used + size], "steps": size}
-    changes |= {"environment": environment.name}
+    changes: Json = {"tasks": list(tasks), "steps": len(tasks), "environment": environment.name}
     runs: Json = {}
-    for arm in result.left:
+    for arm in arms:
         entry = row.spec["arms"][arm]
+        adapter = entry["adapter"]
+        if row.milestones:
+            reference = str(row.checkpoint(arm))
+            run_id, _, step = reference.partition("@")
+            saved = store.checkpoint(run_id, int(step))
+            place = str(fetch_adapter(store, store.run(run_id), saved.step))
+            adapter = {"path": place, "run_id": run_id, "step": saved.step, "digest": saved.digest}
+            changes |= {"checkpoint": reference, "step": saved.step}
         resolved = ResolvedEval.model_validate(entry["resolved"])
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=changes)})
-        name = f"{row.id} round {len(row.rounds) + 1}: {entry['name']}"[:NAME_CHARACTERS]
+        name = f"{row.id} round {row.round + 1}: {entry['name']}"[:NAME_CHARACTERS]
         lineage = {"tournament": row.id, "name": name}
-        run, _ = queue.enqueue(store, resolved, environment, entry["adapter"], lineage=lineage)
+        run, _ = queue.enqueue(store, resolved, environment, adapter, lineage=lineage)
         runs[str(arm)] = run.id
-    row.rounds.append({"tasks": size, "runs": runs})
+    row.rounds.append({"tasks": len(tasks), "runs": runs})
 
 
 def _write(store: Store, tournament_id: str, **values: Any) -> None:

@@ -26,6 +26,7 @@ from flash_mcp.tools.shared.next_steps import after_tournament
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
+from flash_mcp.tools.training.race import arms_that_learn, explanation_of_race
 
 MOST_ARMS = 12
 
@@ -119,12 +120,15 @@ async def tournament(
     idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     wait_s: Annotated[float, Field(ge=0, le=3600)] = 35.0,
 ) -> Tournament:
-    """Find the best of several prompts, checkpoints, models or samplings; trains nothing.
+    """Find the best of several prompts, checkpoints, models or samplings, or of several ways to
+    train.
 
     In each round the arms attempt the same new tasks, and an arm that has lost is eliminated. The
     best arm is eliminated with a chance of at most alpha, however many arms and looks. A winner is
-    claimed only when one arm is left. It goes on without the client. It also takes seed, secrets,
-    target and idempotency_key, as evaluate does. For two arms on all tasks: evaluate and compare.
+    claimed only when one arm is left. With settings.steps the arms learn: they take fields of
+    train, rounds train them further, and the winner is best at these steps. It goes on without the
+    client. It also takes seed, secrets, target and idempotency_key, as evaluate does. For two arms
+    on all tasks: evaluate and compare.
 
     Args:
         environment: As for evaluate.
@@ -147,9 +151,9 @@ async def tournament(
             raise FlashError("invalid_argument", "neither a new nor an old tournament", fix=fix)
         common = {"split": split, "limit": limit, "alpha": alpha, "seed": seed}
         common |= {"secrets": secrets, "target": target}
-        spec = await _spec(store, environment, _arms(arms, settings or {}), common)
-        first = spec["arms"][0]["resolved"]["spec"]["target"]
-        row, created = await run_sync(tournaments.start, store, spec, first, idempotency_key)
+        row, created = await _begin(
+            store, environment, arms, settings or {}, common, idempotency_key
+        )
         tournament_id = row.id
         await run_sync(keeper.look_after, store)
     row = await wait_until(
@@ -159,6 +163,25 @@ async def tournament(
         _progress,
     )
     return await run_sync(_view, store, row, created)
+
+
+async def _begin(
+    store: Store,
+    environment: str | None,
+    arms: Sequence[Json],
+    settings: Json,
+    common: Json,
+    key: str | None,
+) -> tuple[tournaments.Tournament, bool]:
+    """Start one, or find that of the key; (it, whether it is new)."""
+    train = None
+    if "steps" in settings:
+        spec, train = await arms_that_learn(environment, arms, settings, common)
+    else:
+        spec = await _spec(store, environment, _arms(arms, settings), common)
+    target = spec["arms"][0]["resolved"]["spec"]["target"]
+    begin = functools.partial(tournaments.start, train=train)
+    return await run_sync(begin, store, spec, target, key)
 
 
 def _arms(arms: Sequence[Json], settings: Json) -> list[Json]:
@@ -209,7 +232,9 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
 def _progress(row: tournaments.Tournament) -> tuple[str, float]:
     left = len(row.standing.left)
     share = row.used / len(row.spec["order"])
-    return f"{row.id}: round {len(row.rounds)}, {left} arms left", share
+    if row.milestones:
+        share = row.rounds[-1]["step"] / row.milestones[-1]
+    return f"{row.id}: round {row.round}, {left} arms left", share
 
 
 def _view(store: Store, row: tournaments.Tournament, created: bool) -> Tournament:
@@ -217,10 +242,14 @@ def _view(store: Store, row: tournaments.Tournament, created: bool) -> Tournamen
     leader = standing.leader
     names = [arm["name"] for arm in row.spec["arms"]]
     is_over = row.state == "finished"
-    one = is_over and len(standing.left) == 1
+    one = is_over and standing.is_decided
     shown = row.newest_run(leader) if standing.attempted[leader] else None
     run = store.first("SELECT * FROM runs WHERE id = ?", [shown]) if shown else None
     budget = len(row.spec["order"])
+    in_full = budget * len(names)
+    if row.milestones:
+        in_full = row.spec["held_back"] + row.spec["round_tasks"] * (len(row.milestones) - 1)
+        in_full *= len(names)
     return Tournament(
         tournament_id=row.id,
         state=row.state,
@@ -230,11 +259,11 @@ def _view(store: Store, row: tournaments.Tournament, created: bool) -> Tournamen
         created=created,
         environment=row.spec["environment"],
         split=row.spec["split"],
-        round=len(row.rounds),
+        round=row.round,
         tasks=row.used,
         budget=budget,
         attempts=sum(standing.attempted.values()),
-        attempts_in_full=budget * len(names),
+        attempts_in_full=in_full,
         arms=list(map(functools.partial(_arm, row, standing), _order(standing))),
         worst=worst_attempts(store, store.run(shown)) if shown and run else None,
         error=error_text(row.error, 1500),
@@ -256,16 +285,21 @@ def _arm(row: tournaments.Tournament, standing: Standing, arm: int) -> ArmView:
     count = standing.attempted[arm]
     view = ArmView(name=entry["name"], of=entry["of"], out=standing.out.get(arm), tasks=count)
     view.run_id = row.newest_run(arm)
+    if row.milestones:
+        view.of += f" with {row.checkpoint(arm)}"
     if count:
         view.success = standing.success(arm)
-        view.evidence = float(f"{standing.against(arm):.3g}")
-        if arm != standing.leader:
-            behind = standing.behind(arm, standing.leader)
+        behind = standing.behind(arm)
+        if not row.milestones:
+            view.evidence = float(f"{standing.against(arm):.3g}")
+        if behind:
             view.low, view.high = behind.low, behind.high
     return view
 
 
 def _explanation(row: tournaments.Tournament, standing: Standing, names: Sequence[str]) -> str:
+    if row.milestones:
+        return explanation_of_race(row, standing, names)
     left = list(map(names.__getitem__, standing.left))
     order = len(row.spec["order"])
     used = f"{row.used} of {order} tasks"

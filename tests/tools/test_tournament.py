@@ -132,6 +132,72 @@ async def test_the_rounds_of_an_owner_are_theirs_and_wait_for_a_place_in_their_q
         assert (await refused("tournament", tournament_id=body["tournament_id"])).code == "unknown_tournament"
 
 
+async def ended(client: Client, tournament_id: str) -> dict[str, Any]:
+    await until(lambda: tournaments.find_tournament(open_store(), tournament_id).state != "running")
+    return await call(client, "tournament", tournament_id=tournament_id, wait_s=0)
+
+
+def learner(name: str, climbs: float, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "environment_args": {"climbs": climbs}, **fields}
+
+
+async def test_arms_that_learn_are_trained_in_rounds_and_the_last_are_judged_on_tasks_held_back(client: Client):
+    arms = [learner("slow", 0.02), learner("fast", 0.34, learning_rate=1e-3), learner("steady", 0.15)]
+    asked = {"environment": "echo", "arms": arms, "settings": {"steps": 3}, "idempotency_key": "race", "wait_s": 0}
+    body = await call(client, "tournament", **asked)
+    assert body["state"] == "running" and "step 1 of 3" in body["explanation"]
+    again = await call(client, "tournament", **asked)
+    assert (again["tournament_id"], again["created"]) == (body["tournament_id"], False)
+    body = await ended(client, body["tournament_id"])
+    assert (body["state"], body["verdict"], body["winner"]) == ("finished", "winner", "fast"), body
+    assert [row["name"] for row in body["arms"]] == ["fast", "steady", "slow"]
+    fast, steady, slow = body["arms"]
+    assert slow["out"] == 2 and fast["success"] == 1 and steady["high"] < 0
+    assert "best at 3 steps" in body["explanation"] and "8 of 9 steps were trained" in body["explanation"]
+    store = open_store()
+    row = tournaments.find_tournament(store, body["tournament_id"])
+    assert [(item["step"], item["tasks"] > 0) for item in row.rounds] == [
+        (n, m) for n in (1, 2, 3) for m in (False, True)
+    ]
+    run = store.run(row.rounds[0]["runs"]["1"])
+    assert (run.steps, run.step, run.state, run.attempt) == (3, 3, "succeeded", 5), "one run, resumed twice"
+    assert run.training.learning_rate == 1e-3 and fast["of"].endswith(f"with {run.id}@3")
+    evaluations = [store.run(item["runs"]["1"]).evaluation for item in row.rounds if item["tasks"]]
+    assert [spec.checkpoint for spec in evaluations] == [f"{run.id}@{step}" for step in (1, 2, 3)]
+    assert not {*evaluations[-1].tasks} & {task for spec in evaluations[:-1] for task in spec.tasks}
+    assert len(evaluations[-1].tasks) == 30
+    assert f"deploy(run_id='{run.id}', step=3)" in body["next"]
+
+
+async def test_an_arm_whose_training_fails_is_out_and_two_have_to_be_left(client: Client):
+    failing = {"environment_args": {"climbs": 0.1, "1": {"at": 1, "do": "fail"}}}
+    arms = [learner("a", 0.2), learner("b", 0.1), {"name": "broken", **failing}]
+    body = await call(client, "tournament", environment="echo", arms=arms, settings={"steps": 2}, wait_s=0)
+    body = await ended(client, body["tournament_id"])
+    assert body["verdict"] == "winner" and body["winner"] == "a", body
+    assert {row["name"]: row.get("out") for row in body["arms"]} == {"a": None, "b": None, "broken": 1}
+    body = await call(client, "tournament", environment="echo", arms=arms[1:], settings={"steps": 2}, wait_s=0)
+    body = await ended(client, body["tournament_id"])
+    assert body["state"] == "failed" and "fewer than two are left" in body["error"]
+
+
+@pytest.mark.parametrize(
+    ("arms", "settings", "says"),
+    [
+        ([{}, {}], {"steps": 1}, "too few"),
+        ([{"name": "a"}, {"name": "a"}], {"steps": 2}, "two arms are called 'a'"),
+        ([{}, {"lr_schedule": "linear"}], {"steps": 2}, "arm-2: arms that learn cannot have lr_schedule"),
+        ([{"eval_after": True}, {}], {"steps": 2}, "the rounds evaluate"),
+        ([{"system_prompt": "a"}, {}], {"steps": 2}, "arm-1: system_prompt"),
+    ],
+)
+async def test_arms_that_cannot_learn_in_rounds_are_refused(
+    client: Client, arms: list[dict[str, Any]], settings: dict[str, Any], says: str
+):
+    assert says in await refusal(client, "tournament", environment="echo", arms=arms, settings=settings)
+    assert not open_store().query("SELECT id FROM tournaments") and not open_store().runs()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -58,3 +58,40 @@ async def test_it_goes_on_after_its_supervisor_and_its_worker_were_killed(base: 
         rows = store.rollouts(run, "eval", 0, "index", limit=40)
         prompts[name] = {row.messages[0]["content"] for row in rows if row.messages[0]["role"] == "system"}
     assert prompts == {"plain": set(), "prompted": {"Write only aaaa."}}
+
+
+async def test_arms_that_learn_are_trained_on_after_their_supervisor_and_a_worker_were_killed(
+    base: Path, tiny_model: Path
+):
+    common = {
+        "model": str(tiny_model),
+        "steps": 2,
+        "batch_size": 2,
+        "group_size": 4,
+        "max_tokens": 16,
+        "max_length": 256,
+    }
+    common |= {"lora_rank": 8, "environment_args": {"held_out": 50}}
+    arms = [{"name": "quick", "learning_rate": 0.02}, {"name": "still", "learning_rate": 1e-7}]
+    body = await call("tournament", environment="vowels", arms=arms, settings=common, wait_s=0)
+    store = open_store()
+    quick, still = find_tournament(store, body["tournament_id"]).run_ids
+    wait_for(lambda: store.run(quick).state == "running")
+    for kind in ("supervisor", "worker"):
+        for process in processes(base)[kind]:
+            process.kill()
+    with keeper.kept(every_s=0.5):
+        for count in (2, 3, 4):  # each has a bound of its own
+            wait_for(lambda count=count: len(find_tournament(store, body["tournament_id"]).rounds) == count)
+        wait_for(lambda: find_tournament(store, body["tournament_id"]).state != "running")
+    row = find_tournament(store, body["tournament_id"])
+    body = await call("tournament", tournament_id=row.id)
+    assert body["state"] == "finished", body
+    assert [list(item["runs"].values()) for item in row.rounds if not item["tasks"]] == [[quick, still]] * 2
+    assert [(store.run(run).step, store.run(run).state) for run in (quick, still)] == [(2, "succeeded")] * 2
+    assert [row.step for row in store.metrics(quick)] == [1, 2]
+    runs = [store.run(run) for item in row.rounds if item["tasks"] for run in item["runs"].values()]
+    assert [run.evaluation.checkpoint for run in runs] == [f"{run}@{step}" for step in (1, 2) for run in (quick, still)]
+    assert [len(run.evaluation.tasks) for run in runs] == [25] * 4
+    assert not {*runs[0].evaluation.tasks} & {*runs[2].evaluation.tasks}
+    assert len(store.runs(limit=20)) == 6, "no run was queued twice"

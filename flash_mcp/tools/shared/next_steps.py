@@ -559,11 +559,13 @@ def after_tournament(row: Tournament, winner: bool, is_over: bool) -> str:
     if not is_over:
         return "act on error" if row.error else "tournament starts another"
     leader = row.standing.leader
-    checkpoint = row.spec["arms"][leader]["resolved"]["spec"]["checkpoint"]
+    checkpoint = row.checkpoint(leader)
+    run_id, _, step = (checkpoint or "").partition("@")
     prompt = "write a better system_prompt by `worst`, and set it against this one"
+    if row.milestones:
+        prompt = f"train(resume={run_id!r}, steps={2 * int(step)}) trains the leader further"
     if not winner:
         return f"take the cheapest of those left, or add tasks to the split; or {prompt}"
-    run_id, _, step = (checkpoint or "").partition("@")
     if checkpoint and int(step):
         return f"deploy(run_id={run_id!r}, step={step}) serves the winner; or {prompt}"
     return f"use the winner's settings; or {prompt}; train goes beyond prompts"
