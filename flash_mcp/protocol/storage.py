@@ -46,15 +46,15 @@ RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
 
 
-def connect(url: str, patience_s: float, read_s: float = READ_S) -> tuple[Any, str, bool]:
+def connect(url: str, patience_s: float, read_s: float | None = None) -> tuple[Any, str, bool]:
     """(the file system of a path or an fsspec URL, the path there, whether it is this machine's).
-    The store answers each request within `read_s`.
+    The store answers each request within `read_s`, by default READ_S.
 
     FlashError(engine_missing) if packages for the URL are missing."""
     try:
         core: Any = fsspec.core  # untyped
         # Listings are never cached: other machines write there too.
-        limits = _limits(url, patience_s, read_s)
+        limits = _limits(url, patience_s, read_s or READ_S)
         filesystem, root = core.url_to_fs(url, use_listings_cache=False, **limits)
         if limits:
             filesystem.retries = 1  # s3fs repeats calls too

@@ -19,6 +19,7 @@ from flash_mcp.protocol.errors import FlashError, as_flash_error, disk_error
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.owners import caller, refuse_reader
 from flash_mcp.state.versions import (
+    IGNORED_FILES,
     MAX_FILE_BYTES,
     MAX_FILES,
     MAX_TOTAL_BYTES,
@@ -70,6 +71,8 @@ def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) 
     path = member.name.removeprefix("./")
     if member.isdir():
         return  # files create their folders
+    if IGNORED_FILES.fullmatch(Path(path).name):
+        return  # a .env does not even reach the disk
     check_path(path)
     if not member.isreg() or member.issparse():
         what = "is a link, a device or a sparse file"

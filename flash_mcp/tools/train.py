@@ -19,7 +19,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.configs import read_configs
+from flash_mcp.tools.shared.configs import ConfigFiles, read_configs
 from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
@@ -154,7 +154,7 @@ async def train(
     seeds: Seeds | None = None,
     resume: Annotated[str | None, Field(min_length=1)] = None,
     fresh_optimizer: bool = False,
-    config: str | list[str] | None = None,
+    config: ConfigFiles = None,
     validate_only: bool = False,
     sample: bool = False,
     price_per_hour: Annotated[float | None, Field(ge=0)] = None,

@@ -122,7 +122,7 @@ ATTACKS: dict[str, Pack] = {
     "unknown kind": lambda tar: add(tar, "odd", type=b"Z"),
     "twice": lambda tar: add(tar, "environment.py", b"import os"),
     "file as folder": lambda tar: add(tar, "environment.py/x", b"x"),
-    "secret": lambda tar: add(tar, ".env", b"KEY=1"),
+    "secret": lambda tar: add(tar, "server.pem", b"KEY=1"),
     "many members": many,
     "long header": long_header,
     "bomb": bomb,
