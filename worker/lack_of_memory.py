@@ -56,7 +56,8 @@ def memory_state(error: BaseException) -> dict[str, float]:
         left = torch.cuda.mem_get_info()[0]
     else:
         held = psutil.Process().memory_info().rss
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # The kernel notes the peak now and then: it may lie below what is held.
+        peak = max(held, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         left = psutil.virtual_memory().available
     sizes = {"held_gib": held, "peak_gib": peak, "available_gib": left}
     return {name: round(size / GIB, 2) for name, size in sizes.items()}
