@@ -262,7 +262,7 @@ def _adapter_shape(store: Store, fields: Json) -> Json:
     if not isinstance(reference, str) or not absent:
         return {}
     shape = _shape_in(_start(store, reference).folder)
-    return {field: shape[field] for field in absent}
+    return {field: shape[field] for field in absent if shape[field]}
 
 
 def _shape_in(adapter: Path) -> Json:
