@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
-from pydantic import BeforeValidator
+from pydantic import WithJsonSchema
 
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import read_toml
 
-
-def _as_list(config: Any) -> Any:
-    """One file alone as the list of it."""
-    if isinstance(config, str):
-        return [config]
-    return config
-
-
-ConfigFiles = Annotated[list[str] | None, BeforeValidator(_as_list)]
+ConfigFiles = Annotated[
+    str | list[str] | None, WithJsonSchema({"type": "array", "items": {"type": "string"}})
+]
+"""One file may stand alone; the schema names the one form that it needs."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +26,13 @@ class Configs:
     """The files named .env, whose variables `secrets` may name; the last comes first."""
 
 
-def read_configs(config: list[str] | None) -> Configs:
+def read_configs(config: ConfigFiles) -> Configs:
     """Tables that are a field's value, such as environment_args, are joined key by key.
     FlashError(invalid_argument) names the file.
     """
+    paths = [config] if isinstance(config, str) else config or []
     result = Configs({}, {}, [])
-    for name in config or []:
+    for name in paths:
         path = Path(name).expanduser()
         fields = read_toml(path)
         if "seed" in fields:
