@@ -5,6 +5,8 @@ rows: dates, and JSON from a sentence.
     scripts/loop --only dates
     scripts/loop --only json
 
+The client takes progress, so that one call waits to a run's end.
+
 Nothing is chosen by looking at the outcome: docs/loop.md holds what came out."""
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ async def _trained(session: Session, name: str, wanted: Json) -> str:
         run_id = str((await session.call("train", **wanted, name=name))["run_id"])
         found: Json = {}
         while found.get("state", "queued") in ACTIVE:
-            body = await session.call("status", run_id=run_id, until="end")
+            body = await session.call("status", waits=True, run_id=run_id, until="end")
             found = body.get("run", {})
     if found["state"] != "succeeded":
         raise FlashError("worker_failed", f"{run_id} {found['state']}", fix="flash-mcp status")
