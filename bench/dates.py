@@ -70,7 +70,7 @@ async def play(
         wanted = {**common, **plan.grpo, "init_from_adapter": sft}
         await session.call("train", **wanted, validate_only=True, sample=True)
         grpo = await _trained(session, f"{name} grpo", wanted)
-        await session.call("rollouts", run_id=grpo, limit=3, max_characters=1500)
+        await session.call("rollouts", run_id=grpo, limit=3, max_characters=1200)
         found = await session.call("compare", base=f"{sft}@0", other=sft, more=[grpo], flips=1)
         best: Json = max(found["table"][1:], key=lambda row: row["success"])
         with session.timed("export"):
