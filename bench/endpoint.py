@@ -148,24 +148,33 @@ def _learning(model_path: Path, seeds: int, steps: int) -> Json:
         folders = {"native": whole.CALCULATOR, "endpoint": _learner(Path(scratch, "calculator"))}
         for seed in range(seeds):
             for name in rotated(list(SOURCES), seed):
-                made = whole.attempt("worker.main", model_path, seed, steps, folders[name])
-                attempts[name].append(made)
-                said = f"{name}, seed {seed}: {curve(made)}; {made['rollout_s']:.2f} s of rollouts"
-                sys.stderr.write(f"{said} a step\n")
-    late = {
-        name: [statistics.fmean(each["reward"][-LATE_STEPS:]) for each in made]
-        for name, made in attempts.items()
-    }
+                attempt = whole.attempt("worker.main", model_path, seed, steps, folders[name])
+                attempts[name].append(attempt)
+                length = f"{attempt['rollout_s']:.2f} s of rollouts a step"
+                sys.stderr.write(f"{name}, seed {seed}: {curve(attempt)}; {length}\n")
     pairs = zip(attempts["native"], attempts["endpoint"], strict=True)
     return {
         "steps": steps,
         "attempts": attempts,
-        "late_reward": late,
-        "difference": statistics.fmean(late["endpoint"]) - statistics.fmean(late["native"]),
-        "noise": 2 * math.hypot(*map(standard_error, late.values())),
+        **late_rewards(attempts),
         "throughput_share": statistics.median(
             native["rollout_s"] / endpoint["rollout_s"] for native, endpoint in pairs
         ),
+    }
+
+
+def late_rewards(attempts: dict[str, list[Json]]) -> Json:
+    """The rewards of the last steps of two systems' runs, by seed; by how much the second's are
+    higher, and twice the standard error of that.
+    """
+    late: dict[str, list[float]] = {}
+    for name, runs in attempts.items():
+        late[name] = [statistics.fmean(run["reward"][-LATE_STEPS:]) for run in runs]
+    first, second = late.values()
+    return {
+        "late_reward": late,
+        "difference": statistics.fmean(second) - statistics.fmean(first),
+        "noise": 2 * math.hypot(_standard_error(first), _standard_error(second)),
     }
 
 
@@ -173,7 +182,7 @@ def curve(attempt: Json) -> str:
     return " ".join(f"{value:.2f}" for value in attempt["reward"])
 
 
-def standard_error(values: Sequence[float]) -> float:
+def _standard_error(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     return statistics.stdev(values) / math.sqrt(len(values))

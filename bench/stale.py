@@ -9,7 +9,6 @@ reward of their last steps. `noise` is twice the standard error of the differenc
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import whole
-from bench.endpoint import LATE_STEPS, curve, standard_error
+from bench.endpoint import LATE_STEPS, curve, late_rewards
 from bench.rollouts import TOKENS, rotated
 
 Json = dict[str, Any]
@@ -74,10 +73,10 @@ def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
             source = ENVIRONMENT.format(seconds=seconds / 10 if quick else seconds)
             (folder / "environment.py").write_text(source)
             fields = {"max_staleness": staleness, "max_tokens": TOKENS, "max_length": 1024}
-            made = whole.attempt("worker.main", model_path, 0, steps, folder, **fields)
-            case = {"seconds": seconds, "staleness": staleness, "step_s": made["step_s"]}
+            attempt = whole.attempt("worker.main", model_path, 0, steps, folder, **fields)
+            case = {"seconds": seconds, "staleness": staleness, "step_s": attempt["step_s"]}
             for name in ("staleness/mean", "is_ratio/effective_share", "time/train_s"):
-                values = [step.get(name, 0.0) for step in made["metrics"][1:]]
+                values = [step.get(name, 0.0) for step in attempt["metrics"][1:]]
                 case[name] = statistics.fmean(values)
             cases.append(case)
             sys.stderr.write(f"{case}\n")
@@ -93,20 +92,10 @@ def _learning(model_path: Path, seeds: int, steps: int) -> Json:
     for seed in range(seeds):
         for name in rotated(list(attempts), seed):
             fields = {"max_staleness": int(name), "save_every": steps}
-            made = whole.attempt("worker.main", model_path, seed, steps, **fields)
-            attempts[name].append({"reward": made["reward"]})
-            sys.stderr.write(f"staleness {name}, seed {seed}: {curve(made)}\n")
-    late: dict[str, list[float]] = {}
-    for name, runs in attempts.items():
-        late[name] = [statistics.fmean(run["reward"][-LATE_STEPS:]) for run in runs]
-    exact, ahead = late.values()
-    return {
-        "steps": steps,
-        "attempts": attempts,
-        "late_reward": late,
-        "difference": statistics.fmean(ahead) - statistics.fmean(exact),
-        "noise": 2 * math.hypot(standard_error(exact), standard_error(ahead)),
-    }
+            attempt = whole.attempt("worker.main", model_path, seed, steps, **fields)
+            attempts[name].append({"reward": attempt["reward"]})
+            sys.stderr.write(f"staleness {name}, seed {seed}: {curve(attempt)}\n")
+    return {"steps": steps, "attempts": attempts, **late_rewards(attempts)}
 
 
 def rows(result: Json) -> Iterator[list[str]]:
