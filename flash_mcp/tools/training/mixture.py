@@ -24,7 +24,7 @@ class Part:
     """What this environment gets of the run's."""
     probe: Probe = NO_PROBE
     gate: GateVerdict = field(default_factory=GateVerdict)
-    """What env_test last found of it."""
+    """The newest verdict of env_test on it."""
 
     def spec(self, spec: RunSpec) -> RunSpec:
         """The run's, if this were its only environment."""
@@ -42,13 +42,13 @@ class Part:
 
 def parts_of(store: Store, spec: RunSpec, first: Run | None) -> list[Part]:
     """The environments of a run, the one that it is named after first. `first` is the run that the
-    same idempotency key made before, with the versions that it has.
+    same idempotency key started before, with the versions that it has.
 
     FlashError(unknown_environment), FlashError(invalid_argument) if they cannot be mixed.
     """
-    if first and "mixture" in first.lineage:
+    if first and first.mixture:
         again: list[Part] = []
-        for part in first.lineage["mixture"]:
+        for part in first.mixture:
             version = store.environment(f"{part['name']}@{part['digest']}")
             again.append(Part(version, part["ratio"], part["args"], part["secrets"]))
         return again

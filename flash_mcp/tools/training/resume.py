@@ -82,7 +82,7 @@ def _check_files(run: Run) -> None:
     """FlashError(unknown_checkpoint) if what the run was made from, or saved, was removed."""
     dataset = run.dataset["path"] if run.dataset else None
     adapter = run.init_adapter["path"] if run.init_adapter else None
-    mixed = [part["path"] for part in run.lineage.get("mixture", ())]
+    mixed = [part["path"] for part in run.mixture]
     for path in (run.environment_path, dataset, adapter, *mixed):
         if path and not Path(path).exists():
             what = f"{run.id} cannot go on: {path} was removed"
