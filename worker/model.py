@@ -95,8 +95,17 @@ def load_model(
     sync = only or default_sync(dtype)
     if trains or (adapter and sync == "merged"):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
-        shape = 0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank
-        smallest = memory.Workload(*shape, four_bit=is_four_bit(spec), experts=experts)
+        smallest = memory.Workload(
+            prompt=0,
+            max_tokens=1,
+            turns=1,
+            max_length=max_length,
+            group_size=1,
+            sequences=int(has_engine),
+            lora_rank=spec.lora_rank,
+            experts=experts,
+            four_bit=is_four_bit(spec),
+        )
         sharing = ranks.count if can_share(dtype) else 1
         most = max(ranks.gather(memory.check_model(path, smallest, dtype, sharing)))
         arguments: Json = {
@@ -110,7 +119,9 @@ def load_model(
         if most > 1:
             return _shared_model(path, template, dtype, max_length, arguments, writer, ranks)
         policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
-    return Model(path, template, dtype, max_length, policy, policy and sync, bool(only))
+    if policy is None:  # the base model: the engine decides
+        sync = None
+    return Model(path, template, dtype, max_length, policy, sync, one_way=only is not None)
 
 
 def _fetched(

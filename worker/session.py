@@ -173,6 +173,8 @@ class Session(Generic[S]):
         key = self.ranks.share(token_hex(32))
         port = 0
         if self.has_engine:
+            # A request asks a rank at random: with n ranks it takes n of them to meet the one that
+            # has a task, in POLL_S / n altogether.
             poll_s = POLL_S / self.ranks.count**2
 
             async def opened() -> Gateway:
@@ -321,7 +323,7 @@ class Session(Generic[S]):
     def constant_level(self, split: str, tasks: Sequence[int], name: str = "") -> dict[str, float]:
         """What the best constant answer, or the best part of the prompt, reaches on these tasks of
         an environment, for the summary of an evaluation: a model that is no better has learned
-        nothing of the task. Empty if it is not known, and for few tasks: some constant is right on
+        nothing of the task. Empty if there is none, and for few tasks: some constant is right on
         one of them.
         """
         if len(tasks) < CONSTANT_TASKS:

@@ -89,7 +89,9 @@ class Task:
 
     def named(self, task_id: str) -> str:
         """The id of the task among those of the run."""
-        return f"{self.environment}/{task_id}".removeprefix("/")
+        if not self.environment:
+            return task_id
+        return f"{self.environment}/{task_id}"
 
 
 def task_groups(

@@ -17,7 +17,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import check_adapter
 from worker.adapter import names_as_they_are
-from worker.model_files import auto_class, config_of, has_experts
+from worker.model_files import auto_class, config_of
 from worker.training.attention import attention_of
 from worker.training.kernels import LoraLinear, fuse_norms
 
@@ -125,7 +125,7 @@ def adapted_experts(base: Any) -> list[str]:
         for name, parameter in base.get_decoder().named_parameters()
         if parameter.dim() == 3 and ".experts." in name
     ]
-    if not names or not has_experts(base.config):
+    if not names:
         fix = "leave experts out"
         what = "experts=true, but the model is no mixture of experts that transformers stacks"
         raise FlashError("invalid_argument", what, model_type=base.config.model_type, fix=fix)
