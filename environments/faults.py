@@ -49,7 +49,7 @@ class EnvironmentFault(Exception):
         self.refusals = dict(refusals or {})
 
     def reworded(self, what: str, code: str = "") -> "EnvironmentFault":
-        """The same fault in other words, and with another code if one is given."""
+        """The same fault in other words; a `code` replaces its own."""
         kept = {name: getattr(self, name) for name in ("is_foreign", "declared", "refusals")}
         return EnvironmentFault(code or self.code, what, self.traceback, **kept)
 

@@ -157,7 +157,7 @@ class Reader:
 
         def read(value: Any) -> ChatMessage:
             message = _mapping(value)
-            # These names and values are known: a secret that is "user" is not there.
+            # These names and values are the API's: a secret that is "user" is not there.
             fields = {"role": _one_of(roles)(message.pop("role", None))}
             fields["content"] = self._text(message.pop("content", None))
             if "tool_calls" in message:

@@ -61,8 +61,9 @@ class Needs:
             "processes": operator.processes,
             "file_gib": operator.file_gib,
         }
-        for name, value in self.asked().items():
-            most = limits.get(name, value)
+        requests = self.requested()
+        for name, most in limits.items():
+            value = requests.get(name, most)
             if value > most:
                 what = f"{FILE}: {name} = {value:g} is more than the {most:g} of this machine"
                 where = f"under [environments] in {SETTINGS_FILE}"
@@ -70,7 +71,7 @@ class Needs:
         lowered = {name: min(getattr(self, name), most) for name, most in limits.items()}
         return replace(self, **lowered)
 
-    def asked(self) -> dict[str, Any]:
+    def requested(self) -> dict[str, Any]:
         """The values that differ from the defaults."""
         usual = asdict(Needs())
         return {name: value for name, value in asdict(self).items() if value != usual[name]}

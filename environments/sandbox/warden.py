@@ -159,13 +159,13 @@ def _watch(
 
 
 def _codes_own(ended: int) -> int:
-    """The wait status of environment code, as the first process told it. It may not end with a code
-    that the warden uses.
+    """The wait status of environment code, as the first process reports it. It may not end with a
+    code that the warden uses.
     """
-    told = os.read(ended, STATUS.size)
-    if not told:
+    report = os.read(ended, STATUS.size)
+    if not report:
         return signal.SIGKILL
-    (status,) = STATUS.unpack(told)
+    (status,) = STATUS.unpack(report)
     is_ours = os.WIFEXITED(status) and os.WEXITSTATUS(status) == MEMORY_EXIT_CODE
     return 1 << 8 if is_ours else status
 

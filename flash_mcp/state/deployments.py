@@ -15,7 +15,7 @@ DEPLOYS = "deploy(run_id=...) serves a checkpoint; status lists the runs"
 
 class DeploymentTable(Connection):
     def add_deployment(self, row: Mapping[str, Any]) -> Deployment:
-        """`row` holds id, owner, name and model at least; state is starting unless given. One of
+        """`row` holds id, owner, name and model at least; its default state is starting. One of
         this id that has ended begins anew.
         """
         now = time.time()

@@ -169,7 +169,7 @@ def _rank_in(adapter: Path, reference: str) -> int:
     config = read_adapter_config(adapter, "r")
     if config.get("target_parameters"):
         fix = f"checkpoints(run_id={reference!r}, export='merged') writes the whole model"
-        what = "vLLM is given no adapters of experts"
+        what = "vLLM gets no adapters of experts"
         raise FlashError("model_unsupported", what, checkpoint=reference, fix=fix)
     return config["r"]
 

@@ -59,7 +59,7 @@ class TargetThread(threading.Thread):
             return
         reconciler.is_refused = False
         if reconciler.vault.take_store_keys():
-            log.warning("target %s: its store is asked with other keys", self.target)
+            log.warning("target %s: its store gets other keys", self.target)
             forget_stores()
             reconciler.close()
             self._reconciler = None

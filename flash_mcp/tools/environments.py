@@ -284,7 +284,7 @@ async def _splits(
 
 def _asks(folder: Path) -> dict[str, Any]:
     try:
-        return Needs.of(folder).asked()
+        return Needs.of(folder).requested()
     except ValueError as error:
         fix = "correct it, or leave it out: most environments need none"
         what = "its environment.toml cannot be used"

@@ -158,7 +158,7 @@ def supervisor() -> Outcome:
 
 
 def waiting_runs() -> Outcome:
-    """What keeps runs from going on, and files of theirs that were found damaged."""
+    """What keeps runs from going on, and files of theirs that are damaged."""
     store = open_store()
     held: dict[str, str] = {}
     for run in store.active_runs():

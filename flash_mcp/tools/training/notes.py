@@ -56,7 +56,7 @@ def _of_tasks(plan: Plan) -> list[str]:
     estimate = plan.estimate
     for part in plan.inputs.parts:
         needs = Needs.of(Path(part.environment.path))
-        if request := needs.asked():
+        if request := needs.requested():
             notes.append(f"{part.environment.name}'s {NEEDS_FILE} asks for {to_text(request)}")
         if needs.gateway:
             notes.append(f"its rollouts wait for agents outside: {PLAYS_OUTSIDE}")

@@ -119,7 +119,7 @@ class Plan:
 
 
 def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) -> tuple[Run, bool]:
-    """Queue it; (run, whether this call made it). `more` goes into its lineage."""
+    """Queue it; (run, whether it is new). `more` goes into its lineage."""
     dataset = plan.inputs.dataset
     first = plan.inputs.parts[0].probe
     lineage: Json = {"gate": plan.gate, "tasks": first.splits, **more}

@@ -1080,4 +1080,7 @@ async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path)
 
 
 def test_the_defaults_are_what_is_left_out() -> None:
-    assert Needs().asked() == {} and Needs(network=True, processes=9).asked() == {"network": True, "processes": 9}
+    assert Needs().requested() == {} and Needs(network=True, processes=9).requested() == {
+        "network": True,
+        "processes": 9,
+    }
