@@ -95,14 +95,14 @@ def try_row(name: str, folder: Path, only: Sequence[str] = STEPS) -> Row:
     from peft import PeftModel  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    from worker.model import precision_of  # noqa: PLC0415
     from worker.model_files import config_of  # noqa: PLC0415
+    from worker.precision import precision_of  # noqa: PLC0415
     from worker.training.packing import way_of  # noqa: PLC0415
     from worker.training.policy import load_policy  # noqa: PLC0415
 
     row = Row(name)
     base = make_model(name, folder / "base")
-    dtype = precision_of(config_of(base))
+    dtype = precision_of(config_of(base), base)
     if dtype == torch.bfloat16:
         make_model(name, base, dtype=dtype)
 

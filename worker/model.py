@@ -22,7 +22,8 @@ from flash_mcp.protocol.spec import EvalSpec, RunSpec
 from worker.engine.fetch import ensure, log_progress
 from worker.engine.vllm import WAYS, Sync, can_share, default_sync
 from worker.heartbeat import Heartbeat
-from worker.model_files import check_shape, config_of, end_ids, has_state
+from worker.model_files import check_shape, config_of, end_ids
+from worker.precision import check_precision, precision_of
 from worker.process import CARDS
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.transcript import ChatTemplate
@@ -81,7 +82,7 @@ def load_model(
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
-    dtype = precision_of(config)
+    dtype = precision_of(config, path)
     check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     max_length = _length(spec, config)
@@ -168,15 +169,6 @@ def _check_experts(experts: bool, count: int) -> None:
         raise FlashError("invalid_argument", what, gpus=count, fix=fix)
 
 
-def precision_of(config: Any) -> torch.dtype:
-    """bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are. On a
-    CPU, vLLM's layers with a state know bf16 only."""
-    is_whole = config.dtype == torch.float32
-    if is_whole and (torch.cuda.is_available() or not has_state(config)):
-        return torch.float32
-    return torch.bfloat16
-
-
 def check_sharing(config: Any, dtype: torch.dtype, count: int) -> None:
     """FlashError unless an engine on `count` cards can share the model."""
     check_shape(config, count)
@@ -223,22 +215,6 @@ def _length(spec: RunSpec | EvalSpec, config: Any) -> int:
 def is_four_bit(spec: RunSpec | EvalSpec) -> bool:
     """Whether the trainer's base weights have 4 bits."""
     return isinstance(spec, RunSpec) and spec.base_precision == "nf4"
-
-
-def check_precision(dtype: torch.dtype) -> None:
-    """FlashError(device_unsupported) if the GPU has no bfloat16: fp16 would overflow where models
-    were trained in bf16, and loss scaling is not implemented.
-    """
-    if dtype != torch.bfloat16 or not torch.cuda.is_available():
-        return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise FlashError(
-            "device_unsupported",
-            "the GPU has no bfloat16, in which models are trained",
-            gpu=torch.cuda.get_device_name(),
-            fix="use a card of compute capability 8.0 or more (A10, A100, RTX 30 and newer), or "
-            "train on the CPU",
-        )
 
 
 def _pinned_commit(folder: RunFolder) -> str | None:

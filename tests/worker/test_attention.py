@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_mcp.protocol.errors import FlashError
-from worker.model import check_precision
+from worker.precision import check_precision
 from worker.training import attention
 from worker.training.attention import Layout
 from worker.training.packing import hidden_states

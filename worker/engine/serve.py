@@ -80,6 +80,7 @@ def server_command(
 
     from worker.capacity import KV_BLOCK_TOKENS  # noqa: PLC0415
     from worker.engine import vllm as engine  # noqa: PLC0415
+    from worker.precision import precision_of  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
@@ -103,13 +104,16 @@ def server_command(
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     if engine.text_only(config):
         flags.append("--language-model-only")
-    cards = 1
+    cards, itemsize = 1, 2
     if torch.cuda.is_available():
         cards = use_cards(model, state_directory())
         options["gpu-memory-utilization"] = engine.UTILIZATION
     else:
         flags.append("--enforce-eager")
         options["worker-cls"] = engine.CPU_LORA_WORKER
+        dtype = precision_of(config, model)
+        options["dtype"] = str(dtype).removeprefix("torch.")
+        itemsize = dtype.itemsize
         options["block-size"] = KV_BLOCK_TOKENS
         # Unbound, and half of the cores: a run may train at the same time.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -117,7 +121,7 @@ def server_command(
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
     _add_template(model, flags, options)
     # A bounded cache: a run may train on the same card, now or later.
-    options |= _cache(model, config, length, cards)
+    options |= _cache(model, config, length, cards, itemsize)
     if cards > 1:
         check_shape(config, cards)
         options["tensor-parallel-size"] = cards
@@ -127,15 +131,16 @@ def server_command(
     return command
 
 
-def _cache(model: Path, config: Any, length: int, cards: int) -> dict[str, int]:
+def _cache(model: Path, config: Any, length: int, cards: int, itemsize: int) -> dict[str, int]:
     """The size of the cache, and the conversations that are answered at once."""
     import torch  # noqa: PLC0415
 
     from worker.capacity import engine_cache_bytes, kv_cache_bytes  # noqa: PLC0415
 
     whole = MOST_SEQUENCES // SHORTER if torch.cuda.is_available() else SEQUENCES
-    cache = engine_cache_bytes(model, length, whole, shards=cards)
-    one = kv_cache_bytes(config, length // SHORTER, 1, 0, shards=cards)
+    sizes = {"itemsize": itemsize, "shards": cards}
+    cache = engine_cache_bytes(model, length, whole, **sizes)
+    one = kv_cache_bytes(config, length // SHORTER, 1, 0, **sizes)
     at_once = max(SEQUENCES, min(cache // one, MOST_SEQUENCES))
     return {"kv-cache-memory-bytes": cache, "max-num-seqs": at_once}
 

@@ -19,8 +19,9 @@ from trl.trainer.utils import use_adapter
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from worker.adapter import names_as_they_are
-from worker.model import Model, precision_of
+from worker.model import Model
 from worker.model_files import auto_class, config_of
+from worker.precision import precision_of
 from worker.training.attention import attention_of
 from worker.training.packing import Way, way_of
 
@@ -76,7 +77,7 @@ def load_teacher(source: Json, folder: Path, model: Model, way: Way) -> Teacher:
         )
     config = config_of(folder)
     causal_lm = auto_class(config).from_pretrained(
-        folder, dtype=precision_of(config), attn_implementation=attention_of(config)
+        folder, dtype=precision_of(config, folder), attn_implementation=attention_of(config)
     )
     causal_lm = causal_lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     causal_lm.requires_grad_(False)
