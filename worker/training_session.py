@@ -19,6 +19,7 @@ from flash_mcp.protocol import records
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
 from worker.deadline import Deadline
+from worker.early_stopping import STEPS, EarlyStopping
 from worker.model import is_four_bit
 from worker.rollouts.metrics import of_environment, staleness, summarize, summarize_evaluation
 from worker.rollouts.scheduler import (
@@ -61,6 +62,7 @@ class TrainingSession(Session[RunSpec]):
             saves=self.ranks.is_first,
         )
         self.deadline: Deadline | None = None
+        self._early_stopping = EarlyStopping(spec.algorithm) if spec.early_stopping else None
         self.resumed_at = 0
         """The step of the checkpoint that this attempt resumed from."""
         self.swaps_mid_turn = spec.max_staleness > 0
@@ -77,6 +79,9 @@ class TrainingSession(Session[RunSpec]):
 
     def resume(self, step: int, folder: Path) -> None:
         self.resumed_at = self.reporter.saved_step = step
+        if self._early_stopping:
+            before = map(self.writer.folder.metrics, range(max(1, step - STEPS + 1), step + 1))
+            self._early_stopping.add(entry["metrics"] for entry in before if entry)
         if self._choice:
             self._choice.load(folder)
 
@@ -330,15 +335,23 @@ class TrainingSession(Session[RunSpec]):
             self.heartbeat.enter("train")
 
     def _planned(self, step: int, most: int) -> int:
-        deadline = self.deadline
-        if deadline is None:
-            return most
-        planned = self.ranks.from_first(lambda: deadline.steps(step, most, time.monotonic()))
+        planned, why = self.ranks.from_first(lambda: self._last_step(step, most))
         self.heartbeat.steps = planned
         if planned == step < most:
-            what = f"finish_by={self.spec.finish_by}: step {step} is the last, of up to {most}"
-            self.writer.event("deadline", what)
+            self.writer.event("last_step", f"{why}: step {step} is the last, of up to {most}")
         return planned
+
+    def _last_step(self, step: int, most: int) -> tuple[int, str]:
+        """(how many steps the run makes in all, after `step` of them, why they are not `most`)"""
+        early = self._early_stopping
+        if early:
+            early.add([self.reporter.last] if self.reporter.last else [])
+            if early.is_due:
+                return step, f"nothing to learn was left in {STEPS} steps"
+        if self.deadline:
+            planned = self.deadline.steps(step, most, time.monotonic())
+            return planned, f"finish_by={self.spec.finish_by}"
+        return most, ""
 
 
 def last_begun(spec: RunSpec, step: int) -> int:

@@ -242,6 +242,9 @@ class RunSpec(BaseModel):
     """Hours, then it ends as cancelled."""
     finish_by: str | None = None
     """As 25 min: only steps that fit."""
+    early_stopping: bool = True
+    """End after ten steps with nothing left to learn: sft at a loss below 0.001, grpo where every
+    rollout succeeds and no group differs in reward."""
     max_cost: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """The same by cost."""
     report_to: Annotated[list[Tracker], Field(max_length=4)] = []

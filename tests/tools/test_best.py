@@ -63,11 +63,11 @@ async def test_a_deadline_says_of_how_many_steps_it_made_which_the_last(tmp_path
     learn(writer, range(1, 4))
     open_store().execute("UPDATE main.runs SET steps = 16 WHERE id = ?", [run.id])
     under_way = (await call("status", run_id=run.id))["run"]
-    assert (under_way["steps"], under_way["deadline"]) == (16, "finish_by=25 min: about 16 of 400 steps fit")
-    writer.event("deadline", "finish_by=25 min: step 3 is the last, of up to 400")
+    assert (under_way["steps"], under_way["last_step"]) == (16, "finish_by=25 min: about 16 of 400 steps fit")
+    writer.event("last_step", "finish_by=25 min: step 3 is the last, of up to 400")
     end(writer, run.id, 3)
     report = (await call("status", run_id=run.id))["run"]
-    assert report["deadline"] == "finish_by=25 min: step 3 is the last, of up to 400"
+    assert report["last_step"] == "finish_by=25 min: step 3 is the last, of up to 400"
 
 
 async def test_compare_says_in_which_settings_the_two_runs_were_trained_differently(tmp_path: Path) -> None:

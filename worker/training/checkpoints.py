@@ -130,7 +130,8 @@ class Reporter(TrainerCallback):
         """Writes more of CHECKPOINT_FILES into a checkpoint."""
         self.step_started = time.monotonic()
         self.saved_step = -1
-        self._last: Json = {}
+        self.last: Json = {}
+        """The metrics of the step before, in this attempt."""
         self._most = 0
         """The steps of the run, if it does not have to end earlier."""
 
@@ -203,13 +204,13 @@ class Reporter(TrainerCallback):
         beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")
         train_s = step_s - sum(self.pending.get(name, 0.0) for name in beside)
         times = {"time/step_s": step_s, "time/train_s": train_s}
-        self._last = clean({**self.pending, **reported, **times, **used_gib()})
+        self.last = clean({**self.pending, **reported, **times, **used_gib()})
         self.pending = {}
-        self.writer.metrics(state.global_step, self._last)
-        self.tell(state.global_step, self._last)
+        self.writer.metrics(state.global_step, self.last)
+        self.tell(state.global_step, self.last)
         shown = ("reward/mean", "success/rate", "loss", "time/step_s")
-        existing = [name for name in shown if self._last.get(name) is not None]
-        values = "  ".join(f"{name} {self._last[name]:.3g}" for name in existing)
+        existing = [name for name in shown if self.last.get(name) is not None]
+        values = "  ".join(f"{name} {self.last[name]:.3g}" for name in existing)
         log.info("step %s/%s: %s", state.global_step, state.max_steps, values)
 
     def on_save(
@@ -226,7 +227,7 @@ class Reporter(TrainerCallback):
             elif path.name not in CHECKPOINT_FILES:  # such as the tokenizer: the base model has it
                 path.unlink()
         self.add_files(source)
-        manifest = self.writer.commit_checkpoint(step, source, self._last)
+        manifest = self.writer.commit_checkpoint(step, source, self.last)
         shutil.rmtree(source)
         self.saved_step = step
         size = manifest["size_bytes"]

@@ -130,8 +130,8 @@ class RunView(ResultModel):
     """Optimizer steps done."""
     steps: int | None = None
     """Steps in all; absent until the worker has counted those of epochs."""
-    deadline: str | None = None
-    """With finish_by: how many of the steps it makes."""
+    last_step: str | None = None
+    """How many of the steps it makes, and why not all: finish_by, or nothing left to learn."""
     cancel_reason: str | None = None
     """Why it was cancelled: a budget that is used up, or what the caller of cancel gave."""
     target: str | None = None
@@ -354,7 +354,7 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
     )
     if better := better_than_newest(history.checkpoints, evaluations):
         view.best = better[1]
-    view.deadline = _deadline(store, run)
+    view.last_step = _last_step(store, run)
     _add_place(view, run)
     _add_times(view, run, step_s)
     if run.algorithm in ("grpo", "distill"):
@@ -379,11 +379,13 @@ def _warnings(store: Store, history: RunHistory, blocked: Sequence[str]) -> list
     return warnings or None
 
 
-def _deadline(store: Store, run: Run) -> str | None:
-    if run.algorithm == "eval" or not run.training.finish_by:
+def _last_step(store: Store, run: Run) -> str | None:
+    if run.algorithm == "eval":
         return None
-    for event in store.events(run.id, 1, ["deadline"]):
+    for event in store.events(run.id, 1, ["last_step"]):
         return event.message
+    if not run.training.finish_by:
+        return None
     if run.steps and run.training.steps and run.steps < run.training.steps:
         fit = f"{run.steps} of {run.training.steps} steps fit"
         return f"finish_by={run.training.finish_by}: about {fit}"

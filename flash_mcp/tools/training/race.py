@@ -35,7 +35,7 @@ async def arms_that_learn(
         raise FlashError("invalid_argument", f"settings.steps={steps!r} is too few", fix=fix)
     milestones = sorted({math.ceil(steps * number / ROUNDS) for number in range(1, ROUNDS + 1)})
     own = {"steps": milestones[0], "seed": common["seed"], "regression": "off"}
-    own |= {"environment": environment, "secrets": common["secrets"] or []}
+    own |= {"early_stopping": False, "environment": environment, "secrets": common["secrets"] or []}
     own["target"] = common["target"] or LOCAL_TARGET
     plans: dict[str, Plan] = {}
     for number, arm in enumerate(arms, start=1):

@@ -1,0 +1,111 @@
+"""A run that has nothing left to learn ends, at the same step if it was killed on its way there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.run_folder import RunFolder
+from tests.attempts import Attempt, held, make_run
+from worker.early_stopping import STEPS, EarlyStopping
+
+PAID = """
+class Paid(Held):
+    def score_episode(self, example, episode):
+        return RewardResult(1.0, success=True)
+def load_environment():
+    return Paid(12, 5, "Write")
+"""
+CERTAIN = """
+from environments import EnvironmentSingleTurn, RewardResult, TaskExample
+
+class Certain(EnvironmentSingleTurn):
+    dataset = [TaskExample({}, f"Write {i}", output="a", id=f"t{i}") for i in range(16)]
+    def build_prompt_messages(self, example):
+        return [{"role": "user", "content": example.input}]
+    def score_response(self, example, response):
+        return RewardResult(float(response == example.output))
+
+def load_environment():
+    return Certain()
+"""
+
+
+class TinyAttempt(Attempt):
+    """The tiny model's head cannot make a token more certain than a loss of 0.44."""
+
+    program = """
+from worker import early_stopping, main
+main.prepare_process()
+early_stopping.LEAST_LOSS = 0.46
+main.main()
+"""
+
+
+def is_due(algorithm: str, *steps: dict[str, float | None]) -> bool:
+    early = EarlyStopping(algorithm)
+    early.add(steps)
+    return early.is_due
+
+
+def test_ten_steps_in_a_row_without_anything_to_learn_are_the_end() -> None:
+    low, high = {"loss": 0.0005}, {"loss": 0.002}
+    assert is_due("sft", high, *[low] * STEPS)
+    assert not is_due("sft", *[low] * STEPS, high), "the last step had something to learn"
+    assert not is_due("sft", *[low] * (STEPS - 1))
+    assert not is_due("sft", *[{"loss": None}] * STEPS)
+    solved = {"success/rate": 1.0, "groups/uniform_share": 1.0, "loss": 0.0}
+    assert is_due("grpo", *[solved] * STEPS)
+    for name in solved.keys() - {"loss"}:
+        assert not is_due("grpo", *[{**solved, name: 0.97}] * STEPS)
+    assert not is_due("grpo", *[{**solved, "success/rate": 0.0}] * STEPS), "all fail: that is no end"
+    assert not is_due("distill", *[{**solved, **low}] * STEPS)
+
+
+def told(run: RunFolder) -> list[str]:
+    events = filter(None, map(run.event, run.event_names()))
+    return [event["message"] for event in events if event["kind"] == "last_step"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_have_ended_at(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "run" / "checkpoints" / "8"
+    environment, flag = held(tmp_path / "paid", saved=saved)
+    source = environment / "environment.py"
+    source.write_text(source.read_text() + PAID)
+    fields = {"environment": environment, "steps": 30, "batch_size": 2, "group_size": 2, "eval_after": True}
+    run = make_run(tmp_path / "run", tiny_model, **fields)
+    with Attempt(run) as attempt:
+        attempt.wait_until(lambda: run.checkpoints.newest_good() == 8)
+        attempt.process.kill()
+        attempt.process.wait()
+    flag.unlink()
+    with Attempt(run, 2) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result = run.result()
+    assert result is not None and (result["state"], result["step"]) == ("succeeded", STEPS + 1)
+    assert run.checkpoints.newest_good() == STEPS + 1 and list(run.eval_steps()) == [STEPS + 1]
+    assert told(run) == ["nothing to learn was left in 10 steps: step 11 is the last, of up to 30"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early_stopping", [True, False])
+def test_fine_tuning_ends_once_its_answers_are_certain_unless_it_may_not(
+    tiny_model: Path, tmp_path: Path, early_stopping: bool
+) -> None:
+    environment = tmp_path / "certain"
+    environment.mkdir()
+    (environment / "environment.py").write_text(CERTAIN)
+    fields = {"algorithm": "sft", "steps": 80, "group_size": None, "save_every": 80, "learning_rate": 0.003}
+    fields |= {"lora_rank": 64, "lora_alpha": 256, "lr_schedule": "constant", "environment": environment}
+    run = make_run(tmp_path / "run", tiny_model, early_stopping=early_stopping, **fields)
+    with TinyAttempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result = run.result()
+    assert result is not None and result["state"] == "succeeded"
+    losses = [metrics["metrics"]["loss"] for step in run.metric_steps() if (metrics := run.metrics(step))]
+    assert max(losses[-STEPS:]) < 0.46, losses
+    assert (result["step"] < 80) == bool(told(run)) == early_stopping
