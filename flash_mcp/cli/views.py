@@ -209,7 +209,7 @@ def _run(page: Page, view: RunView) -> None:
     subject = f"{view.algorithm} of {view.model} on {view.environment.partition('@')[0]}"
     page.prose(": ".join(filter(None, [view.run_id, view.name, subject])), "dim")
     page.prose(_progress(view), STATES.get(view.state))
-    page.prose(view.deadline or "")
+    page.prose(view.last_step or "")
     if view.note:
         page.prose(view.note, label="note  ")
     if view.cancel_reason:
