@@ -82,7 +82,9 @@ def load_model(
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
-    dtype = precision_of(config, path)
+    # Free memory decides too, and changes from rank to rank.
+    precision = ranks.from_first(lambda: str(precision_of(config, path)).removeprefix("torch."))
+    dtype: torch.dtype = getattr(torch, precision)
     check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     max_length = _length(spec, config)
