@@ -85,8 +85,7 @@ def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int
             effect = _scale_noise(policy, prompt, scaled)
             engine.load_policy(policy)
             noisy = _difference(engine, policy, prompt)
-    dtype = policy.dtype if policy.dtype in LIMITS else torch.bfloat16
-    return Agreement(base, noisy, effect, LIMITS[dtype])
+    return Agreement(base, noisy, effect, _limit(policy))
 
 
 def differing_layers(
@@ -95,7 +94,7 @@ def differing_layers(
     """The kinds of layers, such as q_proj, whose adapters the engine takes wrongly."""
     prompt = _prompt(policy, tokenizer, max_length)
     leaves = {name.rpartition(".")[2] for name, _ in _adapted(policy)}
-    limit = LIMITS.get(policy.dtype, LIMITS[torch.bfloat16])
+    limit = _limit(policy)
     wrong: list[str] = []
     with at_rest(policy), eagerly(policy.get_base_model()):
         for leaf in sorted(leaves):
@@ -105,6 +104,13 @@ def differing_layers(
                 if effect > limit and _difference(engine, policy, prompt) > limit:
                     wrong.append(leaf)
     return wrong
+
+
+def _limit(policy: PeftModel) -> float:
+    """Of LIMITS; weights in four bits, which the engine has whole, are rounded more than bf16."""
+    is_four_bit = getattr(policy.get_base_model(), "is_loaded_in_4bit", False)
+    dtype = torch.bfloat16 if is_four_bit else policy.dtype
+    return LIMITS.get(dtype, LIMITS[torch.bfloat16])
 
 
 def _prompt(policy: PeftModel, tokenizer: Any, max_length: int) -> list[int]:
