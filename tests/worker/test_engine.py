@@ -765,7 +765,10 @@ def test_a_token_is_trained_where_the_grammar_left_the_model_free() -> None:
 
 
 @grammars
-def test_a_required_tool_is_called_and_a_bad_schema_is_refused(merged: VllmEngine, tiny_model: Path) -> None:
+def test_a_required_tool_is_called_and_a_bad_schema_is_refused(
+    merged: VllmEngine, policy: Any, tiny_model: Path
+) -> None:
+    merged.load_policy(policy)  # whatever earlier tests left in the engine would decide what it says
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
     tools = [
         {
