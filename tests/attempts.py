@@ -36,6 +36,15 @@ def make_run(
     return run
 
 
+def events_of(run: RunFolder, kind: str) -> list[dict[str, Any]]:
+    events = [run.event(name) or {} for name in run.event_names()]
+    return [event for event in events if event["kind"] == kind]
+
+
+def messages_of(run: RunFolder, kind: str) -> list[str]:
+    return [event["message"] for event in events_of(run, kind)]
+
+
 HELD = """
 import itertools, pathlib, time
 class Held(Vowels):

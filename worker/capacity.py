@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from worker.model_files import config_of, has_state, head_size
+from worker.model_files import config_of, has_state, head_size, weights_bytes
 from worker.process import usage
 
 MIB = 2**20
@@ -80,7 +80,7 @@ def engine_cache_bytes(
     """`kv_cache_bytes` with the memory that is free on this machine now, after PyTorch's allocator
     has returned what it keeps of freed tensors.
     """
-    weights = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
+    weights = weights_bytes(model_path)
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 STEPS = 10
-LEAST_LOSS = 0.001
-"""Nats of a token, of SFT: the answers have a probability of 0.999 a token."""
+LOSS_THRESHOLD = 0.001
+"""In nats per token, for SFT: each token of an answer has a probability of 0.999."""
 
 
 class EarlyStopping:
-    """Watches the metrics of the last steps. Kept metrics of an attempt before bring it to where
-    that one was, so that a run ends at the same step however often it was killed.
+    """Watches the metrics of the last STEPS steps. A resumed attempt adds those before its
+    checkpoint, so that the run ends at the same step however often it was killed.
     """
 
     def __init__(self, algorithm: str) -> None:
         self._is_learnt = {"sft": _is_learnt, "grpo": _is_solved}.get(algorithm)
         self._recent: deque[bool] = deque(maxlen=STEPS)
 
-    def add(self, steps: Iterable[Mapping[str, float | None]]) -> None:
-        """The metrics of the next steps."""
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Take the metrics of the next step."""
         if self._is_learnt:
-            self._recent.extend(map(self._is_learnt, steps))
+            self._recent.append(self._is_learnt(metrics))
 
     @property
     def is_due(self) -> bool:
@@ -31,7 +31,7 @@ class EarlyStopping:
 
 def _is_learnt(metrics: Mapping[str, float | None]) -> bool:
     loss = metrics.get("loss")
-    return loss is not None and loss < LEAST_LOSS
+    return loss is not None and loss < LOSS_THRESHOLD
 
 
 def _is_solved(metrics: Mapping[str, float | None]) -> bool:

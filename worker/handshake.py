@@ -107,7 +107,8 @@ def differing_layers(
 
 
 def _limit(policy: PeftModel) -> float:
-    """Of LIMITS; weights in four bits, which the engine has whole, are rounded more than bf16."""
+    """The difference that rounding explains. A trainer's weights in four bits differ from the
+    engine's, which are whole, by at least as much as bf16 does."""
     is_four_bit = getattr(policy.get_base_model(), "is_loaded_in_4bit", False)
     dtype = torch.bfloat16 if is_four_bit else policy.dtype
     return LIMITS.get(dtype, LIMITS[torch.bfloat16])

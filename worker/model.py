@@ -23,7 +23,7 @@ from worker.engine.fetch import ensure, log_progress
 from worker.engine.vllm import WAYS, Sync, can_share, default_sync
 from worker.heartbeat import Heartbeat
 from worker.model_files import check_shape, config_of, end_ids
-from worker.precision import check_precision, precision_of
+from worker.precision import check_precision, name_of, precision_of
 from worker.process import CARDS
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.transcript import ChatTemplate
@@ -82,8 +82,8 @@ def load_model(
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
-    # Free memory decides too, and changes from rank to rank.
-    precision = ranks.from_first(lambda: str(precision_of(config, path)).removeprefix("torch."))
+    # It depends on free memory, which each rank may see differently.
+    precision = ranks.from_first(lambda: name_of(precision_of(config, path)))
     dtype: torch.dtype = getattr(torch, precision)
     check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None

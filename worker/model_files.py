@@ -24,6 +24,11 @@ def config_of(model_path: Path) -> Any:
     return cast(Any, AutoConfig).from_pretrained(model_path)
 
 
+def weights_bytes(model_path: Path) -> int:
+    """The size of the model's weights on disk."""
+    return sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
+
+
 def end_ids(model_path: Path) -> list[int]:
     """The tokens, beside its tokenizer's eos, at which vLLM ends a turn of this model."""
     from transformers import GenerationConfig  # noqa: PLC0415

@@ -9,18 +9,18 @@ import torch
 
 from flash_mcp.protocol.errors import FlashError
 from worker.capacity import capacity_bytes
-from worker.model_files import has_state
+from worker.model_files import has_state, weights_bytes
 
 COPIES = 2
-"""Of a model's weights on a CPU: the trainer's and the engine's."""
+"""The trainer and the engine each hold the weights on a CPU."""
 WHOLE_SHARE = 0.5
-"""Of the memory that fp32 weights may take where bf16 would do."""
+"""The share of the memory that fp32 weights may take where bf16 would do."""
 
 
 def precision_of(config: Any, model_path: Path) -> torch.dtype:
-    """bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are, or
-    the CPU has no products in bf16 and has room for fp32. On a CPU, vLLM's layers with a state know
-    bf16 only.
+    """fp32 if the model's own files are fp32 on purpose, as the tiny models of tests are, or if the
+    CPU has no products in bf16 and has room for fp32; else bf16. On a CPU, vLLM computes layers
+    with a state in bf16 only.
     """
     is_whole = config.dtype == torch.float32
     if torch.cuda.is_available():
@@ -32,6 +32,11 @@ def precision_of(config: Any, model_path: Path) -> torch.dtype:
     return torch.bfloat16
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Such as "float32", as vLLM and JSON take it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def has_bf16_products() -> bool:
     """Whether PyTorch has kernels for products in bf16 on this CPU. Without AVX-512 it adds them up
     one by one: 15 instead of 74 to 118 GFLOP/s in fp32, for 32 and 512 rows on 2 cores with AVX2.
@@ -40,8 +45,8 @@ def has_bf16_products() -> bool:
 
 
 def _fits_whole(model_path: Path) -> bool:
-    weights = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
-    return COPIES * 2 * weights <= WHOLE_SHARE * capacity_bytes()
+    whole = 2 * weights_bytes(model_path)
+    return COPIES * whole <= WHOLE_SHARE * capacity_bytes()
 
 
 def check_precision(dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ from worker.event_loop import AsyncRunner
 from worker.handshake import agreeing_engine, check_effect
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
+from worker.precision import name_of
 from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
 from worker.rollouts.gateway import POLL_S, Gateway
@@ -223,7 +224,7 @@ class Session(Generic[S]):
             seed=self.spec.seed,
             lora_rank=self.spec.lora_rank if self.model.policy else None,
             sync=sync,
-            dtype=str(self.model.dtype).removeprefix("torch."),
+            dtype=name_of(self.model.dtype),
             cards=self.model.cards,
         )
 

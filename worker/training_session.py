@@ -79,9 +79,10 @@ class TrainingSession(Session[RunSpec]):
 
     def resume(self, step: int, folder: Path) -> None:
         self.resumed_at = self.reporter.saved_step = step
-        if self._early_stopping:
-            before = map(self.writer.folder.metrics, range(max(1, step - STEPS + 1), step + 1))
-            self._early_stopping.add(entry["metrics"] for entry in before if entry)
+        if self._early_stopping and self.ranks.is_first:
+            for before in range(max(1, step - STEPS + 1), step + 1):
+                if entry := self.writer.folder.metrics(before):
+                    self._early_stopping.add(entry["metrics"])
         if self._choice:
             self._choice.load(folder)
 
@@ -344,10 +345,10 @@ class TrainingSession(Session[RunSpec]):
     def _last_step(self, step: int, most: int) -> tuple[int, str]:
         """(how many steps the run makes in all, after `step` of them, why they are not `most`)"""
         early = self._early_stopping
-        if early:
-            early.add([self.reporter.last] if self.reporter.last else [])
-            if early.is_due:
-                return step, f"nothing to learn was left in {STEPS} steps"
+        if early and self.reporter.last:
+            early.add(self.reporter.last)
+        if early and early.is_due:
+            return step, f"nothing to learn was left in {STEPS} steps"
         if self.deadline:
             planned = self.deadline.steps(step, most, time.monotonic())
             return planned, f"finish_by={self.spec.finish_by}"

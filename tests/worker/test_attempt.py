@@ -31,7 +31,7 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import env_push
-from tests.attempts import VOWELS, Attempt, held, make_run
+from tests.attempts import VOWELS, Attempt, held, make_run, messages_of
 from tests.folders import generated_files
 from tests.tiny import make_tokenizer
 from tests.waiting import wait_for
@@ -133,8 +133,7 @@ def test_a_tracker_gets_every_metric_and_one_that_is_not_installed_is_an_event(w
         assert sent[step, "train/reward/mean"] == pytest.approx(metrics["reward/mean"])
         assert sent[step, "train/loss"] == pytest.approx(metrics["loss"], abs=1e-6)
     assert sent[5, "eval/success"] == pytest.approx(whole_run.evaluation(5)["summary"]["success"])
-    events = [whole_run.event(name) for name in whole_run.event_names()]
-    warnings = [event["message"] for event in events if event["kind"] == "warning"]
+    warnings = messages_of(whole_run, "warning")
     assert [text.partition(":")[0] for text in warnings] == ["mlflow gets no more metrics"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import validate
-from tests.attempts import Attempt, make_run
+from tests.attempts import Attempt, make_run, messages_of
 from worker.deadline import Deadline
 
 
@@ -61,8 +61,6 @@ def test_a_run_that_is_out_of_time_succeeds_with_a_checkpoint_an_evaluation_and_
     assert result is not None and result["state"] == "succeeded"
     step = result["step"]
     assert step == 1 and run.checkpoints.newest_good() == step and list(run.eval_steps()) == [step]
-    events = filter(None, map(run.event, run.event_names()))
-    said = [event["message"] for event in events if event["kind"] == "last_step"]
-    assert said == ["finish_by=60 min: step 1 is the last, of up to 1000"]
+    assert messages_of(run, "last_step") == ["finish_by=60 min: step 1 is the last, of up to 1000"]
     beat = run.read_json("beat.json")
     assert beat is not None and beat["steps"] == step

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.protocol.run_folder import RunFolder
-from tests.attempts import Attempt, held, make_run
+from tests.attempts import Attempt, held, make_run, messages_of
 from worker.early_stopping import STEPS, EarlyStopping
 
 PAID = """
@@ -38,14 +37,15 @@ class TinyAttempt(Attempt):
     program = """
 from worker import early_stopping, main
 main.prepare_process()
-early_stopping.LEAST_LOSS = 0.46
+early_stopping.LOSS_THRESHOLD = 0.46
 main.main()
 """
 
 
 def is_due(algorithm: str, *steps: dict[str, float | None]) -> bool:
     early = EarlyStopping(algorithm)
-    early.add(steps)
+    for metrics in steps:
+        early.add(metrics)
     return early.is_due
 
 
@@ -61,11 +61,6 @@ def test_ten_steps_in_a_row_without_anything_to_learn_are_the_end() -> None:
         assert not is_due("grpo", *[{**solved, name: 0.97}] * STEPS)
     assert not is_due("grpo", *[{**solved, "success/rate": 0.0}] * STEPS), "all fail: that is no end"
     assert not is_due("distill", *[{**solved, **low}] * STEPS)
-
-
-def told(run: RunFolder) -> list[str]:
-    events = filter(None, map(run.event, run.event_names()))
-    return [event["message"] for event in events if event["kind"] == "last_step"]
 
 
 @pytest.mark.slow
@@ -88,7 +83,7 @@ def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_
     result = run.result()
     assert result is not None and (result["state"], result["step"]) == ("succeeded", STEPS + 1)
     assert run.checkpoints.newest_good() == STEPS + 1 and list(run.eval_steps()) == [STEPS + 1]
-    assert told(run) == ["nothing to learn was left in 10 steps: step 11 is the last, of up to 30"]
+    assert messages_of(run, "last_step") == ["nothing to learn was left in 10 steps: step 11 is the last, of up to 30"]
 
 
 @pytest.mark.slow
@@ -108,4 +103,4 @@ def test_fine_tuning_ends_once_its_answers_are_certain_unless_it_may_not(
     assert result is not None and result["state"] == "succeeded"
     losses = [metrics["metrics"]["loss"] for step in run.metric_steps() if (metrics := run.metrics(step))]
     assert max(losses[-STEPS:]) < 0.46, losses
-    assert (result["step"] < 80) == bool(told(run)) == early_stopping
+    assert (result["step"] < 80) == bool(messages_of(run, "last_step")) == early_stopping

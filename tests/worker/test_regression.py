@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.references import REGRESSION_FOLDER
-from tests.attempts import Attempt, make_run
+from tests.attempts import Attempt, events_of, make_run
 
 SPLIT = {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local"}
-
-
-def events_of(run: RunFolder, kind: str) -> list[dict[str, Any]]:
-    events = [run.event(name) or {} for name in run.event_names()]
-    return [event for event in events if event["kind"] == kind]
 
 
 def test_a_run_tries_the_split_before_and_after_and_goes_on_without_one_that_fails(

@@ -10,10 +10,9 @@ import pytest
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
-from tests.attempts import make_run
+from tests.attempts import make_run, messages_of
 from tests.waiting import PATIENCE_S
 from worker.training import trackers
 from worker.training.trackers import Trackers
@@ -77,12 +76,7 @@ def test_a_tracker_that_raises_or_hangs_stops_neither_the_run_nor_the_others(tmp
     assert (os.environ["WANDB_DIR"], os.environ["WANDB_CONSOLE"]) == (str(tmp_path / "run"), "off")
     assert os.environ["WANDB_PROJECT"] == "set by this test"
     assert Kept.told == [(step, step / 2) for step in range(1, STEPS + 1)]
-    assert sorted(warnings(run)) == [
+    assert sorted(messages_of(run, "warning")) == [
         "mlflow gets no more metrics: ConnectionError: no route to the tracker",
         "trackio gets no more metrics: it did not answer within 2 s",
     ]
-
-
-def warnings(run: RunFolder) -> list[str]:
-    events = [run.event(name) for name in run.event_names()]
-    return [event["message"] for event in events if event and event["kind"] == "warning"]

@@ -27,7 +27,7 @@ from flash_mcp.protocol.base_models import chat_template_of, find, folder_card
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.fetch import ensure
-from worker.model_files import check_shape, config_of
+from worker.model_files import check_shape, config_of, weights_bytes
 from worker.process import CARDS, MODEL_FOLDER
 
 MAX_LENGTH = 8192
@@ -80,7 +80,7 @@ def server_command(
 
     from worker.capacity import KV_BLOCK_TOKENS  # noqa: PLC0415
     from worker.engine import vllm as engine  # noqa: PLC0415
-    from worker.precision import precision_of  # noqa: PLC0415
+    from worker.precision import name_of, precision_of  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
@@ -104,7 +104,8 @@ def server_command(
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     if engine.text_only(config):
         flags.append("--language-model-only")
-    cards, itemsize = 1, 2
+    cards = 1
+    itemsize = 2
     if torch.cuda.is_available():
         cards = use_cards(model, state_directory())
         options["gpu-memory-utilization"] = engine.UTILIZATION
@@ -112,7 +113,7 @@ def server_command(
         flags.append("--enforce-eager")
         options["worker-cls"] = engine.CPU_LORA_WORKER
         dtype = precision_of(config, model)
-        options["dtype"] = str(dtype).removeprefix("torch.")
+        options["dtype"] = name_of(dtype)
         itemsize = dtype.itemsize
         options["block-size"] = KV_BLOCK_TOKENS
         # Unbound, and half of the cores: a run may train at the same time.
@@ -164,7 +165,7 @@ def use_cards(model: Path, home: Path) -> int:
 
     cuda: Any = torch.cuda  # untyped
     free = [cuda.mem_get_info(card)[0] for card in range(cuda.device_count())]
-    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    weights = weights_bytes(model)
     taken: dict[int, int | None] = {}
     trouble: FlashError | None = None
     for card in sorted(range(len(free)), key=lambda card: -free[card]):

@@ -131,7 +131,7 @@ class Reporter(TrainerCallback):
         self.step_started = time.monotonic()
         self.saved_step = -1
         self.last: Json = {}
-        """The metrics of the step before, in this attempt."""
+        """The metrics of the last step that this attempt reported."""
         self._most = 0
         """The steps of the run, if it does not have to end earlier."""
 
