@@ -139,11 +139,12 @@ class Standing:
         for arm, tasks in outcomes.items():
             self.solved[arm] += sum(tasks.values())
             self.attempted[arm] += len(tasks)
+        solved = {arm: set(filter(tasks.get, tasks)) for arm, tasks in outcomes.items()}
         for arm, rival in permutations(outcomes, 2):
-            for task in outcomes[arm].keys() & outcomes[rival].keys():
-                solved = outcomes[arm][task]
-                self.wins[arm, rival] += solved > outcomes[rival][task]
-                self.ties[arm, rival] += solved == outcomes[rival][task]
+            shared = outcomes[arm].keys() & outcomes[rival].keys()
+            differ = shared & (solved[arm] ^ solved[rival])
+            self.wins[arm, rival] += len(differ & solved[arm])
+            self.ties[arm, rival] += len(shared) - len(differ)
         leader = self.leader
         for arm in self.left:
             if arm != leader and self.against(arm) >= 1 / self.alpha:
