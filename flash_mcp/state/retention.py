@@ -43,14 +43,15 @@ def leftovers(store: Store) -> Iterator[Path]:
     files that were being written, and temporary folders of runs and model servers that ended.
 
     Only those of this user, and only after a day without a change."""
-    before = time.time() - LEFTOVER_S
-    for path in _candidates(store):
-        try:
-            status = path.lstat()
-        except OSError:
-            continue
-        if status.st_uid == os.getuid() and status.st_mtime < before:
-            yield path
+    return filter(_is_leftover, _candidates(store))
+
+
+def _is_leftover(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:  # another process was quicker to delete it
+        return False
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > LEFTOVER_S
 
 
 def _candidates(store: Store) -> Iterator[Path]:
@@ -72,7 +73,7 @@ def _candidates(store: Store) -> Iterator[Path]:
         yield from temporary.glob(f"{scratch_prefix(run.folder)}*")
     yield from temporary.glob(f"{POLICY_PREFIX}*")
     for folder in runs_dir(store.base).glob("srv-*"):  # a model server beats in its own
-        if time.time() - folder.stat().st_mtime > LEFTOVER_S:
+        if _is_leftover(folder):
             yield from temporary.glob(f"{scratch_prefix(str(folder))}*")
             yield folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from flash_mcp import __version__
@@ -41,11 +42,12 @@ def probe(
     folder = RunFolder(settings.folder_of(key), patience_s=REMOTE_PATIENCE_S)
     artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
     launcher = launcher_of(settings)
-    handle: Handle | None = None
-    code: Order | None = None
-    try:
+    with ExitStack() as cleanup:  # whatever one of them raises, the others are called
+        cleanup.callback(folder.remove)
+        code: Order | None = None
         if settings.setup == "uv":
             digest = artifacts.put(code_folder(home()), key)
+            cleanup.callback(artifacts.release, digest, key)
             log = f"{folder.url}/log.1"
             code = Order(archive=artifacts.url_of(digest), digest=digest, log=log)
         command = on_node(settings, ["worker.node", folder.url, "--probe"], code)
@@ -55,15 +57,10 @@ def probe(
         log = Path(folder.path("log.1")) if folder.is_local else None
         variables = node_environment(settings)
         handle = launcher.submit(Launch(key, 1, command, variables, log, user=user))
+        cleanup.callback(launcher.cancel, handle)
         probed = _answer(name, folder, launcher, handle, command, wait_s)
         probed["list_lag_s"] = _list_lag_s(name, folder)
         return _checked(name, probed, time.time() - began)
-    finally:
-        if handle:
-            launcher.cancel(handle)
-        folder.remove()
-        if code:
-            artifacts.release(code["digest"], key)
 
 
 def _answer(
