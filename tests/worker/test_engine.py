@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 import torch
+import xgrammar
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -735,7 +736,7 @@ def test_of_answers_under_a_grammar_the_trained_log_probabilities_are_the_traine
     engine.load_policy(policy)
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
     word = {"type": "string", "minLength": 3, "maxLength": 9}
-    grammar = Grammar(json_schema=json.dumps(word))
+    grammar, _ = ChatTemplate(tokenizer).limits_of(CallOptions(json_schema=word))
     held = [Sampling(200, temperature, seed=seed, grammar=grammar) for seed in range(4)]
     *answers, free = generate(engine, *((PROMPT, sampling) for sampling in [*held, Sampling(8, temperature, seed=9)]))
     assert trained(free) == ([1] * len(free.token_ids), free.logprobs), "no grammar holds it"
@@ -744,7 +745,7 @@ def test_of_answers_under_a_grammar_the_trained_log_probabilities_are_the_traine
         sampled = torch.tensor(answer.logprobs)
         assert answer.finish_reason == "stop" and answer.allowed is not None
         text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        value = json.loads(text, strict=False)
+        value = json.loads(text)
         assert isinstance(value, str) and 3 <= len(value) < 20, "bytes that are no UTF-8 count more"
         assert (sampled - expected).max() > 0.5, "the grammar decided here"
         mask, _ = trained(answer)
@@ -762,6 +763,27 @@ def test_a_token_is_trained_where_the_grammar_left_the_model_free() -> None:
     assert trained(answer) == ([1, 1, 0, 0], [-0.5, -1.0 + nearly, 0.0, 0.0])
     unknown = Completion([5, 6], [-0.5, -1.0], "stop", has_grammar=True)
     assert trained(unknown) == ([0, 0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("limits", [{"maxLength": 4}, {"minLength": 2}, {"minLength": 2, "maxLength": 4}, {}])
+def test_a_string_under_a_grammar_has_its_length_and_no_raw_control_character(
+    tiny_model: Path, limits: dict[str, int]
+) -> None:
+    properties = {"word": {"type": "string", **limits}, "type": {"const": {"type": "string", "maxLength": 1}}}
+    schema = {"type": "object", "properties": properties, "required": ["word"], "additionalProperties": False}
+    grammar, _ = ChatTemplate(AutoTokenizer.from_pretrained(tiny_model)).limits_of(CallOptions(json_schema=schema))
+    assert grammar and grammar.json_schema
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[256])
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(grammar.json_schema)
+
+    def is_allowed(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return all(matcher.accept_token(token) for token in [*text.encode(), 256])
+
+    lengths = [n for n in range(7) if is_allowed(json.dumps({"word": "é日x-8a."[:n]}, ensure_ascii=False))]
+    assert lengths == [*range(limits.get("minLength", 0), limits.get("maxLength", 6) + 1)]
+    assert not any(is_allowed(f'{{"word": "a{code:c}b"}}') for code in range(32))
 
 
 @grammars

@@ -181,10 +181,10 @@ class ChatTemplate:
             answer = {"type": "json_schema", "json_schema": schema}
             form = {"type": "or", "elements": [form, answer]}
         if form is not None:
-            tag = {"type": "structural_tag", "format": form}
+            tag = {"type": "structural_tag", "format": _with_valid_strings(form)}
             return Grammar(structural_tag=json.dumps(tag)), stop
         if schema is not None:
-            return Grammar(json_schema=json.dumps(schema)), stop
+            return Grammar(json_schema=json.dumps(_with_valid_strings(schema))), stop
         return None, stop
 
     def _tag_of(self, options: CallOptions) -> Json:
@@ -452,6 +452,25 @@ class Transcript:
         """
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
+
+
+def _with_valid_strings(schema: Any) -> Any:
+    """The schema, or what holds schemas, with a pattern for each string of limited length.
+
+    xgrammar lets such a string hold raw control characters, which no reader of JSON takes. A string
+    that has a pattern may not."""
+    if isinstance(schema, list):
+        return [_with_valid_strings(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {
+        name: part if name in ("const", "enum") else _with_valid_strings(part)
+        for name, part in schema.items()
+    }
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if schema.get("type") == "string" and (least, most) != (0, "") and "pattern" not in schema:
+        result["pattern"] = rf"^[\s\S]{{{least},{most}}}$"
+    return result
 
 
 def trained(completion: Completion) -> tuple[list[int], list[float]]:
