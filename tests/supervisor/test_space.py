@@ -160,7 +160,7 @@ def test_a_worker_that_cannot_write_its_heartbeat_is_not_replaced(bench: Bench, 
     bench.until(lambda: bench.step(run) == 2)
     os.kill(bench.pid(run), signal.SIGSTOP)
     fill(disk)
-    supervisor.tick()
+    ticks(bench, count=1)
     supervisor._attempts[run.id].beat_at -= 1000
     ticks(bench)
     free(disk)
