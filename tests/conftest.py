@@ -98,9 +98,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    # Files with slow tests come first: at the end, short ones leave no process without work.
-    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow_files)
+    items[:] = in_order(items)
+
+
+def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests file by file, those that compute among those that wait, so that both cores are busy
+    all the time. Files without a slow test come last: at the end, short ones leave no process
+    without work.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    slow = [path for path, tests in files.items() if any(test.get_closest_marker("slow") for test in tests)]
+    computing = [path for path in slow if in_slow_folder(path)]
+    waiting = [path for path in slow if not in_slow_folder(path)]
+    places = {path: place / len(group) for group in (computing, waiting) for place, path in enumerate(group)}
+    ordered = sorted(files, key=lambda path: places.get(path, 1.0))
+    return [item for path in ordered for item in files[path]]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

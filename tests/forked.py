@@ -11,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload([__name__ + "_packages"])
+start = multiprocessing.get_context("forkserver")
+"""How a process is started. One that was forked forks by itself: see tests/forked_packages.py."""
+start.set_forkserver_preload([__name__ + "_packages"])
 
 
 class Forked:
@@ -24,7 +25,7 @@ class Forked:
 
     def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
         values = (arguments, log, environment, Path.cwd())
-        self._process: ForkServerProcess = _server.Process(target=_run, args=values)
+        self._process: BaseProcess = start.Process(target=_run, args=values)
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
@@ -51,6 +52,21 @@ def run_forked(command: Sequence[str], **_: object) -> subprocess.CompletedProce
     with tempfile.NamedTemporaryFile() as log:
         code = Forked([*command[2:]], Path(log.name), dict(os.environ)).wait()
         return subprocess.CompletedProcess(command, code, "", Path(log.name).read_text())
+
+
+class ForkedOutput:
+    """As `with subprocess.Popen` of `python -P ...`: once it has ended, all its output is `stdout`."""
+
+    def __init__(self, command: Sequence[str], **_: object) -> None:
+        ended = run_forked(command)
+        self.stdout = ended.stderr.splitlines(keepends=True)
+        self.returncode = ended.returncode
+
+    def __enter__(self) -> ForkedOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _run(arguments: list[str], log: Path, environment: dict[str, str], folder: Path) -> None:

@@ -2,8 +2,11 @@
 when they are first used."""
 
 import atexit
+import multiprocessing
 import os
+from types import SimpleNamespace
 
+from tests import forked
 from worker.imports import quick_imports
 from worker.process import prepare_process
 
@@ -22,6 +25,8 @@ with quick_imports():
     from vllm.platforms import current_platform
 
     import worker.evaluate
+    import worker.export
+    import worker.gguf_file
     import worker.train
     import worker.training.grpo
     import worker.training.packing
@@ -35,6 +40,9 @@ with quick_imports():
         torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.SiLU())(
             torch.zeros(4, dtype=torch.long)
         )
+
+forked.start = multiprocessing.get_context("fork")
+worker.gguf_file.subprocess = SimpleNamespace(run=forked.run_forked)
 
 atexit.register(os._exit, 0)  # what triton finds wrong with the end of the server concerns no test
 

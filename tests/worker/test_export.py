@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import worker.export
+from flash_mcp.cli import export as cli_export
 from flash_mcp.cli import main
 from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
@@ -29,7 +31,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from tests.forked import run_forked
+from tests.forked import ForkedOutput, run_forked
 from tests.model_rows import make_model
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
@@ -50,8 +52,9 @@ def run(tmp_path: Path, flash_home: Path, tiny_model: Path, tiny_adapter: Path) 
 
 @pytest.fixture(autouse=True)
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start those of llama.cpp with their packages imported."""
+    """Start exports and llama.cpp with their packages imported."""
     monkeypatch.setattr(gguf_file, "subprocess", SimpleNamespace(run=run_forked))
+    monkeypatch.setattr(cli_export, "subprocess", SimpleNamespace(Popen=ForkedOutput, PIPE=PIPE))
 
 
 def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:

@@ -197,6 +197,7 @@ def test_the_command_plays_an_evaluation_with_a_program(
     anyio.run(scenario)
 
 
+@pytest.mark.long
 def test_the_command_plays_a_run_of_two_ranks_over_http(
     tiny_model: Path, outside: Path, agent: Path, flash_home: Path
 ) -> None:
@@ -231,6 +232,7 @@ async def refused(run_id: str, agent: Path, *options: str, **variables: str) -> 
     return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
 
 
+@pytest.mark.long
 def test_what_a_killed_worker_gave_out_is_given_out_again(
     tiny_model: Path, outside: Path, agent: Path, flash_home: Path
 ) -> None:

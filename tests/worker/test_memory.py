@@ -152,9 +152,9 @@ def test_a_run_whose_shortest_step_does_not_fit_is_refused_with_the_largest_term
 def test_a_run_that_fits_only_while_conversations_stay_short_is_warned(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Workload(100, 3000, 1, 4096, 16, 32, 8, recomputed=True)
+    work = Workload(100, 1000, 1, 2048, 8, 32, 8, recomputed=True)
     shortest, longest = (
-        estimate(tiny_model, replace(work, max_tokens=tokens), torch.bfloat16, GIB).total for tokens in (1, 3000)
+        estimate(tiny_model, replace(work, max_tokens=tokens), torch.bfloat16, GIB).total for tokens in (1, 1000)
     )
     monkeypatch.setattr(memory, "capacity_bytes", lambda: (shortest + longest) // 2)
     needs, _, warning = check(tiny_model, replace(work, recomputed=False), torch.bfloat16)
