@@ -76,9 +76,7 @@ class _Measured:
     p: float | None = None
 
 
-def compare_paired(
-    base: Sequence[float], other: Sequence[float], *, effect: float, seed: int = 0
-) -> Change:
+def compare_paired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
     """Compare the same tasks on two sides: exact McNemar test if each value is 0 or 1, else a
     paired bootstrap.
 
@@ -89,7 +87,7 @@ def compare_paired(
         raise ValueError("no tasks to compare")
     if _are_outcomes(base, other):
         return _judged(_mcnemar(differences), effect)
-    return _judged(_bootstrap(differences, effect, seed), effect)
+    return _judged(_bootstrap(differences, effect), effect)
 
 
 def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
@@ -225,13 +223,13 @@ def _mcnemar(differences: Sequence[float]) -> _Measured:
     )
 
 
-def _bootstrap(differences: Sequence[float], effect: float, seed: int) -> _Measured:
+def _bootstrap(differences: Sequence[float], effect: float) -> _Measured:
     count = len(differences)
     # One difference each way is added, for the same reason as in McNemar's interval.
     largest = max(effect, *map(abs, differences))
     smoothed = [*differences, largest, -largest]
-    interval = statistics.bootstrap_mean(smoothed, seed=seed)
-    draws = f"{statistics.RESAMPLES} resamples, seed {seed}"
+    interval = statistics.bootstrap_mean(smoothed)
+    draws = f"{statistics.RESAMPLES} resamples, seed 0"
     return _Measured(
         test="paired_bootstrap",
         change=fmean(differences),

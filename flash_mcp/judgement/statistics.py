@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, variance
+from statistics import fmean, quantiles, variance
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
@@ -117,8 +117,9 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
         raise ValueError("there is nothing to resample")
     rng = random.Random(seed)
     count = len(values)
-    means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES))
-    return Interval(_quantile(means, 0.025), _quantile(means, 0.975))
+    means = [sum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES)]
+    cuts = quantiles(means, n=40, method="inclusive")
+    return Interval(cuts[0], cuts[-1])
 
 
 def needed(spread: float, change: float) -> int:
@@ -134,11 +135,3 @@ def spread(values: Sequence[float]) -> float:
     if len(values) > 1:
         return variance(values)
     return 0.0
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics, as numpy's default."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

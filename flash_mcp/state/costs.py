@@ -65,8 +65,7 @@ def over_limit(store: Store) -> set[str]:
     limit = price_of_hour(store.base).owner_per_day
     if not limit:
         return set()
-    sql = f"""SELECT owner, target,
-             sum(min(used_s, ?1) * coalesce(json_extract(spec, '$.gpus'), 1)) AS seconds
+    sql = f"""SELECT owner, target, sum(min(used_s, ?1) * gpus) AS seconds
              FROM main.runs WHERE {COUNTED} AND (ended IS NULL OR ended > ?2)
              GROUP BY owner, target"""
     spent: dict[str, float] = {}

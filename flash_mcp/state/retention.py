@@ -177,12 +177,11 @@ def _is_named(store: Store, checkpoint: Checkpoint) -> bool:
 # -- the files of old runs -------------------------------------------------------------------------
 
 
-def ended(store: Store, *, before: float | None = None, after: float = 0.0) -> list[Run]:
-    """Runs that ended in this time and still have their files, the oldest first."""
+def ended(store: Store, *, after: float = 0.0) -> list[Run]:
+    """Runs that ended later than this and still have their files, the oldest first."""
     sql = f"""SELECT * FROM runs WHERE state NOT IN ({marks(ACTIVE)}) AND files_removed IS NULL
-              AND ended > ? AND ended <= ? AND serves IS NULL ORDER BY ended, id"""
-    until = time.time() if before is None else before
-    return store.records(Run, sql, [*ACTIVE, after, until])
+              AND ended > ? AND serves IS NULL ORDER BY ended, id"""
+    return store.records(Run, sql, [*ACTIVE, after])
 
 
 def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple[str, int | None]]:

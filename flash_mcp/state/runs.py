@@ -214,8 +214,8 @@ class RunTable(Connection):
 
     def used_s_by_target(self, deployment_id: str | None = None) -> dict[str, float]:
         """{target: seconds of GPUs} that all runs and servers worked, or one deployment's."""
-        sql = f"""SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
-                 FROM runs WHERE {COUNTED} AND (?1 IS NULL OR serves = ?1) GROUP BY target"""
+        sql = f"""SELECT target, sum(used_s * gpus) FROM runs
+                 WHERE {COUNTED} AND (?1 IS NULL OR serves = ?1) GROUP BY target"""
         return dict(self.two_columns(sql, [deployment_id]))
 
     def ledger(self, by: Literal["day", "name"]) -> list[Json]:
@@ -227,8 +227,7 @@ class RunTable(Connection):
         if by == "day":
             what, order = "date(started, 'unixepoch')", "what DESC"
         sql = f"""SELECT what, sum(runs) AS runs, json_group_object(target, gpu_s) AS used_s FROM (
-                    SELECT {what} AS what, target, count(*) AS runs,
-                    sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
+                    SELECT {what} AS what, target, count(*) AS runs, sum(used_s * gpus) AS gpu_s
                     FROM runs WHERE used_s > 0 GROUP BY what, target)
                   GROUP BY what ORDER BY {order}"""
         return [{**row, "used_s": json.loads(row["used_s"])} for row in self.query(sql)]

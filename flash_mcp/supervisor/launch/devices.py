@@ -14,6 +14,8 @@ import psutil
 from flash_mcp.protocol.nvidia import nvidia_smi
 
 QUERY = "name,memory.total,memory.free,utilization.gpu"
+ANSWER_S = 30.0
+"""How long nvidia-smi may take. Without its daemon it first initialises the cards."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,15 @@ def processor() -> Device:
     return Device("cpu", _processor_name(), _gib(memory.total), _gib(memory.available), cores=cores)
 
 
-def gpus(timeout_s: float = 10.0) -> list[Device]:
+def gpus() -> list[Device]:
     """NVIDIA GPUs as nvidia-smi tells; none where it is missing or fails."""
-    return [_gpu(line) for line in ask(QUERY, timeout_s) if line.count(",") >= 3]
+    return [_gpu(line) for line in ask(QUERY) if line.count(",") >= 3]
 
 
 def drivers() -> list[Driver]:
     """What `gpus` are driven by, in the same order."""
     found: list[Driver] = []
-    for line in ask("driver_version,compute_cap,name", 10.0):
+    for line in ask("driver_version,compute_cap,name"):
         version, capability, name = (part.strip() for part in line.split(",", 2))
         found.append(Driver(name, version, capability))
     return found
@@ -64,7 +66,7 @@ def drivers() -> list[Driver]:
 def free_memory() -> dict[str, float]:
     """{UUID: GiB} of each GPU, as nvidia-smi knows it."""
     results: dict[str, float] = {}
-    for line in ask("uuid,memory.free", 10.0):
+    for line in ask("uuid,memory.free"):
         uuid, _, free = line.partition(",")
         results[uuid.strip()] = _from_mib(free.strip())
     return results
@@ -73,7 +75,7 @@ def free_memory() -> dict[str, float]:
 def names_of(cards: Sequence[str]) -> list[str]:
     """The UUID of each GPU that is named by its number; others keep their names."""
     uuids: dict[str, str] = {}
-    for line in ask("index,uuid", 30.0):
+    for line in ask("index,uuid"):
         index, _, uuid = line.partition(",")
         uuids[index.strip()] = uuid.strip()
     return [uuids.get(card, card) for card in cards]
@@ -83,7 +85,7 @@ def ids() -> list[str]:
     """What CUDA calls each GPU: its number, or the UUIDs of its instances where it is split (MIG):
     the number alone would be the first of them."""
     names: list[str] = []
-    for line in nvidia_smi(["-L"], 30.0):
+    for line in nvidia_smi(["-L"], ANSWER_S):
         if card := re.match(r"GPU (\d+):", line):
             names.append(card[1])
         elif instance := re.search(r"\(UUID: (MIG-[^)]+)\)", line):
@@ -101,9 +103,9 @@ def numbers(version: str) -> tuple[int, ...]:
     return ()
 
 
-def ask(query: str, timeout_s: float) -> list[str]:
+def ask(query: str) -> list[str]:
     """One line for each GPU; none where nvidia-smi is missing or fails."""
-    return nvidia_smi([f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
+    return nvidia_smi([f"--query-gpu={query}", "--format=csv,noheader,nounits"], ANSWER_S)
 
 
 def installed(package: str) -> str | None:

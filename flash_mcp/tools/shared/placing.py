@@ -139,7 +139,7 @@ def check_gateway(environment: EnvironmentVersion, target: str) -> None:
 def placed(
     store: Store, resolved: Resolved, need_on: NeedOn, existing: str | None = None
 ) -> tuple[Resolved, str | None]:
-    """The spec with a target in place of "auto", and why that one. `known` is the target that an
+    """The spec with a target in place of "auto", and why that one. `existing` is the target that an
     earlier call with the same idempotency key was given.
     """
     if resolved.spec.target != AUTO:
