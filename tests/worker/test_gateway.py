@@ -41,7 +41,7 @@ from worker.rollouts.scheduler import Generator as Turns
 from worker.rollouts.scheduler import Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 TEMPLATE = ChatTemplate(make_tokenizer())
 AT_ONCE = 4
@@ -232,7 +232,6 @@ async def refused(run_id: str, agent: Path, *options: str, **variables: str) -> 
     return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
 
 
-@pytest.mark.long
 def test_what_a_killed_worker_gave_out_is_given_out_again(
     tiny_model: Path, outside: Path, agent: Path, flash_home: Path
 ) -> None:

@@ -223,18 +223,29 @@ def test_the_limit_of_any_control_group_above_is_heeded(version: int, tmp_path: 
     assert 4400 in list(_control_group_rooms(membership, tmp_path))
 
 
+class SmallAttempt(Attempt):
+    """An attempt on a machine with little memory."""
+
+    program = """
+from worker import main
+main.prepare_process()
+from worker.training import memory
+memory.capacity_bytes = lambda: 2**29
+main.main()
+"""
+
+
 @pytest.mark.cpu
 def test_an_attempt_that_cannot_fit_is_refused_before_its_engine_starts(tiny_model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny_model)
-    start = "import worker.training.memory as m; m.capacity_bytes = lambda: 2**29; from worker.main import main; main()"
-    command = [sys.executable, "-c", start, run.url, "--attempt", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ})
+    with SmallAttempt(run) as attempt:
+        attempt.wait()
     result = run.result()
-    assert result and result["state"] == "failed", done.stderr
+    assert result and result["state"] == "failed", attempt.log_path.read_text()
     error = result["error"]
     assert error["code"] == "out_of_memory" and error["values"]["largest"] == "process"
     assert error["values"]["available_gib"] == 0.5 < error["values"]["needed_gib"] and "smaller model" in error["fix"]
-    assert ": engine" not in done.stderr and not run.metric_steps()
+    assert ": engine" not in attempt.log_path.read_text() and not run.metric_steps()
 
 
 def test_an_error_of_the_card_says_what_the_card_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import validate
 from tests.attempts import Attempt, held, make_run
-from tests.places import ROOT
+from tests.forked import forked
 from tests.tiny import make_tiny_model, make_tokenizer
 from tests.waiting import PATIENCE_S
 from tests.watch import listening_ports
@@ -115,7 +113,7 @@ from pathlib import Path
 from tests.worker.test_ranks import as_second_rank
 as_second_rank(Path({str(exact_model)!r}), Path({str(tmp_path)!r}))
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as second:
+    with forked(code, tmp_path / "log"):
         ranks = Ranks(0, 2)
         ranks.connect(tmp_path)
         for case in CASES:
@@ -130,7 +128,6 @@ as_second_rank(Path({str(exact_model)!r}), Path({str(tmp_path)!r}))
                 torch.testing.assert_close(gradient, expected[name], **close)
             own, others = ranks.gather(first.numbers())
             assert own == others, case
-    assert second.returncode == 0
 
 
 FIELDS = {"group_size": 4, "max_tokens": 8, "steps": 4, "eval_before": True, "eval_after": True}

@@ -9,8 +9,6 @@ import copy
 import itertools
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from flash_mcp.protocol.spec import RunSpec
-from tests.places import ROOT
+from tests.forked import forked
 from tests.worker.test_grpo import MAX_COMPLETION, make_policy, settings_of
 from tests.worker.test_trees import make_calls
 from worker.adapter import save_adapter
@@ -406,11 +404,10 @@ from pathlib import Path
 from tests.worker.test_reference import train_as
 train_as(1, Path({str(fp32_model)!r}), Path({str(tmp_path)!r}))
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as second:
+    with forked(code, tmp_path / "log"):
         for caught, fields in zip(train_as(0, fp32_model, tmp_path), RANK_CASES, strict=True):
             groups = make_groups(AutoTokenizer.from_pretrained(fp32_model), failed=True)
             check(caught, fp32_model, groups, spec_of(**fields))
-        assert second.wait(120) == 0
 
 
 @pytest.mark.parametrize("loss", ["dr_grpo", "rollout_mean", "dapo"])

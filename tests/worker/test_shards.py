@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt, held, make_run
-from tests.places import ROOT
+from tests.forked import forked
 from tests.watch import listening_ports
 from tests.worker import test_ranks
 from tests.worker.test_evaluation_attempt import finish, make_evaluation
@@ -68,14 +65,12 @@ def compare(rank: int, model: Path, out: Path) -> None:
 def test_ranks_with_a_part_of_each_layer_compute_the_gradients_of_one_with_all(
     exact_model: Path, tmp_path: Path
 ) -> None:
-    code = "import sys; from pathlib import Path; from tests.worker.test_shards import compare; "
-    code += "compare(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))"
-    command = [sys.executable, "-c", code]
-    given = [str(exact_model), str(tmp_path)]
-    environment = {**os.environ, **CPU}
-    with subprocess.Popen([*command, "1", *given], cwd=ROOT, env=environment) as second:
-        subprocess.run([*command, "0", *given], cwd=ROOT, env=environment, check=True, timeout=400)
-    assert second.returncode == 0
+    imports = "from pathlib import Path; from tests.worker.test_shards import compare"
+    first, second = (
+        f"{imports}; compare({rank}, Path({str(exact_model)!r}), Path({str(tmp_path)!r}))" for rank in (0, 1)
+    )
+    with forked(second, tmp_path / "log-1", **CPU), forked(first, tmp_path / "log-0", **CPU):
+        pass
 
 
 class SharedAttempt(Attempt):
