@@ -765,7 +765,10 @@ def test_a_token_is_trained_where_the_grammar_left_the_model_free() -> None:
     assert trained(unknown) == ([0, 0], [0.0, 0.0])
 
 
-@pytest.mark.parametrize("limits", [{"maxLength": 4}, {"minLength": 2}, {"minLength": 2, "maxLength": 4}, {}])
+LIMITS = [{"maxLength": 4}, {"minLength": 2}, {"minLength": 150, "maxLength": 260}, {"maxLength": 0}, {}]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_a_string_under_a_grammar_has_its_length_and_no_raw_control_character(
     tiny_model: Path, limits: dict[str, int]
 ) -> None:
@@ -781,9 +784,10 @@ def test_a_string_under_a_grammar_has_its_length_and_no_raw_control_character(
         matcher = xgrammar.GrammarMatcher(compiled)
         return all(matcher.accept_token(token) for token in [*text.encode(), 256])
 
-    lengths = [n for n in range(7) if is_allowed(json.dumps({"word": "é日x-8a."[:n]}, ensure_ascii=False))]
-    assert lengths == [*range(limits.get("minLength", 0), limits.get("maxLength", 6) + 1)]
-    assert not any(is_allowed(f'{{"word": "a{code:c}b"}}') for code in range(32))
+    lengths = (0, 1, 2, 4, 5, 149, 150, 260, 261)
+    allowed = [n for n in lengths if is_allowed(json.dumps({"word": ("é日x-8a." * 50)[:n]}, ensure_ascii=False))]
+    assert allowed == [n for n in lengths if limits.get("minLength", 0) <= n <= limits.get("maxLength", 999)]
+    assert not any(is_allowed(f'{{"word": "{code:c}{(allowed[-1] - 1) * "b"}"}}') for code in range(32))
 
 
 @grammars

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from environments.agents.calls import CallOptions
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
@@ -29,6 +29,9 @@ MOST_TOOL_SETS = 64
 MOST_STARTS = 32
 """Starts of conversations whose tokens are kept."""
 MEMORABLE_TOKENS = 256
+ANY_CHARACTER = r"[\s\S]"
+PATTERN_PART = 100
+LONGEST_PATTERN = 1000
 FREE_SHARE = 0.99
 """A token was free if the model gave the tokens that the grammar allowed at least this share."""
 THINK = "<think>"
@@ -458,19 +461,34 @@ def _with_valid_strings(schema: Any) -> Any:
     """The schema, or what holds schemas, with a pattern for each string of limited length.
 
     xgrammar lets such a string hold raw control characters, which no reader of JSON takes. A string
-    that has a pattern may not."""
+    that has a pattern may not. Of strings of more than LONGEST_PATTERN characters it would slow
+    down every token."""
     if isinstance(schema, list):
-        return [_with_valid_strings(part) for part in schema]
+        return [_with_valid_strings(part) for part in cast(list[Any], schema)]
     if not isinstance(schema, dict):
         return schema
+    fields = cast(Json, schema)
     result = {
         name: part if name in ("const", "enum") else _with_valid_strings(part)
-        for name, part in schema.items()
+        for name, part in fields.items()
     }
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if schema.get("type") == "string" and (least, most) != (0, "") and "pattern" not in schema:
-        result["pattern"] = rf"^[\s\S]{{{least},{most}}}$"
+    if fields.get("type") == "string" and "pattern" not in fields:
+        least, most = fields.get("minLength", 0), fields.get("maxLength")
+        if (least or most is not None) and max(least, most or 0) <= LONGEST_PATTERN:
+            more = "" if most is not None else f"{ANY_CHARACTER}*"
+            result["pattern"] = f"^{_characters(least, most or least)}{more}$"
     return result
+
+
+def _characters(least: int, most: int) -> str:
+    """A pattern of so many characters, in parts: xgrammar fails at {0,129}."""
+    pattern = ""
+    while most > 0:
+        part = min(most, PATTERN_PART)
+        sure = min(least, part)
+        pattern += f"{ANY_CHARACTER}{{{sure},{part}}}"
+        least, most = least - sure, most - part
+    return pattern
 
 
 def trained(completion: Completion) -> tuple[list[int], list[float]]:
