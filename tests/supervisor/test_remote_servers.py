@@ -524,6 +524,7 @@ def test_a_server_takes_the_cards_that_hold_its_weights(model: str, memory_gib: 
 # -- the whole -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_vllm_serves_the_adapter_from_a_node_that_shares_nothing_but_a_folder(
     flash_home: Path, tmp_path: Path, tiny_model: Path, tiny_adapter: Path
 ) -> None:
