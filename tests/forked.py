@@ -113,11 +113,16 @@ class _Fork(socketserver.StreamRequestHandler):
         process.send_signal(signal.SIGKILL)  # the one that asked has ended
 
 
+class _Forks(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True  # a worker that outlives its test is the reaper's
+    block_on_close = False
+
+
 @contextmanager
 def serve_forks(folder: Path) -> Generator[dict[str, str]]:
     """Environment variables of processes whose workers start with their packages imported."""
     address = folder / "forks"
-    with socketserver.ThreadingUnixStreamServer(str(address), _Fork) as server:
+    with _Forks(str(address), _Fork) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
             paths = [str(Path(__file__).with_name("forked_site")), *filter(None, [os.environ.get("PYTHONPATH")])]
