@@ -106,6 +106,7 @@ def check_greedy(rows: list[dict[str, Any]], path: Path, model: Any) -> None:
 
 
 @pytest.mark.cpu
+@pytest.mark.long
 def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(
     exact_model: Path, tmp_path: Path
 ) -> None:
