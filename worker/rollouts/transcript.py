@@ -457,26 +457,33 @@ class Transcript:
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
 
 
-def _with_valid_strings(schema: Any) -> Any:
+def _with_valid_strings(schema: Json) -> Json:
     """The schema, or what holds schemas, with a pattern for each string of limited length.
 
     xgrammar lets such a string hold raw control characters, which no reader of JSON takes. A string
     that has a pattern may not. Of strings of more than LONGEST_PATTERN characters it would slow
     down every token."""
+    with suppress(RecursionError):  # what is nested so deeply stays as it is
+        return _with_patterns(schema)
+    return schema
+
+
+def _with_patterns(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_with_valid_strings(part) for part in cast(list[Any], schema)]
+        return [_with_patterns(part) for part in cast(list[Any], schema)]
     if not isinstance(schema, dict):
         return schema
     fields = cast(Json, schema)
     result = {
-        name: part if name in ("const", "enum") else _with_valid_strings(part)
+        name: part if name in ("const", "enum") else _with_patterns(part)
         for name, part in fields.items()
     }
     if fields.get("type") == "string" and "pattern" not in fields:
-        least, most = fields.get("minLength", 0), fields.get("maxLength")
-        if (least or most is not None) and max(least, most or 0) <= LONGEST_PATTERN:
-            more = "" if most is not None else f"{ANY_CHARACTER}*"
-            result["pattern"] = f"^{_characters(least, most or least)}{more}$"
+        least, most = fields.get("minLength", 0), fields.get("maxLength", -1)
+        if most == -1 and least in range(1, LONGEST_PATTERN + 1):
+            result["pattern"] = f"^{_characters(int(least), int(least))}{ANY_CHARACTER}*$"
+        elif most in range(LONGEST_PATTERN + 1) and least in range(int(most) + 1):
+            result["pattern"] = f"^{_characters(int(least), int(most))}$"
     return result
 
 
