@@ -14,8 +14,6 @@ import psutil
 from flash_mcp.protocol.nvidia import nvidia_smi
 
 QUERY = "name,memory.total,memory.free,utilization.gpu"
-ANSWER_S = 30.0
-"""How long nvidia-smi may take. Without its daemon it first initialises the cards."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def free_memory() -> dict[str, float]:
 def names_of(cards: Sequence[str]) -> list[str]:
     """The UUID of each GPU that is named by its number; others keep their names."""
     uuids: dict[str, str] = {}
-    for line in ask("index,uuid"):
+    for line in ask("index,uuid", 30.0):
         index, _, uuid = line.partition(",")
         uuids[index.strip()] = uuid.strip()
     return [uuids.get(card, card) for card in cards]
@@ -85,7 +83,7 @@ def ids() -> list[str]:
     """What CUDA calls each GPU: its number, or the UUIDs of its instances where it is split (MIG):
     the number alone would be the first of them."""
     names: list[str] = []
-    for line in nvidia_smi(["-L"], ANSWER_S):
+    for line in nvidia_smi(["-L"], 30.0):
         if card := re.match(r"GPU (\d+):", line):
             names.append(card[1])
         elif instance := re.search(r"\(UUID: (MIG-[^)]+)\)", line):
@@ -103,9 +101,9 @@ def numbers(version: str) -> tuple[int, ...]:
     return ()
 
 
-def ask(query: str) -> list[str]:
+def ask(query: str, timeout_s: float = 10.0) -> list[str]:
     """One line for each GPU; none where nvidia-smi is missing or fails."""
-    return nvidia_smi([f"--query-gpu={query}", "--format=csv,noheader,nounits"], ANSWER_S)
+    return nvidia_smi([f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
 
 
 def installed(package: str) -> str | None:
