@@ -136,10 +136,11 @@ class Standing:
 
     def add(self, number: int, outcomes: Mapping[int, Outcomes]) -> None:
         """Count round `number`, by arm, and eliminate. The leader stays."""
+        solved: dict[int, set[str]] = {}
         for arm, tasks in outcomes.items():
-            self.solved[arm] += sum(tasks.values())
+            solved[arm] = {task for task, is_solved in tasks.items() if is_solved}
+            self.solved[arm] += len(solved[arm])
             self.attempted[arm] += len(tasks)
-        solved = {arm: set(filter(tasks.get, tasks)) for arm, tasks in outcomes.items()}
         for arm, rival in permutations(outcomes, 2):
             shared = outcomes[arm].keys() & outcomes[rival].keys()
             differ = shared & (solved[arm] ^ solved[rival])
