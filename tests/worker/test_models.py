@@ -21,7 +21,7 @@ from worker.model_files import checkpoint_prefix
 from worker.training.policy import load_policy
 
 QUICK = ("qwen3_5",)
-"""A wrapper with a state, a wrapper with two kinds of attention, a mixture of experts."""
+"""A wrapper with a state."""
 QUICK_STEPS = tuple(step for step in STEPS if step not in ("evaluate", "deploy", "experts"))
 """The others start processes of vLLM."""
 

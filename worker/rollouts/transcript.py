@@ -31,7 +31,9 @@ MOST_STARTS = 32
 MEMORABLE_TOKENS = 256
 ANY_CHARACTER = r"[\s\S]"
 PATTERN_PART = 100
+"""Characters of one repetition in a pattern. xgrammar fails at more than 128."""
 LONGEST_PATTERN = 1000
+"""Characters of the longest string that gets a pattern: a longer one would slow down each token."""
 FREE_SHARE = 0.99
 """A token was free if the model gave the tokens that the grammar allowed at least this share."""
 THINK = "<think>"
@@ -461,11 +463,11 @@ def _with_valid_strings(schema: Json) -> Json:
     """The schema, or what holds schemas, with a pattern for each string of limited length.
 
     xgrammar lets such a string hold raw control characters, which no reader of JSON takes. A string
-    that has a pattern may not. Of strings of more than LONGEST_PATTERN characters it would slow
-    down every token."""
-    with suppress(RecursionError):  # what is nested so deeply stays as it is
+    that has a pattern may not."""
+    try:
         return _with_patterns(schema)
-    return schema
+    except RecursionError:  # nested that deeply, it is left to xgrammar
+        return schema
 
 
 def _with_patterns(schema: Any) -> Any:
@@ -488,7 +490,7 @@ def _with_patterns(schema: Any) -> Any:
 
 
 def _characters(least: int, most: int) -> str:
-    """A pattern of so many characters, in parts: xgrammar fails at {0,129}."""
+    """A pattern of so many characters, in parts."""
     pattern = ""
     while most > 0:
         part = min(most, PATTERN_PART)
