@@ -381,6 +381,12 @@ def requeue(
     return _update(store, assignments, values, run_id, attempt, ("starting", "running"), guard)
 
 
+def is_under_way(store: Store, run: Run) -> bool:
+    """Whether the run is still at the attempt of this row, which may be some seconds old."""
+    sql = "SELECT id FROM runs WHERE id = ? AND attempt = ? AND state IN ('starting', 'running')"
+    return bool(store.column(sql, [run.id, run.attempt]))
+
+
 def finish(
     store: Store,
     run_id: str,

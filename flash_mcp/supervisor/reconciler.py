@@ -267,6 +267,8 @@ class RunReconciler:
 
     def _give_up(self, run: Run, error: Exception) -> None:
         """End the attempt after trouble that did not pass."""
+        if not queue.is_under_way(self.store, run):
+            return
         attempt = self._attempt_of(run) or self._new_attempt(run)
         cause = f"{type(error).__name__}: {error}"
         what = f"trouble with attempt {run.attempt} that did not pass: {cause}"
@@ -364,7 +366,8 @@ class RunReconciler:
         last word.
         """
         attempt = self._attempt_of(run)
-        if attempt is None:
+        # While an engine took long to answer, another look may have ended the attempt.
+        if attempt is None or not queue.is_under_way(self.store, run):
             return
         if self._waits_for_secrets(run, attempt):
             self._hand_over_secrets(run, attempt)

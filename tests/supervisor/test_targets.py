@@ -128,6 +128,19 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
+def test_an_attempt_is_replaced_once_however_long_ago_its_run_was_read(bench: Bench) -> None:
+    run = bench.train(max_attempts=5)
+    bench.until(lambda: bench.now(run).pending_reason)
+    bench.start(run)
+    taken = bench.store.taken_runs("lab")
+    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone", "NODE_FAIL")
+    bench.until(lambda: bench.now(run).state == "queued")
+    bench.attendant.attend(taken)  # the engine took long to answer, and a thread ended the attempt meanwhile
+    assert RunFolder(run.folder).result() is None
+    bench.until(lambda: bench.now(run).attempt == 2)
+    bench.start(run)
+
+
 def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(bench: Bench) -> None:
     run = bench.train(stall_timeout_s=0.1, max_attempts=1)
     bench.until(lambda: bench.now(run).pending_reason)
