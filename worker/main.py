@@ -18,16 +18,19 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 from environments.process.host import EnvironmentFault
+from environments.sandbox.scratch import lock_folder, sweep
 from environments.settings import machine_directory
 from flash_mcp.protocol import credentials
 from flash_mcp.protocol.artifacts import Artifacts, placed, trim
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.paths import scratch_prefix
+from flash_mcp.protocol.paths import ANY_SCRATCH, scratch_prefix
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
@@ -44,6 +47,10 @@ log = logging.getLogger("worker")
 ANOTHER_MAY_CURE = ("artifact_damaged", "disk_full", "preempted", "secret_missing")
 """Errors after which another attempt of the run may succeed."""
 SECRETS_EVERY_S = 1.0
+LEFTOVER_S = 86_400.0
+"""Younger folders of other runs stay: another node that shares the temporary folder may not see
+our locks.
+"""
 
 
 def main() -> int:
@@ -155,13 +162,13 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
     job = _with_artifacts(job, heartbeat)
     spec = stored_spec(job["spec"])
     # These imports come after prepare_process: torch and vLLM read the environment on import.
-    with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
+    with _scratch_folder(writer.folder.url) as scratch:
         if isinstance(spec, EvalSpec):
             with quick_imports():
                 from worker.evaluate import evaluate  # noqa: PLC0415
 
             cards = [item[CARDS] for item in arguments]
-            return evaluate(job, spec, writer, heartbeat, Path(scratch), cards)
+            return evaluate(job, spec, writer, heartbeat, scratch, cards)
 
         def lost(error: FlashError, is_retryable: bool) -> None:
             log.error("%s", error)
@@ -170,16 +177,16 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
             retryable = is_retryable or error.code in ANOTHER_MAY_CURE
             _leave(_commit(writer, "failed", heartbeat.step, error, retryable=retryable))
 
-        with started(job, others, heartbeat, Path(scratch), lost) as ranks:
-            return _train(job, writer, heartbeat, Path(scratch), ranks)
+        with started(job, others, heartbeat, scratch, lost) as ranks:
+            return _train(job, writer, heartbeat, scratch, ranks)
 
 
 def _serve(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
     from worker.serving import serve  # noqa: PLC0415
 
     job = _with_artifacts(job, heartbeat)
-    with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
-        serve(job, writer, heartbeat, Path(scratch))
+    with _scratch_folder(writer.folder.url) as scratch:
+        serve(job, writer, heartbeat, scratch)
     return 0
 
 
@@ -207,14 +214,27 @@ def _train(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path, ra
     return train(job, spec, writer, heartbeat, scratch, ranks)
 
 
-def _sweep_scratch(url: str) -> str:
-    """Remove what killed attempts of this run left in the temporary folder; the prefix of this
-    attempt's scratch folder.
+@contextmanager
+def _scratch_folder(url: str) -> Generator[Path]:
+    """The attempt's own temporary folder. What killed attempts left on this machine is removed: of
+    this run at once; of others, which may go on elsewhere, after a day.
     """
-    prefix = scratch_prefix(url)
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    temporary, prefix = _temporary_folder(), scratch_prefix(url)
+    for left in temporary.glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
-    return prefix
+    sweep(temporary, ANY_SCRATCH, LEFTOVER_S)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=temporary) as folder, ExitStack() as stack:
+        with suppress(OSError):  # without locks, only the run's own attempts remove it
+            lock_folder(Path(folder), stack)
+        yield Path(folder)
+
+
+def _temporary_folder() -> Path:
+    """TMPDIR, also if its disk is full: Python would silently fill another one, where no attempt
+    looks for what this one leaves.
+    """
+    own = os.environ.get("TMPDIR", "")
+    return Path(own if os.access(own, os.W_OK) else tempfile.gettempdir())
 
 
 def _explained(raised: BaseException, phase: str) -> FlashError:
@@ -237,7 +257,7 @@ def _explain(error: BaseException, phase: str) -> FlashError:
     if any(words in str(error) for words in _NO_SPACE):
         error = OSError(errno.ENOSPC, str(error))
     if isinstance(error, OSError):
-        full = disk_error(error, error.filename or Path(tempfile.gettempdir()))
+        full = disk_error(error, error.filename or _temporary_folder())
         if isinstance(full, FlashError):
             return full
     if isinstance(error, ModuleNotFoundError):

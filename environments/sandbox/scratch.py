@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from subprocess import DEVNULL
 
@@ -45,17 +46,17 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
     home = machine_directory() / "scratch"
     home.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
-    threading.Thread(target=_sweep, args=(home,), daemon=True, name="scratch").start()
+    threading.Thread(target=sweep, args=(home,), daemon=True, name="scratch").start()
     stack = ExitStack()
     with ExitStack() as counting:
         try:
-            if not _lock(home, counting):
+            if not lock_folder(home, counting):
                 raise BusyError("other environments start at this moment")
         except OSError:  # this file system has no locks: nobody counts and nobody sweeps
             return Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home)), stack
         _check_room(home, owner, most, most_of_owner)
         folder = Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home))
-        _lock(folder, stack)
+        lock_folder(folder, stack)
     return folder, stack
 
 
@@ -73,25 +74,31 @@ def _is_held(folder: Path) -> bool:
     if folder.name.startswith(GARBAGE):
         return False
     with suppress(OSError), ExitStack() as stack:
-        return not _lock(folder, stack, shared=True)
+        return not lock_folder(folder, stack, shared=True)
     return False
 
 
-def _lock(folder: Path, stack: ExitStack, *, shared: bool = False) -> bool:
-    """False if another process holds it; OSError if the file system has no locks."""
+def lock_folder(folder: Path, stack: ExitStack, *, shared: bool = False) -> bool:
+    """Lock a folder until this process or the stack ends; False if another process holds it.
+
+    OSError if the file system has no locks."""
     descriptor = os.open(folder, FOLDER)
     stack.callback(os.close, descriptor)
     return try_lock(descriptor, shared=shared)
 
 
-def _sweep(home: Path) -> None:
-    """Remove our own folders that nobody has locked. What cannot be removed stays."""
+def sweep(home: Path, pattern: str = "*", min_age_s: float = MIN_AGE_S) -> None:
+    """Remove our own folders of such names and such an age that nobody has locked. What cannot be
+    removed stays.
+    """
     with suppress(OSError):
         for folder in home.iterdir():
+            if not fnmatch(folder.name.removeprefix(GARBAGE), pattern):
+                continue
             with suppress(OSError), ExitStack() as stack:
                 status = folder.lstat()
-                is_old = time.time() - status.st_mtime > MIN_AGE_S
-                if is_old and status.st_uid == os.getuid() and _lock(folder, stack):
+                is_old = time.time() - status.st_mtime > min_age_s
+                if is_old and status.st_uid == os.getuid() and lock_folder(folder, stack):
                     if not folder.name.startswith(GARBAGE):
                         folder = folder.rename(home / f"{GARBAGE}{folder.name}")
                     remove(folder)

@@ -24,6 +24,7 @@ from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, 
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import LIST_EVERY_S, SlurmLauncher, with_gpus
 from tests import engines, ray_cluster, slurm, sshd
+from tests.accounts import ACCOUNT, stand_in_for_sudo
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT
 from tests.refuse import refusing
@@ -398,23 +399,12 @@ def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(
     assert len(calls.read_text().splitlines()) <= 2  # its beginning may need one, and its end
 
 
-SUDO = """#!/bin/sh
-echo "$*" >>{calls}
-[ "$1 $2 $4" = "-n -u --" ] || exit 1
-user=$3; shift 4
-exec setpriv --reuid "$user" --regid "$(id -g "$user")" --clear-groups "$@"
-"""
-ACCOUNT = "games"
-
-
 @pytest.mark.slow
 def test_jobs_are_submitted_and_ended_as_the_account_that_they_are_for(
     cluster: None, there: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a program in place of sudo that lets everybody be anybody, and an account that each system has."""
-    (tmp_path / "sudo").write_text(SUDO.format(calls=tmp_path / "calls"))
-    (tmp_path / "sudo").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in_for_sudo(tmp_path / "bin", tmp_path / "calls", monkeypatch)
     launcher = SlurmLauncher(2, tag="flash-mcp-1", users=[ACCOUNT])
     sleeper = replace(there.launch(command=["/bin/sleep", "1000"]), log=None)
     own = launcher.submit(sleeper)

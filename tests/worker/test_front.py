@@ -133,6 +133,7 @@ async def test_an_adapter_gets_the_names_of_the_base_models_files_and_one_withou
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: bool
 ) -> None:
     monkeypatch.setenv("FLASH_MODEL_FOLDER", str(make_model("qwen3_5", tmp_path / "base")))
+    monkeypatch.setenv("FLASH_SCRATCH_FOLDER", str(tmp_path))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -150,6 +151,7 @@ async def test_an_adapter_gets_the_names_of_the_base_models_files_and_one_withou
         assert "dep-1" not in server.loaded
         return
     assert response.is_success
+    assert front.copies.parent == tmp_path  # where it goes with the attempt, killed or not
     prefix = "base_model.model.model.language_model."
     assert server.loaded["dep-1"] == [prefix + layer.format(part) for part in "AB"]
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import shutil
 import time
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from environments.settings import state_directory
 from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, WEIGHTS, named_as, with_noise
 from worker.engine.recorder import RATINGS, ROUTES, Recorder
 from worker.model_files import checkpoint_prefix, config_of
-from worker.process import MODEL_FOLDER
+from worker.process import MODEL_FOLDER, SCRATCH_FOLDER
 from worker.rollouts.rendering import limit_templates
 
 Routes = frozenset[tuple[str, str]]
@@ -91,17 +90,14 @@ class Front:
     @cached_property
     def copies(self) -> Path:
         """Adapters whose layers have other names than in their own folders."""
-        return Path(mkdtemp(prefix="flash-adapters-"))
+        return Path(mkdtemp(prefix="adapters-", dir=os.environ.get(SCRATCH_FOLDER)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             limit_templates()
             engine: Any = scope["app"].state.engine_client
             await engine.collective_rpc("close_listening_ports")
-            try:
-                await self.app(scope, receive, send)
-            finally:
-                shutil.rmtree(self.copies)
+            await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})

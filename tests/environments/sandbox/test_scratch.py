@@ -110,7 +110,7 @@ def test_what_a_dead_process_left_is_swept_and_the_rest_stays(tmp_path: Path, ou
     for path in home.iterdir():
         os.utime(path, (0, 0), follow_symlinks=False)
     with ExitStack() as stack:
-        scratch._lock(home / "locked", stack)
+        scratch.lock_folder(home / "locked", stack)
         mine, lock = scratch.scratch_folder("local", 9, 9)
         wait_for(lambda: {path.name for path in home.iterdir()} == kept | {mine.name})
         assert mine.parent == home and home.stat().st_mode & 0o777 == 0o700
@@ -158,5 +158,5 @@ def test_what_is_being_removed_is_not_counted(flash_home: Path) -> None:
     folder = flash_home / "scratch" / f"{scratch.GARBAGE}alice.x"
     folder.mkdir(parents=True)
     with ExitStack() as stack:
-        scratch._lock(folder, stack)
+        scratch.lock_folder(folder, stack)
         scratch.scratch_folder("alice", 1, 1)[1].close()
