@@ -34,7 +34,12 @@ Style = Literal["bold", "dim", "good", "bad", "warn"]
 Cell = str | tuple[str, Style | None]
 CODES: dict[Style, int] = {"bold": 1, "dim": 2, "good": 32, "bad": 31, "warn": 33}
 STATES: dict[str, Style] = {"succeeded": "good", "failed": "bad", "running": "warn"}
-OUTCOMES: dict[str, Style] = {"improved": "good", "regressed": "bad", "contaminated": "bad"}
+OUTCOMES: dict[str, Style] = {
+    "improved": "good",
+    "regressed": "bad",
+    "constant": "bad",
+    "contaminated": "bad",
+}
 WIDTH = 80
 WIDEST = 110
 """Longer lines are hard to read."""
@@ -399,6 +404,10 @@ def _rollout(page: Page, row: RolloutView) -> None:
         page.prose(message.content, label=f"{message.role[: ROLE - 1]:{ROLE}}")
     if row.messages_in_all:
         page.line(f"{len(row.messages)} of {row.messages_in_all} messages", "dim")
+    for call in row.calls or ():
+        text = [call.role or "", "" if call.trained else "not trained", call.finish]
+        text.append(f"{call.prompt_tokens} tokens read, {call.completion_tokens} written")
+        page.prose(", ".join(filter(None, text)), "dim", label=f"call {call.number}".ljust(ROLE))
 
 
 def _checkpoints(page: Page, result: Checkpoints) -> None:

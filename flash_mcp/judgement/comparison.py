@@ -24,7 +24,7 @@ from flash_mcp.judgement.statistics import Interval
 from flash_mcp.protocol.records import Evaluation, Json
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 
-Outcome = Literal["improved", "no_change", "regressed", "underpowered"]
+Outcome = Literal["improved", "no_change", "regressed", "underpowered", "constant"]
 Test = Literal["mcnemar_exact", "paired_bootstrap", "noise_band"]
 
 MIN_CHANGE = 0.05
@@ -38,7 +38,8 @@ class Change(ResultModel):
     """How much one metric differs: other - base."""
 
     outcome: Outcome
-    """no_change: smaller than min_change; underpowered: too few tasks to say anything."""
+    """no_change: smaller than min_change; underpowered: too few tasks to say anything; constant: it
+    rose, but one constant answer does as well."""
     change: Rounded
     low: Rounded
     """95 % interval."""
@@ -55,8 +56,9 @@ class Verdict(ResultModel):
     """The newest held-out evaluation against the one before training."""
 
     outcome: Outcome | Literal["contaminated"]
-    """As compare says it. underpowered: too few examples to say anything. contaminated: eval tasks
-    were trained on, so nothing was judged."""
+    """As compare says it. underpowered: too few examples to say anything. constant: it rose, but
+    one constant answer does as well. contaminated: eval tasks were trained on, so nothing was
+    judged."""
     explanation: str
     """The change, its noise band, and on how many examples."""
 
@@ -107,10 +109,24 @@ def compare_evaluations(
     """Compare two evaluations of one run, paired by example if the rollouts of both were kept."""
     if pairs:
         before, after = zip(*pairs, strict=True)
-        return compare_paired(before, after, effect=MIN_CHANGE)
-    return compare_unpaired(
-        _successes(base.summary), _successes(trained.summary), effect=MIN_CHANGE
-    )
+        change = compare_paired(before, after, effect=MIN_CHANGE)
+    else:
+        before, after = _successes(base.summary), _successes(trained.summary)
+        change = compare_unpaired(before, after, effect=MIN_CHANGE)
+    return discounted(change, trained)
+
+
+def discounted(change: Change, trained: Evaluation) -> Change:
+    """The change of success, which is no improvement if one constant answer does as well as what
+    was trained, or if that gives one and the same answer to nearly all tasks. Where the constant
+    solves nearly all tasks, they ask for a form: a model can learn it, and not do better.
+    """
+    summary = trained.summary
+    asks_for_form = summary.get("constant_success", 0.0) >= health.COLLAPSED
+    is_matched = _is_matched(summary) and not asks_for_form
+    if change.outcome == "improved" and (is_matched or _has_collapsed(summary)):
+        change.outcome = "constant"
+    return change
 
 
 def headroom(pairs: Sequence[tuple[float, float]], attempts: int) -> str:
@@ -173,12 +189,23 @@ def against_constant(evaluation: Evaluation, low: float | None = None) -> str:
     if low is None:
         low = statistics.wilson(round(success * summary["n"]), summary["n"]).low
     if level and low <= level:
-        better = "is no better than" if success <= level else "may be no better than"
+        better = "is no better than" if _is_matched(summary) else "may be no better than"
         doubts.append(f"it {better} {constant_level(evaluation)}")
-    share = summary.get("answers/common_share", 0.0)
-    if health.has_collapsed(share, summary.get("answers/common_success", 0.0)):
+    if _has_collapsed(summary):
+        share = summary["answers/common_share"]
         doubts.append(f"it gives one and the same answer to {share:.0%} of the tasks")
     return "; ".join(doubts)
+
+
+def _is_matched(summary: Mapping[str, float]) -> bool:
+    """Whether one constant answer does as well."""
+    level = summary.get("constant_success")
+    return bool(level) and summary["success"] <= level
+
+
+def _has_collapsed(summary: Mapping[str, float]) -> bool:
+    share = summary.get("answers/common_share", 0.0)
+    return health.has_collapsed(share, summary.get("answers/common_success", 0.0))
 
 
 def constant_level(evaluation: Evaluation) -> str:

@@ -154,6 +154,8 @@ def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | N
         )
     if verdict == "regressed":
         return "no: the held-out success fell; an earlier checkpoint may be better"
+    if verdict == "constant":
+        return "no: the held-out success rose no further than one constant answer does"
     steps = Steps(history)
     recent = steps.recent()
     success = recent.mean("success/rate")

@@ -81,7 +81,9 @@ class Race(Standing):
             spread += share * (1 - share) / max(attempted, 1) / count
         ahead = PACE * max(slope, 0.0) * (number - count)
         error = math.sqrt(spread * (1 / count + (number - middle) ** 2 / width))
-        return fmean(shares) + slope * (count - middle) + ahead + errors * error
+        # A line through a curve that has flattened runs past 1, which no arm can pass.
+        value = min(1.0, fmean(shares) + slope * (count - middle) + ahead)
+        return value + errors * error
 
     def behind(self, arm: int) -> Interval | None:
         """The 95 % interval of the arm's success in the final less the leader's."""

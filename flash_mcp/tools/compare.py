@@ -146,8 +146,8 @@ def compare(
     min_change: Annotated[float, Field(gt=0, le=1)] = 0.05,
     flips: Annotated[int, Field(ge=0, le=5)] = 2,
 ) -> Compare:
-    """Say whether one evaluation is better than another: improved, no_change, regressed or
-    underpowered.
+    """Say whether one evaluation is better than another: improved, no_change, regressed,
+    constant or underpowered.
 
     Tasks on both sides are paired: exact McNemar test for success, paired bootstrap for
     rewards and for several attempts a task. Otherwise the noise bands decide. `underpowered` comes
@@ -311,6 +311,8 @@ class Pair:
             before = [*base.values()]
             after = [*other.values()]
             result = comparison.compare_unpaired(before, after, effect=effect)
+        if metric == "success":
+            result = comparison.discounted(result, self.other.row)
         if self.differing:
             names = ", ".join(self.differing)
             result.explanation += f"; but the two differ in {names}: the change may come from that"

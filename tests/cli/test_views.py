@@ -13,9 +13,9 @@ from tests.samples import finished_run, queued_run, read_in, sample_rollout, sta
 COLOUR = re.compile(r"\033\[\d+m")
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     with supervised():
-        assert main.main(words) == 0
+        assert main.main(words) == code
     return capsys.readouterr().out
 
 
@@ -51,7 +51,7 @@ def test_the_checks_of_an_environment_are_lines_with_the_fix_under_what_failed(
     source = (folder / "environment.py").read_text()
     (folder / "environment.py").write_text(source.replace("success=", "success=True or "))
     capsys.readouterr()
-    text = printed(capsys, "env-test", str(folder))
+    text = printed(capsys, "env-test", str(folder), code=1)
     lines = text.splitlines()
     assert lines[0].startswith("failed: ")
     assert re.search(r"\n✓ loads +in .*\n", text)
@@ -99,3 +99,18 @@ def test_numbers_are_as_people_write_them():
     times = [views.duration(seconds) for seconds in (4.6, 125, 3 * 3600 + 720, 50 * 3600)]
     assert times == ["5 s", "2 min 5 s", "3 h 12 min", "2 d 2 h"]
     assert [in_words(count) for count in (86, 437_600, 3_700_000, 2.5e9)] == ["86 B", "438 kB", "3.7 MB", "2.5 GB"]
+
+
+def test_the_calls_of_an_agent_follow_its_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, writer = started_run(tmp_path)
+    common = {"conversation": 0, "finish": "stop", "parent": None, "prompt_tokens": 3, "completion_tokens": 2}
+    calls = [
+        {**common, "number": 0, "role": "planner", "trained": True, "last": 4},
+        {**common, "number": 1, "role": "", "trained": False, "last": 9},
+    ]
+    writer.rollouts(1, [{**sample_rollout(1, 0, 0.5), "calls": calls}])
+    read_in(open_store(), run.id)
+    shown = printed(capsys, "rollouts", run.id, "--step", "1", "--index", "0")
+    assert "call 0     planner, stop, 3 tokens read, 2 written" in shown
+    assert "call 1     not trained, stop, 3 tokens read, 2 written" in shown
+    assert "call 0" not in printed(capsys, "rollouts", run.id)

@@ -207,6 +207,31 @@ def test_the_verdict_says_when_one_constant_answer_does_as_well(success: float, 
 
 
 @pytest.mark.parametrize(
+    ("success", "more", "outcome"),
+    [
+        (0.60, {"constant_success": 0.60, "constant_n": 40}, "constant"),
+        (0.60, {"constant_success": 0.55, "constant_n": 40}, "improved"),
+        # A user who likes short answers: one word pleases everywhere, and the model has learnt to be short.
+        (0.60, {"constant_success": 1.00, "constant_n": 40}, "improved"),
+        (0.60, {"answers/common_share": 0.96, "answers/common_success": 0.6}, "constant"),
+        (0.60, {}, "improved"),
+        (0.002, {"constant_success": 0.60, "constant_n": 40}, "no_change"),
+    ],
+)
+def test_a_success_that_one_constant_answer_reaches_is_no_improvement(
+    success: float, more: dict[str, float], outcome: str
+):
+    before, after = (
+        Evaluation(step=step, epoch=0, time=0.0, summary={"n": 500, "success": share, **more}, constant="1")
+        for step, share in ((0, 0.0), (9, success))
+    )
+    change = comparison.compare_evaluations(before, after, ())
+    assert change.outcome == outcome
+    pairs = [(0.0, 1.0)] * round(500 * success) + [(0.0, 0.0)] * round(500 - 500 * success)
+    assert comparison.compare_evaluations(before, after, pairs).outcome == outcome
+
+
+@pytest.mark.parametrize(
     ("constant", "name"),
     [
         ("ignore the above", "one constant answer"),

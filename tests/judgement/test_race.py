@@ -80,6 +80,14 @@ def test_an_arm_that_is_behind_but_climbs_stays_and_one_that_stands_still_goes()
     assert len(race.left) >= FINALISTS
 
 
+def test_arms_that_solve_everything_are_not_cut_for_one_that_comes_to_them() -> None:
+    """As four rates did that were played on the calculator, docs/tournament.md."""
+    race = Race(4)
+    for number, late in enumerate((2, 10, 18, 20, 23, 24, 25, 25, 25), start=1):
+        race.add(number, outcomes({0: late, 1: 25, 2: 19 if number == 1 else 25, 3: 25}, 25))
+    assert race.left == [0, 1, 2, 3] and race.line(0, ROUNDS, 0.0) == 1.0
+
+
 def test_an_arm_that_solves_nothing_yet_is_not_cut_while_nobody_leads_by_more_than_noise() -> None:
     race = Race(3)
     for number in (1, 2, 3):

@@ -43,11 +43,38 @@ async def test_the_best_checkpoint_is_named_and_served_where_it_is_not_the_newes
     assert f"deploy(run_id={run.id!r}, step=10) serves the best, checkpoint 10: 0.950" in listed["next"]
 
 
+async def test_a_run_whose_best_checkpoint_is_served_is_chatted_with(tmp_path: Path) -> None:
+    run = peaked_run(tmp_path)
+    values = {"owner": run.owner, "name": "mine", "model": run.model, "run_id": run.id, "state": "ready"}
+    open_store().add_deployment({**values, "id": "dep-newest", "step": 20})
+    assert (await call("status", run_id=run.id))["next"].startswith("deploy(")
+    open_store().add_deployment({**values, "id": "dep-best", "step": 10})
+    said = (await call("status", run_id=run.id))["next"]
+    assert said == "chat(deployment='dep-best', side_by_side=true) shows the base too"
+
+
 async def test_a_run_that_got_worse_again_leads_to_its_best_checkpoint(tmp_path: Path) -> None:
     run = peaked_run(tmp_path, last=20)
     report = await call("status", run_id=run.id)
     assert report["run"]["verdict"]["outcome"] != "improved"
     assert f"deploy(run_id={run.id!r}, step=10) serves the best checkpoint" in report["next"]
+
+
+async def test_a_model_that_says_no_more_than_one_constant_answer_is_not_deployed(tmp_path: Path) -> None:
+    run, writer = started_run(tmp_path / "environment", algorithm="sft")
+    evaluate(writer, 0, 0)
+    learn(writer, range(1, 21))
+    save_adapter(writer, 20, tmp_path)
+    evaluate(writer, 20, 40, constant_success=0.4, constant_n=100)
+    run = end(writer, run.id, 20)
+    report = await call("status", run_id=run.id)
+    assert report["run"]["verdict"]["outcome"] == "constant"
+    assert "BUT it is no better than" in report["run"]["verdict"]["explanation"]
+    assert "deploy" not in report["next"] and "which='worst', split='eval'" in report["next"]
+    assert (await call("status"))["runs"][0]["verdict"] == "constant"
+    compared = await call("compare", base=f"{run.id}@0", other=run.id)
+    assert compared["verdict"] == compared["success"]["outcome"] == "constant"
+    assert "deploy" not in compared["next"]
 
 
 @pytest.mark.parametrize("last", [95, 99, None])

@@ -44,6 +44,8 @@ class RunContext:
     """That of the best by a held-out measure, if another one."""
     split_size: int | None = None
     """Tasks of the split that is evaluated, if it is known."""
+    deployment: str | None = None
+    """The one that serves this checkpoint, the best or else the newest."""
     near: Sequence[Run] = ()
     """Those of Store.near."""
     has_optimizer: bool = True
@@ -165,6 +167,10 @@ def _worst(run: Run) -> str:
     return f"rollouts(run_id={run.id!r}, which='worst')"
 
 
+def _failing(run: Run) -> str:
+    return f"rollouts(run_id={run.id!r}, which='worst', split='eval')"
+
+
 def _is(*states: str) -> Callable[[RunContext], bool]:
     return lambda item: item.run.algorithm != "eval" and item.run.state in states
 
@@ -245,14 +251,22 @@ def _undecided(context: RunContext) -> str:
 
 
 def _unchanged(context: RunContext) -> str:
-    failing = f"rollouts(run_id={context.run.id!r}, which='worst', split='eval')"
-    advice = f"{failing} shows what still fails; change one thing and train again"
+    advice = f"{_failing(context.run)} shows what still fails; change one thing and train again"
     if context.best:
         advice += f"; {_serving(context)} serves the best checkpoint"
     return advice
 
 
+def _guessed(context: RunContext) -> str:
+    return (
+        f"{_failing(context.run)} shows what it says; serve nothing yet: let no answer be right "
+        "more often than others in the tasks, env_push and train again, or take a larger model"
+    )
+
+
 def _improved(context: RunContext) -> str:
+    if context.deployment:
+        return f"chat(deployment={context.deployment!r}, side_by_side=true) shows the base too"
     return f"{_serving(context)}, then chat with the base model beside it"
 
 
@@ -372,7 +386,16 @@ RULES = (
         _unmeasured,
     ),
     Rule(
-        "`improved`", "`deploy` of the best checkpoint, `chat`", _succeeded("improved"), _improved
+        "`improved`",
+        "`deploy` of the best checkpoint, or `chat` if it is served",
+        _succeeded("improved"),
+        _improved,
+    ),
+    Rule(
+        "`constant`: it rose no further than one constant answer does",
+        "`rollouts`; balance the tasks, `env_push` and train again",
+        _succeeded("constant"),
+        _guessed,
     ),
     Rule(
         "`underpowered`",

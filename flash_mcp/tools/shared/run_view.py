@@ -301,6 +301,7 @@ def _context(
     evaluations = _held_out(history)
     better = better_than_newest(history.checkpoints, evaluations)
     checkpoint = history.checkpoints[-1].step if history.checkpoints else None
+    best = better and better[0]
     has_optimizer = True  # also where the folder is elsewhere: its store may not answer
     is_here = history.run.target == LOCAL_TARGET
     if checkpoint is not None and is_here and history.run.state in ("failed", "cancelled"):
@@ -311,12 +312,22 @@ def _context(
         change=judged.change,
         measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
         checkpoint=checkpoint,
-        best=better and better[0],
+        best=best,
         has_optimizer=has_optimizer,
         split_size=split_size(store, history.run),
+        deployment=_deployment_of(store, history.run, best or checkpoint),
         near=history.near,
         is_blocked=is_blocked,
     )
+
+
+def _deployment_of(store: Store, run: Run, step: int | None) -> str | None:
+    """The one that serves this checkpoint of a run that succeeded."""
+    if run.state == "succeeded":
+        for row in store.deployments(("ready",)):
+            if (row.run_id, row.step) == (run.id, step):
+                return row.id
+    return None
 
 
 # -- the view --------------------------------------------------------------------------------------
