@@ -147,35 +147,33 @@ class TrainingSession(Session[RunSpec]):
         return list(itertools.chain.from_iterable(self.ranks.mine(groups)))
 
     def _refilled(self, step: int, every: list[Rollout], choice: TaskChoice) -> list[Rollout]:
-        """The rollouts of a step, those of groups that teach nothing after those of other tasks
-        which were tried instead. The first `batch_size` groups are trained."""
+        """The rollouts of a step. Where no group of it teaches, other tasks are tried instead, and
+        theirs come first. The first `batch_size` groups are trained."""
         from worker.training.grpo import turn_advantages  # noqa: PLC0415  only GRPO needs TRL's
 
         spec = self.spec
-        useful: list[Rollout] = []
-        rest: list[Rollout] = []
         size = spec.rollouts_per_prompt
+        tried: list[Rollout] = []
+        useful = 0
         for turn in range(REFILLS + 1):
             for group in groups_of(every, size):
                 turns = itertools.chain.from_iterable(turn_advantages(group, spec))
                 teaches = any(advantage for _, advantage in turns)
-                (useful if teaches else rest).extend(group)
+                useful += teaches
                 rewards = [rollout.reward for rollout in group if not rollout.error]
                 choice.learn(group[0].task.example, rewards, taught=teaches)
-            missing = spec.batch_size - len(useful) // size
-            if turn == REFILLS or missing < 1:
+            tried = every + tried
+            if useful or turn == REFILLS:
                 break
-            tried = {rollout.task.example for rollout in (*useful, *rest)}
-            examples = choice.draw(step, missing, turn=turn + 1, without=tried)
-            before = (len(useful) + len(rest)) // size
-            own = self._own_tasks(step, list(map(Example, examples)), before)
-            self.heartbeat.enter("rollout", of=missing * size)
+            without = {rollout.task.example for rollout in tried}
+            examples = choice.draw(step, spec.batch_size, turn=turn + 1, without=without)
+            own = self._own_tasks(step, list(map(Example, examples)), len(tried) // size)
+            self.heartbeat.enter("rollout", of=spec.conversations_per_step)
             every = self._from_all(self.collect(own, self.limits))
         # Only now: a cancel before leaves the beliefs as they were after the step before.
         self._choice = choice
-        counts = {"useful": len(useful), "tried": len(useful) + len(rest)}
-        self.reporter.pending = {f"groups/{name}": n // size for name, n in counts.items()}
-        return useful + rest
+        self.reporter.pending = {"groups/useful": useful, "groups/tried": len(tried) // size}
+        return tried
 
     def _tasks(self, step: int) -> list[Task]:
         spec = self.spec

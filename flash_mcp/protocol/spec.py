@@ -189,7 +189,7 @@ class RunSpec(BaseModel):
     one; grpo only. Needs importance_sampling; saves and evaluations begin nothing ahead."""
     task_sampling: Literal["passes", "useful"] = "passes"
     """passes: each task once a pass. useful: tasks whose groups are likely to differ in reward, and
-    up to two more rounds of tasks for groups that do not; grpo only."""
+    up to two more rounds of tasks in a step where none does; grpo only."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Gradients are scaled down to this norm."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0

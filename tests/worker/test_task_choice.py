@@ -12,7 +12,7 @@ import pytest
 
 from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt, held, make_run
-from worker.rollouts.task_choice import BELIEFS, FLOOR, TaskChoice, usefulness
+from worker.rollouts.task_choice import BELIEFS, FLOOR, REFILLS, TaskChoice, usefulness
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ FIELDS = {"steps": 4, "group_size": 4, "max_tokens": 8, "task_sampling": "useful
 BINARY = """
 def score_episode(self, example, episode):
     text = "".join(message["content"] for message in episode.messages if message["role"] == "assistant")
-    return RewardResult(float(int(example.id[1:]) % 3 > 0 and sum(letter in "aeiouAEIOU" for letter in text) % 2))
+    return RewardResult(float(int(example.id[1:]) % 6 == 1 and sum(letter in "aeiouAEIOU" for letter in text) % 2))
 Vowels.score_episode = score_episode
 """
-"""A third of the tasks is never solved, the others by chance."""
+"""One task in six is solved by chance, the others never."""
 
 
 def tried(run: RunFolder, step: int) -> list[tuple[str, float]]:
@@ -114,8 +114,9 @@ def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: 
         refilled += metrics["groups/tried"] > 4
         rows = run.rollouts(step)
         teaching = [any(row["advantage"] for row in rows[at : at + 4]) for at in range(0, len(rows), 4)]
-        assert teaching == sorted(teaching, reverse=True), "the trained groups come first"
+        assert not any(teaching[4:]), "the trained groups come first"
         assert sum(teaching) == metrics["groups/useful"]
+        assert any(teaching) or len(teaching) == 4 * (1 + REFILLS)
         assert len({row["index"] for row in rows}) == len(rows)
     assert refilled
     ends = [json.loads((Path(of.checkpoints.manifest(4)["path"]) / BELIEFS).read_text()) for of in (run, whole)]

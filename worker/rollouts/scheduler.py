@@ -613,7 +613,7 @@ class AgentCalls:
     async def _answer(self, episode: int, asked: AgentCall) -> None:
         try:
             call = self._call(asked)
-            call.transcript.template.limits_of(asked.options)
+            grammar, stop = call.transcript.template.limits_of(asked.options)
         except FlashError as error:
             if error.code != "template_unsupported":
                 raise
@@ -635,7 +635,6 @@ class AgentCalls:
         digest = zlib.crc32(str(prompt).encode())
         self._prompts[digest] += 1
         key = f"{self._rollout.task.seed}/{digest}/{self._prompts[digest]}"
-        grammar, stop = transcript.template.limits_of(options)
         sampling = _sampling(budget, limits, key)
         stops = (*limits.stop, *stop)
         sampling = replace(sampling, stop=stops, grammar=grammar, is_base=options.is_base)

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from environments.agents.calls import CallOptions
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
+from worker.rollouts.patterns import with_valid_strings
 from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
 from worker.rollouts.tool_calls import CallReader, Turn, sample_call
 from worker.rollouts.turns import Completion, Grammar
@@ -29,11 +30,6 @@ MOST_TOOL_SETS = 64
 MOST_STARTS = 32
 """Starts of conversations whose tokens are kept."""
 MEMORABLE_TOKENS = 256
-ANY_CHARACTER = r"[\s\S]"
-PATTERN_PART = 100
-"""Characters of one repetition in a pattern. xgrammar fails at more than 128."""
-LONGEST_PATTERN = 1000
-"""Characters of the longest string that gets a pattern: a longer one would slow down each token."""
 FREE_SHARE = 0.99
 """A token was free if the model gave the tokens that the grammar allowed at least this share."""
 THINK = "<think>"
@@ -186,10 +182,10 @@ class ChatTemplate:
             answer = {"type": "json_schema", "json_schema": schema}
             form = {"type": "or", "elements": [form, answer]}
         if form is not None:
-            tag = {"type": "structural_tag", "format": _with_valid_strings(form)}
+            tag = {"type": "structural_tag", "format": with_valid_strings(form)}
             return Grammar(structural_tag=json.dumps(tag)), stop
         if schema is not None:
-            return Grammar(json_schema=json.dumps(_with_valid_strings(schema))), stop
+            return Grammar(json_schema=json.dumps(with_valid_strings(schema))), stop
         return None, stop
 
     def _tag_of(self, options: CallOptions) -> Json:
@@ -457,47 +453,6 @@ class Transcript:
         """
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
-
-
-def _with_valid_strings(schema: Json) -> Json:
-    """The schema, or what holds schemas, with a pattern for each string of limited length.
-
-    xgrammar lets such a string hold raw control characters, which no reader of JSON takes. A string
-    that has a pattern may not."""
-    try:
-        return _with_patterns(schema)
-    except RecursionError:  # nested that deeply, it is left to xgrammar
-        return schema
-
-
-def _with_patterns(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_with_patterns(part) for part in cast(list[Any], schema)]
-    if not isinstance(schema, dict):
-        return schema
-    fields = cast(Json, schema)
-    result = {
-        name: part if name in ("const", "enum") else _with_patterns(part)
-        for name, part in fields.items()
-    }
-    if fields.get("type") == "string" and "pattern" not in fields:
-        least, most = fields.get("minLength", 0), fields.get("maxLength", -1)
-        if most == -1 and least in range(1, LONGEST_PATTERN + 1):
-            result["pattern"] = f"^{_characters(int(least), int(least))}{ANY_CHARACTER}*$"
-        elif most in range(LONGEST_PATTERN + 1) and least in range(int(most) + 1):
-            result["pattern"] = f"^{_characters(int(least), int(most))}$"
-    return result
-
-
-def _characters(least: int, most: int) -> str:
-    """A pattern of so many characters, in parts."""
-    pattern = ""
-    while most > 0:
-        part = min(most, PATTERN_PART)
-        sure = min(least, part)
-        pattern += f"{ANY_CHARACTER}{{{sure},{part}}}"
-        least, most = least - sure, most - part
-    return pattern
 
 
 def trained(completion: Completion) -> tuple[list[int], list[float]]:
