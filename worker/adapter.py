@@ -72,10 +72,9 @@ def _merged_experts(name: str, layer: Any) -> dict[str, Tensor]:
 def named_in_files(model: Any, weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Weights of transformers' `model` as the files of its base model have them: those of experts
     one by one, where transformers stacks them."""
-    named: dict[str, Tensor] = {}
-    for name, weight in cast(Any, revert_weight_conversion)(model, dict(weights)).items():
-        named[prefix + name.removeprefix(decoder_prefix([name]))] = weight
-    return named
+    reverted: dict[str, Tensor] = cast(Any, revert_weight_conversion)(model, dict(weights))
+    own = decoder_prefix(reverted)
+    return {prefix + name.removeprefix(own): weight for name, weight in reverted.items()}
 
 
 @contextmanager

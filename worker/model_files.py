@@ -77,6 +77,10 @@ def has_state(config: Any) -> bool:
 
 def has_experts(config: Any) -> bool:
     text = config.get_text_config()
+    kinds: list[str] = getattr(text, "layer_types", None) or []
+    # Nemotron-H lists feed-forward layers as well, and counts experts though no layer has them.
+    if "mlp" in kinds:
+        return "moe" in kinds
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(getattr(text, name, None) for name in counts)
 

@@ -27,12 +27,12 @@ class ExportJob(ResultModel):
 
 
 class Agreement(ResultModel):
-    """Greedy answers of the written file, read back, against those of the model in memory."""
+    """Greedy answers of the written file, read back, against the model in memory."""
 
     tokens: int
-    """Tokens that the model in memory wrote."""
+    """Tokens that were compared."""
     equal: int
-    """Of them, those before the first difference of each answer."""
+    """Those that the model in memory writes too; of a GGUF file, after the file's own before it."""
 
 
 class Exported(ResultModel):

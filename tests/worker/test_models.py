@@ -16,7 +16,7 @@ from flash_mcp.protocol.errors import FlashError
 from tests.attempts import Attempt, make_run
 from tests.model_rows import ARCHITECTURES, make_model
 from tests.models import STEPS, run_row, stored_cells, stored_rows
-from worker.adapter import merged_weights
+from worker.adapter import merged_weights, named_in_files
 from worker.model_files import checkpoint_prefix
 from worker.training.policy import load_policy
 
@@ -65,6 +65,17 @@ def test_adapted_experts_are_merged_as_peft_does_and_named_as_in_the_files(name:
     alone = dict(cast(Any, policy).merge_and_unload().named_parameters())
     for name, weight in merged.items():
         torch.testing.assert_close(weight, alone[name])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_export_finds_each_merged_weight_in_the_models_files(name: str, tmp_path: Path) -> None:
+    base = make_model(name, tmp_path)
+    prefix = checkpoint_prefix(base)
+    policy = load_policy(base, rank=4, alpha=8, seed=0, dtype=torch.float32)
+    merged = dict(merged_weights(policy))
+    exported = named_in_files(cast(Any, policy).unload(), merged, prefix)
+    stored = {name for path in base.glob("*.safetensors") for name in load_file(path)}
+    assert len(exported) == len(merged) and exported.keys() <= stored
 
 
 def test_experts_of_a_dense_model_are_refused(tiny_model: Path) -> None:
