@@ -23,13 +23,14 @@ from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import loaded
 from flash_mcp.tools.shared.next_steps import passed_on
 from flash_mcp.tools.shared.rows import is_rows
-from flash_mcp.tools.shared.table import keep_conversations
+from flash_mcp.tools.shared.table import keep_conversations, split_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten
 
 LOAD_TIMEOUT_S = 20.0
 EXAMPLES = 3
 EXAMPLE_CHARACTERS = 400
+KEEP = "curate again with a name and without dry_run keeps it"
 
 
 class Example(ResultModel):
@@ -126,23 +127,32 @@ async def curate(
     )
     _check(name, plan, dry_run)
     if any(map(is_rows, runs)):
-        return await run_sync(_of_rows, runs, name, holdout)
+        return await run_sync(_of_rows, runs, plan, None if dry_run else name)
     return await _curated(runs, plan, None if dry_run else name)
 
 
-def _of_rows(runs: Sequence[str], name: str | None, holdout: float) -> Curate:
-    if len(runs) > 1 or name is None:
-        fix = "pass one file, a name, and no dry_run"
+def _of_rows(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
+    """The rows of a file, kept under `name`; with None, their counts."""
+    if len(runs) > 1:
+        fix = "pass one file and nothing else in runs"
         raise FlashError("invalid_argument", "rows of a file are curated alone", fix=fix)
-    kept = keep_conversations(runs[0], name, holdout)
+    defaults = Plan(holdout=plan.holdout).to_dict()
+    unused = [option for option, value in plan.to_dict().items() if value != defaults[option]]
+    if unused:
+        what = f"{', '.join(unused)} apply to attempts, not to rows of a file: every row is kept"
+        fix = "leave them out, and change the file instead"
+        raise FlashError("invalid_argument", what, fix=fix)
+    if name is None:
+        _, _, counts = split_conversations(runs[0], plan.holdout)
+        return Curate(models=[], counts=counts, examples=[], next=KEEP)
+    kept = keep_conversations(runs[0], name, plan.holdout)
     return Curate(
         dataset=kept.reference,
         path=str(kept.path),
         models=[],
         counts=Counts(**kept.manifest["counts"]),
         examples=[],
-        next=f"train(environment=..., algorithm='sft', dataset={kept.reference!r}, "
-        "validate_only=true)",
+        next=f"train(algorithm='sft', dataset={kept.reference!r}, validate_only=true)",
     )
 
 
@@ -163,7 +173,7 @@ async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
         counts=curated.counts,
         notes=_notes(curated, plan, held_out) or None,
         examples=_examples(curated),
-        next="curate again with a name and without dry_run keeps it",
+        next=KEEP,
     )
     if not curated.train:
         return _nothing(result, runs[0], is_dry=name is None)
@@ -369,7 +379,9 @@ def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
 def _nothing(result: Curate, first: str, *, is_dry: bool) -> Curate:
     """The dry run that says why nothing is left to train on, or that as an error."""
     counts = result.counts
-    if counts.attempts == 0:
+    if counts.attempts == 0 and first.startswith("dep-"):
+        fix = f"rollouts(run_id={first!r}) shows what it recorded; see source, since_step"
+    elif counts.attempts == 0:
         runs = f"status(run_id={first!r}) says whether it has come to a step or an evaluation"
         fix = f"{runs}; see source, since_step"
     elif counts.eval_attempts and not counts.tasks:

@@ -24,6 +24,7 @@ from flash_mcp.server.mcp_server import server
 from flash_mcp.state import datasets, queue
 from flash_mcp.state.store import open_store
 from tests.attempts import Attempt
+from tests.calls import named_calls
 from tests.samples import push_echo, supervised
 from tests.server.test_mcp_server import body_of, code_of, text_of
 
@@ -125,6 +126,13 @@ async def refused(client: Client, tool: str = "curate", **arguments: Any) -> tup
     result = await client.call_tool(tool, arguments)
     assert "Fix: " in text_of(result)
     return code_of(result), text_of(result)
+
+
+async def follow(client: Client, text: str, tool: str) -> dict[str, Any]:
+    """The result of the one call that `next` names, as it stands."""
+    [(name, arguments)] = named_calls(text)
+    assert name == tool
+    return body_of(await client.call_tool(name, arguments))
 
 
 async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Client):
@@ -443,6 +451,8 @@ async def test_what_a_deployment_recorded_is_shown_and_learnt_but_for_eval_tasks
     assert body_of(await client.call_tool("rollouts", found))["rollouts"][0]["index"] == 1
     second = {"run_id": "dep-1", "limit": 2, "cursor": shown["cursor"]}
     assert body_of(await client.call_tool("rollouts", second))["rollouts"][0]["index"] == 0
+    body = await curated(client, runs=["dep-1"], since_step=1, dry_run=True)
+    await follow(client, body["next"], "rollouts")
     kept = await curated(client, runs=["dep-1"], select="all", name="asked")
     counts = kept["counts"]
     assert (counts["attempts"], counts["eval_tasks"], counts["train_rows"]) == (3, 1, 1)
@@ -483,6 +493,57 @@ async def test_rows_of_a_file_are_conversations_to_learn(client: Client, tmp_pat
     assert code == "invalid_argument" and "row 1: messages holds no conversation" in text
 
 
+async def test_a_dry_run_on_a_file_counts_its_rows_and_writes_nothing(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("question,answer\n" + "".join(f"q{n % 40},a{n % 40}\n" for n in range(50)))
+    for name in ({}, {"name": "pairs"}):
+        body = await curated(client, runs=[str(path)], holdout=0.3, dry_run=True, **name)
+        counts = body["counts"]
+        assert (counts["attempts"], counts["duplicates"]) == (50, 10)
+        assert counts["train_rows"] + counts["holdout_rows"] == 40
+        assert "dataset" not in body and "without dry_run" in body["next"]
+        assert not datasets_dir().exists()
+    code, text = await refused(client, runs=[str(path), str(path)], dry_run=True)
+    assert code == "invalid_argument" and "curated alone" in text
+
+
+@pytest.mark.parametrize("form", ["pairs", "messages"])
+async def test_rows_without_a_question_or_an_answer_are_dropped_and_counted(
+    client: Client, tmp_path: Path, form: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    pairs: list[Any] = [(f"q{n}", f"a{n}") for n in range(10)] + [("", "a"), ("q", ""), ("q", " \n")]
+    rows: list[Any] = [{"question": question, "answer": answer} for question, answer in [*pairs, ("q", None)]]
+    if form == "messages":
+        turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
+        turns += [[*turns[0], *turns[-1]]]
+        rows = [{"messages": row} for row in turns]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    body = await curated(client, runs=[str(path)], name="rows")
+    counts = body["counts"]
+    assert (counts["attempts"], counts["truncated"], counts.get("duplicates", 0)) == (14, 4, 0)
+    assert counts["train_rows"] == len(datasets.find(body["dataset"]).rows()) == 10
+    call = {"algorithm": "sft", "dataset": str(path), "validate_only": True}
+    body = body_of(await client.call_tool("train", call))
+    assert "4 rows without a question or an answer were left out" in body["notes"]
+    path.write_text("\n".join(map(json.dumps, rows[10:])))
+    code, text = await refused(client, runs=[str(path)], name="none")
+    assert code == "invalid_argument" and "all of its 4 rows are empty" in text
+
+
+async def test_what_selects_attempts_is_refused_with_a_file(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("question,answer\nq,a\n")
+    selecting: dict[str, Any] = {"filter": "avg < 1", "select": "best", "max_per_task": 2, "success_threshold": 0.5}
+    selecting |= {"source": "rollouts", "since_step": 1, "deduplicate": False, "allow_eval_tasks": True}
+    for name, value in selecting.items():
+        code, text = await refused(client, runs=[str(path)], name="pairs", **{name: value})
+        assert code == "invalid_argument" and f"] {name} apply to attempts" in text
+    code, text = await refused(client, runs=[str(path)], dry_run=True, **selecting)
+    assert code == "invalid_argument" and all(name in text for name in selecting)
+    assert not datasets_dir().exists()
+
+
 @pytest.mark.usefixtures("numbers")
 async def test_sft_takes_a_file_of_rows(client: Client, tmp_path: Path) -> None:
     (tmp_path / "Says Things.csv").write_text("prompt,completion\n" + "".join(f"Say {n},{n}!\n" for n in range(40)))
@@ -502,8 +563,8 @@ async def test_sft_on_rows_needs_no_environment(client: Client, tmp_path: Path) 
     estimate = body["estimate"]
     assert estimate["dataset_rows"] < 60 and estimate["held_out_examples"] > 0
     assert not any("env_test" in note for note in body.get("notes", ()))
-    kept = body_of(await client.call_tool("curate", {"runs": [str(path)], "name": "chats"}))["dataset"]
-    body = body_of(await client.call_tool("train", {**call, "dataset": kept}))
+    kept = await curated(client, runs=[str(path)], name="chats")
+    body = await follow(client, kept["next"], "train")
     assert body["environment"].startswith("regression@") and body["estimate"]["dataset_rows"] == 60
     code, text = await refused(client, "train", algorithm="grpo", dataset=str(path))
     assert (code, "environment: missing" in text) == ("invalid_argument", True)

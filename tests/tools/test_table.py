@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -44,7 +45,7 @@ def csv_file(folder: Path, rows: list[dict[str, str]] = ROWS) -> Path:
 @pytest.mark.parametrize(("scorer", "right"), [("exact", [False, True]), ("tolerant", [True, True])])
 def test_the_scorer_of_rows_is_chosen(tmp_path: Path, scorer: Any, right: list[bool]) -> None:
     folder = tmp_path / scorer
-    env_setup(str(folder), data=str(csv_file(tmp_path)), scorer=scorer)
+    env_setup(str(folder), data=str(csv_file(tmp_path)), scorer=scorer, template="dataset")
     names: dict[str, Any] = {"__file__": str(folder / "environment.py")}
     exec((folder / "environment.py").read_text(), names)
     assert [names["is_right"](answer, "Yes") for answer in (" yes ", "Yes")] == right
@@ -165,6 +166,7 @@ def tasks_of(tmp_path: Path, rows: list[dict[str, Any]], question: str | None = 
     return {row["input"]: row["output"] for row in (*table.train, *table.held_out)}
 
 
+CHOICE = "Which?\n\nA. red\n\nB. blue"
 LETTERS = {"label": ["1", "2"], "text": ["red", "blue"]}
 
 
@@ -182,6 +184,19 @@ LETTERS = {"label": ["1", "2"], "text": ["red", "blue"]}
         ({"question": "Which?", "choices": ["red", "blue"], "answer": 1}, "Which?\n\nA. red\n\nB. blue", "B"),
         ({"question": "Which?", "choices": ["red", "blue"], "answer": "blue"}, "Which?\n\nA. red\n\nB. blue", "B"),
         ({"question": "Which?", "choices": LETTERS, "answerKey": "2"}, "Which?\n\n1. red\n\n2. blue", "2"),
+        ({"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer": "B"}, CHOICE, "B"),
+        ({"question": "Which?", "options": {"A": "red", "B": "blue", "E": None}, "answer": "blue"}, CHOICE, "B"),
+        ({"question": "Which?", "Choices": "['red', 'blue']", "answer": "B"}, CHOICE, "B"),
+        ({"question": "Which?", "choices": '["red", "blue"]', "answer": "blue"}, CHOICE, "B"),
+        ({"question": "Which?", "options": "{'A': 'red', 'B': 'blue'}", "answer": "B"}, CHOICE, "B"),
+        ({"question": "Which?", "options": math.nan, "choices": ["red", "blue"], "answer": "B"}, CHOICE, "B"),
+        ({"question": "Which?", "choices": ["2", "1"], "answer": 1}, "Which?\n\nA. 2\n\nB. 1", "B"),
+        ({"question": "Which?", "choices": ["1", "2"], "answer": 1}, "Which?\n\nA. 1\n\nB. 2", "B"),
+        ({"question": "Which?", "choices": [1, 2], "answer": 1}, "Which?\n\nA. 1\n\nB. 2", "A"),
+        ({"question": "Which?", "choices": "['1', '2']", "answer": "1"}, "Which?\n\nA. 1\n\nB. 2", "A"),
+        ({"question": "Which?", "choices": "['red', 'blue']", "answer": "1"}, CHOICE, "B"),
+        ({"question": "Which?", "choices": ["red", "blue"], "answer": 1.0}, CHOICE, "B"),
+        ({"question": "Which?", "options": math.nan, "choices": "", "answer": "B"}, "Which?", "B"),
         ({"question": "one\u2028two\x85three", "answer": "5"}, "one\u2028two\x85three", "5"),
     ],
 )
@@ -192,6 +207,29 @@ def test_the_columns_of_common_datasets_make_one_question(
     tasks = tasks_of(tmp_path, [row | {first: f"{number}: {row[first]}"} for number in range(12)])
     joined = question.replace(row[first], f"7: {row[first]}")
     assert tasks[joined] == answer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "red, blue",
+        "['red' 'blue']",
+        [{"label": "A", "text": "red"}, {"label": "B", "text": "blue"}],
+        {"text": ["red", "blue"], "label": ["A", "A"]},
+        {"A": ["red"], "B": ["blue"]},
+        list(range(27)),
+        4,
+    ],
+)
+def test_answers_to_choose_in_another_form_are_refused(tmp_path: Path, options: Any) -> None:
+    rows = [{"question": f"Which {number}?", "options": options, "answer": "B"} for number in range(12)]
+    with pytest.raises(FlashError, match="row 1: the answers to choose are ") as caught:
+        tasks_of(tmp_path, rows)
+    assert caught.value.code == "invalid_argument"
+    with pytest.raises(FlashError, match="row 1: the answers to choose are "):
+        read_conversations(str(tmp_path / "rows.jsonl"))
+    if isinstance(options, str):
+        assert tasks_of(tmp_path, rows, "question, options")[f"Which 3?\n\n{options}"] == "B"
 
 
 def test_several_columns_are_one_question_where_the_user_names_them(tmp_path: Path) -> None:
@@ -205,6 +243,13 @@ def test_several_columns_are_one_question_where_the_user_names_them(tmp_path: Pa
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
         {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello"}]},
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+        {"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "hello"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "hello"}], "tool_calls": None},
+            ]
+        },
         {"prompt": "hi", "completion": "hello"},
     ],
 )
@@ -213,6 +258,53 @@ def test_common_forms_of_conversations_are_the_same_rows(tmp_path: Path, row: di
     path.write_text(json.dumps(row))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     assert read_conversations(str(path)) == [{"messages": turns, "prompt_messages": 1}]
+
+
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "hello"}
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+PICTURE = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "http://x"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [USER, ASSISTANT | {"content": None}]}, "a content is None, no text"),
+        ({"messages": [USER, ASSISTANT | {"content": 5}]}, "a content is 5, no text"),
+        ({"messages": [USER | {"content": PICTURE}, ASSISTANT]}, "a content is [{'type': 'text'"),
+        ({"messages": [USER | {"role": "narrator"}, ASSISTANT]}, "a role is 'narrator', none of system"),
+        ({"messages": [USER | {"role": ["user"]}, ASSISTANT]}, "a role is ['user']"),
+        ({"messages": [USER, "hello"]}, "a role is None"),
+        ({"messages": "hello"}, "Expecting value"),
+        ({"messages": [USER, ASSISTANT | {"tool_calls": [CALL]}]}, "tool_calls, but the row has no tools"),
+        ({"messages": [USER, ASSISTANT | {"tool_calls": 5}], "tools": [TOOL]}, "tool_calls must be a list"),
+        ({"messages": [USER, ASSISTANT], "tools": TOOL}, "tools is {'type'"),
+        ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "hello"}]}, "a content is None"),
+        ({"prompt": [USER], "completion": [USER, ASSISTANT]}, "no message of the assistant follows"),
+        ({"prompt": [], "completion": [ASSISTANT, USER, ASSISTANT]}, "no message of the assistant follows"),
+        ({"prompt": [USER, ASSISTANT], "completion": []}, "no message of the assistant follows"),
+    ],
+)
+def test_a_conversation_that_sft_cannot_learn_is_refused(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(FlashError) as caught:
+        read_conversations(str(path))
+    assert caught.value.code == "invalid_argument"
+    assert "row 1: " in str(caught.value) and expected in str(caught.value)
+
+
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_calls_of_tools_are_answers_without_a_text(tmp_path: Path, form: Any) -> None:
+    call = {"function": {"name": "add", "arguments": {"n": 1}}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"messages": form([USER, answer]), "tools": form([TOOL])}]))
+    row = read_conversations(str(path))[0]
+    numbered = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"n": 1}'}}
+    assert row["messages"] == [USER, {"role": "assistant", "content": "", "tool_calls": [numbered]}]
+    assert row["tools"] == [TOOL]
 
 
 COLUMNS = ["question", "answer", "instruction", "input", "prompt", "completion", "choices", "answerKey", "answers"]
@@ -247,6 +339,20 @@ def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path
     assert not words([row for row in table.train if "please" in row["input"].casefold()]) & words(
         [row for row in table.held_out if "please" in row["input"].casefold()]
     )
+
+
+def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"question": f"q{number}", "answer": number / 4} for number in range(12)]
+    rows += [{"question": f"missing {value}", "answer": value} for value in (math.nan, math.inf, -math.inf, None)]
+    rows.append({"question": math.nan, "answer": 1.0})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    columns = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([*rows[:-1], {"question": None, "answer": 1.0}]), columns)
+    for source in (path, columns):
+        table = read_table(str(source), None, None)
+        assert table.dropped == {"empty": 5}
+        assert {row["output"] for row in (*table.train, *table.held_out)} == {str(number / 4) for number in range(12)}
 
 
 REFUSALS = {

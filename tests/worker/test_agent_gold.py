@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from environments.checks import playing
+from environments.checks import gate, hunt, playing
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
 from tests.places import AGENT_CALCULATOR
@@ -51,7 +51,7 @@ class Sample(EnvironmentAgent):
             connection.request("POST", url.path + "/chat/completions", body, headers)
             answer = json.loads(connection.getresponse().read())
             connection.close()
-            return answer["choices"][0]["message"]["content"]
+            return answer["choices"][0]["message"]["content"] or ""
 
         parts = dict.fromkeys(ask("plan", example.input).split(", "), "")
 
@@ -135,6 +135,17 @@ async def test_the_gate_plays_gold_that_depends_on_the_request(team: Path) -> No
             assert played.score.success and not played.is_cut
         cut = await playing.play(host, tasks[0], plans[0][1][:3], repeat=False)
         assert cut.is_cut and not cut.score.success
+
+
+async def test_the_gate_passes_an_agent_whose_calls_come_in_any_order(team: Path) -> None:
+    """Gold of one task is no gold of another, though each request of that one has gold of its own."""
+    report = await gate.check(team, timeout_s=20.0, deadline_s=120.0)
+    assert [probe.evidence for probe in report.probes if probe.passed is False] == []
+    made = {probe.name for probe in report.probes if probe.passed}
+    assert {"gold", "order", "constants", "isolation", "determinism", "leaks"} <= made
+    async with await EnvironmentHost.start(team) as host:
+        found = await hunt.hunt(host, "train", range(host.splits["train"]))
+    assert found.plays and found.exploits == []
 
 
 async def test_a_request_without_gold_ends_what_is_learnt(team: Path) -> None:

@@ -3,13 +3,15 @@ conversations to learn: columns recognised, copies dropped, split."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import itertools
 import json
+import math
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from environments.checks.likeness import are_alike
+from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 from flash_mcp.judgement.curation import Counts, is_held_back
 from flash_mcp.protocol.errors import did_you_mean
 from flash_mcp.protocol.records import Json
@@ -46,8 +49,13 @@ FINAL = "####"
 FROM_ROWS = "rows"
 """Stands for the environment's digest in the manifest of a dataset that no run made."""
 CHAT_COLUMNS = ("messages", "conversations")
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
-"""Roles of the ShareGPT form, {"from": role, "value": text}."""
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
+    "tool": "tool",
+}
+"""Roles as rows name them, those of the ShareGPT form, {"from": role, "value": text}, included."""
 EVAL_SHARE = 0.2
 MOST_EVAL = 200
 FEWEST_ROWS = 10
@@ -86,7 +94,8 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     rows, columns = read_rows(source)
     asking = _asking(source, columns, question, "question")
     answer = _column(source, columns, answer, ANSWERS, "answer")
-    pairs = [_task(row, asking, answer) for row in rows]
+    task = partial(_task, source, asking, answer)
+    pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
     has_derivations = all(FINAL in gold for _, gold in pairs)
     dropped: Counter[str] = Counter()
     golds: dict[str, str] = {}
@@ -106,33 +115,80 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     return Table(train, held_out, columns, ", ".join(asking), answer, dict(dropped))
 
 
-def _task(row: Row, asking: Sequence[str], answer: str) -> tuple[str, str]:
+def _task(
+    source: str, asking: Sequence[str], answer: str, number: int, row: Row
+) -> tuple[str, str]:
     """Question and answer; the letter, of an answer that chooses."""
     texts = list(map(_text, map(row.get, asking)))
-    value = row.get(answer)
+    try:
+        options = _options(row, (*asking, answer))
+    except ValueError as error:
+        other = "env_setup(question='question, options') shows another form as it is"
+        fix = f"give a list, or {{letter: text}}; {other}"
+        raise refusal(source, f"row {number}: {error}", fix) from error
+    texts += (f"{letter}. {_text(option)}" for letter, option in options.items())
+    return "\n\n".join(filter(None, texts)), _chosen(row.get(answer), options)
+
+
+def _chosen(value: Any, options: Mapping[str, Any]) -> str:
+    """The answer; of one to choose its letter. It may be that letter, the text or the place."""
     gold = _text(value)
-    options = _options(row)
-    for number, (letter, option) in enumerate(options.items()):
-        texts.append(f"{letter}. {option}")
-        if gold not in options and (option == gold or value == number):
-            gold = letter
-    return "\n\n".join(filter(None, texts)), gold
+    letters = [*options]
+    shown = list(map(_text, options.values()))
+    place = gold.removesuffix(".0")
+    if not gold or gold in options:
+        return gold
+    # A number is a place among texts, even if one of these reads like it, as in MMLU.
+    if value not in options.values() and place.isdecimal() and int(place) < len(letters):
+        return letters[int(place)]
+    if gold in shown:
+        return letters[shown.index(gold)]
+    return gold
 
 
-def _options(row: Row) -> dict[str, str]:
-    """{letter: answer to choose}; the hub has them as a list, or as {"text": [], "label": []}."""
-    options: Any = row.get("choices") or row.get("options")
-    letters: Any = None
-    if isinstance(options, dict):
-        letters = cast("Json", options).get("label")
-        options = cast("Json", options).get("text")
-    if not isinstance(options, list):
+def _options(row: Row, used: Sequence[str]) -> dict[str, Any]:
+    """{letter: answer to choose} of a list, of {"text": [], "label": []} as the hub has them, of
+    {letter: answer}, or of one of these written as text. Raises ValueError.
+    """
+    options: Any = None
+    for column in row:
+        # A column that was named as a question or an answer is a text.
+        if column.strip().casefold() in ("choices", "options") and column not in used:
+            options = options or _listed(row[column])
+    if not options:
         return {}
-    names: Sequence[Any] = LETTERS
-    if isinstance(letters, list):
-        names = cast("list[Any]", letters)
-    texts = map(_text, cast("list[Any]", options))
-    return dict(zip(map(_text, names), texts, strict=False))
+    shown = f"{options!r:.80}"
+    letters: Sequence[Any] = LETTERS
+    if isinstance(options, dict):
+        by_letter = cast("Json", options)
+        options = by_letter.get("text")
+        if not isinstance(options, list):
+            letters = [letter for letter, option in by_letter.items() if option is not None]
+            options = list(map(by_letter.get, letters))
+        elif isinstance(by_letter.get("label"), list):
+            letters = by_letter["label"]
+    if isinstance(options, list):
+        options = cast("list[Any]", options)
+        results = dict(zip(map(_text, letters), options, strict=False))
+        is_flat = not any(isinstance(option, (list, dict)) for option in options)
+        if is_flat and len(results) == len(options):
+            return results
+    raise ValueError(f"the answers to choose are {shown}")
+
+
+def _listed(value: Any) -> Any:
+    """The value; of text the list or object that it holds: as JSON, or as Python writes it."""
+    if isinstance(value, float):  # pandas writes NaN where a value is missing
+        return None
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError, RecursionError):
+        return json.loads(value)
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        options = ast.literal_eval(value)
+        if len(options) > 1:  # NumPy writes no commas, and ['x' 'y'] would be one answer
+            return options
+    return value.strip()
 
 
 def read_conversations(source: str) -> list[Row]:
@@ -147,47 +203,126 @@ def read_conversations(source: str) -> list[Row]:
         read = partial(_of_parts, source)
     else:
         asking = _asking(source, columns, None, "messages")
-        read = partial(_of_columns, asking, _column(source, columns, None, ANSWERS, "messages"))
+        answer = _column(source, columns, None, ANSWERS, "messages")
+        read = partial(_of_columns, partial(_task, source, asking, answer))
     return list(itertools.starmap(read, enumerate(rows, start=1)))
 
 
-def _of_columns(asking: Sequence[str], answering: str, _: int, row: Row) -> Row:
-    question, answer = _task(row, asking, answering)
+def _of_columns(task: Callable[[int, Row], tuple[str, str]], number: int, row: Row) -> Row:
+    question, answer = task(number, row)
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": turns, "prompt_messages": 1}
 
 
 def _of_messages(source: str, column: str, number: int, row: Row) -> Row:
     """What follows the first user's messages is learnt."""
-    messages: Any = row.get(column)
-    roles: list[Any] = []
-    with suppress(ValueError, AttributeError, TypeError):
-        if isinstance(messages, str):  # a CSV has them as JSON
-            messages = json.loads(messages)
-        messages = list(map(_message, messages or ()))
-        roles = [message.get("role") for message in messages]
-    if "assistant" not in roles[1:] or None in roles:
-        fix = "give messages as [{'role': 'user', 'content': ...}, {'role': 'assistant', ...}]"
-        raise refusal(source, f"row {number}: messages holds no conversation", fix)
-    kept = {"messages": messages, "prompt_messages": roles.index("assistant", 1)}
-    return kept | ({"tools": row["tools"]} if row.get("tools") else {})
+    return _conversation(source, column, number, row, row.get(column))
 
 
 def _of_parts(source: str, number: int, row: Row) -> Row:
     """TRL's form of a conversation: messages in `prompt`, and those to learn in `completion`."""
-    prompt, completion = row.get("prompt"), row.get("completion")
-    messages: Any = None
-    if isinstance(prompt, list) and isinstance(completion, list):
-        messages = [*prompt, *completion]
-    result = _of_messages(source, "messages", number, row | {"messages": messages})
-    return result | {"prompt_messages": len(cast("list[Any]", prompt))}
+    prompt, completion = as_list(row.get("prompt")), as_list(row.get("completion"))
+    messages = [*prompt, *completion]
+    return _conversation(source, "prompt and completion", number, row, messages, len(prompt))
 
 
-def _message(message: Any) -> Any:
-    if "from" not in message:
-        return message
-    role = message["from"]
-    return {"role": ROLES.get(role, role), "content": message["value"]}
+def _conversation(
+    source: str, column: str, number: int, row: Row, messages: Any, prompt: int | None = None
+) -> Row:
+    """The row as a line of a dataset, which sft accepts. The first `prompt` messages are not
+    learnt; None: those before the first answer."""
+    try:
+        turns = list(map(_message, as_list(_parsed(messages))))
+        tools: Any = _parsed(row.get("tools") or [])
+        if not isinstance(tools, list):
+            raise ValueError(f"tools is {tools!r:.50}, no list")
+        tools = tool_schemas(cast("list[Any]", tools))
+        roles = [turn["role"] for turn in turns]
+        if prompt is None and "assistant" in roles[1:]:
+            prompt = roles.index("assistant", 1)
+        if not prompt or roles[prompt : prompt + 1] != ["assistant"]:
+            raise ValueError("no message of the assistant follows one of the user")
+        if not tools and any(turn.get("tool_calls") for turn in turns[prompt:]):
+            raise ValueError("an answer has tool_calls, but the row has no tools")
+    except (ValueError, TypeError) as error:
+        fix = "give messages as [{'role': 'user', 'content': ...}, {'role': 'assistant', ...}]"
+        what = f"row {number}: {column} holds no conversation to learn: {error}"
+        raise refusal(source, what, fix) from error
+    kept: Row = {"messages": turns, "prompt_messages": prompt}
+    return kept | ({"tools": tools} if tools else {})
+
+
+def _parsed(value: Any) -> Any:
+    """The value; of text the JSON that it holds, as in a CSV."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _message(message: Any) -> Json:
+    """The message as chat templates take it, of OpenAI's or ShareGPT's form. Raises ValueError."""
+    turn = dict(as_object(message))
+    if "from" in turn:
+        turn = {"role": turn["from"], "content": turn.get("value")}
+    role = ROLES.get(str(turn.get("role")))
+    if role is None:
+        raise ValueError(f"a role is {turn.get('role')!r:.50}, none of {', '.join(ROLES)}")
+    calls = tool_calls_of(turn.pop("tool_calls", None) or ())
+    content = turn.get("content")
+    if content is None and calls:
+        content = ""
+    turn |= {"role": role, "content": _said(content)}
+    return turn | ({"tool_calls": calls} if calls else {})
+
+
+def _said(content: Any) -> str:
+    """The text of a message, which OpenAI's form may have in parts. Raises ValueError."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in as_list(content) or [None]:
+        text = as_object(part).get("text")
+        if not isinstance(text, str):
+            raise ValueError(f"a content is {content!r:.50}, no text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def split_conversations(source: str, holdout: float) -> tuple[list[Row], list[Row], Counts]:
+    """The conversations of a file or of the hub without copies and without empty answers: to train
+    on and held back.
+
+    Raises FlashError(invalid_argument | local_only)."""
+    refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
+    rows: dict[str, Row] = {}
+    counts = Counts()
+    for row in read_conversations(source):
+        counts.attempts += 1
+        if _is_empty(row):
+            counts.truncated += 1
+            continue
+        text = json.dumps(row, sort_keys=True)
+        task = hashlib.sha256(text.encode()).hexdigest()[:16]
+        rows[task] = row | {"provenance": {"task_id": task}}
+    if not rows:
+        fix = "give each row a question and an answer"
+        raise refusal(source, f"all of its {counts.attempts} rows are empty", fix)
+    train: list[Row] = []
+    held_out: list[Row] = []
+    for task, row in rows.items():
+        (held_out if is_held_back(task, holdout) else train).append(row)
+    counts.tasks = len(rows)
+    counts.duplicates = counts.attempts - counts.truncated - len(rows)
+    counts.train_tasks = counts.train_rows = len(train)
+    counts.holdout_tasks = counts.holdout_rows = len(held_out)
+    return train, held_out, counts
+
+
+def _is_empty(row: Row) -> bool:
+    """Whether the question or one of the answers to learn says nothing."""
+    for message in row["messages"][row["prompt_messages"] - 1 :]:
+        said = str(message.get("content") or "").strip() or message.get("tool_calls")
+        if message["role"] in ("user", "assistant") and not said:
+            return True
+    return False
 
 
 def keep_conversations(
@@ -196,23 +331,9 @@ def keep_conversations(
     """Keep the conversations of a file or of the hub as a dataset for SFT, without copies.
 
     Raises FlashError(invalid_argument | local_only | quota_exceeded)."""
-    refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
+    train, held_out, counts = split_conversations(source, holdout)
     stem = Path(source).stem.rpartition(":")[2]
     name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_") or "rows"
-    rows: dict[str, Row] = {}
-    total = 0
-    for row in read_conversations(source):
-        total += 1
-        text = json.dumps(row, sort_keys=True)
-        task = hashlib.sha256(text.encode()).hexdigest()[:16]
-        rows[task] = row | {"provenance": {"task_id": task}}
-    train: list[Row] = []
-    held_out: list[Row] = []
-    for task, row in rows.items():
-        (held_out if is_held_back(task, holdout) else train).append(row)
-    counts = Counts(attempts=total, duplicates=total - len(rows), tasks=len(rows))
-    counts.train_tasks = counts.train_rows = len(train)
-    counts.holdout_tasks = counts.holdout_rows = len(held_out)
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
     version = datasets.register(name, train, held_out, manifest, base)
@@ -252,8 +373,8 @@ def _column(
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""  # pandas writes NaN where a value is missing
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, dict):  # SQuAD's answers, of which the first is taken
