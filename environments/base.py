@@ -299,9 +299,13 @@ def load_dataset(
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().decode().split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except FileNotFoundError as error:
-        raise DatasetError(f"{path.name}: there is no such file in {path.parent}") from error
+        what = f"{path.name}: there is no such file in {path.parent}"
+        if not path.resolve().is_relative_to(Path.cwd()):
+            # The sandbox hides files outside the folder, in which environment code begins.
+            what += ", or it is hidden: put the data into the environment's own folder"
+        raise DatasetError(what) from error
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
         raise DatasetError(f"{path.name} line {number}: not UTF-8: {error.reason}") from error

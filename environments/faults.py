@@ -82,9 +82,10 @@ FIXES = {
 """For faults that only the operator of the machine can remove."""
 
 ARGUMENT_ERROR = re.compile(
-    r"raised TypeError: (?:\w+\.__init__|load_environment)\(\) "
+    r"raised TypeError: (load_environment|(?!TaskExample\b|Reward)\w+\.__init__)\(\) "
     r"(got an unexpected|missing).* argument"
 )
+CALLER = re.compile(r'^ *File "[^"\n]+", line \d+, in (\S+)$', re.MULTILINE)
 
 
 OFF_MAIN_THREAD = re.compile(
@@ -181,9 +182,17 @@ def remedy(fault: EnvironmentFault) -> str | None:
             "if the code needs a variable of the server, declare it in environment.toml: "
             'secrets = ["NAME"]. Pass it only if the user agrees'
         )
+    return _argument_fix(fault) if is_load else None
+
+
+def _argument_fix(fault: EnvironmentFault) -> str | None:
     arguments = ARGUMENT_ERROR.search(fault.what)
-    if not (is_load and arguments):
+    if arguments is None:
         return None
-    if arguments[1] == "missing":
+    # environment_args reach load_environment and what it calls itself, such as a class with **args.
+    callers = CALLER.findall(fault.traceback)
+    if arguments[1] != "load_environment" and callers[-1:] != ["load_environment"]:
+        return None
+    if arguments[2] == "missing":
         return "pass the argument that it names in environment_args, or give it a default"
     return "leave the argument that it names out of environment_args, or let the code accept it"

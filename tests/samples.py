@@ -148,11 +148,12 @@ def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: floa
         writer.beat(step, "train")
 
 
-def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES) -> None:
-    """An evaluation in which the first `solved` of `of` examples succeed."""
+def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES, **more: float) -> None:
+    """An evaluation in which the first `solved` of `of` examples succeed. `more` is for its summary."""
     rollouts = [sample_rollout(step, index, float(index < solved)) for index in range(of)]
     share = solved / of
-    writer.evaluation(step, {"n": of, "success": share, "reward_mean": share, "error_share": 0.0}, rollouts)
+    summary = {"n": of, "success": share, "reward_mean": share, "error_share": 0.0, **more}
+    writer.evaluation(step, summary, rollouts)
 
 
 def sample_rollout(step: int, index: int, reward: float, text: str = "The answer is 84.") -> dict[str, Any]:

@@ -25,6 +25,8 @@ from typing import Any, cast
 Json = dict[str, Any]
 PROTOCOL = "2025-06-18"
 TIMEOUT_S = 10.0
+STDERR_BYTES = 600
+"""How much of the end of what a server wrote to standard error an error repeats."""
 NO_METHOD = {"code": -32601, "message": "this client serves no requests"}
 
 
@@ -51,10 +53,14 @@ class McpServer:
             env={**os.environ, "PATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         self._timeout_s = timeout_s
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
+        self._stderr_tail = b""
+        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._stderr_reader.start()
         self._lock = threading.Lock()
         self._requests = 0
         client = {"name": "flash-mcp", "version": "1"}
@@ -99,6 +105,23 @@ class McpServer:
                 self._lines.put(line)
         self._lines.put(b"")
 
+    def _read_stderr(self) -> None:
+        """Keep its end for an error, and copy all of it to our own standard error."""
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            while chunk := os.read(stream.fileno(), 65536):
+                self._stderr_tail = (self._stderr_tail + chunk)[-STDERR_BYTES:]
+                with suppress(OSError):
+                    os.write(2, chunk)
+
+    def _ended(self) -> McpError:
+        what = f"the MCP server ended, with exit code {self._process.wait()}"
+        self._stderr_reader.join(timeout=1.0)  # a process of the server may hold the pipe open
+        if tail := self._stderr_tail.decode(errors="replace").strip():
+            # The last line comes first: the beginning of a long message is what is always shown.
+            what += f": {tail.splitlines()[-1]:.200}\nIts standard error ended with:\n{tail}"
+        return McpError(what)
+
     def _request(self, method: str, parameters: Json) -> Json:
         with self._lock:
             self._requests += 1
@@ -114,7 +137,7 @@ class McpServer:
                     if "error" in message:
                         raise McpError(f"{method}: {message['error'].get('message')}")
                     return message["result"]
-        raise McpError(f"the MCP server ended, with exit code {self._process.wait()}")
+        raise self._ended()
 
     def _next_message(self, method: str, ends: float) -> Json | None:
         """None at the end of what the server writes. Lines that are no messages are passed over:
@@ -139,8 +162,7 @@ class McpServer:
             self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            code = self._process.wait()
-            raise McpError(f"the MCP server ended, with exit code {code}") from error
+            raise self._ended() from error
 
 
 def _function(tool: Json) -> Json:

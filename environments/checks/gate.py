@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ OTHER_CLOCK = {"TZ": "ALT-13:37", SHIFT_VARIABLE: str(400 * 86_400 + 47_231)}
 """What differs between the two processes that must agree: time zone, date and time of day."""
 OUT_OF_TIME = "not finished: the time for all checks was used up"
 TIME_FIX = "test again with more time (time_s), or make its calls faster"
+LOADING = "loading environment.py took longer"
+LOAD_FIX = "test again with more time (time_s), or let load_environment do less"
 
 Check = Callable[[Trial], Awaitable[str]]
 FIRST: dict[str, Check] = {"tasks": probes.tasks, "prompts": probes.prompts}
@@ -98,7 +101,7 @@ async def check(
     except EnvironmentFault as fault:
         if fault.code == "not_ready":
             raise
-        report.probes.append(failure("loads", fault))
+        report.probes.append(_faulty("loads", fault))
     report.seconds = time.monotonic() - started
     return report
 
@@ -139,9 +142,19 @@ async def _probe(trial: Trial, name: str, body: Check) -> Probe:
     except ProbeFailed as failed:
         return Probe(name, False, *failed.args)
     except EnvironmentFault as fault:
-        return failure(name, fault)
+        return _faulty(name, fault)
     except TimeoutError:
         return Probe(name, None, OUT_OF_TIME, TIME_FIX, finished=False)
+
+
+def _faulty(name: str, fault: EnvironmentFault) -> Probe:
+    """The failed check; unfinished where loading ran out of its part of the time for all checks,
+    which is less than a run allows.
+    """
+    probe = failure(name, fault)
+    if fault.code == "environment_timeout" and fault.what.startswith(LOADING):
+        return replace(probe, passed=None, fix=LOAD_FIX, finished=False)
+    return probe
 
 
 def _times(trial: Trial, timeout_s: float) -> Probe:

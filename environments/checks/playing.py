@@ -24,21 +24,21 @@ class Turn(str):
     """The text of a model's turn, with the tool calls that go with it."""
 
     tool_calls: list[dict[str, Any]]
-    by_request: bool
-    """Whether it is gold that depends on the request, and is asked for again where it is played:
-    which of an agent's requests comes first may be chance."""
+    task_id: str | None
+    """The task, of gold that depends on the request. Where that task is played, the environment
+    gives it again: which of an agent's requests comes first may be chance."""
 
     def __new__(
-        cls, text: str, tool_calls: list[dict[str, Any]], *, by_request: bool = False
+        cls, text: str, tool_calls: list[dict[str, Any]], *, task_id: str | None = None
     ) -> Self:
         turn = super().__new__(cls, text)
         turn.tool_calls = tool_calls
-        turn.by_request = by_request
+        turn.task_id = task_id
         return turn
 
     @classmethod
-    def of(cls, message: ChatMessage, *, by_request: bool = False) -> Self:
-        return cls(message["content"], message.get("tool_calls", []), by_request=by_request)
+    def of(cls, message: ChatMessage, *, task_id: str | None = None) -> Self:
+        return cls(message["content"], message.get("tool_calls", []), task_id=task_id)
 
 
 Answers = Sequence[str | None]
@@ -65,6 +65,19 @@ class Played:
     score: Score
     is_cut: bool
     """Whether the episode would have gone on after the last answer."""
+    is_agent: bool = False
+
+    @property
+    def said(self) -> list[ChatMessage]:
+        """What the model read. Which of two requests of an agent comes first is chance, so those of
+        an agent are sorted."""
+        messages = [*self.prompt, *self.replies]
+        return sorted(messages, key=str) if self.is_agent else messages
+
+    def goes_as(self, other: Played) -> bool:
+        """Whether the two went alike."""
+        one = self.said, self.score, self.is_cut
+        return one == (other.said, other.score, other.is_cut)
 
 
 async def _unwatched(method: str, call: Awaitable[T]) -> T:
@@ -96,7 +109,7 @@ class Conversation:
     async def take_turn(self) -> None:
         episode = self.opening.episode
         text = self.answers[min(self.taken, len(self.answers) - 1)]
-        if isinstance(text, Turn) and text.by_request:
+        if isinstance(text, Turn) and text.task_id == self.opening.task_id:
             gold = await self.host.gold_turn(episode, self.taken)
             text = text if gold is None else Turn.of(gold)
         self.taken += 1
@@ -108,7 +121,8 @@ class Conversation:
     async def score(self) -> Played:
         score = await self.watch("score_episode", self.host.score(self.opening.episode))
         is_cut = not self.is_done and self.taken < self.opening.max_turns
-        return Played(self.opening.messages, self.replies, score, is_cut)
+        opening = self.opening
+        return Played(opening.messages, self.replies, score, is_cut, opening.is_agent)
 
 
 async def play(
@@ -209,7 +223,7 @@ async def _played_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     turns: list[str] = []
     try:
         while gold := await host.gold_turn(opening.episode, len(turns)):
-            turns.append(Turn.of(gold, by_request=True))
+            turns.append(Turn.of(gold, task_id=opening.task_id))
             step = await host.step(opening.episode, gold["content"], gold.get("tool_calls", []))
             if step.done or len(turns) >= opening.max_turns:
                 break

@@ -16,6 +16,7 @@ from environments.faults import FIXES, EnvironmentFault, remedy
 from environments.process import requirements
 from environments.process.host import Score
 from environments.sandbox.needs import FILE as NEEDS_FILE
+from environments.sandbox.needs import READABLE_VARIABLE
 from environments.tools import text_of
 from environments.untrusted_text import quoted
 
@@ -81,6 +82,9 @@ FIX_OF_CODE = {
     "environment_timeout": "give every wait and every loop in environment code an end; if it needs "
     f"the time, declare call_timeout_s in {NEEDS_FILE}",
     "dataset_invalid": "correct the dataset at the place named",
+    "environment_access": "put the data into the environment's own folder and read it from "
+    "Path(__file__).parent; write only to the temporary folder, with tempfile; other folders to "
+    f"read are the operator's {READABLE_VARIABLE}",
     "requirements_failed": f"correct {requirements.FILE}: name packages and versions that exist "
     "for this Python",
 }
@@ -135,6 +139,8 @@ def _fix(name: str, fault: EnvironmentFault) -> str:
         return "correct environment.py"
     if what.startswith("the score must be"):
         return "give RewardResult a finite number as score, whatever the model wrote"
+    if what.startswith("the metrics must be"):
+        return REWARD_FIX
     return "return what the evidence asks for on every path: one without a return gives None"
 
 
@@ -189,8 +195,7 @@ def score_text(score: Score) -> str:
 def difference(one: Played, other: Played) -> str:
     """The first thing in which two different conversations differ."""
     for what, ours, theirs in (
-        ("prompt", one.prompt, other.prompt),
-        ("reply", one.replies, other.replies),
+        ("message", one.said, other.said),
         ("score", [one.score], [other.score]),
     ):
         for left, right in zip_longest(ours, theirs):

@@ -550,8 +550,12 @@ class Child:
         if refused := refusals.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
+        frames = frame
+        # The frames of a syntax error are importlib's; it names the file and the line itself.
+        if frame is None and not isinstance(error, SyntaxError):
+            frames = error.__traceback__
         try:
-            lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
+            lines = traceback.format_exception(type(error), error, frames)
         except Exception:
             lines = ["its traceback could not be shown"]
         return EnvironmentFault(code, message, _end_of("".join(lines)))
@@ -698,9 +702,13 @@ def _score(result: Any, must: str) -> dict[str, Any]:
         raise _error(f"the score must be a finite number, got {_shown(result.score)}")
     score: dict[str, Any] = {"reward": reward, "success": bool(result.resolved_success())}
     score["metrics"] = {}
-    for metric in result.metrics:
-        if (value := _finite(metric.score)) is not None:
-            score["metrics"][metric.name] = value
+    try:
+        for metric in result.metrics:
+            if (value := _finite(metric.score)) is not None:
+                score["metrics"][metric.name] = value
+    except (TypeError, AttributeError) as error:
+        what = f"the metrics must be a list of RewardMetric, got {_kind(result.metrics)}"
+        raise _error(what) from error
     for name, text in (("reason", result.reason), ("error", result.error)):
         score[name] = None if text is None else _text(str(text), name)
     return score

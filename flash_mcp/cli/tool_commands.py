@@ -44,6 +44,7 @@ EXAMPLES = {
     "train": "train configs/rl.toml --set steps=300 --follow",
     "undeploy": "undeploy dep-2f9k1c8d",
 }
+TEST_EXIT = "Exits with 1 if a check failed, or had no time."
 FILES = "@FILE in place of a text is that file's text; a text that begins with @ is written @@..."
 CLEAR_LINE = "\r\033[K"
 METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
@@ -53,6 +54,8 @@ def add_tool(commands: Any, tool: Tool) -> None:
     name = tool.name.replace("_", "-")
     aliases = [tool.name] if name != tool.name else []
     ending = f"{example(f'flash-mcp {EXAMPLES[tool.name]}')}\n\n{FILES}"
+    if tool.name == "env_test":
+        ending = f"{ending}\n{TEST_EXIT}"
     run = functools.partial(_run_tool, tool)
     parser = add_command(commands, name, tool.description, ending, run, aliases=aliases)
     parameters = tool.signature.parameters.values()
@@ -212,7 +215,9 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
     if not arguments.as_json:
         for points in curves:
             say(drawing.terminal(points))
-    return 0
+    # Of a result of env_test: so that `flash-mcp env-test && flash-mcp train` does not go on.
+    has_failed = getattr(result, "passed", None) is False
+    return int(has_failed or bool(getattr(result, "unfinished", None)))
 
 
 def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -220,6 +225,10 @@ def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
     values = vars(arguments)
     names = tool.signature.parameters
     chosen = {name: values[name] for name in names if values.get(name) is not None}
+    if isinstance(chosen.get("config"), bool):
+        word = json.dumps(chosen["config"])
+        fix = "leave it out; --no- before a flag's name turns it off, as in --no-eval-before"
+        raise FlashError("invalid_argument", f"{word} stands alone: a flag has no value", fix=fix)
     chosen |= _assignments(values.get("assignments") or [])
     if files := values.get("files"):
         chosen["config"] = [*filter(None, [chosen.get("config")]), *files]

@@ -432,6 +432,12 @@ async def _checked(
         )
     except EnvironmentFault as fault:
         raise as_flash_error(fault, subject.what, "env_test again") from fault
+    if result.splits:  # what does not load has its fault already
+        try:
+            await run_sync(folder_files, subject.path)
+        except FlashError as error:
+            evidence = f"env_push refuses the folder: {error.what}"
+            result.probes.append(GateProbe("files", False, evidence, error.fix))
     await run_sync(_keep, subject, result, False)
     return result
 
@@ -513,16 +519,18 @@ def _best_of_n(sample: Sample) -> GateProbe:
 
 
 def _keep(subject: _Subject, result: GateReport, has_hunted: bool) -> None:
-    """Store the verdict with the digest that the folder has, or would have once it is pushed. What
-    an earlier hunt found stays found.
+    """Store the verdict with the digest that the folder has, or would have once it is pushed. A
+    failed hunt stays until another hunt, and a pass stays where there was no time to test again.
     """
     store = open_store()
     failed = result.failed
     with contextlib.suppress(FlashError):  # a folder that cannot be pushed has none
         digest = digest_of_files(folder_files(subject.path))
-        before = store.gate(digest, subject.args).failed
-        if not has_hunted and HUNT in before:
+        before = store.gate(digest, subject.args)
+        if not has_hunted and HUNT in before.failed:
             failed = [*failed, HUNT]
+        if not failed and result.unfinished and before.is_pass:
+            return
         store.put_gate(digest, subject.args, failed, result.unfinished, result.accepted)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -83,7 +84,7 @@ class EnvSetup(Result):
 
 def env_setup(
     folder: Annotated[str | None, Field(min_length=1)] = None,
-    template: Template = "calculator",
+    template: Template | None = None,
     environment: Annotated[str | None, Field(min_length=1)] = None,
     data: Annotated[str | None, Field(min_length=1)] = None,
     question: str | None = None,
@@ -98,9 +99,9 @@ def env_setup(
 
     Args:
         folder: Folder on the server to write to; created if missing. A remote caller leaves it out.
-        template: multi_turn (or calculator): a tool that the environment answers for. sort_words:
-            one prompt, one answer. agent: your program that calls a model's API. mcp_server: an
-            MCP server's tools. dataset: rows of data.
+        template: calculator (default) or multi_turn: a tool that the environment answers for.
+            sort_words: one prompt, one answer. agent: your program that calls a model's API.
+            mcp_server: an MCP server's tools. dataset: rows of data.
         environment: Instead of template: NAME@DIGEST, to get a published version's files back.
         data: File of rows on the server (CSV, TSV, JSON, JSONL, parquet) or hub:OWNER/NAME. With
             mcp_server: its .py file, or the command that starts it.
@@ -109,19 +110,32 @@ def env_setup(
         scorer: How answers are compared with those of data.
     """
     if environment is not None:
+        _exclude("environment", template=template, data=data, question=question, answer=answer)
         return _pulled(folder, environment)
     if data is not None:
         refuse_server_side("data", "write rows into datasets/*.jsonl of a starter", data=data)
     if template == "mcp_server":
+        _exclude(f"template={template!r}", question=question, answer=answer)
         return _of_server(folder, data)
+    if template not in (None, "dataset"):
+        _exclude(f"template={template!r}", data=data, question=question, answer=answer)
     if data is not None:
         return _of_data(folder, data, question, answer, scorer)
     if template == "dataset" or question is not None or answer is not None:
         fix = "pass data='/path/of/rows.csv' or data='hub:OWNER/NAME' too"
         raise FlashError("invalid_argument", "a dataset needs data", fix=fix)
+    template = template or "calculator"
     name = _name(folder, template)
     check = "change environment.py and datasets/ to your task (see TRAINING.md)"
     return _written(folder, name, _starter(template, name), check)
+
+
+def _exclude(option: str, **others: str | None) -> None:
+    """FlashError(invalid_argument) if one of the others is there."""
+    for name, value in others.items():
+        if value is not None:
+            what = f"{option} does not go with {name}={value!r}"
+            raise FlashError("invalid_argument", what, fix=f"leave out {name} or {option}")
 
 
 def _pulled(folder: str | None, reference: str) -> EnvSetup:
@@ -140,12 +154,13 @@ def _of_server(folder: str | None, data: str | None) -> EnvSetup:
     if data is not None:
         del files["server.py"]
         path = Path(data).expanduser()
-        command = shlex.split(data)
         if path.suffix in PROGRAMS and path.is_file():
             program = f"server{path.suffix}"
             files[program] = path.read_bytes()
             command = [PROGRAMS[path.suffix], program]
-        elif command[0] == "uvx":
+        else:
+            command = _command(data)
+        if command[0] == "uvx":
             requirement, command = _installed(command, data)
             files["requirements.txt"] = f"{requirement}\n".encode()
             packages = f"requirements.txt names {requirement}"
@@ -155,6 +170,21 @@ def _of_server(folder: str | None, data: str | None) -> EnvSetup:
         source = re.sub(r"(?m)^SERVER = .*$", f"SERVER = {command!r}", _text(files))
         files["environment.py"] = source.encode()
     return _written(folder, name, files, packages)
+
+
+def _command(data: str) -> list[str]:
+    """Its words. FlashError(invalid_argument) if they cannot start a server."""
+    words: list[str] = []
+    with suppress(ValueError):  # a quotation is not closed
+        words = shlex.split(data)
+    what = "it is no command"
+    if words:
+        is_path = "/" in words[0] or Path(words[0]).suffix in PROGRAMS
+        if not is_path or Path(words[0]).expanduser().exists():
+            return words
+        what = f"there is no such file: {words[0]}"
+    fix = "name the server's file on this machine, or the command that starts it"
+    raise FlashError("invalid_argument", what, data=data, fix=fix)
 
 
 def _installed(command: list[str], data: str) -> tuple[str, list[str]]:

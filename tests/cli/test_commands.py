@@ -85,6 +85,7 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
         (["train", "--environment", "echo", "--set", "stepz=3"], 2, "did you mean 'steps'?"),
         (["train", "--environment", "echo", "--set", "steps"], 2, "no '='"),
         (["train", "none.toml"], 2, "none.toml"),
+        (["train", "--environment", "echo", "--eval-before", "true"], 2, "a flag has no value"),
         (["env-push", "a", "b"], 2, "'b' is a word too many: env-push takes one FOLDER; the name is --name"),
         (["curate", "a", "b"], 2, "'b' is a word too many: curate takes one RUNS"),
         (["catalog", "b"], 2, "catalog takes options only"),
@@ -289,6 +290,10 @@ def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):
     assert (code, json.loads(out)["passed"]) == (0, True)
     assert run("env-push", str(folder), "--name", "sums")[0] == 0
     assert run("train", str(folder / "configs" / "rl.toml"), "--validate-only")[0] == 0
+    (folder / "environment.py").write_text("raise ValueError\n")
+    code, out, _ = run("env_test", "--folder", str(folder), "--json")
+    assert (code, json.loads(out)["passed"]) == (1, False)
+    assert run("env_test", "--folder", str(ROOT / "environments/examples/sort_words"), "--time-s", "0.1")[0] == 1
 
 
 def test_a_port_that_is_taken_is_refused(run: Run):

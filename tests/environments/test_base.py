@@ -40,9 +40,13 @@ def test_a_bad_dataset_is_refused_with_file_and_line(tmp_path: Path, content: by
         load_dataset(tmp_path / "rows.jsonl")
 
 
-def test_a_missing_dataset_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"rows.jsonl: there is no such file in "):
+def test_a_missing_dataset_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DatasetError, match=r"rows.jsonl: there is no such file in .*own folder"):
         load_dataset(tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for path in ("rows.jsonl", tmp_path / "rows.jsonl"):
+        with pytest.raises(DatasetError, match=r"there is no such file in \S+$"):
+            load_dataset(path)
 
 
 def test_rows_keep_their_ids_and_get_stable_ones(tmp_path: Path) -> None:
@@ -51,6 +55,8 @@ def test_rows_keep_their_ids_and_get_stable_ones(tmp_path: Path) -> None:
     first, second = load_dataset(tmp_path / "rows.jsonl")
     assert (first.id, first.input, first.output, first.metadata) == ("7", "a", "A", {"k": 1})
     assert second.input == "line\u2028break"
+    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8-sig")
+    assert load_dataset(tmp_path / "rows.jsonl") == [first, second]
     assert second.id == load_dataset(tmp_path / "rows.jsonl")[1].id
 
 

@@ -65,13 +65,13 @@ def test_each_part_of_the_way_pays_more_than_the_one_before() -> None:
         (ASK, ANSWER),
     ]
     rewards = [play(*way)[1] for way in ways]
-    assert [reward.score for reward in rewards] == [0.0, 0.1, 0.3, 0.4, 0.6, 0.7, 1.0]
+    assert [reward.score for reward in rewards] == [0.0, 0.1, 0.3, 0.35, 0.6, 0.65, 1.0]
     assert [reward.success for reward in rewards] == [False] * 6 + [True]
 
 
 def test_an_answer_without_the_calculator_is_no_success() -> None:
     _, reward = play(ANSWER)
-    assert (reward.score, reward.success) == (0.3, False)
+    assert (reward.score, reward.success) == (0.35, False)
     assert play("<answer>1</answer>")[1].score == 0.0
 
 

@@ -282,6 +282,8 @@ FIXES = {
         "return a low score instead of raising, whatever the model wrote"),
     "field": ("def score_response(self, example, text): return RewardResult(0.0, threshold=1.0)", "junk",
         "RewardResult takes score, success, reason, error, metrics and metadata, and RewardMetric name and score"),
+    "metrics": ("def score_response(self, example, text): return RewardResult(0.0, metrics={'a': 1.0})", "junk",
+        "RewardResult takes score, success, reason, error, metrics and metadata, and RewardMetric name and score"),
     "exit": ("def score_response(self, example, text): return text[:4] == 'asdf' and os._exit(3)", "junk",
         "raise or return instead of ending the process: look for exit calls, signals and crashes of native code"),
 }  # fmt: skip
@@ -309,6 +311,10 @@ LOAD_FIXES = {
         {"size": 2},
         "leave the argument that it names out of environment_args, or let the code accept it",
     ),
+    "of a task": ("TaskExample(input='a')", {}, "correct environment.py at the line named"),
+    "of a class within": ("(lambda: Sized())()", {}, "correct environment.py at the line named"),
+    "unreadable": ("open('/etc/shadow')", {}, "put the data into the environment's own folder"),
+    "unwritable": ("open('notes.txt', 'w')", {}, "put the data into the environment's own folder"),
     "missing": ("Sized()", {}, "pass the argument that it names in environment_args, or give it a default"),
     "package": (
         "__import__('no_such_package')",
@@ -346,6 +352,12 @@ async def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
     assert (await check(tmp_path)).probes[0].fix.startswith("pass the folder that holds environment.py")
     (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text("netwrk = true\n")
     assert (await check(tmp_path)).probes[0].fix.startswith("correct environment.toml")
+
+
+async def test_a_syntax_error_is_shown_without_the_frames_of_its_import(tmp_path: Path) -> None:
+    (tmp_path / "environment.py").write_text("def f(:\n")
+    evidence = (await check(tmp_path)).probes[0].evidence
+    assert re.search(r'environment.py", line 1\n.*def f\(:', evidence) and "importlib" not in evidence
 
 
 async def test_a_long_answer_is_cut_with_its_quotes_closed(tmp_path: Path) -> None:
@@ -524,12 +536,19 @@ async def test_without_time_for_a_prompt_every_check_is_unfinished(tmp_path: Pat
     source = """
     class Sample(Addition):
         def build_prompt_messages(self, example):
-            time.sleep(30)
+            time.sleep(60)
     """
     folder = environment_folder(tmp_path, source)
-    report = await gate.check(folder, deadline_s=4, timeout_s=20)
+    report = await gate.check(folder, deadline_s=16, timeout_s=50)  # loading it may take 8 s
     assert report.verdict == "unfinished"
     assert set(gate.PROBES) < set(report.unfinished)
+
+
+async def test_a_load_that_takes_the_time_for_all_checks_is_unfinished(tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path, "time.sleep(60)\nclass Sample(Addition): pass")
+    report = await gate.check(folder, deadline_s=2)
+    assert (report.verdict, report.unfinished) == ("unfinished", ["loads"])
+    assert "took longer than 1 s" in report.probes[0].evidence and "(time_s)" in report.probes[0].fix
 
 
 async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(tmp_path: Path) -> None:

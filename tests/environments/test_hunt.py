@@ -12,6 +12,7 @@ from environments.checks import hunt as hunting
 from environments.checks.hunt import Hunt, hunt
 from environments.process.host import EnvironmentHost
 from flash_mcp.tools.shared.source_texts import folder_texts, source_texts
+from flash_mcp.tools.starters import Template, env_setup
 from tests.folders import environment_folder
 from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
 
@@ -85,6 +86,21 @@ def test_texts_of_a_source_are_its_strings_what_its_patterns_match_and_its_names
 
 async def test_the_hunt_raises_no_false_alarm_on_some_clean_environments(tmp_path: Path) -> None:
     assert not any(each.exploits for each in await hunted(tmp_path, CLEAN[::5]))
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["calculator", "sort_words", "dataset", "tool_use", "mcp_server", pytest.param("agent", marks=pytest.mark.long)],
+)
+async def test_no_cheap_answer_to_a_starter_pays(template: Template, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("question,answer\n" + "".join(f"Which word is number {n}?,word{n}\n" for n in range(60)))
+    folder = tmp_path / "starter"
+    env_setup(str(folder), template, data=str(rows) if template == "dataset" else None)
+    async with await EnvironmentHost.start(folder) as host:
+        tasks = range(host.splits["train"])
+        result = await hunt(host, "train", tasks, deadline_s=600, source_texts=folder_texts(folder))
+    assert result.is_finished and not result.exploits
 
 
 @pytest.mark.long  # nothing ends the search early: 50 s of a processor

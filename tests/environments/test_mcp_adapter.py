@@ -62,6 +62,17 @@ def test_a_server_that_ends_is_named_with_its_exit_code(tmp_path: Path) -> None:
         server_of(tmp_path, "raise SystemExit(3)")
 
 
+def test_a_server_that_ends_is_quoted_with_the_end_of_its_standard_error(tmp_path: Path, source: str) -> None:
+    with pytest.raises(McpError, match=r"exit code 1: ModuleNotFoundError: No module named 'no_such'\n.*\nTraceback"):
+        server_of(tmp_path, "import no_such")
+    filled = 'import sys\nsys.stderr.write("a line\\n" * 20_000)\n'
+    server = server_of(tmp_path, filled + source.replace("return str(left * right)", "sys.exit('no more')"))
+    with pytest.raises(McpError, match=r": no more\n") as caught:
+        server.call("multiply", {"left": 6, "right": 7})
+    assert len(str(caught.value)) < 1000
+    server.close()
+
+
 def test_where_no_call_makes_a_task_the_last_failure_of_each_tool_is_quoted(
     tmp_path: Path, source: str, make_tasks: ModuleType
 ) -> None:

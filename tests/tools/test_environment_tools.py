@@ -101,6 +101,24 @@ async def test_env_setup_names_the_templates_there_are(client: Client, tmp_path:
     assert "sort_words" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        ({"template": "calculator", "data": "rows.csv"}, "data='rows.csv'", "data or template='calculator'"),
+        ({"template": "agent", "question": "q"}, "question='q'", "question or template='agent'"),
+        ({"template": "mcp_server", "answer": "a"}, "answer='a'", "answer or template='mcp_server'"),
+        ({"environment": "plain", "template": "dataset"}, "template='dataset'", "template or environment"),
+        ({"environment": "plain", "data": "rows.csv"}, "data='rows.csv'", "data or environment"),
+    ],
+)
+async def test_arguments_of_env_setup_that_contradict_each_other_are_refused(
+    client: Client, arguments: dict[str, str], what: str, fix: str, tmp_path: Path
+) -> None:
+    text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), **arguments)
+    assert text.startswith("[invalid_argument")
+    assert f"does not go with {what}" in text and f"leave out {fix}" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("template", ["tool_use", "mcp_server", "agent"])
 async def test_templates_with_tools_pass_their_test(client: Client, template: str, tmp_path: Path) -> None:
@@ -174,6 +192,19 @@ async def test_a_server_of_another_language_is_copied_and_one_that_is_fetched_is
     for data, words in (("npx -y a-package", "npx esbuild node_modules/"), ("uvx --from", "uvx PROGRAM")):
         text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", data=data)
         assert words in text
+
+
+@pytest.mark.parametrize("data", ["/x/none.py", "none.py --fast", "~/none", "./none --fast", "none.mjs"])
+async def test_a_server_whose_file_does_not_exist_is_refused(client: Client, data: str, tmp_path: Path) -> None:
+    text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", data=data)
+    assert text.startswith("[invalid_argument") and "there is no such file" in text
+    for words in (" ", "serve 'it"):
+        text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", data=words)
+        assert "it is no command" in text
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "serve").write_text("")
+    started = await call(client, "env_setup", template="mcp_server", data=f"{tmp_path}/serve --fast")
+    assert f"SERVER = ['{tmp_path}/serve', '--fast']" in started["contents"]["environment.py"]
 
 
 async def test_a_published_version_comes_back_as_a_folder(client: Client, tmp_path: Path) -> None:
@@ -428,6 +459,29 @@ async def test_a_push_says_what_env_test_found_of_the_very_same_files(client: Cl
     assert open_store().gate(digest, {"level": 2}).time is None, "other arguments, other tasks"
     (folder / "notes.txt").write_text("another version")
     assert (await call(client, "env_push", name="sums", folder=str(folder)))["gate"] == "never run"
+
+
+@pytest.mark.slow
+async def test_a_folder_that_cannot_be_pushed_fails_its_test(client: Client, tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path / "task", "class Sample(Addition): pass")
+    (folder / "rows.jsonl").symlink_to(__file__)
+    tested = await call(client, "env_test", folder=str(folder), time_s=600)
+    (failed,) = [probe for probe in tested["probes"] if probe.get("result") == "failed"]
+    assert (failed["name"], tested["passed"]) == ("files", False)
+    assert "rows.jsonl' is a link" in failed["evidence"] and "replace it by the file itself" in failed["fix"]
+    assert tested["next"] == "correct what files says, then env_test again"
+
+
+@pytest.mark.slow
+async def test_a_test_without_time_leaves_an_earlier_pass(client: Client, tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path / "task", "time.sleep(1.5)\nclass Sample(Addition): pass")
+    asked = {"environment": (await call(client, "env_push", name="late", folder=str(folder)))["environment"]}
+    digest = asked["environment"].partition("@")[2]
+    assert (await call(client, "env_test", time_s=1, **asked))["unfinished"] == ["loads"]
+    assert str(open_store().gate(digest, None)) == "unfinished: loads"
+    assert (await call(client, "env_test", time_s=600, **asked))["passed"]
+    assert (await call(client, "env_test", time_s=1, **asked))["unfinished"] == ["loads"]
+    assert str(open_store().gate(digest, None)) == "passed"
 
 
 @pytest.mark.slow

@@ -42,8 +42,8 @@ WEIGHTS = {
     "asked": 0.1,
     "calculated": 0.2,
     "right_calculation": 0.3,
-    "answered": 0.1,
-    "right_answer": 0.3,
+    "answered": 0.05,
+    "right_answer": 0.35,
 }
 """The reward of each part of a solution, in the order in which a beginner learns them. An answer in
 the right form earns nothing until the calculator was used; otherwise the model would stop there.

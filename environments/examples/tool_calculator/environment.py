@@ -24,7 +24,7 @@ from environments import (
 SIZES = {"train": 500, "eval": 200}
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 INSTRUCTIONS = "Call calculate first. Then answer with the number alone."
-WEIGHTS = {"called": 0.3, "right_call": 0.3, "answered": 0.1, "right_answer": 0.3}
+WEIGHTS = {"called": 0.3, "right_call": 0.3, "answered": 0.05, "right_answer": 0.35}
 """The reward of each part of a solution, in the order in which a beginner learns them. An answer
 earns nothing until the tool was called; otherwise the model would stop there.
 """

@@ -410,7 +410,15 @@ async def test_what_step_episode_must_not_do_is_explained(tmp_path: Path, statem
         ("RewardResult(score='1')", "the score must be a finite number, got '1'"),
         ("RewardResult(score=None)", "the score must be a finite number, got None"),
         ("1.0", "score_episode must return a RewardResult, got float 1.0"),
-        ("RewardResult(score=1, metrics=[('a', 1)])", "using what score_episode returned raised AttributeError"),
+        (
+            "RewardResult(score=1, metrics=[('a', 1)])",
+            "the metrics must be a list of RewardMetric, got list [('a', 1)]",
+        ),
+        ("RewardResult(score=1, metrics=None)", "the metrics must be a list of RewardMetric, got None"),
+        (
+            "RewardResult(score=1, reason=type('R', (), {'__str__': lambda self: 1 / 0})())",
+            "using what score_episode returned raised ZeroDivisionError",
+        ),
     ],
 )
 async def test_a_score_that_is_none_is_explained(tmp_path: Path, result: str, expected: str) -> None:
