@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import anyio
 import pytest
 from rich.console import Console
 
-from bench import bare, dates, rows
+from bench import bare, dates, lessons, rows
 from bench.dates import Plan
 from bench.loop import Json, Task, markdown, play
 from flash_mcp.cli.demo import connected, outcome
@@ -72,11 +74,12 @@ def test_an_agent_plays_the_loop_within_its_calls_and_tokens(folder: Path, tiny_
         export="merged",
     )
 
-    async def loop() -> Json:
+    async def loop(model: Path) -> Json:
         async with connected(Console(file=io.StringIO())) as session:
-            return await dates.play(session, plan, str(tiny_model), folder)
+            return await dates.play(session, plan, str(model), folder)
 
-    found = anyio.run(loop)
+    with tempfile.TemporaryDirectory() as short:  # results name the model often, and pytest's paths are long
+        found = anyio.run(loop, shutil.copytree(tiny_model, Path(short) / "tiny"))
     assert found["calls"] <= dates.MOST_CALLS and found["tokens"] <= dates.MOST_TOKENS
     base, sft, grpo = found["table"]
     assert base["step"] == 0 and base["run_id"] == sft["run_id"] != grpo["run_id"]
@@ -121,6 +124,35 @@ def test_runs_without_a_value_have_a_verdict_for_each_seed(tiny_model: Path, fla
     assert places == [("sort_words", 0, 2), ("sort_words", 1, 2), ("dates", 0, 2), ("dates", 1, 2)]
     table = bare.markdown(result)
     assert table.count("| sort_words |") == 2 and "| underpowered | 2 |" in table
+
+
+@pytest.mark.long
+def test_a_student_and_chosen_tasks_are_measured_beside_what_they_replace(
+    tiny_model: Path, flash_home: Path, tmp_path: Path
+) -> None:
+    quick: Json = {"model": str(tiny_model), "steps": 2, "max_tokens": 8, "eval_examples": 20}
+
+    async def loop() -> Json:
+        async with connected(Console(file=io.StringIO())) as session:
+            distilled = await lessons.distill(session, tmp_path / "distill", 1, quick)
+            return distilled, await lessons.useful(session, tmp_path / "useful", 1, {**quick, "eval_every": 1})
+
+    distilled, chosen = anyio.run(loop)
+    assert distilled["rows"][0]["rollouts"] == [64, 32]
+    assert "| 64, 32 |" in lessons.markdown_of_distill(distilled)
+    assert [row["task"] for row in chosen["rows"]] == list(lessons.TASKS)
+    for row in chosen["rows"]:
+        plain, useful = row["passes"], row["useful"]
+        assert [rollouts for rollouts, _ in plain] == [0, 32, 64]
+        assert len(useful) == 3 and 64 <= useful[-1][0] <= 3 * 64
+    assert lessons.markdown_of_useful(chosen).count("| calculator") == 2
+
+
+def test_rollouts_to_a_target_lie_between_two_evaluations() -> None:
+    plain, chosen = [(0, 0.0), (100, 0.5), (200, 1.0)], [(0, 0.0), (100, 1.0)]
+    assert lessons._share(plain, chosen, 0.9) == pytest.approx(90 / 180)
+    assert lessons._share(plain, [(0, 0.0), (100, 0.4)], 0.9) is None
+    assert [lessons._words(number) for number in (3, 20, 48)] == ["three", "twenty", "forty-eight"]
 
 
 def test_what_failed_is_shown_with_its_code() -> None:

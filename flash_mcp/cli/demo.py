@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 import anyio
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
-from mcp.types import BlobResourceContents, TextContent
+from mcp.types import BlobResourceContents, CallToolResult, TextContent
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -38,6 +38,10 @@ from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.starters import TEMPLATES
 
+NOT_INSTALLED = "[not_ready environment="
+INSTALL_S = 600.0
+"""The longest time that an environment's packages are waited for."""
+AGAIN_S = 15.0
 HELD_OUT = ("n", "success", "low", "high")
 SIDE = ("tasks", "success", "low", "high")
 
@@ -66,17 +70,26 @@ class Session:
         if not quiet:
             shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items())
             self.console.print(f"\n[bold cyan]{tool}[/]({_escaped(shown)})", highlight=False)
-        listener = _ignored if waits else None
-        result = await self.client.call_tool(tool, arguments, progress_callback=listener)
-        blocks = [block.text for block in result.content if isinstance(block, TextContent)]
-        self.results.append((tool, " ".join(blocks)))
+        deadline = time.monotonic() + INSTALL_S
+        result, text = await self._once(tool, arguments, waits=waits)
+        while result.is_error and NOT_INSTALLED in text and time.monotonic() < deadline:
+            await anyio.sleep(AGAIN_S)
+            result, text = await self._once(tool, arguments, waits=waits)
         if result.is_error:
-            what = f"{tool} failed: {' '.join(blocks)}"
+            what = f"{tool} failed: {text}"
             raise FlashError("internal", what, fix="fix this error and run the demo again")
         content = cast(Json, result.structured_content)
         if not quiet and "next" in content:
             self.console.print(f"  [dim]next: {_escaped(content['next'])}[/]", highlight=False)
         return content
+
+    async def _once(self, tool: str, arguments: Json, *, waits: bool) -> tuple[CallToolResult, str]:
+        """The result of one call, and its text."""
+        listener = _ignored if waits else None
+        result = await self.client.call_tool(tool, arguments, progress_callback=listener)
+        text = " ".join(block.text for block in result.content if isinstance(block, TextContent))
+        self.results.append((tool, text))
+        return result, text
 
     @contextmanager
     def timed(self, name: str) -> Generator[None]:

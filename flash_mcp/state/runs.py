@@ -57,12 +57,12 @@ class RunTable(Connection):
             return Run.from_row(rows[0])
         sql = "SELECT id FROM runs WHERE serves IS NULL ORDER BY created DESC LIMIT 1000"
         recent = self.column(sql)
-        raise FlashError(
-            "unknown_run",
-            f"there is no run {run_id!r}{did_you_mean(run_id, recent)}",
-            run_id=run_id,
-            fix="call status without run_id for the list of runs",
-        )
+        fix = "call status without run_id for the list of runs"
+        plain, _, step = run_id.partition("@")
+        if step:
+            fix = f"pass run_id={plain!r}, and step={step} where the tool takes a step"
+        what = f"there is no run {run_id!r}{did_you_mean(run_id, recent)}"
+        raise FlashError("unknown_run", what, run_id=run_id, fix=fix)
 
     def server_run(self, run_id: str) -> Run:
         """As `run`, also if it is the model server of a deployment."""

@@ -26,7 +26,7 @@ from flash_mcp.supervisor.server import idle_minutes
 from flash_mcp.tools.shared.machine import HEALTH, Finding, findings_of
 from flash_mcp.tools.shared.placing import Place, places
 from flash_mcp.tools.shared.tool_base import Result, ResultModel
-from flash_mcp.tools.shared.truncation import utc
+from flash_mcp.tools.shared.truncation import two_digits, utc
 
 Kind = Literal[
     "models",
@@ -264,7 +264,7 @@ def catalog(
         spent=costs.spent(store.used_s_by_target(), store.base) if "devices" in shown else None,
         has_more=has_more,
         cursor=str(end) if has_more and kind else None,
-        next=_next_step(kind, shown, has_more),
+        next=_next_step(kind, shown, has_more, requested),
     )
 
 
@@ -351,7 +351,7 @@ def _steps(store: Store) -> Steps:
         if points := store.series(run.id, "time/step_s", points=1):
             step_s = points[0][1]
             size = f"{run.training.conversations_per_step} conversations"
-            steps[place] = f"{step_s:.2g} s for {size} ({run.algorithm}, {run.id})"
+            steps[place] = f"{two_digits(step_s)} s for {size} ({run.algorithm}, {run.id})"
             if cost := costs.cost_of({run.target: 100 * step_s * run.spec.gpus}, store.base):
                 steps[place] += f", 100 steps {cost}"
     return steps
@@ -499,7 +499,7 @@ def _deployments(store: Store) -> list[Deployment]:
     return results
 
 
-def _next_step(kind: Kind | None, shown: Json, has_more: bool) -> str:
+def _next_step(kind: Kind | None, shown: Json, has_more: bool, requested: str) -> str:
     environments = shown.get("environments")
     for finding in shown.get("health", ()):
         if finding.level != "ok":
@@ -511,7 +511,9 @@ def _next_step(kind: Kind | None, shown: Json, has_more: bool) -> str:
     if environments:
         call = f"train(environment={environments[0].name!r}, validate_only=true)"
         return f"{call} shows what a run would be"
-    if environments is not None:
+    if requested and not any(shown.values()):
+        return f"no name contains {requested!r}: leave contains out for all"
+    if environments is not None and not requested:
         if not caller().is_local:
             return "no environment yet: env_setup() returns a starter, env_push publishes files"
         return "no environment yet: env_setup writes a starter, env_push publishes a folder"

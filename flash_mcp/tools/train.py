@@ -218,6 +218,7 @@ async def _started(
         runs = [run]
     run = runs[0]
     next_step = await _followed(plan.store, run, is_own=created)
+    plan.estimate.disk = None  # it was enough
     result = _result(plan, run_id=run.id, state=run.state, created=created, next=next_step)
     if seeds:
         result.notes = [note_on(runs), *(result.notes or ())]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from mcp import Client
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from rich.console import Console
 
 from flash_mcp.cli import demo
+from flash_mcp.protocol.errors import FlashError
 from tests.places import AGENT_CALCULATOR
 
 pytestmark = pytest.mark.slow
@@ -41,3 +47,25 @@ def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
     printed = capsys.readouterr().out
     assert "passed tool_calls: " in printed and figures["verdict"] in printed
     assert f"flash-mcp status {figures['run_id']}" in printed
+
+
+@pytest.mark.anyio
+async def test_a_call_waits_while_packages_of_an_environment_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "AGAIN_S", 0.01)
+    server = MCPServer("installing")
+    tries: list[str] = []
+
+    @server.tool()
+    def train(environment: str) -> dict[str, int]:
+        tries.append(environment)
+        if environment == "broken" or len(tries) < 3:
+            code = "requirements_failed" if environment == "broken" else "not_ready"
+            raise ToolError(str(FlashError(code, "its packages are still being installed", environment=environment)))
+        return {"tries": len(tries)}
+
+    async with Client(server) as client:
+        session = demo.Session(client, Console(file=io.StringIO()))
+        assert (await session.call("train", environment="slow"))["tries"] == 3
+        with pytest.raises(FlashError, match="requirements_failed"):
+            await session.call("train", environment="broken")
+    assert tries == ["slow"] * 3 + ["broken"]

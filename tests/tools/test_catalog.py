@@ -70,7 +70,8 @@ def test_a_model_that_the_catalog_does_not_name_is_shown_by_its_hub_id(monkeypat
     assert model.fits.startswith("no: 39.1 GiB") and model.step == "unmeasured"
     (model,) = catalog(kind="models", contains="someone/some-model").models or []
     assert model.fits.startswith("not known")
-    assert catalog(kind="models", contains="no/such/model").models == []
+    nothing = catalog(kind="models", contains="no/such/model")
+    assert nothing.models == [] and "leave contains out" in nothing.next
     (model,) = catalog(kind="models", contains="Qwen/Qwen3-0.6B").models or []
     assert model.name == "qwen3-0.6b"
 

@@ -28,7 +28,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
-from flash_mcp.tools.shared.truncation import to_text
+from flash_mcp.tools.shared.truncation import to_text, two_digits
 from flash_mcp.tools.training import probe
 from flash_mcp.tools.training.run_time import RunTime
 from tests.calls import call, named_calls, refused
@@ -198,6 +198,28 @@ async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_t
     again = await call("train", environment="echo", steps=3, idempotency_key="k")
     assert (again["run_id"], again["environment"]) == (first["run_id"], first["environment"])
     assert (await call("train", environment="echo", steps=3))["environment"] == "echo@fedcba9876543210"
+
+
+async def test_a_run_that_cannot_move_the_model_is_not_advised_the_rate_that_it_has(tmp_path: Path):
+    push_echo(tmp_path)
+    asked = {"environment": "echo", "steps": 1, "batch_size": 4, "validate_only": True}
+    (note,) = [note for note in (await call("train", **asked))["notes"] if "learning_rate x" in note]
+    assert note.endswith("of this size: take 2 steps")
+    slow = await call("train", **asked, learning_rate=1e-4)
+    (note,) = [note for note in slow["notes"] if "learning_rate x" in note]
+    assert note.endswith("take learning_rate=0.0002, or 4 steps")
+
+
+async def test_what_was_not_looked_at_in_a_model_is_said(tmp_path: Path):
+    push_echo(tmp_path)
+    checked = await call("train", environment="echo", model="foo/not-in-the-catalog", validate_only=True)
+    assert any(note.startswith("foo/not-in-the-catalog is not in the catalog") for note in checked["notes"])
+    checked = await call("train", environment="echo", settings={"thinking": True}, validate_only=True)
+    assert any(note.startswith("thinking=true has no effect") for note in checked["notes"])
+
+
+def test_a_pace_has_two_digits_and_no_exponent():
+    assert [two_digits(pace) for pace in (0.0141, 1.44, 144.0, 1440.0)] == ["0.014", "1.4", "140", "1400"]
 
 
 async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -685,6 +707,11 @@ async def test_an_unknown_run_is_refused_with_the_nearest_ids(tmp_path: Path):
     wrong = run.id[:-1] + ("0" if run.id[-1] != "0" else "1")
     error = await refused("status", run_id=wrong)
     assert (error.code, run.id in error.what) == ("unknown_run", True)
+
+
+async def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_its_two_arguments(tmp_path: Path):
+    error = await refused("deploy", run_id="run-00000000@30")
+    assert "run_id='run-00000000', and step=30" in error.fix
 
 
 # -- cancel ----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from flash_mcp.supervisor import keeper, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
 from flash_mcp.tools.shared.tool_base import longest_wait_s, report
+from flash_mcp.tools.shared.truncation import two_digits
 
 T = TypeVar("T")
 
@@ -196,7 +197,7 @@ def progress_of(
     """
     what = f"{run.id}: {run.phase or run.state}"
     if run.step and run.steps:
-        pace = f", usually {step_s:.2g} s each" if step_s else ""
+        pace = f", usually {two_digits(step_s)} s each" if step_s else ""
         return f"{what}, {run.step} of {run.steps} steps{pace}", run.step / run.steps
     if run.started and start_s:
         elapsed = time.time() - run.started

@@ -39,7 +39,7 @@ class Estimate(ResultModel):
     regression: str | None = None
     """Whether the regression split is tried before and after."""
     disk: str | None = None
-    """What checkpoints take, and what is free."""
+    """With validate_only: what checkpoints take, and what is free."""
     time: RunTime | None = None
     """From the sample's tokens and speed, else from earlier runs there, of the model or, as a
     guess, of another; absent if there are none."""

@@ -15,6 +15,7 @@ from flash_mcp.protocol.base_models import parameters_in_name
 from flash_mcp.protocol.spec import default_learning_rate
 from flash_mcp.state.references import OF_THE_PACKAGE
 from flash_mcp.tools.shared.loading import contamination_note
+from flash_mcp.tools.shared.table import FROM_ROWS
 from flash_mcp.tools.shared.truncation import to_text
 from flash_mcp.tools.training import probe
 from flash_mcp.tools.training.plan import Plan
@@ -72,6 +73,10 @@ def _of_tasks(plan: Plan) -> list[str]:
     if dataset and manifest and manifest["allow_eval_tasks"] and manifest["counts"]["eval_tasks"]:
         risk = "a better evaluation afterwards may be memory"
         notes.append(f"{dataset.reference} may hold eval tasks: {risk}")
+    if manifest and manifest["environment"]["digest"] == FROM_ROWS:
+        empty = manifest["counts"]["truncated"]
+        if empty:
+            notes.append(f"{empty} rows without a question or an answer were left out")
     if not estimate.prompt_tokens_about:
         risk = "steps will be slow, and prompts may be too long"
         notes.append(f"no task opened within {probe.OPENINGS_S:g} s: {risk}")
@@ -92,9 +97,12 @@ def _of_steps(plan: Plan) -> list[str]:
     usual = default_learning_rate("grpo", parameters)
     share = spec.learning_rate * spec.steps * spec.batch_size / (usual * MOVING_PROMPTS)
     if share < 1:
+        remedy = f"{math.ceil(spec.steps / share)} steps"
+        if spec.learning_rate < usual:
+            remedy = f"learning_rate={usual:g}, or {remedy}"
         notes.append(
             f"learning_rate x steps x batch_size is {share:.0%} of the least that moved a model of "
-            f"this size: take learning_rate={usual:g}, or {math.ceil(spec.steps / share)} steps"
+            f"this size: take {remedy}"
         )
     if spec.conversations_per_step < NOISY_ROLLOUTS:
         rollouts = f"a step of {spec.conversations_per_step} rollouts"
@@ -130,10 +138,21 @@ def _of_evaluations(plan: Plan) -> list[str]:
 
 
 def _of_machine(plan: Plan) -> list[str]:
-    notes = [plan.inputs.placed, *(need.warning() for need in plan.needs)]
+    notes = [plan.inputs.placed, *_of_model(plan), *(need.warning() for need in plan.needs)]
     if missing := _missing(plan.spec.report_to):
         notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
     return list(filter(None, notes))
+
+
+def _of_model(plan: Plan) -> list[str]:
+    """What nobody looks at in the model before the run, or does nothing with it."""
+    card = plan.inputs.card
+    if card.scheme == "hub" and card.parameters is None:
+        unseen = "whether the hub has it and how large it is shows when the run starts"
+        return [f"{card.name} is not in the catalog: {unseen}"]
+    if plan.spec.thinking and not card.thinking:
+        return [f"thinking=true has no effect: {card.name}'s template has no switch for it"]
+    return []
 
 
 def _of_gate(plan: Plan) -> list[str]:

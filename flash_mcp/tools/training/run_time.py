@@ -17,6 +17,7 @@ from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import costs
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.truncation import two_digits
 
 TRAINING_SHARE = 1.0
 """Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
@@ -89,7 +90,7 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
     if not spec.generates or spec.regression == "off":
         return work
     share = REGRESSION_ROLLOUTS / (work.rollouts + held_out)
-    size = f"{REGRESSION_ROLLOUTS} short rollouts, {share:.1%} of the run's number"
+    size = f"{REGRESSION_ROLLOUTS} short rollouts, {share:.0%} more"
     if spec.regression == "auto" and share > REGRESSION_SHARE:
         return replace(work, regression=f"off: {size}; regression='on' tries them")
     held_out += REGRESSION_ROLLOUTS
@@ -122,7 +123,7 @@ def _by_size(store: Store, work: Work, others: Sequence[Run]) -> RunTime | None:
         if not parameters or not its_parameters or not (time := _as_before(store, work, [run])):
             continue
         ratio = parameters / its_parameters
-        size = f"{ratio:.2g} times the parameters of {run.model}"
+        size = f"{two_digits(ratio)} times the parameters of {run.model}"
         basis = f"a guess, as no run of this model was measured: {size}; {time.basis}"
         return RunTime(seconds=round(ratio * time.seconds), basis=basis)
     return None
@@ -149,7 +150,7 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
     run, pace = paces[0]
     step_s = pace * work.spec.conversations_per_step
     seconds = step_s * work.steps
-    basis = f"{work.steps} steps of {step_s:.2g} s as in {run.id}"
+    basis = f"{work.steps} steps of {two_digits(step_s)} s as in {run.id}"
     attempt_s = _attempt_s(store, run)
     if work.held_out and attempt_s is None:
         basis += ", without evaluations"
@@ -236,7 +237,7 @@ def _training_share(store: Store, spec: RunSpec) -> TrainingShare:
         rollout = store.series(run.id, "time/rollout_s", points=1)
         if train and rollout and rollout[0][1]:
             share = train[0][1] / rollout[0][1]
-            basis = f"{share:.2g} s of training for each of generation as in {run.id}"
+            basis = f"{two_digits(share)} s of training for each of generation as in {run.id}"
             return TrainingShare(share, True, basis)
     basis = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
     return TrainingShare(TRAINING_SHARE, False, basis)
