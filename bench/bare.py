@@ -17,7 +17,7 @@ from flash_mcp.cli.demo import Session, watch
 
 Json = dict[str, Any]
 STARTERS = ("calculator", "sort_words")
-PACKAGED = ("spell_backward", "letter_counting")
+PACKAGED = ("family_relationships", "letter_counting", "spell_backward")
 TASKS = (*STARTERS, "dates", *PACKAGED)
 
 
@@ -60,8 +60,8 @@ async def _published(session: Session, task: str, folder: Path) -> str:
 def markdown(result: Json) -> str:
     """The runs as a section of docs/loop.md."""
     lines = ["## With no value set", ""]
-    lines += ["| task | seed | before | after | verdict | steps | minutes |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += ["| task | seed | before | after | best constant | verdict | steps | minutes |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     lines += map(_line, result["rows"])
     return "\n".join([*lines, ""])
 
@@ -69,6 +69,6 @@ def markdown(result: Json) -> str:
 def _line(row: Json) -> str:
     before, after = row["before"]["success"], row["after"]["success"]
     verdict = row["verdict"]["outcome"].replace("_", " ")
-    shares = f"{before:.3f} | {after:.3f} of {row['after']['n']}"
+    shares = f"{before:.3f} | {after:.3f} of {row['after']['n']} | {row['after']['constant']:.3f}"
     length = f"{row['steps']} | {row['seconds'] / 60:.0f}"
     return f"| {row['task']} | {row['seed']} | {shares} | {verdict} | {length} |"

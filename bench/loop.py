@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import bare, dates, rows
+from bench import bare, dates, lessons, rows
 from flash_mcp.cli.demo import Session, connected, outcome, watch
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
@@ -43,6 +43,8 @@ class Task:
     grpo: Json
 
 
+SEEDED = {"bare": bare.play, "distill": lessons.distill, "useful": lessons.useful}
+"""What is played with several seeds."""
 ADAPTER: Json = {"lora_rank": 16, "lora_alpha": 32, "learning_rate": 2e-4}
 TASKS = {
     "calculator": Task(
@@ -223,10 +225,10 @@ def markdown(figures: Json) -> str:
 
 async def run(console: Console, names: list[str], model: str | None, seeds: int = 1) -> Json:
     figures: Json = {}
-    if names == ["bare"]:
-        with tempfile.TemporaryDirectory(prefix="flash-bare-") as folder:
+    if names[0] in SEEDED:
+        with tempfile.TemporaryDirectory(prefix="flash-seeded-") as folder:
             async with connected(console) as session:
-                return {"bare": await bare.play(session, Path(folder), seeds)}
+                return {names[0]: await SEEDED[names[0]](session, Path(folder), seeds)}
     if names == ["dates"]:
         async with connected(console) as session:
             return {"dates": await dates.play(session, model=model)}
@@ -252,9 +254,11 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    choices = [*TASKS, *dates.ABOUT, "rows", "bare"]
+    choices = [*TASKS, *dates.ABOUT, "rows", *SEEDED]
     parser.add_argument("--only", choices=choices, help="this task alone")
-    parser.add_argument("--seeds", type=int, default=1, help="with --only bare: runs a task")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="with --only bare, distill, useful: runs a task"
+    )
     parser.add_argument("--model", help="base model (default: the catalog's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
@@ -268,6 +272,7 @@ def main() -> int:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.markdown:
         own = {"bare": bare.markdown, "rows": rows.markdown}
+        own |= {"distill": lessons.markdown_of_distill, "useful": lessons.markdown_of_useful}
         own |= dict.fromkeys(dates.ABOUT, dates.markdown)
         pages = [own[name](value) for name, value in figures.items() if name in own]
         options.markdown.write_text("".join(pages) or markdown(figures))
