@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -82,9 +81,7 @@ class Rehearsal:
         self.store = Store(self.home)
         self.model = folder / "hidden" / "tiny"
         self.node_disk = folder / "node-disk"
-        self.keys = folder / "keys.sh"
-        lines = [f"{name}={shlex.quote(each)}" for name, each in objects.environment.items()]
-        self.keys.write_text("\n".join(lines))
+        self.keys = objects.write_keys(folder / "keys.sh")
 
     def make_model(self) -> None:
         if not self.model.exists():

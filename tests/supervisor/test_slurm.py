@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ import fsspec
 import psutil
 import pytest
 
+from environments.settings import LOCAL_OWNER
 from flash_mcp import __version__
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
@@ -35,6 +37,7 @@ from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.probe import probe
 from flash_mcp.supervisor.targets import open_target
 from tests import engines, slurm
+from tests.accounts import ACCOUNT, AS_ACCOUNT, stand_in_for_sudo
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_node_code import without_packages
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
@@ -74,7 +77,7 @@ class Lab:
         with (source / "environment.py").open("a") as code:
             code.write(NEEDS_SECRET)
         self.environment = self.store.add_environment(name="vowels", digest=source.name, path=str(source), size_bytes=1)
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more.pop("env", {})}
         fields = {"engine": "slurm", "storage": storage, "python": sys.executable, **more}
         settings = new_target(home, "lab", {**fields, "env": variables, "home": node and str(node)})
         for name in ("lab", "near"):
@@ -276,14 +279,13 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
 def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secret_is_seen(
     object_store: ObjectStore, hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = tmp_path / "keys.sh"
-    lines = [f"{name}={shlex.quote(each)}" for name, each in object_store.environment.items()]
-    keys.write_text("\n".join(lines))
+    keys = object_store.write_keys(tmp_path / "keys.sh")
     storage = f"s3://{BUCKET}/flash"
     lab = Lab(hidden / "s3", storage, tmp_path / "node", tiny_model, env_file=str(keys))
     monkeypatch.setenv("PLANTED_KEY", PLANTED)
     arguments = {"needs_secret": True}
-    run = lab.train(steps=2, secrets=["PLANTED_KEY"], environment_args=arguments)
+    # The store is looked at every ten seconds: fewer steps could lie between two looks.
+    run = lab.train(steps=200, save_every=100, secrets=["PLANTED_KEY"], environment_args=arguments)
     everything = fsspec.filesystem("s3", skip_instance_cache=True)
     places = [Path(os.environ["SLURM_CONF"]).parent, lab.home / "attempts", tmp_path / "node"]
 
@@ -306,21 +308,20 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
         lab.until(lambda phases=phases: str(lab.now(run).phase).startswith(phases))
         assert leaks() == []
     ended = lab.finish(run)
-    assert (ended.state, ended.step) == ("succeeded", 2), lab.trouble()
+    assert (ended.state, ended.step) == ("succeeded", 200), lab.trouble()
     assert leaks() == []
-    assert "step 2/2" in lab.store.log(run.id)
-    assert lab.store.checkpoint(run.id).path.startswith(f"{storage}/run-folders/{run.id}/checkpoints/2/")
+    assert "step 200/200" in lab.store.log(run.id)
+    assert lab.store.checkpoint(run.id).path.startswith(f"{storage}/run-folders/{run.id}/checkpoints/200/")
 
-    adapter = references.find_subject(lab.store, run.id).adapter
-    assert adapter
-    weights = Path(adapter["path"], "adapter_model.safetensors")
+    adapter = fetched_adapter(lab, run)
+    weights = Path(adapter, "adapter_model.safetensors")
     first = weights.stat().st_ino
-    assert not Path(adapter["path"], "optimizer.pt").exists()  # nobody needs it here
-    assert references.find_subject(lab.store, run.id).adapter == adapter
+    assert not Path(adapter, "optimizer.pt").exists()  # nobody needs it here
+    assert fetched_adapter(lab, run) == adapter
     assert weights.stat().st_ino == first  # it was not fetched again
 
     monkeypatch.setenv("FLASH_HOME", str(lab.home))
-    assert [each["step"] for each in flash("checkpoints", run.id)["checkpoints"]] == [2, 1]
+    assert [each["step"] for each in flash("checkpoints", run.id)["checkpoints"]] == [200, 100]
     flash("export", run.id, "--format", "adapter", "--to", str(tmp_path / "exported"))
     assert (tmp_path / "exported" / "adapter_model.safetensors").is_file()
     wait_for(lambda: flash("deploy", run.id)["state"] != "starting", TIMEOUT_S)
@@ -333,6 +334,43 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert not weights.exists()
     everything.invalidate_cache()
     assert everything.find(f"{BUCKET}/flash") == []
+
+
+def test_a_run_trains_and_is_cancelled_as_the_account_of_its_owner(
+    object_store: ObjectStore, hidden: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in place of sudo that lets everybody be anybody."""
+    if subprocess.run([*AS_ACCOUNT, sys.executable, "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip(f"the account {ACCOUNT} may not run {sys.executable}")
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)  # pytest's own folders are closed to others
+        place.chmod(0o755)
+        stand_in_for_sudo(place / "bin", place / "calls", monkeypatch)
+        keys = object_store.write_keys(place / "keys.sh")
+        (place / "home").mkdir()
+        shutil.chown(place / "home", ACCOUNT)
+        lab = Lab(
+            hidden / "accounts", f"s3://{BUCKET}/flash", None, tiny_model,
+            env_file=str(keys), users={LOCAL_OWNER: ACCOUNT}, env={"TMPDIR": str(place / "home")},
+        )  # fmt: skip
+        run = lab.train(eval_before=True)
+        assert lab.until_step(run, 1).username() == ACCOUNT
+        ended = lab.finish(run)
+        assert (ended.state, ended.step, ended.attempt) == ("succeeded", 3, 1), lab.trouble()
+        assert Path(fetched_adapter(lab, run), "adapter_model.safetensors").is_file()
+        cancelled = lab.train(steps=400)
+        worker = lab.until_step(cancelled, 1)
+        queue.request_cancel(lab.store, cancelled.id)
+        assert lab.finish(cancelled).state == "cancelled"
+        wait_for(lambda: not worker.is_running() and not is_queued(cancelled.id))
+        assert {path.owner() for path in (place / "home").rglob("*")} == {ACCOUNT}
+        assert "sbatch" in (place / "calls").read_text()
+
+
+def fetched_adapter(lab: Lab, run: Run) -> str:
+    adapter = references.find_subject(lab.store, run.id).adapter
+    assert adapter
+    return adapter["path"]
 
 
 def is_queued(job: str) -> bool:
@@ -373,7 +411,7 @@ def test_the_commands_from_nothing_work_as_they_are_typed(
     keys = tmp_path / "keys.sh"
     if block == 2:
         store: ObjectStore = request.getfixturevalue("object_store")
-        keys.write_text("".join(f"{name}={shlex.quote(each)}\n" for name, each in store.environment.items()))
+        store.write_keys(keys)
     home = hidden / f"nothing-{block}"
     typed = (ROOT / "docs" / "targets.md").read_text().split("```sh\n")[block].split("```")[0]
     assert len(typed.splitlines()) <= 6
