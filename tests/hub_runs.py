@@ -57,7 +57,7 @@ class Lesson:
         return f"{self.name}, seed {self.fields['seed']}" if "seed" in self.fields else self.name
 
 
-TEAM = {"max_tokens": 24, "learning_rate": 2e-4, "eval_examples": 40}
+TEAM = {"max_tokens": 24, "learning_rate": 2e-4, "eval_examples": 100}
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 LESSONS = [
     Lesson("verifiers", "ToolEnv chain_sum", warm_up=10, steps=2, fields={"max_tokens": 40}),
@@ -69,7 +69,7 @@ LESSONS = [
         "verifiers", "SingleTurnEnv chain_sum", SUMS, warm_up=12, steps=8, fields={"max_tokens": 8, "eval_examples": 40}
     ),
     *(
-        Lesson("agents", name, steps=8, fields={**TEAM, "seed": seed})
+        Lesson("agents", name, steps=16, fields={**TEAM, "seed": seed})
         for seed in range(3)
         for name in ("roles and threads", "LangGraph")
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -116,6 +117,11 @@ class ObjectStore:
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._tell("start")
+
+    def write_keys(self, path: Path) -> Path:
+        """A file for `env_file` of a target."""
+        path.write_text("\n".join(f"{name}={shlex.quote(each)}" for name, each in self.environment.items()))
+        return path
 
     def end(self) -> None:
         with self._process as server:

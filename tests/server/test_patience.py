@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -87,9 +88,21 @@ async def test_a_client_that_gave_up_gets_its_next_answer_before_it_gives_up_aga
         with anyio.move_on_after(2 * CALL_S):
             await waited(client, run.id, first["since"], progress_callback=ignore)
             pytest.fail("it waited for less than it may")
-        with anyio.fail_after(2 * CALL_S):
+        with anyio.fail_after(patience.LONG_CALL_S / 10):  # without what it learnt it would wait ten times as long
             answer = await waited(client, run.id, first["since"], progress_callback=ignore)
         assert "now" in answer
+
+
+def test_the_next_call_ends_before_the_time_after_which_its_client_gave_up() -> None:
+    request = SimpleNamespace(meta={"progress_token": 1})
+    client = SimpleNamespace(client_params=SimpleNamespace(client_info=SimpleNamespace(name="impatient")))
+    context: Any = SimpleNamespace(request_context=request, session=client)
+    remembered = patience.Patience()
+    assert remembered.limit_s(context) == patience.LONG_CALL_S
+    remembered.gave_up(context, 300.0)
+    assert patience.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
+    remembered.gave_up(context, 1.0)  # no call is that quick: its user stopped it
+    assert patience.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
 
 
 async def test_waits_end_with_the_server(running: tuple[Run, RunWriter], server: Team) -> None:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.places import ROOT, TESTS
 
 CARDS = ["NVIDIA H100:9.0:80", "NVIDIA A100:8.0:40", "NVIDIA RTX 4090:8.9:24"]
 
 
+@pytest.mark.long  # half a minute of a processor, and only another vLLM can change it
 def test_vllm_takes_the_arguments_for_a_card(tiny_model: Path) -> None:
     command = [sys.executable, TESTS / "worker" / "gpu_configuration.py", tiny_model, *CARDS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
