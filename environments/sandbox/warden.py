@@ -274,12 +274,20 @@ def _uses_more(pids: set[int], memory_bytes: int) -> bool:
     """Whether they use more together, without the memory of files. Shared memory is divided among
     them only if that can change the answer, because it is slow.
     """
-    used = {pid: _kibibytes(pid, "status", "RssAnon", "RssShmem") for pid in pids}
-    if sum(used.values()) << 10 <= memory_bytes:
+    if sum(map(_resident, pids)) << 10 <= memory_bytes:
         return False
-    for pid in used:  # all of it if its shares cannot be read
-        used[pid] = _kibibytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") or used[pid]
-    return sum(used.values()) << 10 > memory_bytes
+    # What a process shares with one that starts or ends meanwhile counts twice, but hardly in two
+    # looks.
+    return all(sum(map(_share, pids)) << 10 > memory_bytes for _ in range(2))
+
+
+def _resident(pid: int) -> int:
+    return _kibibytes(pid, "status", "RssAnon", "RssShmem")
+
+
+def _share(pid: int) -> int:
+    """All of its memory if its share cannot be read."""
+    return _kibibytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") or _resident(pid)
 
 
 def _kibibytes(pid: int, file: str, *names: str) -> int:

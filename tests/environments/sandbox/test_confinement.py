@@ -501,6 +501,25 @@ async def test_memory_that_is_shared_counts_once(tmp_path: Path, made: str) -> N
         assert (await attack.fault(share.replace("SIZE", "700"))).code == "environment_memory"
 
 
+async def test_processes_that_end_while_their_memory_is_read_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_kib = 250 << 10
+    alive = {1, 2, 3, 4}
+
+    def read(pid: int, file: str, *names: str) -> int:
+        if pid not in alive:
+            return 0
+        if file == "status":
+            return shared_kib
+        share = shared_kib // len(alive)
+        if len(alive) > 1:
+            alive.remove(pid)  # as soon as its share has been read
+        return share
+
+    monkeypatch.setattr(warden, "_kibibytes", read)
+    assert not warden._uses_more({*alive}, 500 << 20)
+    assert warden._uses_more({*alive}, 200 << 20)
+
+
 @pytest.mark.hostile("resources")
 @pytest.mark.parametrize("hoard", ["file", "sockets"])
 async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(tmp_path: Path, hoard: str) -> None:
