@@ -22,6 +22,7 @@ from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 from mcp.server.extension import Extension
 from mcp.server.mcpserver.context import Context
 from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
+from mcp.server.mcpserver.tools import Tool as RegisteredTool
 from mcp_types import (
     CallToolResult,
     Completion,
@@ -113,27 +114,13 @@ class FlashServer(MCPServer[Any]):
             log_level="WARNING",
             middleware=[_as_its_caller],
             extensions=extensions,
+            tools=[_registered(tool) for tool in tools.values()],
         )
         self.known = tools
         self.patience = Patience()
         self.contributed: set[str] = set()
         for extension in extensions:
             self.contributed.update(binding.fn.__name__ for binding in extension.tools())
-        for tool in tools.values():
-            self.add_tool(
-                _never_blocking(tool.function),
-                name=tool.name,
-                title=tool.title,
-                description=tool.description,
-                annotations=ToolAnnotations(
-                    title=tool.title,
-                    read_only_hint=tool.read_only,
-                    destructive_hint=tool.destructive,
-                    idempotent_hint=tool.idempotent or tool.read_only,
-                    open_world_hint=tool.open_world,
-                ),
-                structured_output=True,
-            )
 
     async def list_tools(self) -> list[WireTool]:
         """The tools, with schemas that strict clients accept."""
@@ -281,6 +268,25 @@ async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNex
     state = getattr(ctx.request, "state", None)
     with acting_as(getattr(state, "caller", caller())):
         return await call_next(ctx)
+
+
+@functools.cache  # tests build many servers, and most of it is to make schemas
+def _registered(tool: Tool) -> RegisteredTool:
+    """The tool as the server of the package `mcp` has it."""
+    return RegisteredTool.from_function(
+        _never_blocking(tool.function),
+        name=tool.name,
+        title=tool.title,
+        description=tool.description,
+        annotations=ToolAnnotations(
+            title=tool.title,
+            read_only_hint=tool.read_only,
+            destructive_hint=tool.destructive,
+            idempotent_hint=tool.idempotent or tool.read_only,
+            open_world_hint=tool.open_world,
+        ),
+        structured_output=True,
+    )
 
 
 def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
