@@ -78,9 +78,7 @@ def server_command(
     """
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
-    from worker.capacity import KV_BLOCK_TOKENS  # noqa: PLC0415
     from worker.engine import vllm as engine  # noqa: PLC0415
-    from worker.precision import name_of, precision_of  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
@@ -110,16 +108,7 @@ def server_command(
         cards = use_cards(model, state_directory())
         options["gpu-memory-utilization"] = engine.UTILIZATION
     else:
-        flags.append("--enforce-eager")
-        options["worker-cls"] = engine.CPU_LORA_WORKER
-        dtype = precision_of(config, model)
-        options["dtype"] = name_of(dtype)
-        itemsize = dtype.itemsize
-        options["block-size"] = KV_BLOCK_TOKENS
-        # Unbound, and half of the cores: a run may train at the same time.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        cores = psutil.cpu_count(logical=False) or 2
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+        itemsize = _set_for_cpu(config, model, flags, options)
     _add_template(model, flags, options)
     # A bounded cache: a run may train on the same card, now or later.
     options |= _cache(model, config, length, cards, itemsize)
@@ -130,6 +119,26 @@ def server_command(
     for name, value in {**options, **(more or {})}.items():
         command += [f"--{name}", str(value)]
     return command
+
+
+def _set_for_cpu(config: Any, model: Path, flags: list[str], options: dict[str, Any]) -> int:
+    """Set what a server without a card needs. Returns the bytes of a number in its cache."""
+    from worker.capacity import KV_BLOCK_TOKENS  # noqa: PLC0415
+    from worker.engine import vllm as engine  # noqa: PLC0415
+    from worker.precision import name_of, precision_of  # noqa: PLC0415
+
+    dtype = precision_of(config, model)
+    flags.append("--enforce-eager")
+    options["worker-cls"] = engine.CPU_LORA_WORKER
+    options["dtype"] = name_of(dtype)
+    options["block-size"] = KV_BLOCK_TOKENS
+    # In spite of the flag vLLM compiles its sampler, at the first answer that is sampled.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    # Unbound, and half of the cores: a run may train at the same time.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    cores = psutil.cpu_count(logical=False) or 2
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+    return dtype.itemsize
 
 
 def _cache(model: Path, config: Any, length: int, cards: int, itemsize: int) -> dict[str, int]:
