@@ -89,7 +89,7 @@ def env_setup(
     data: Annotated[str | None, Field(min_length=1)] = None,
     question: str | None = None,
     answer: str | None = None,
-    scorer: Scorer = "tolerant",
+    scorer: Scorer | None = None,
 ) -> EnvSetup:
     """Write a starter project that trains as it is: environment.py, datasets, configs and the
     playbook TRAINING.md. Without folder, return its files instead.
@@ -107,21 +107,22 @@ def env_setup(
             mcp_server: its .py file, or the command that starts it.
         question: The column of the questions, if its name does not tell.
         answer: The column of the answers.
-        scorer: How answers are compared with those of data.
+        scorer: How answers are compared with those of data; tolerant if left out.
     """
+    columns = {"question": question, "answer": answer, "scorer": scorer}
     if environment is not None:
-        _exclude("environment", template=template, data=data, question=question, answer=answer)
+        _exclude("environment", template=template, data=data, **columns)
         return _pulled(folder, environment)
     if data is not None:
         refuse_server_side("data", "write rows into datasets/*.jsonl of a starter", data=data)
     if template == "mcp_server":
-        _exclude(f"template={template!r}", question=question, answer=answer)
+        _exclude(f"template={template!r}", **columns)
         return _of_server(folder, data)
     if template not in (None, "dataset"):
-        _exclude(f"template={template!r}", data=data, question=question, answer=answer)
+        _exclude(f"template={template!r}", data=data, **columns)
     if data is not None:
-        return _of_data(folder, data, question, answer, scorer)
-    if template == "dataset" or question is not None or answer is not None:
+        return _of_data(folder, data, question, answer, scorer or "tolerant")
+    if template == "dataset" or any(value is not None for value in columns.values()):
         fix = "pass data='/path/of/rows.csv' or data='hub:OWNER/NAME' too"
         raise FlashError("invalid_argument", "a dataset needs data", fix=fix)
     template = template or "calculator"

@@ -107,6 +107,7 @@ async def test_env_setup_names_the_templates_there_are(client: Client, tmp_path:
         ({"template": "calculator", "data": "rows.csv"}, "data='rows.csv'", "data or template='calculator'"),
         ({"template": "agent", "question": "q"}, "question='q'", "question or template='agent'"),
         ({"template": "mcp_server", "answer": "a"}, "answer='a'", "answer or template='mcp_server'"),
+        ({"template": "agent", "scorer": "judge"}, "scorer='judge'", "scorer or template='agent'"),
         ({"environment": "plain", "template": "dataset"}, "template='dataset'", "template or environment"),
         ({"environment": "plain", "data": "rows.csv"}, "data='rows.csv'", "data or environment"),
     ],
