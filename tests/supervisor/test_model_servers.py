@@ -41,6 +41,7 @@ from flash_mcp.supervisor import model_servers, serving_health
 from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import WORKER, Supervisor
+from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.supervisor.server import ADMIN_KEY, Server, check_port, idle_minutes, server_of
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
@@ -681,7 +682,7 @@ def _end_supervisor(home: Path) -> None:
     for process in psutil.process_iter(["cmdline"]):
         if str(home) in (process.info["cmdline"] or []) and "flash_mcp.supervisor" in process.info["cmdline"]:
             process.kill()
-            wait_for(lambda pid=process.pid: not is_running(pid))
+    wait_for(lambda: not is_supervised(home))  # its threads may hold the lock for a moment longer
 
 
 async def ready(run_id: str, **values: Any) -> Any:
