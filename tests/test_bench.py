@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 
 from bench import control, fairness
+from tests.forked import Forked
+from tests.places import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -24,15 +25,13 @@ QUIETLY = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 def bench(part: str, model: Path, folder: Path) -> tuple[dict[str, Any], str]:
     """What a quick run of `part` measured, and what it printed."""
-    command = [sys.executable, "-m", "bench", "--quick", "--only", part, "--model", str(model)]
-    done = subprocess.run(
-        [*command, "--json", folder / "bench.json"], cwd=Path(__file__).parents[1], env={**os.environ, **QUIETLY},
-        capture_output=True, text=True, timeout=850, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    arguments = ["-m", "bench", "--quick", "--only", part, "--model", str(model), "--json", str(folder / "bench.json")]
+    log = folder / "log"
+    log.touch()
+    assert Forked(arguments, log, {**os.environ, **QUIETLY}, ROOT).wait(850) == 0, log.read_text()
     report = json.loads((folder / "bench.json").read_text())
     assert report["quick"] and report["machine"]["threads"]["OMP_NUM_THREADS"] == "1"
-    return report[part], done.stdout
+    return report[part], log.read_text()
 
 
 @pytest.mark.skipif(not (PEERS / "flash").exists(), reason="scripts/peers installs the peer, and did not run yet")
@@ -94,6 +93,7 @@ def test_runs_with_and_without_staleness_are_measured(tiny_model: Path, tmp_path
     assert "over the first row" in table and "within the noise" in table
 
 
+@pytest.mark.long
 def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     result = control.run(tmp_path, repeat=1, quick=True)
     agents = result["agents"]
