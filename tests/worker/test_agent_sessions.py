@@ -158,6 +158,7 @@ async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fai
         assert all(map(heard, await rollouts_of(host, FakeEngine(), first=SESSIONS)))
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_leaves_no_agent_and_the_next_attempt_ends_the_run(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -256,6 +256,7 @@ async def refused(run_id: str, **arguments: Any) -> str:
                 assert result.structured_content["export"]["state"] == "running"
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_an_export_is_pushed_to_a_private_model_at_the_hub(run: Run, hub: dict[str, Any]) -> None:
     body = await exported(run, push_to="me/dates")

@@ -27,6 +27,7 @@ from worker.training.policy import load_policy
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
+@pytest.mark.long  # pytest and torch start anew for them
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="they run by themselves")
 def test_those_that_need_bitsandbytes_pass_with_it(tmp_path: Path) -> None:
     """It is kept out of the tests' environment: peft imports it, a second of each worker's start."""

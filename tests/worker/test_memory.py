@@ -47,6 +47,7 @@ def make_llama(folder: Path, tokenizer: Path) -> Path:
 # Nearly all that the tiny model's run holds are libraries, and those differ between machines.
 @pytest.mark.cpu
 @pytest.mark.parametrize(("size", "margin"), [("tiny", 0.35), ("135M", 0.2), ("327M", 0.2)])
+@pytest.mark.long
 def test_the_estimate_is_near_the_measured_peak(size: str, margin: float, tiny_model: Path, tmp_path: Path) -> None:
     fields = {"steps": 2, "save_every": 2}
     model = tiny_model
@@ -93,7 +94,14 @@ def test_the_pass_without_storage_holds_what_a_real_pass_holds(tiny_model: Path)
     assert held == pytest.approx(sum(saved.values()), rel=0.1)
 
 
-@pytest.mark.parametrize("fields", [{}, {"way": "state"}, {"way": "rows"}, {"recomputed": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"way": "rows"},
+        *(pytest.param(fields, marks=pytest.mark.long) for fields in ({}, {"way": "state"}, {"recomputed": True})),
+    ],
+    ids=str,
+)
 def test_what_a_few_layers_hold_tells_what_all_of_them_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
@@ -149,6 +157,7 @@ def test_a_run_whose_shortest_step_does_not_fit_is_refused_with_the_largest_term
     assert needed[0] <= capacity < needed[1]
 
 
+@pytest.mark.long
 def test_a_run_that_fits_only_while_conversations_stay_short_is_warned(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +172,9 @@ def test_a_run_that_fits_only_while_conversations_stay_short_is_warned(
     assert check(tiny_model, WORK, torch.bfloat16)[1:] == (None, None)
 
 
-@pytest.mark.parametrize(("prompt", "way"), [(100, "packed"), (1000, "packed"), (100, "rows")])
+@pytest.mark.parametrize(
+    ("prompt", "way"), [(100, "packed"), pytest.param(1000, "packed", marks=pytest.mark.long), (100, "rows")]
+)
 def test_a_group_that_fits_only_without_its_activations_is_computed_twice(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, prompt: int, way: str
 ) -> None:
@@ -187,6 +198,7 @@ def test_a_group_that_fits_only_without_its_activations_is_computed_twice(
     assert 0.7 * capacity < estimate(tiny_model, kept, torch.bfloat16, capacity).total <= capacity
 
 
+@pytest.mark.long
 def test_a_batch_of_rows_that_cannot_fit_names_the_knobs_of_sft(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

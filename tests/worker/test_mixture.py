@@ -76,6 +76,7 @@ def tried(run: RunFolder, step: int) -> list[tuple[str, float]]:
     return [(row["task_id"], row["reward"]) for row in run.rollouts(step)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_mixture_goes_on_with_the_data_of_an_undisturbed_one_and_measures_both(
     tiny_model: Path, tmp_path: Path

@@ -156,6 +156,7 @@ def second_rank(attempt: Attempt) -> psutil.Process:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.cpu
 def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_on(
     exact_model: Path, tmp_path: Path

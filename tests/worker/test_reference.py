@@ -260,8 +260,8 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("pack_tokens", "failed"),
     [
-        (packing.PACK_TOKENS, False),
         (16, True),
+        pytest.param(packing.PACK_TOKENS, False, marks=pytest.mark.long),
         pytest.param(packing.PACK_TOKENS, True, marks=pytest.mark.long),
         pytest.param(16, False, marks=pytest.mark.long),
     ],
@@ -315,8 +315,15 @@ def test_a_batch_that_two_policies_sampled_has_the_gradient_of_the_dense_referen
     check(train(fp32_model, groups, spec, tmp_path), fp32_model, groups, spec)
 
 
-@pytest.mark.parametrize("kind", ["adapter", "model"])
-@pytest.mark.parametrize("fields", [{}, {"loss_type": "dapo", "kl_penalty_coef": 0.1, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("adapter", {}),
+        ("model", {"loss_type": "dapo", "kl_penalty_coef": 0.1, "temperature": 0.7}),
+        pytest.param("adapter", {"loss_type": "dapo", "kl_penalty_coef": 0.1}, marks=pytest.mark.long),
+        pytest.param("model", {}, marks=pytest.mark.long),
+    ],
+)
 def test_a_distillation_has_the_gradient_of_the_dense_reference(
     fp32_model: Path, tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:

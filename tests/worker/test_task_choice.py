@@ -87,6 +87,7 @@ def tried(run: RunFolder, step: int) -> list[tuple[str, float]]:
     return [(row["task_id"], row["reward"]) for row in run.rollouts(step)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: Path, tmp_path: Path) -> None:
     environment, flag = held(tmp_path / "held", saved=tmp_path / "run" / "checkpoints" / "2")
@@ -125,6 +126,7 @@ def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: 
     assert run.checkpoints.manifest(4)["files"][trained] == whole.checkpoints.manifest(4)["files"][trained]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_try_the_tasks_of_one(tiny_model: Path, tmp_path: Path) -> None:
     """Also in the rounds that refill their step."""
