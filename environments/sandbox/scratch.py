@@ -46,7 +46,6 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
     home = machine_directory() / "scratch"
     home.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
-    threading.Thread(target=sweep, args=(home,), daemon=True, name="scratch").start()
     stack = ExitStack()
     with ExitStack() as counting:
         try:
@@ -57,6 +56,8 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
         _check_room(home, owner, most, most_of_owner)
         folder = Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home))
         lock_folder(folder, stack)
+    # Not before: while folders are counted they are locked for a moment, and would be left alone.
+    threading.Thread(target=sweep, args=(home,), daemon=True, name="scratch").start()
     return folder, stack
 
 
