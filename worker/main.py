@@ -216,8 +216,8 @@ def _train(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path, ra
 
 @contextmanager
 def _scratch_folder(url: str) -> Generator[Path]:
-    """The attempt's own temporary folder. What killed attempts left on this machine is removed: of
-    this run at once; of others, which may go on elsewhere, after a day.
+    """The attempt's own folder for all its temporary files. What killed attempts left on this
+    machine is removed: of this run at once; of others, which may go on elsewhere, after a day.
     """
     temporary, prefix = _temporary_folder(), scratch_prefix(url)
     for left in temporary.glob(f"{prefix}*"):
@@ -226,7 +226,19 @@ def _scratch_folder(url: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix=prefix, dir=temporary) as folder, ExitStack() as stack:
         with suppress(OSError):  # without locks, only the run's own attempts remove it
             lock_folder(Path(folder), stack)
+        stack.enter_context(_temporary_files_in(folder))
         yield Path(folder)
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Generator[None]:
+    """Let this process and those that it starts make temporary files there: vLLM leaves some."""
+    before = os.environ.get("TMPDIR", "")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        os.environ["TMPDIR"], tempfile.tempdir = before, None
 
 
 def _temporary_folder() -> Path:

@@ -13,8 +13,6 @@ from flash_mcp.protocol.nvidia import nvidia_smi
 
 MODEL_FOLDER = "FLASH_MODEL_FOLDER"
 """The variable with the folder of the base model that a server serves."""
-SCRATCH_FOLDER = "FLASH_SCRATCH_FOLDER"
-"""The variable with the folder of a server's attempt, which is removed after the attempt."""
 CARDS = "CUDA_VISIBLE_DEVICES"
 """The variable that names the GPUs of a process; empty for none."""
 PROCESS_SETTINGS = {

@@ -35,7 +35,6 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.server_log import STARTED, told_error
 from worker.heartbeat import Cancelled, Heartbeat
-from worker.process import SCRATCH_FOLDER
 
 log = logging.getLogger("worker")
 ALONE_S = 1800.0
@@ -182,8 +181,7 @@ def _start(job: Json, port: int, scratch: Path) -> _Child:
     command += ["--max-lora-rank", str(request["rank"]), "--name", request["name"]]
     if "port" not in request:
         command += ["--tls", str(scratch)]
-    folders = {"VLLM_RPC_BASE_PATH": str(scratch), SCRATCH_FOLDER: str(scratch)}
-    return _Child(command, {**os.environ, **folders}, port)
+    return _Child(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)}, port)
 
 
 def _answers(client: httpx.Client) -> bool:

@@ -133,7 +133,7 @@ async def test_an_adapter_gets_the_names_of_the_base_models_files_and_one_withou
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: bool
 ) -> None:
     monkeypatch.setenv("FLASH_MODEL_FOLDER", str(make_model("qwen3_5", tmp_path / "base")))
-    monkeypatch.setenv("FLASH_SCRATCH_FOLDER", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")

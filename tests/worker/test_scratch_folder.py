@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.attempts import Attempt, make_run
 from worker.main import _scratch_folder, _temporary_folder
 
 HOLD = """
@@ -55,6 +56,26 @@ def test_what_a_killed_attempt_left_is_removed_also_by_another_run_and_a_living_
     living.kill()
     living.wait()
     assert {*temporary.iterdir()} == {kept, other}
+
+
+class UnusedAttempt(Attempt):
+    """An attempt of a process that has not looked for a temporary folder yet."""
+
+    program = """
+import tempfile
+tempfile.tempdir = None
+from worker import main
+main.prepare_process()
+main.main()
+"""
+
+
+@pytest.mark.slow
+def test_an_attempt_leaves_no_temporary_file(temporary: Path, tiny_model: Path) -> None:
+    run = make_run(temporary.parent / "run", tiny_model, steps=1)
+    with UnusedAttempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    assert not [*temporary.iterdir()]
 
 
 def test_a_full_temporary_folder_is_kept_to(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

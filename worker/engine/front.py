@@ -36,7 +36,7 @@ from environments.settings import state_directory
 from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, WEIGHTS, named_as, with_noise
 from worker.engine.recorder import RATINGS, ROUTES, Recorder
 from worker.model_files import checkpoint_prefix, config_of
-from worker.process import MODEL_FOLDER, SCRATCH_FOLDER
+from worker.process import MODEL_FOLDER
 from worker.rollouts.rendering import limit_templates
 
 Routes = frozenset[tuple[str, str]]
@@ -90,7 +90,7 @@ class Front:
     @cached_property
     def copies(self) -> Path:
         """Adapters whose layers have other names than in their own folders."""
-        return Path(mkdtemp(prefix="adapters-", dir=os.environ.get(SCRATCH_FOLDER)))
+        return Path(mkdtemp(prefix="adapters-", dir=os.environ.get("TMPDIR")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
