@@ -270,7 +270,7 @@ async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNex
         return await call_next(ctx)
 
 
-@functools.cache  # tests build many servers, and most of it is to make schemas
+@functools.cache  # making the schemas takes most of the time to build a server
 def _registered(tool: Tool) -> RegisteredTool:
     """The tool as the server of the package `mcp` has it."""
     return RegisteredTool.from_function(
