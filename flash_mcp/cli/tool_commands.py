@@ -194,6 +194,7 @@ def _text(word: str) -> str:
 def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
     from flash_mcp.cli.views import show  # noqa: PLC0415
     from flash_mcp.judgement import curve as drawing  # noqa: PLC0415
+    from flash_mcp.tools.environments import EnvTest  # noqa: PLC0415
     from flash_mcp.tools.shared.tool_base import illustrations  # noqa: PLC0415
 
     curves = illustrations()
@@ -215,9 +216,9 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
     if not arguments.as_json:
         for points in curves:
             say(drawing.terminal(points))
-    # Of a result of env_test: so that `flash-mcp env-test && flash-mcp train` does not go on.
-    has_failed = getattr(result, "passed", None) is False
-    return int(has_failed or bool(getattr(result, "unfinished", None)))
+    # So that `flash-mcp env-test && flash-mcp train` does not go on.
+    has_failed = isinstance(result, EnvTest) and (result.passed is False or result.unfinished)
+    return int(bool(has_failed))
 
 
 def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
