@@ -84,7 +84,7 @@ async def useful(session: Session, folder: Path, seeds: int = 1, quick: Json | N
                 row[sampling] = await _curve(session, run)
             row["shares"] = [_share(row["passes"], row["useful"], target) for target in TARGETS]
             rows.append(row)
-            session.console.print(f"  {rows[-1]}", highlight=False)
+            session.console.print(f"  {row}", highlight=False)
     return {"rows": sorted(rows, key=lambda row: TASKS.index(row["task"]))}
 
 

@@ -109,20 +109,20 @@ def env_setup(
         answer: The column of the answers.
         scorer: How answers are compared with those of data; tolerant if left out.
     """
-    columns = {"question": question, "answer": answer, "scorer": scorer}
+    of_data = {"question": question, "answer": answer, "scorer": scorer}
     if environment is not None:
-        _exclude("environment", template=template, data=data, **columns)
+        _exclude("environment", template=template, data=data, **of_data)
         return _pulled(folder, environment)
     if data is not None:
         refuse_server_side("data", "write rows into datasets/*.jsonl of a starter", data=data)
     if template == "mcp_server":
-        _exclude(f"template={template!r}", **columns)
+        _exclude(f"template={template!r}", **of_data)
         return _of_server(folder, data)
     if template not in (None, "dataset"):
-        _exclude(f"template={template!r}", data=data, **columns)
+        _exclude(f"template={template!r}", data=data, **of_data)
     if data is not None:
         return _of_data(folder, data, question, answer, scorer or "tolerant")
-    if template == "dataset" or any(value is not None for value in columns.values()):
+    if template == "dataset" or any(value is not None for value in of_data.values()):
         fix = "pass data='/path/of/rows.csv' or data='hub:OWNER/NAME' too"
         raise FlashError("invalid_argument", "a dataset needs data", fix=fix)
     template = template or "calculator"

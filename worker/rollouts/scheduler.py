@@ -610,24 +610,24 @@ class AgentCalls:
             raise self._refused or EnvironmentFault("environment_error", what)
         return "length" if self._refused else ended
 
-    async def _answer(self, episode: int, asked: AgentCall) -> None:
+    async def _answer(self, episode: int, request: AgentCall) -> None:
         try:
-            call = self._call(asked)
-            grammar, stop = call.transcript.template.limits_of(asked.options)
+            call = self._call(request)
+            grammar, stop = call.transcript.template.limits_of(request.options)
         except FlashError as error:
             if error.code != "template_unsupported":
                 raise
-            await self._host.refuse_call(episode, asked.number, "invalid_value", error.account)
+            await self._host.refuse_call(episode, request.number, "invalid_value", error.account)
             return
         transcript = call.transcript
-        options = asked.options
+        options = request.options
         limits = self._limits
         budget = min(limits.max_tokens, limits.max_length - call.shown)
         budget = min(budget, options.max_tokens or budget)
         if budget < 1:
             fault = self._refused = _too_long(transcript, self._limits)
             await self._host.refuse_call(
-                episode, asked.number, "context_length_exceeded", fault.what
+                episode, request.number, "context_length_exceeded", fault.what
             )
             return
         prompt = transcript.ids
@@ -645,13 +645,13 @@ class AgentCalls:
         turn = transcript.add_answer(
             completion, reads_calls=options.tool_choice != "none", trains=options.is_trained
         )
-        self._answered[asked.number] = call
+        self._answered[request.number] = call
         self._rollout.turns += 1
         text = turn.content
         if completion.stopped_by in options.stop:
             text = text.partition(str(completion.stopped_by))[0]
         usage = self._usage(prompt, completion, transcript.template, options)
-        await self._host.answer_call(episode, asked.number, text, turn.tool_calls, usage)
+        await self._host.answer_call(episode, request.number, text, turn.tool_calls, usage)
 
     async def complete(self, episode: int, call: Call, sampling: Sampling) -> Completion | None:
         """The answer to a call; None if it was refused."""
