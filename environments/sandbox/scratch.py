@@ -56,7 +56,7 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
         _check_room(home, owner, most, most_of_owner)
         folder = Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home))
         lock_folder(folder, stack)
-    # Not before: while folders are counted they are locked for a moment, and would be left alone.
+    # After the count, which locks each folder for a moment: a sweep leaves locked folders alone.
     threading.Thread(target=sweep, args=(home,), daemon=True, name="scratch").start()
     return folder, stack
 

@@ -276,17 +276,18 @@ def _uses_more(pids: set[int], memory_bytes: int) -> bool:
     """
     if sum(map(_resident, pids)) << 10 <= memory_bytes:
         return False
-    # What a process shares with one that starts or ends meanwhile counts twice, but hardly in two
-    # looks.
+    # A process that starts or ends between two reads makes the sum too large. That hardly happens
+    # in two looks in a row.
     return all(sum(map(_share, pids)) << 10 > memory_bytes for _ in range(2))
 
 
 def _resident(pid: int) -> int:
+    """KiB of the process, all of what it shares included."""
     return _kibibytes(pid, "status", "RssAnon", "RssShmem")
 
 
 def _share(pid: int) -> int:
-    """All of its memory if its share cannot be read."""
+    """KiB of the process, what it shares divided; all of it if that cannot be read."""
     return _kibibytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") or _resident(pid)
 
 

@@ -89,7 +89,9 @@ class Front:
 
     @cached_property
     def copies(self) -> Path:
-        """Adapters whose layers have other names than in their own folders."""
+        """Adapters whose layers have other names than in their own folders. They lie in TMPDIR also
+        if its disk is full: Python would take another folder, where they would stay.
+        """
         return Path(mkdtemp(prefix="adapters-", dir=os.environ.get("TMPDIR")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
