@@ -148,7 +148,7 @@ class Child:
         self._main_thread = main_thread
         self._pool = ThreadPoolExecutor(MAX_THREADS)
         self._score_pool: Executor = self._pool
-        self._environment: Environment | None = None
+        self._loaded: Environment
         self._is_agent = False
         self._splits: dict[str, Sequence[TaskExample]] = {}
         self._episodes: dict[int, Episode] = {}
@@ -779,24 +779,6 @@ def _digest(text: str) -> str:
 # -- the process -----------------------------------------------------------------------------------
 
 
-class _Requests(asyncio.Protocol):
-    """Splits the input into lines. Ends the process when the parent is gone; the warden then ends
-    what it started.
-    """
-
-    def __init__(self, receive: Callable[[dict[str, Any]], None]) -> None:
-        self._receive = receive
-        self._rest = b""
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._receive(json.loads(line))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        os._exit(1)
-
-
 def _line(message: dict[str, Any]) -> str:
     """The reply as JSON, or a fault with the same number if that is impossible."""
     try:
@@ -811,13 +793,19 @@ def _line(message: dict[str, Any]) -> str:
 
 
 async def _serve(folder: Path, main_thread: MainThread, requests: int, replies: int) -> None:
+    """Serve until the parent is gone, and then end: the warden ends what this process started."""
     loop = asyncio.get_running_loop()
     replies_pipe = os.fdopen(replies, "wb", buffering=0)
     transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies_pipe)
     child = Child(folder, main_thread, lambda m: transport.write(_line(m).encode() + b"\n"))
+    reader = asyncio.StreamReader(limit=sys.maxsize)
     requests_pipe = os.fdopen(requests, "rb", buffering=0)
-    await loop.connect_read_pipe(lambda: _Requests(child.receive), requests_pipe)
-    await asyncio.Event().wait()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests_pipe)
+    try:
+        async for line in reader:
+            child.receive(json.loads(line))
+    finally:
+        os._exit(1)
 
 
 def main() -> None:
