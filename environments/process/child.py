@@ -199,7 +199,7 @@ class Child:
             plays_gold = type(environment).gold_turn is not EnvironmentAgent.gold_turn
             environment = _served(environment, self._call)
             self._is_agent = True
-        self._environment = environment
+        self._loaded = environment
         self._splits = await load(self._read_splits, environment)
         score_concurrency = max(1, int(environment.max_score_concurrency))
         if score_concurrency == 1:
@@ -225,16 +225,11 @@ class Child:
         return adapters.load(self.folder, module.load_environment, args)
 
     def _read_splits(self, environment: Environment) -> dict[str, Sequence[TaskExample]]:
-        splits: dict[str, Any] = {"train": environment.dataset, "eval": environment.eval_dataset}
-        for attribute, examples in zip(("dataset", "eval_dataset"), splits.values(), strict=True):
-            if not isinstance(examples, Sequence):
-                raise _bad_dataset(
-                    f"{attribute} must be a list of TaskExample, got {_kind(examples)}"
-                )
-            _check_tasks(attribute, cast("Sequence[Any]", examples))
-        if not splits["train"]:
+        for attribute in ("dataset", "eval_dataset"):
+            _check_tasks(attribute, getattr(environment, attribute))
+        if not environment.dataset:
             raise _bad_dataset("dataset is empty: an environment needs at least one task")
-        return splits
+        return {"train": environment.dataset, "eval": environment.eval_dataset}
 
     async def op_list_tasks(self, split: str, first: int) -> list[tuple[str, str]]:
         """A page of the task list from `first` on: (id, digest of the task). The digest ignores
@@ -260,10 +255,8 @@ class Child:
         self, episode: int, split: str, index: int, draw: int = 0
     ) -> dict[str, Any]:
         example = self._example(split, index)
-        seed = f"{split} {_task_id(example)}"
-        if draw:
-            seed += f" {draw}"
-        generators = Generators(seed)
+        suffix = f" {draw}" if draw else ""
+        generators = Generators(f"{split} {_task_id(example)}{suffix}")
         generators.use()
         environment = await self._call(self._loaded.new_episode, example)
         if not isinstance(environment, Environment):
@@ -314,10 +307,7 @@ class Child:
         state.metadata.update(result.metadata)
         reward = None
         if result.reward is not None:
-            reward = _finite(result.reward)
-            if reward is None:
-                got = _shown(result.reward)
-                raise _error(f"step_episode's reward must be a finite number, got {got}")
+            reward = _number(result.reward, "step_episode's reward")
             state.earned = (state.earned or 0.0) + reward
         if result.done:
             return {"done": True, "messages": [], "reward": reward}
@@ -391,9 +381,7 @@ class Child:
             score = self._loaded.score_group
             results = await self._call(score, example, finished, pool=self._score_pool)
             must = f"score_group must return a list of {len(finished)} RewardResults"
-            if isinstance(results, (str, bytes)) or not isinstance(results, Sequence):
-                raise _error(f"{must}, one for each episode, got {_kind(results)}")
-            rewards = cast("Sequence[Any]", results)
+            rewards = _list(results, f"{must}, one for each episode")
             if len(rewards) != len(finished):
                 raise _error(f"{must}, one for each episode, got {len(rewards)}")
             states = [self._episode(number) for number, *_ in episodes]
@@ -575,11 +563,6 @@ class Child:
     def _is_own(self, filename: str) -> bool:
         return Path(filename).is_relative_to(self.folder)
 
-    @property
-    def _loaded(self) -> Environment:
-        assert self._environment is not None
-        return self._environment
-
     def _example(self, split: str, index: int) -> TaskExample:
         examples = self._splits.get(split)
         if examples is None or not 0 <= index < len(examples):
@@ -607,7 +590,10 @@ def _awaited_places(awaited: Any) -> Iterator[traceback.FrameSummary]:
 # -- checks of what user code returned -------------------------------------------------------------
 
 
-def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
+def _check_tasks(attribute: str, value: Any) -> None:
+    if not isinstance(value, Sequence):
+        raise _bad_dataset(f"{attribute} must be a list of TaskExample, got {_kind(value)}")
+    examples = cast("Sequence[Any]", value)
     count = len(examples)
     if count > MAX_TASKS:
         raise _bad_dataset(f"{attribute} has {count:,} tasks; the most are {MAX_TASKS:,}")
@@ -651,18 +637,21 @@ def _assistant(text: str | None, tool_calls: list[dict[str, Any]]) -> ChatMessag
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise _error(f"tools must be a list of functions or schemas, got {_kind(value)}")
     try:
-        return tool_schemas(cast("Sequence[Any]", value))
+        return tool_schemas(_list(value, "tools must be a list of functions or schemas"))
     except (TypeError, ValueError, NameError) as error:
         raise _error(f"tools: {_cut(_message(error), 300)}") from error
 
 
 def _messages(value: Any, method: str, roles: Sequence[str]) -> list[ChatMessage]:
+    messages = _list(value, f"{method} must return a list of messages")
+    return [_chat_message(message, method, roles) for message in messages]
+
+
+def _list(value: Any, must: str) -> Sequence[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise _error(f"{method} must return a list of messages, got {_kind(value)}")
-    return [_chat_message(message, method, roles) for message in cast("Sequence[Any]", value)]
+        raise _error(f"{must}, got {_kind(value)}")
+    return cast("Sequence[Any]", value)
 
 
 def _chat_message(message: Any, method: str, roles: Sequence[str]) -> ChatMessage:
@@ -697,9 +686,7 @@ def _text(value: Any, what: str) -> str:
 def _score(result: Any, must: str) -> dict[str, Any]:
     if not isinstance(result, RewardResult):
         raise _error(f"{must}, got {_kind(result)}; write RewardResult(score=...)")
-    reward = _finite(result.score)
-    if reward is None:
-        raise _error(f"the score must be a finite number, got {_shown(result.score)}")
+    reward = _number(result.score, "the score")
     score: dict[str, Any] = {"reward": reward, "success": bool(result.resolved_success())}
     score["metrics"] = {}
     try:
@@ -712,6 +699,13 @@ def _score(result: Any, must: str) -> dict[str, Any]:
     for name, text in (("reason", result.reason), ("error", result.error)):
         score[name] = None if text is None else _text(str(text), name)
     return score
+
+
+def _number(value: Any, what: str) -> float:
+    number = _finite(value)
+    if number is None:
+        raise _error(f"{what} must be a finite number, got {_shown(value)}")
+    return number
 
 
 def _finite(value: Any) -> float | None:
