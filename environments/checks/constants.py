@@ -22,14 +22,7 @@ from functools import partial
 from statistics import fmean
 
 from environments.checks.answers import parts, tags
-from environments.checks.playing import (
-    Task,
-    known_gold,
-    last_message,
-    play,
-    read_prompt,
-    together,
-)
+from environments.checks.playing import Task, known_gold, look, play, prompt_text, together
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
@@ -148,8 +141,8 @@ async def best_constant(
         async with asyncio.timeout(TIMEOUT_S):
             result = await together(known_gold(host, Task(split, index)) for index in few)
             golds = [turns for turns in result if turns]
-            opened = (Task(split, index) for index in few[:FIRST_TASKS])
-            prompts = await together(read_prompt(host, task) for task in opened)
+            opened = await together(look(host, Task(split, index)) for index in few[:FIRST_TASKS])
+            prompts = [prompt_text(opening.messages) for opening in opened]
             texts = candidates(golds, prompts)
             if copies:
                 around = [*tags("\n".join(prompts)), ("", "")]
@@ -190,9 +183,9 @@ async def _play(
     try:
         plans = [(Task(split, index), turns) for index in tasks]
         if isinstance(turns, Copy):
-            messages = await together(last_message(host, task) for task, _ in plans)
-            answers = [(turns.of(message),) for message in messages]
-            plans = [(task, answer) for (task, _), answer in zip(plans, answers, strict=True)]
+            openings = await together(look(host, task) for task, _ in plans)
+            for place, opening in enumerate(openings):
+                plans[place] = plans[place][0], (turns.of(opening.messages[-1]["content"]),)
         played = await together(play(host, *plan) for plan in plans)
     except EnvironmentFault:
         return None

@@ -25,7 +25,7 @@ from statistics import fmean
 from environments.checks.answers import JUNK, final_answer, tags
 from environments.checks.calls import bad_turns
 from environments.checks.constants import INJECTED, USUAL, candidates
-from environments.checks.playing import Played, Task, known_gold, play, prompt_text, together
+from environments.checks.playing import Played, Task, known_gold, look, play, prompt_text, together
 from environments.checks.report import Probe, shown
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
@@ -134,10 +134,6 @@ class Move:
 
     kind: str
     make: Make
-
-    @property
-    def is_of_prompt(self) -> bool:
-        return self.kind == "prompt"
 
 
 @dataclass(frozen=True)
@@ -251,10 +247,6 @@ class _Result:
     def success(self) -> float:
         return fmean(item.score.success for item in self.played)
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        return self.success, self.reward
-
 
 @dataclass
 class _Hunter:
@@ -289,8 +281,7 @@ class _Hunter:
         self._golds = {task: gold for task, gold in zip(self._tasks, golds, strict=True) if gold}
         last = [gold[-1] for gold in golds if gold]
         for place, task in enumerate(self._tasks):
-            opening = await self._host.open(task.split, task.index)
-            await self._host.close(opening.episode)
+            opening = await look(self._host, task)
             own = self._golds.get(task, ("",))[-1]
             others = [text for text in last[place + 1 :] + last[:place] if text != own]
             calls = bad_turns(opening.tools) if opening.tools else ()
@@ -421,7 +412,7 @@ class _Hunter:
 
     def _pays(self, result: _Result, slack: float = 1.0) -> bool:
         """Whether it earns or succeeds so much that it is an exploit, or `slack` times that."""
-        is_of_prompt = result.move.is_of_prompt
+        is_of_prompt = result.move.kind == "prompt"
         # A part of the prompt may be what the task asks for.
         if is_of_prompt and fmean(result.solved) > 1 - ECHO_SHARE:
             return False
@@ -459,7 +450,7 @@ class _Hunter:
 
 def _best(tried: Sequence[_Result]) -> list[Move]:
     """The moves with the most successes and those with the highest rewards, each once."""
-    by_success = sorted(tried, key=lambda result: result.rank, reverse=True)
+    by_success = sorted(tried, key=lambda item: (item.success, item.reward), reverse=True)
     by_reward = sorted(tried, key=lambda result: result.reward, reverse=True)
     best = [*by_success[:BEST], *by_reward[:BEST]]
     return list({id(result.move): result.move for result in best}.values())

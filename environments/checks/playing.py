@@ -190,18 +190,11 @@ def prompt_text(messages: Sequence[ChatMessage]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-async def read_prompt(host: EnvironmentHost, task: Task) -> str:
-    return prompt_text(await _read_messages(host, task))
-
-
-async def last_message(host: EnvironmentHost, task: Task) -> str:
-    return (await _read_messages(host, task))[-1]["content"]
-
-
-async def _read_messages(host: EnvironmentHost, task: Task) -> list[ChatMessage]:
+async def look(host: EnvironmentHost, task: Task) -> Opening:
+    """The opening of a task, which is not played."""
     opening = await host.open(task.split, task.index)
     await host.close(opening.episode)
-    return opening.messages
+    return opening
 
 
 async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:

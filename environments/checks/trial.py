@@ -4,10 +4,10 @@ was seen of them, and how conversations are played."""
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from environments.base import ChatMessage
 from environments.checks.answers import JUNK, cut
@@ -19,6 +19,7 @@ SLOW_S = 0.25
 """Once a call takes longer, conversations are played at once: else there is no time for all."""
 AT_ONCE = 16
 
+T = TypeVar("T")
 Plan = tuple[Task, Answers]
 
 
@@ -114,14 +115,14 @@ class Trial:
         self.max_turns[task] = opening.max_turns
         await self.timed(task, (), "close_episode", self.host.close(opening.episode))
 
-    async def each(self, calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[Any]:
+    async def each(self, calls: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
         """The results of these calls, made one by one, or many at once if the environment is slow.
         The first fault ends it.
         """
-        results: list[Any] = []
+        results: list[T] = []
         while len(results) < len(calls):
             batch = calls[len(results) :][: self.at_once]
-            results += await together(_awaited(call) for call in batch)
+            results += await together(call() for call in batch)
         return results
 
     async def play(
@@ -162,10 +163,6 @@ class Trial:
         finally:
             seconds = time.monotonic() - begun
             self.slowest_s[method] = max(self.slowest_s.get(method, 0.0), seconds)
-
-
-async def _awaited(call: Callable[[], Awaitable[Any]]) -> Any:
-    return await call()
 
 
 def fail_if_many(hits: Mapping[Task, str], tasks: int, fix: str, share: float) -> str:
