@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import fmean
@@ -211,28 +212,52 @@ async def none(trial: Trial) -> str:
     return await _worthless(trial, [[None]])
 
 
+@dataclass
+class _Earned:
+    """What answers earned that must win nothing."""
+
+    rewards: list[float] = field(default_factory=list[float])
+    paid: dict[Task, str] = field(default_factory=dict[Task, str])
+    """What is too much, in words."""
+
+    async def play(
+        self,
+        trial: Trial,
+        plans: Sequence[Plan],
+        is_part: Callable[[Plan], bool] = lambda plan: False,
+    ) -> list[tuple[Plan, str]]:
+        """Play these conversations. Those that are successes, in words; see `_overpaid`."""
+        wins: list[tuple[Plan, str]] = []
+        for plan, played in zip(plans, await trial.play_all(plans, repeat=True), strict=True):
+            task, answers = plan
+            score = played.score
+            self.rewards.append(score.reward)
+            if score.success:
+                said = f"{task}: {shown(answers)} counts as a success"
+                wins.append((plan, f"{said}, with {score_text(score)}"))
+            elif overpaid := _overpaid(trial, plan, score, is_part=is_part(plan)):
+                self.paid.setdefault(task, overpaid)
+        return wins
+
+    def __str__(self) -> str:
+        count = len(self.rewards)
+        return f"{count} answers, no success, rewards {reward_range(self.rewards)}"
+
+
 async def _worthless(trial: Trial, texts: Sequence[Answers]) -> str:
     """Texts that say nothing must win on few tasks, and earn little."""
     count = len(trial.tasks)
     doubts: list[str] = []
-    rewards: list[float] = []
-    paid: dict[Task, str] = {}
+    earned = _Earned()
     for answers in texts:
-        hits: dict[Task, str] = {}
-        plans: list[Plan] = [(task, answers) for task in trial.tasks]
-        for task, played in zip(trial.tasks, await trial.play_all(plans, repeat=True), strict=True):
-            score = played.score
-            rewards.append(score.reward)
-            if score.success:
-                hits[task] = _success_text(task, answers, score)
-            elif earned := _overpaid(trial, task, answers, score):
-                paid.setdefault(task, earned)
-        trial.junk_rewards[tuple(answers)] = rewards[-count:]
+        wins = await earned.play(trial, [(task, answers) for task in trial.tasks])
+        hits = {task: win for (task, _), win in wins}
+        trial.junk_rewards[tuple(answers)] = earned.rewards[-count:]
         trial.junk_successes = max(trial.junk_successes, len(hits) / count)
         doubts.append(fail_if_many(hits, count, SUCCESS_FIX, JUNK_SHARE))
-    doubts.append(fail_if_many(paid, count, PAY_FIX, HIT_SHARE))
+    doubts.append(fail_if_many(earned.paid, count, PAY_FIX, HIT_SHARE))
     skip_if(doubts)
-    return f"{len(rewards)} answers, no success, rewards {reward_range(rewards)}"
+    return str(earned)
 
 
 async def truncated(trial: Trial) -> str:
@@ -244,62 +269,49 @@ async def truncated(trial: Trial) -> str:
             plans += [(task, [*turns, last[:size]]) for size in sorted({half, min(1, half)})]
     if not plans:
         raise ProbeSkipped("there is no gold answer whose end counts", "")
+    earned = _Earned()
     hits: dict[Task, str] = {}
-    paid: dict[Task, str] = {}
-    rewards: list[float] = []
     says_all = ""
-    played = await trial.play_all(plans, repeat=True)
-    for (task, answers), conversation in zip(plans, played, strict=True):
-        score = conversation.score
-        rewards.append(score.reward)
-        if score.success and _ends_in_first_word(trial.last_gold(task), answers[-1] or ""):
-            hits.setdefault(task, _success_text(task, answers, score))
-        elif score.success:
+    for (task, answers), win in await earned.play(trial, plans, lambda plan: True):
+        if _ends_in_first_word(trial.last_gold(task), answers[-1] or ""):
+            hits.setdefault(task, win)
+        else:
             # Half of a long answer may hold all that counts.
-            says_all = says_all or _success_text(task, answers, score)
-        elif earned := _overpaid(trial, task, answers, score, is_part=True):
-            paid.setdefault(task, earned)
+            says_all = says_all or win
     count = len(trial.tasks)
     skip_if(
         [
             fail_if_many(hits, count, CUT_FIX, _most_hits(trial)),
-            fail_if_many(paid, count, PAY_FIX, HIT_SHARE),
+            fail_if_many(earned.paid, count, PAY_FIX, HIT_SHARE),
         ]
     )
     if says_all:
         raise ProbeSkipped(says_all, CUT_FIX)
-    return f"{len(plans)} answers, no success, rewards {reward_range(rewards)}"
+    return str(earned)
 
 
 async def prompt_echo(trial: Trial) -> str:
     """Parts of the prompt must not win, and it must not give the gold answer away."""
-    hits: dict[Task, str] = {}
-    paid: dict[Task, str] = {}
-    rewards: list[float] = []
     plans: list[Plan] = []
     for task, messages in trial.prompts.items():
         texts = [messages[-1]["content"], trial.prompt(task), trial.asked(task)]
         plans += [(task, [text]) for text in texts if text]
-    played = await trial.play_all(plans, repeat=True)
-    for (task, answers), conversation in zip(plans, played, strict=True):
-        score = conversation.score
-        rewards.append(score.reward)
-        is_asked = answers == [trial.asked(task)]
-        if score.success:
-            hits.setdefault(task, _success_text(task, answers, score))
-        elif earned := _overpaid(trial, task, answers, score, is_part=is_asked):
-            paid.setdefault(task, earned)
+    earned = _Earned()
+    hits: dict[Task, str] = {}
+    wins = await earned.play(trial, plans, lambda plan: plan[1] == [trial.asked(plan[0])])
+    for (task, _), win in wins:
+        hits.setdefault(task, win)
     count = len(trial.tasks)
     # "Answer yes or no" names the gold answer of half the tasks.
     fix = "remove the gold answer from the prompt"
     skip_if(
         [
             fail_if_many(hits, count, ECHO_FIX, ECHO_SHARE),
-            fail_if_many(paid, count, PAY_FIX, ECHO_SHARE),
+            fail_if_many(earned.paid, count, PAY_FIX, ECHO_SHARE),
             fail_if_many(_stated(trial), count, fix, STATED_SHARE),
         ]
     )
-    return f"{len(rewards)} answers, no success, rewards {reward_range(rewards)}"
+    return str(earned)
 
 
 def _stated(trial: Trial) -> dict[Task, str]:
@@ -313,16 +325,11 @@ def _stated(trial: Trial) -> dict[Task, str]:
     return stated
 
 
-def _success_text(task: Task, answers: Answers, score: Score) -> str:
-    return f"{task}: {shown(answers)} counts as a success, with {score_text(score)}"
-
-
-def _overpaid(
-    trial: Trial, task: Task, answers: Answers, score: Score, *, is_part: bool = False
-) -> str:
+def _overpaid(trial: Trial, plan: Plan, score: Score, *, is_part: bool) -> str:
     """What such an answer earned, if that is near what the gold answer earned; else "". A part of
     a gold answer or of the prompt only has to earn less.
     """
+    task, answers = plan
     if task not in trial.played:
         return ""
     gold_reward = trial.played[task].score.reward
