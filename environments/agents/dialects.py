@@ -57,8 +57,6 @@ class Answer:
 
     turn: ChatMessage
     usage: Usage
-    call: int
-    """The number of the request."""
 
     @property
     def text(self) -> str:
@@ -693,10 +691,12 @@ class Messages(Dialect):
         what = f"{name:.80}: Extra inputs are not permitted"
         return ApiError(400, "unknown_parameter", what, name[:80])
 
-    def _message(self, answer: Answer, request: ApiRequest) -> Json:
+    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+        answer = answers[0]
+        used = answer.usage
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
         reason = reasons[answer.finish_reason]
-        if answer.usage.stopped_by is not None and not answer.calls:
+        if used.stopped_by is not None and not answer.calls:
             reason = "stop_sequence"
         return {
             "id": request.identity,
@@ -705,17 +705,13 @@ class Messages(Dialect):
             "model": request.model,
             "content": list(self._blocks(answer)),
             "stop_reason": reason,
-            "stop_sequence": answer.usage.stopped_by,
-            "usage": self._usage(answer),
-        }
-
-    def _usage(self, answer: Answer) -> Json:
-        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        used = answer.usage
-        return {
-            "input_tokens": used.prompt_tokens,
-            **cached,
-            "output_tokens": used.completion_tokens,
+            "stop_sequence": used.stopped_by,
+            "usage": {
+                "input_tokens": used.prompt_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": used.completion_tokens,
+            },
         }
 
     def _blocks(self, answer: Answer) -> Iterator[Json]:
@@ -729,11 +725,8 @@ class Messages(Dialect):
             call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
             yield {"type": "tool_use", "id": call["id"], **call_part}
 
-    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
-        return self._message(answers[0], request)
-
     def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
-        message = self._message(answers[0], request)
+        message = self.whole(answers, request)
         usage = message["usage"]
         begun: Json = {"content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
         yield self._event("message_start", message={**message, **begun})

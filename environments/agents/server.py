@@ -316,9 +316,9 @@ class Exchange:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 pending -= done
-                if leaving in done and not self._is_there(leaving):
-                    raise ConnectionError("the client left")
                 if leaving in done:
+                    if leaving.exception() or not leaving.result():
+                        raise ConnectionError("the client left")
                     # More bytes than the request has: they are of no interest.
                     leaving = asyncio.ensure_future(self._reader.read(1 << 16))
                 if not done:
@@ -328,9 +328,6 @@ class Exchange:
         finally:
             leaving.cancel()
             await asyncio.wait((leaving,))  # only one may read at a time
-
-    def _is_there(self, leaving: asyncio.Future[bytes]) -> bool:
-        return leaving.exception() is None and bool(leaving.result())
 
     # -- writing -----------------------------------------------------------------------------------
 

@@ -251,7 +251,7 @@ class Session:
             essence = (essence, usage.stopped_by)
         call.said = [*call.said, essence]
         self._tokens += usage.completion_tokens
-        call.answer.set_result(Answer(turn, usage, number))
+        call.answer.set_result(Answer(turn, usage))
 
     def fail(self, number: int, error: ApiError) -> None:
         call = self._calls[number]

@@ -271,13 +271,13 @@ REPLIES = {
 }
 """The types of whole replies, of events, and of errors."""
 ANSWERS = {
-    "a text": Answer({"role": "assistant", "content": "x"}, Usage(3, 2), 0),
-    "a call": Answer({"role": "assistant", "content": "", "tool_calls": [CALL]}, Usage(3, 2), 0),
-    "both": Answer({"role": "assistant", "content": "x", "tool_calls": [CALL, {**CALL, "id": "2"}]}, Usage(3, 2), 0),
-    "cut off": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, "length"), 0),
-    "stopped": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, stopped_by="END"), 0),
+    "a text": Answer({"role": "assistant", "content": "x"}, Usage(3, 2)),
+    "a call": Answer({"role": "assistant", "content": "", "tool_calls": [CALL]}, Usage(3, 2)),
+    "both": Answer({"role": "assistant", "content": "x", "tool_calls": [CALL, {**CALL, "id": "2"}]}, Usage(3, 2)),
+    "cut off": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, "length")),
+    "stopped": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, stopped_by="END")),
     "with log-probabilities": Answer(
-        {"role": "assistant", "content": "xy"}, Usage(3, 2, logprobs=[("x", -0.5), ("y", -1.0)]), 0
+        {"role": "assistant", "content": "xy"}, Usage(3, 2, logprobs=[("x", -0.5), ("y", -1.0)])
     ),
 }
 LOGPROBS = {
@@ -424,7 +424,7 @@ def test_what_the_run_decides_is_accepted_and_echoed_as_the_runs() -> None:
     more = {"temperature": 0.1, "top_p": 0.2, "reasoning": {"effort": "low"}}
     asked = dialect.read({**BODIES["/responses"], **more}, {"resp_1": []})
     usage = Usage(1, 1, temperature=0.7, top_p=0.9)
-    whole = dialect.whole([Answer({"role": "assistant", "content": "x"}, usage, 0)], asked)
+    whole = dialect.whole([Answer({"role": "assistant", "content": "x"}, usage)], asked)
     assert (whole["temperature"], whole["top_p"]) == (0.7, 0.9)
 
 
@@ -496,11 +496,11 @@ def test_whatever_is_asked_is_answered_or_refused(place: str) -> None:
     rng = random.Random(place)
     dialect = DIALECTS[place]
     outcomes: Counter[int] = Counter()
-    for case in range(3000):
+    for _ in range(3000):
         body = BODIES[place]
         for _ in range(rng.randint(0, 3)):
             body = changed(rng, body)
-        answer = Answer({"role": "assistant", "content": "x", "tool_calls": [CALL]}, Usage(), case)
+        answer = Answer({"role": "assistant", "content": "x", "tool_calls": [CALL]}, Usage())
         try:
             asked = dialect.read(as_object(body), {"resp_1": [{"role": "user", "content": "z"}]})
             answers = [answer] * asked.choices
