@@ -132,9 +132,7 @@ class JudgeRubric:
         return [self._kept[key][text] for text in texts]
 
     def ask(self, question: str, answers: Sequence[str]) -> list[int]:
-        """The rank of each answer, 0 for the best, when they are shown in this order. Not kept.
-        Raises JudgeError.
-        """
+        """The rank of each answer, 0 for the best, shown in this order. Raises JudgeError."""
         messages = [{"role": "user", "content": self._prompt(question, answers)}]
         reply = ""
         for seed in range(TRIES):
@@ -203,9 +201,7 @@ def _enclosed(word: str, shown: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _order(reply: str, count: int) -> list[int] | None:
-    """The places of the answers, the best first: the last list of all `count` numbers in the
-    reply; None if there is none.
-    """
+    """The places of the answers, the best first, by the last whole list in the reply; or None."""
     for item in reversed(LIST.findall(reply)):
         numbers = cast("list[int]", json.loads(item))
         if sorted(numbers) == list(range(1, count + 1)):

@@ -169,9 +169,7 @@ def _machine_gib() -> float:
 
 
 def identity(owner: str, name: str) -> str:
-    """How this file names an owner's environment: NAME, or OWNER/NAME of another than the local
-    owner's.
-    """
+    """How this file names an owner's environment: NAME, or OWNER/NAME for one of others."""
     return name if owner == LOCAL_OWNER else f"{owner}/{name}"
 
 
@@ -196,9 +194,7 @@ def read_toml(kind: type[T], path: Path) -> T:
 
 
 def read_small(path: Path) -> bytes:
-    """A file of at most MAX_BYTES. OSError for what is no file: reading a pipe, or a link to a
-    device, might never end.
-    """
+    """A file of at most MAX_BYTES. OSError for a pipe or device, whose reading may not end."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is no regular file")

@@ -217,9 +217,7 @@ def tool_calls_of(value: Any) -> list[Json]:
 
 
 def call_id(number: int) -> str:
-    """The id of a conversation's call, counted from 0: nine letters and digits, as some templates
-    refuse other ids.
-    """
+    """The id of call `number`: nine letters and digits, as some templates refuse other ids."""
     return f"call{number:05}"
 
 

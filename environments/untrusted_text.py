@@ -39,9 +39,7 @@ def is_plain(text: str) -> bool:
 
 
 def plain_name(text: str) -> str:
-    """A foreign name that may stand in our sentences: quoted, or only its length if it has blanks,
-    signs or many characters.
-    """
+    """A foreign name, quoted for our sentences; only its length if it is not plain."""
     if is_plain(text):
         return f"'{text}'"
     return f"(a name of {len(text):,} characters)"

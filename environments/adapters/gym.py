@@ -48,9 +48,7 @@ ACTION_ERRORS = (TypeError, AttributeError, LookupError, AssertionError, ValueEr
 
 @dataclass(frozen=True)
 class Shown:
-    """The result of `reset` or `step`. `ended` is False if only the object's own limit of steps
-    ended the episode.
-    """
+    """What `reset` or `step` gave. `ended` is False if only a limit of steps ended the episode."""
 
     observation: Any
     reward: float = 0.0
@@ -60,9 +58,7 @@ class Shown:
 
 
 def to_text(observation: Any) -> str:
-    """The text of an observation. One with fields becomes its only text, or JSON; an OpenEnv
-    observation without its reward and metadata.
-    """
+    """The observation as text: its only text, or JSON; of OpenEnv without reward and metadata."""
     fields = dict(_fields(observation))
     if _is_result(observation):
         for name in NOT_SHOWN:

@@ -39,9 +39,7 @@ class McpTimeout(McpError):
 
 
 class McpServer:
-    """A running server. It ends with the environment's process, or at `close`. What it does not
-    answer in `timeout_s` seconds fails.
-    """
+    """A running server, until `close` or the process ends. Each answer has `timeout_s` seconds."""
 
     def __init__(self, command: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S) -> None:
         bin_folder = Path(sys.executable).parent

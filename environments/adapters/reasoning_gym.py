@@ -194,9 +194,7 @@ class ReasoningGym(EnvironmentSingleTurn):
 def _entries(
     make: Any, first_seed: int, count: int, seen: set[str], deadline: float
 ) -> Iterator[Any]:
-    """Up to `count` items whose questions are not in `seen`, which gets them; fewer if the dataset
-    has no more.
-    """
+    """Up to `count` items whose questions are not in `seen`, which gets them."""
     dataset = make(first_seed, max(1, count * DRAWS_PER_TASK))
     result = 0
     for index in range(count * DRAWS_PER_TASK):

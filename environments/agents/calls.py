@@ -16,8 +16,7 @@ THREAD_UNSUPPORTED = "thread_unsupported_request"
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of one turn, why it ended, and how it was sampled. The host sends it with the
-    turn."""
+    """The tokens of one turn, why it ended, and how it was sampled. The host sends it."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

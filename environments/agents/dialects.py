@@ -273,9 +273,7 @@ def _schema(form: Json, param: str) -> Json | None:
 
 
 def in_role(request: ApiRequest, headers: Mapping[str, str]) -> CallOptions:
-    """The options of a request, with what its headers and the name of its model say of its role.
-    Raises ApiError.
-    """
+    """The options with what the headers and the model's name say of the role. Raises ApiError."""
     trains = headers.get(TRAIN_HEADER, "true").lower()
     if trains not in ("true", "false"):
         raise invalid(f"{TRAIN_HEADER} must be true or false, got {trains!r:.40}")

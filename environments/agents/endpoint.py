@@ -109,9 +109,7 @@ class AgentEpisode(EnvironmentMultiTurn):
     async def step_episode(
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> EnvironmentStepResult:
-        """Answer the oldest request. For a caller that plays one turn after the other, the next
-        request is what the environment says.
-        """
+        """Answer the oldest request; the next one is what the environment says."""
         self._turns += 1
         turn = messages[-1]
         self.answer_call(self._session.oldest_unanswered, turn, self.usage)

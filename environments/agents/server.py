@@ -85,9 +85,7 @@ class Endpoint:
         port: int = 0,
         exchange: Callable[..., Exchange] | None = None,
     ) -> None:
-        """Raises OSError if this process may not listen on the port. `exchange` makes an Exchange
-        of a connection.
-        """
+        """OSError if the port is not to be had. `exchange` makes an Exchange of a connection."""
         self.sessions: dict[str, Session] = {}
         self._exchange = exchange or Exchange
         listening = socket.create_server(("127.0.0.1", port), backlog=128)
@@ -103,9 +101,7 @@ class Endpoint:
         (await self._starting).close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one request, and close the connection: an agent that forgets its clients would
-        keep one for each of them.
-        """
+        """Serve one request and close: an agent that forgets its clients would keep connections."""
         self._unread[writer] = None
         if len(self._unread) > MOST_UNREAD:
             oldest = next(iter(self._unread))
@@ -302,9 +298,7 @@ class Exchange:
                 pass
 
     async def _awaited(self, waits: list[Wait], request: ApiRequest) -> list[Answer]:
-        """The model's answers. ConnectionError if the client leaves before they come: it may ask
-        for them again.
-        """
+        """The model's answers. ConnectionError if the client leaves before: it may ask again."""
         calls = [wait.call.answer for wait in waits]
         pending = set(calls)
         leaving = asyncio.ensure_future(self._reader.read(1))

@@ -38,9 +38,7 @@ Asks = tuple[list[Any], list[Json], CallOptions]
 
 
 class Client:
-    """The other end of a connection, as the kernel knows it: the event loop may learn later that it
-    has left.
-    """
+    """The other end of a connection, as the kernel knows it: the event loop may learn later."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.streams = False
@@ -59,9 +57,7 @@ class Client:
 
     @property
     def left_unread(self) -> bool:
-        """Whether it has left without reading all that was sent. Always false of a stream: many
-        clients do not read its end.
-        """
+        """Whether it left before reading all; never of a stream, whose end many do not read."""
         with suppress(OSError):
             # Reading the error clears it.
             self._was_reset |= self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0

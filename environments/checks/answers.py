@@ -52,9 +52,7 @@ def parts(text: str) -> tuple[str, str, str]:
 
 
 def cut(text: str, max_tokens: int | None) -> str:
-    """As much of a text as a model of `max_tokens` could write: a sign is a token, or a part of a
-    word of about four.
-    """
+    """As much of a text as a model of `max_tokens` could write, with or without words."""
     if max_tokens is None:
         return text
     return text[: max_tokens * (CHARACTERS_PER_TOKEN if " " in text else 1)]
@@ -126,9 +124,7 @@ class Commonest:
 
 
 def commonest(attempts: Sequence[tuple[str, str, bool]]) -> Commonest | None:
-    """Of attempts as (task id, the model's last turn, success). None for fewer than COMMON_TASKS
-    tasks, and if nothing was answered.
-    """
+    """Of (task id, last turn, success). None for fewer than COMMON_TASKS tasks or no answer."""
     if len({task for task, _, _ in attempts}) < COMMON_TASKS:
         return None
     results = [(final_answer(turn), success) for _, turn, success in attempts]

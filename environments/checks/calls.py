@@ -27,9 +27,7 @@ ODD_VALUES: dict[str, Any] = {
 
 
 def bad_turns(tools: Sequence[Json]) -> list[str]:
-    """Turns with a call that does not parse, of an unknown tool, with wrong arguments, and with odd
-    ones of the right types.
-    """
+    """Turns with calls that do not parse, of no tool, with wrong arguments, or with odd ones."""
     turns: list[str] = [UNPARSED, _turn(UNKNOWN_TOOL, "{}")]
     for tool in tools:
         function = tool["function"]

@@ -57,9 +57,7 @@ async def has_judge(trial: Trial) -> bool:
 
 
 async def judge(trial: Trial) -> str:
-    """A judge ranks the same answers alike when asked again and in the opposite order, and gold
-    above junk.
-    """
+    """A judge ranks alike when asked again and in the opposite order, and gold above junk."""
     again: list[bool] = []
     turned: list[bool] = []
     is_gold_first: list[bool] = []

@@ -148,9 +148,7 @@ async def _probe(trial: Trial, name: str, body: Check) -> Probe:
 
 
 def _faulty(name: str, fault: EnvironmentFault) -> Probe:
-    """The failed check; unfinished where loading ran out of its part of the time for all checks,
-    which is less than a run allows.
-    """
+    """The failed check; unfinished if loading had less time than a run allows."""
     probe = failure(name, fault)
     if fault.code == "environment_timeout" and fault.what.startswith(LOADING):
         return replace(probe, passed=None, fix=LOAD_FIX, finished=False)

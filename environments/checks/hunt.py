@@ -103,9 +103,7 @@ FIXES = {
 
 @dataclass(frozen=True)
 class View:
-    """What a cheap answer may be made of: a task's prompt, the gold answer of another task, and
-    turns that call the task's tools without need.
-    """
+    """What a cheap answer is made of: a prompt, another task's gold answer, needless tool calls."""
 
     prompt: str
     other_gold: str

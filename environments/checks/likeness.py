@@ -73,9 +73,7 @@ def in_order(rows: Sequence[Row]) -> str:
 
 
 def alike(rows: Sequence[Row]) -> str:
-    """Whether an eval task is a train task in other words: the same numbers and answer, and nearly
-    the same words.
-    """
+    """Whether eval tasks are train tasks in other words, with the same numbers and answer."""
     train: dict[tuple[str, tuple[str, ...]], list[tuple[Row, Set[str]]]] = defaultdict(list)
     for row in rows:
         if row.split == "train":

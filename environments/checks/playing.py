@@ -42,9 +42,7 @@ class Turn(str):
 
 
 Answers = Sequence[str | None]
-"""The model's turns, a Turn where it calls tools. If the episode goes on after the last one, that
-one is given again.
-"""
+"""The model's turns, Turns where it calls tools. The last one repeats if the episode goes on."""
 Watch = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 """Awaits a call into the environment; gets the name of the method as well."""
 
@@ -86,9 +84,7 @@ async def _unwatched(method: str, call: Awaitable[T]) -> T:
 
 @dataclass
 class Conversation:
-    """An open episode, played a turn at a time. `repeat` gives the last answer again until the
-    episode ends.
-    """
+    """An open episode. `repeat` gives the last answer again until the episode ends."""
 
     host: EnvironmentHost
     opening: Opening

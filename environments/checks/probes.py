@@ -42,15 +42,11 @@ LOW_SHARE = 0.4
 HIT_SHARE = 0.25
 """Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
 JUNK_SHARE = 0.5
-"""One junk text may succeed on at most this share: some tasks ask for so little that a few words
-are right.
-"""
+"""One junk text may succeed on at most this share: some tasks take a few words for right."""
 LOOSE_SHARE = 0.1
 """Where junk is right on more of the tasks, two answers at once may be right too."""
 ECHO_SHARE = 0.6
-"""Parts of the prompt may succeed on at most this share of the tasks: of two numbers in a question,
-the last is often the answer.
-"""
+"""Parts of the prompt may succeed on this share: the answer is often a number of the question."""
 CONSTANT_SHARE = 0.85
 """One constant may succeed on less than this share of the tasks, and earn less than this share of
 the gold answers' reward. What succeeds on 93 % of all tasks may do so on 87 % of the sample."""

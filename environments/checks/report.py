@@ -25,9 +25,7 @@ Verdict = Literal["passed", "failed", "unfinished"]
 
 @dataclass(frozen=True)
 class Probe:
-    """One check. `passed` is None if it was not made or tells nothing; `fix` is empty if there is
-    nothing to do.
-    """
+    """One check. `passed` is None if it tells nothing; `fix` is empty if nothing is to be done."""
 
     name: str
     passed: bool | None
@@ -52,9 +50,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """A check that cannot be made is no failure; one for which there was no time leaves the
-        verdict open.
-        """
+        """A check that cannot be made is no failure; one without time leaves the verdict open."""
         if self.failed:
             return "failed"
         return "unfinished" if self.unfinished else "passed"

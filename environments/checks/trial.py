@@ -116,9 +116,7 @@ class Trial:
         await self.timed(task, (), "close_episode", self.host.close(opening.episode))
 
     async def each(self, calls: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
-        """The results of these calls, made one by one, or many at once if the environment is slow.
-        The first fault ends it.
-        """
+        """The results of these calls, one by one, or many at once if the environment is slow."""
         results: list[T] = []
         while len(results) < len(calls):
             batch = calls[len(results) :][: self.at_once]
@@ -134,9 +132,7 @@ class Trial:
         draw: int = 0,
         host: EnvironmentHost | None = None,
     ) -> Played:
-        """Play a conversation with these model turns. `repeat` gives the last one again until the
-        episode ends; `draw` chooses the episode's random draws.
-        """
+        """Play a conversation with these model turns; see `playing.play`."""
         watch = partial(self.timed, task, answers)
         return await play(host or self.host, task, answers, repeat=repeat, draw=draw, watch=watch)
 

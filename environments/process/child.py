@@ -78,9 +78,7 @@ ALONE = "score_episode must return a RewardResult"
 
 
 _redactor = Redactor(())
-"""Knows the secrets once `load` has named them. What is cut here must be redacted here; the host
-redacts everything once more.
-"""
+"""Knows the secrets after `load`. What is cut here is redacted here, and by the host again."""
 _error = functools.partial(EnvironmentFault, "environment_error")
 _invalid = functools.partial(EnvironmentFault, "environment_invalid")
 _bad_dataset = functools.partial(EnvironmentFault, "dataset_invalid")
@@ -133,9 +131,7 @@ class MainThread(Executor):
 
 
 class Child:
-    """Serves requests. A method `op_NAME` serves the requests whose `op` is NAME; `reply` sends
-    one line.
-    """
+    """Serves requests: `op_NAME` those whose `op` is NAME. `reply` sends one line."""
 
     def __init__(
         self,
@@ -453,9 +449,7 @@ class Child:
         return None if turn is None else _chat_message(turn, "gold_turn", ("assistant",))
 
     async def op_abandon(self, target: int) -> dict[str, Any]:
-        """Cancel a call. `stuck` means that it still runs: in a thread, or as a coroutine that
-        ignores its cancellation.
-        """
+        """Cancel a call. `stuck`: it still runs, in a thread or ignoring its cancellation."""
         task = self._tasks.get(target)
         if task is None:
             return {"stuck": False, "method": "", "traceback": ""}
@@ -756,9 +750,7 @@ def _expected(example: TaskExample) -> str | None:
 
 
 def _whole(example: TaskExample) -> str:
-    """What tells a task from others: its question and gold answer. If it has no gold answer, all of
-    the row but its id.
-    """
+    """What tells tasks apart: question and gold answer; without one, all of the row but its id."""
     parts: list[Any] = [" ".join(example.input.casefold().split()), example.output]
     if example.output is None:
         record = {name: value for name, value in example.record.items() if name != "id"}

@@ -39,9 +39,7 @@ def shift_clock(seconds: int) -> None:
 
 
 def _with_real_datetime(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which loads a compiled module: its classes may extend the real datetime only, as
-    those of pandas do.
-    """
+    """`function`, which loads a compiled module: its classes may extend only the real datetime."""
 
     def wrapped(*arguments: Any) -> Any:
         before = datetime.datetime
@@ -90,9 +88,7 @@ class _LooksReal(type):
 
 
 def _shifted_datetime(shift: datetime.timedelta) -> type[datetime.datetime]:
-    """datetime.datetime whose now is later. It makes real datetimes, so that they compare and
-    pickle as ever.
-    """
+    """datetime.datetime whose now is later. It makes real ones: they compare and pickle as ever."""
 
     class ShiftedDatetime(_real_datetime, metaclass=_LooksReal):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:

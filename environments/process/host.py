@@ -320,9 +320,7 @@ class EnvironmentHost:
             self._forget(episode)
 
     async def score_group(self, ended: Sequence[Ended]) -> list[Score]:
-        """Score these conversations of one task together, in their order, and close them, also if
-        scoring fails.
-        """
+        """Score these of one task together, in their order, and close them, also after a fault."""
         numbers = [item.episode for item in ended]
         child = self._home(numbers[0])
         if any(self._home(number) is not child for number in numbers):
@@ -341,9 +339,7 @@ class EnvironmentHost:
         return [Score(**value) for value in values]
 
     async def judge(self, split: str, index: int, answers: Sequence[str]) -> list[int] | None:
-        """The rank of each answer to a task, 0 for the best, when the environment's judge sees them
-        in this order. None if it has no judge.
-        """
+        """The rank of each answer, 0 for the best, by the environment's judge; None without one."""
         async with self._places:
             child = await self._live_child()
             request = {"split": split, "index": index, "answers": list(answers)}
@@ -521,9 +517,7 @@ class EnvironmentHost:
             child.end_if_done()
 
     async def _abandon(self, child: _Child, number: int) -> dict[str, Any]:
-        """Make the child drop a call. Retire the child if the call still runs; kill it if it is
-        frozen.
-        """
+        """Make the child drop a call. Retire it if the call still runs; kill it if it is frozen."""
         try:
             answer = await child.call("abandon", ABANDON_TIMEOUT_S, target=number)
         except _UnansweredError:
@@ -601,9 +595,7 @@ class _UnansweredError(Exception):
 
 
 class _Child(asyncio.SubprocessProtocol):
-    """One process. Requests go to its stdin, replies come from its stdout, and what user code
-    prints comes from its stderr.
-    """
+    """One process: requests to stdin, replies from stdout, what user code prints from stderr."""
 
     def __init__(self, redactor: Redactor, declared: Sequence[str]) -> None:
         self.alive = True
@@ -780,9 +772,7 @@ class _Child(asyncio.SubprocessProtocol):
         return text[-STDERR_TAIL_CHARACTERS:]
 
     def _print(self, text: str, *, is_end: bool = False) -> None:
-        """Write what user code printed to our own stderr, in whole lines that are marked as its
-        own, and keep the end of it.
-        """
+        """Write what user code printed to our stderr, in whole marked lines, and keep its end."""
         printed, self._unprinted = self._redactor.split(self._unprinted + text)
         if is_end:
             printed += self._redactor.ending(self._unprinted)

@@ -95,9 +95,7 @@ WHEELS_ONLY = ("--only-binary", ":all:")
 
 Listener = Callable[[str], Awaitable[None]]
 _installers: dict[Path, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
-"""Installers that this process started, by target. A second call joins one instead of starting
-another.
-"""
+"""Installers that this process started, by target: a second call joins the first."""
 
 
 def interpreters_dir() -> Path:
@@ -156,9 +154,7 @@ def _dependencies(project: Path) -> list[str]:
 
 
 def _needs_sdk(folder: Path, requested: set[str]) -> bool:
-    """Whether the folder's code imports the SDK, which neither its requirements nor this
-    interpreter have.
-    """
+    """Whether the code imports the SDK, and neither its requirements nor this Python have it."""
     if any(re.match(rf"{SDK}\b", text) for text in requested):
         return False
     if not requested and importlib.util.find_spec(SDK) is not None:
@@ -324,9 +320,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _confine(target: Path, settings: list[str], *, network: bool, user: int | None) -> None:
-    """Confine this process to the sandbox of an installer. The folders that it writes to exist, and
-    belong to `user`.
-    """
+    """Confine this process as an installer. The folders that it writes to exist, as `user`'s."""
     readable = [*settings, _uv()]
     for name, value in os.environ.items():
         if re.match("UV|SSL", name) and value.startswith("/"):

@@ -62,9 +62,7 @@ def knows_ports() -> bool:
 
 
 def restrict_files(bounds: Bounds, own: Own, port: int) -> tuple[str, str]:
-    """Why files and signals are not protected; "" for each that is. With a `port`, TCP is limited
-    to it.
-    """
+    """Why files and signals are not protected, or "". With a `port`, TCP is limited to it."""
     version = landlock_version()
     if version < 1:
         why = f"this kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
@@ -107,9 +105,7 @@ def landlock_version() -> int:
 
 
 def _ruleset(version: int, rights: Iterable[Right], *, port: int = 0) -> int:
-    """The descriptor of a set of rules: which paths may be used with which rights. With a `port`,
-    TCP reaches and serves no other one.
-    """
+    """The descriptor of rules for paths. With a `port`, TCP reaches and serves no other one."""
     # A kernel accepts only the rights that it knows. It does not restrict the others.
     handled = ALL_OF_VERSION_1
     for right, since in ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5)):

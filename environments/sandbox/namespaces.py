@@ -141,9 +141,7 @@ _taken: list[socket] = []
 
 
 def exclusive_uid() -> int:
-    """A user that no process has. It is taken until this process and its forks end. OSError if
-    there is none.
-    """
+    """A user that no process has, taken until this process and its forks end. OSError if none."""
     used = pids_by_user()
     for number in range(len(UIDS)):
         uid = UIDS[(os.getpid() + number) % len(UIDS)]
@@ -245,9 +243,7 @@ def enter_root(bounds: Bounds, readable: Iterable[Path], own: Own) -> Own:
 
 
 def _fill(bounds: Bounds, paths: list[str], own: Own) -> str:
-    """Mount what the code may use into the new root. Returns why /proc shows other processes, or ""
-    if it does not.
-    """
+    """Fill the new root with what the code may use. Why /proc shows other processes, or ""."""
     written = [_way(path) for path in bounds.writable]
     outer = OLD
     for path in sorted({*map(_way, paths)} - {"/proc"}):

@@ -89,9 +89,7 @@ def lock_folder(folder: Path, stack: ExitStack, *, shared: bool = False) -> bool
 
 
 def sweep(home: Path, pattern: str = "*", min_age_s: float = MIN_AGE_S) -> None:
-    """Remove our own folders of such names and such an age that nobody has locked. What cannot be
-    removed stays.
-    """
+    """Remove our folders of such names and age that nobody has locked, as far as possible."""
     with suppress(OSError):
         for folder in home.iterdir():
             if not fnmatch(folder.name.removeprefix(GARBAGE), pattern):

@@ -63,9 +63,7 @@ HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
 
 
 def enclose(bounds: Bounds) -> dict[str, str]:
-    """Go on in a new process in the sandbox, with this one as its warden. Returns what `confine`
-    found, in the new process only.
-    """
+    """Go on in a new process in the sandbox, which gets what `confine` found; be its warden."""
     if not sys.platform.startswith("linux"):
         return _protected(confine(bounds, Own()), bounds)
     set_subreaper()
@@ -159,9 +157,7 @@ def _watch(
 
 
 def _codes_own(ended: int) -> int:
-    """The wait status of environment code, as the first process reports it. It may not end with a
-    code that the warden uses.
-    """
+    """The status of environment code, from the first process; never a code of the warden's."""
     report = os.read(ended, STATUS.size)
     if not report:
         return signal.SIGKILL
@@ -177,9 +173,7 @@ def _let_go_of_pipes() -> None:
 
 
 def _wait(first: int, group: cgroup.Group | None, memory_bytes: int) -> int | None:
-    """None once the first process has ended, or else the wait status with which it is to be
-    ended.
-    """
+    """None once the first process has ended, else the status with which it is to be ended."""
     next_check = time.monotonic() + CHECK_EVERY_S
     while True:
         heard = signal.sigtimedwait(HEEDED, max(0.0, next_check - time.monotonic()))
@@ -227,9 +221,7 @@ def _sweep(own: Own) -> None:
 
 
 def _stopped(deadline: float) -> set[int]:
-    """All descendants, stopped. Only one that still runs starts others, so none is missed when a
-    round finds no new one.
-    """
+    """All descendants, stopped: only those that run start others, so the last round is safe."""
     stopped: set[int] = set()
     while (new := _descendants(os.getpid()) - stopped) and time.monotonic() < deadline:
         for pid in new:
