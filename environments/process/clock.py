@@ -24,10 +24,10 @@ def shift_clock(seconds: int) -> None:
     """Let the wall clock go ahead by so many seconds. Monotonic clocks stay."""
     time.time = lambda: _time() + seconds
     time.time_ns = lambda: _time_ns() + seconds * 10**9
-    time.gmtime = _with_now(time.gmtime)
-    time.localtime = _with_now(time.localtime)
-    time.ctime = _with_now(time.ctime)
-    time.asctime = _with_parts(time.asctime)
+    time.gmtime = _with_default(time.gmtime, time.time)
+    time.localtime = _with_default(time.localtime, time.time)
+    time.ctime = _with_default(time.ctime, time.time)
+    time.asctime = _with_default(time.asctime, time.localtime)
     strftime = time.strftime
     time.strftime = lambda form, when=None: strftime(form, when or time.localtime())  # type: ignore
     # pickle would look the class up in its module, where it no longer is.
@@ -61,18 +61,11 @@ def _unpickled(*state: Any) -> datetime.datetime:
     return _real_datetime(*state)
 
 
-def _with_now(function: Callable[[float], Any]) -> Any:
-    """`function` of a time, which is now if it is left out."""
+def _with_default(function: Callable[[Any], Any], now: Callable[[], Any]) -> Any:
+    """`function` of a time, which is `now` if it is left out."""
 
-    def wrapped(seconds: float | None = None) -> Any:
-        return function(time.time() if seconds is None else seconds)
-
-    return wrapped
-
-
-def _with_parts(function: Callable[[Any], Any]) -> Any:
-    def wrapped(parts: Any = None) -> Any:
-        return function(time.localtime() if parts is None else parts)
+    def wrapped(moment: Any = None) -> Any:
+        return function(now() if moment is None else moment)
 
     return wrapped
 
