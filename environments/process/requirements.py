@@ -319,9 +319,11 @@ def _write(path: Path, text: str) -> None:
 # -- the installer ---------------------------------------------------------------------------------
 
 
-def _confine(target: Path, settings: list[str], *, network: bool, user: int | None) -> None:
+def _confine(target: Path, *, network: bool, user: int | None) -> None:
     """Confine this process as an installer. The folders that it writes to exist, as `user`'s."""
-    readable = [*settings, _uv()]
+    readable = [_uv()]
+    if os.environ.get("UV_NO_CONFIG") != "1":
+        readable += _settings()
     for name, value in os.environ.items():
         if re.match("UV|SSL", name) and value.startswith("/"):
             readable.append(value)
@@ -411,35 +413,28 @@ def _run(*command: str, capture: bool = False) -> str:
     return done.stdout or ""
 
 
-def _in_sandbox(step: Callable[[], object], parent_pid: int, confine: Callable[[], None]) -> None:
-    """Runs in a fork of the installer."""
-    kernel.die_with_parent(parent_pid, by=signal.SIGTERM)
-    try:
-        confine()
-        step()
-    except subprocess.CalledProcessError:  # the command printed what was wrong
-        raise
-    except Exception as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise
-
-
 def _steps(target: Path, versions: IO[str]) -> bool:
     """Whether all steps succeeded. The sandbox forbids opening `versions`, so it is open."""
     user = _own_user(target)
+    installer = os.getpid()
 
     def done(step: Callable[[], object], *, with_passwords: bool, network: bool = True) -> bool:
-        def confine() -> None:
-            settings = _settings()
-            if with_passwords:
-                os.environ.update(_credentials())
-            else:
-                _hide_credentials()
-                if "UV_NO_CONFIG" in os.environ:
-                    settings = []
-            _confine(target, settings, network=network, user=user)
+        def in_sandbox() -> None:
+            kernel.die_with_parent(installer, by=signal.SIGTERM)
+            try:
+                if with_passwords:
+                    os.environ.update(_credentials())
+                else:
+                    _hide_credentials()
+                _confine(target, network=network, user=user)
+                step()
+            except subprocess.CalledProcessError:  # the command printed what was wrong
+                raise
+            except Exception as error:
+                sys.stderr.write(f"{type(error).__name__}: {error}\n")
+                raise
 
-        return kernel.works_in_a_fork(partial(_in_sandbox, step, os.getpid(), confine))
+        return kernel.works_in_a_fork(in_sandbox)
 
     def list_versions() -> None:
         versions.write(finish(target))
