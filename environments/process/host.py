@@ -138,6 +138,7 @@ class _Episode:
     """When the last one was answered, by the clock of the event loop."""
 
 
+@dataclass(eq=False)
 class EnvironmentHost:
     """Episodes of one environment folder. No method blocks the event loop; each may raise
     EnvironmentFault.
@@ -147,49 +148,39 @@ class EnvironmentHost:
     `concurrency` calls run at once; waiting for a free place does not count towards `timeout_s`.
     Start the host in a thread that outlives it: the child dies with the thread that made it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        known_as: str,
-        python: Path,
-        args: Mapping[str, Any],
-        secrets: Mapping[str, str],
-        variables: Mapping[str, str],
-        concurrency: int,
-        timeout_s: float,
-        start_timeout_s: float,
-        place: tuple[Path, ExitStack],
-    ) -> None:
-        self.folder = folder.absolute()
-        self.splits: dict[str, int] = {}
-        """The number of tasks of each split. It is 0 for eval if there is no eval split."""
-        self.sandbox: dict[str, str] = {}
-        """{protection: "" if it works, else why it does not}, as the warden found them."""
-        self.scores_groups = False
-        """Whether the environment defines `score_group`."""
-        self.plays_gold = False
-        """Whether it is an agent that defines `gold_turn`: `gold` then has nothing."""
-        self.timeout_s = timeout_s
-        """The seconds of one call, with what environment.toml says of them."""
+    folder: Path
+    _known_as: str
+    _python: Path
+    _args: Mapping[str, Any]
+    _secrets: Mapping[str, str]
+    _variables: Mapping[str, str]
+    _concurrency: int
+    timeout_s: float
+    """The seconds of one call, with what environment.toml says of them."""
+    _start_timeout_s: float
+    _scratch: Path
+    _scratch_lock: ExitStack
+    splits: dict[str, int] = field(default_factory=dict[str, int])
+    """The number of tasks of each split. It is 0 for eval if there is no eval split."""
+    sandbox: dict[str, str] = field(default_factory=dict[str, str])
+    """{protection: "" if it works, else why it does not}, as the warden found them."""
+    scores_groups: bool = False
+    """Whether the environment defines `score_group`."""
+    plays_gold: bool = False
+    """Whether it is an agent that defines `gold_turn`: `gold` then has nothing."""
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()
         self._generated: list[str] = []
-        self._known_as = known_as
-        self._args = dict(args)
-        self._secrets = dict(secrets)
-        self._variables = dict(variables)
-        self._python = python
-        self._redactor = Redactor(secrets.values())
-        self._concurrency = concurrency
-        self._least_timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._places = asyncio.Semaphore(concurrency)
-        self._score_places = asyncio.Semaphore(concurrency)
+        self._redactor = Redactor(self._secrets.values())
+        self._places = asyncio.Semaphore(self._concurrency)
+        self._score_places = asyncio.Semaphore(self._concurrency)
         self._children: list[_Child] = []
         self._episodes: dict[int, _Episode] = {}
         self._numbers = itertools.count(1)
         self._rooms = asyncio.Semaphore(sys.maxsize)
         self._starting = asyncio.Lock()
         self._stopped = False
-        self._scratch, self._scratch_lock = place
 
     @classmethod
     async def start(
@@ -219,8 +210,8 @@ class EnvironmentHost:
         )
         place = await _place(known_as, place_timeout_s)
         host = cls(
-            folder, known_as, python, args or {}, secrets or {}, variables or {},
-            concurrency, timeout_s, start_timeout_s, place,
+            folder, known_as, python, dict(args or {}), secrets or {}, variables or {},
+            concurrency, timeout_s, start_timeout_s, *place,
         )  # fmt: skip
         try:
             if held := requirements.hold(python):
@@ -443,7 +434,7 @@ class EnvironmentHost:
     async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""
         needs, operator = _granted(self.folder, self._known_as)
-        self.timeout_s = max(self._least_timeout_s, min(needs.call_timeout_s, MOST_CALL_S))
+        self.timeout_s = max(self.timeout_s, min(needs.call_timeout_s, MOST_CALL_S))
         threads = self._concurrency
         if needs.endpoint:
             threads += THREADS_OF_AN_AGENT * MOST_AGENTS
@@ -586,12 +577,11 @@ async def _place(known_as: str, timeout_s: float) -> tuple[Path, ExitStack]:
         await asyncio.sleep(PLACE_POLL_S)
 
 
+@dataclass(eq=False)
 class _UnansweredError(Exception):
     """Call `number` passed its deadline."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    number: int
 
 
 class _Child(asyncio.SubprocessProtocol):
