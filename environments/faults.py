@@ -2,11 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from environments.untrusted_text import quoted
 
 
+@dataclass(eq=False, repr=False)
 class EnvironmentFault(Exception):
     """Environment code failed, or could not be given what it needs.
 
@@ -30,28 +32,20 @@ class EnvironmentFault(Exception):
     are the secrets that environment.toml names. `refusals` counts what the API refused to an agent.
     """
 
-    def __init__(
-        self,
-        code: str,
-        what: str,
-        traceback: str = "",
-        *,
-        is_foreign: bool = False,
-        declared: Sequence[str] = (),
-        refusals: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(what)
-        self.code = code
-        self.what = what
-        self.traceback = traceback
-        self.is_foreign = is_foreign
-        self.declared = tuple(declared)
-        self.refusals = dict(refusals or {})
+    code: str
+    what: str
+    traceback: str = ""
+    _: KW_ONLY
+    is_foreign: bool = False
+    declared: Sequence[str] = ()
+    refusals: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __str__(self) -> str:
+        return self.what
 
     def reworded(self, what: str, code: str = "") -> "EnvironmentFault":
         """The same fault in other words; a `code` replaces its own."""
-        kept = {name: getattr(self, name) for name in ("is_foreign", "declared", "refusals")}
-        return EnvironmentFault(code or self.code, what, self.traceback, **kept)
+        return replace(self, what=what, code=code or self.code)
 
     def wrote(self, characters: int) -> str:
         """What environment code wrote, with at most so much of the end of the traceback."""

@@ -24,7 +24,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, cast
 
 from environments.adapters import takes_keyword
@@ -72,6 +72,7 @@ def to_text(observation: Any) -> str:
     return json.dumps(fields, ensure_ascii=False, default=str)
 
 
+@dataclass(eq=False)
 class GymEnvironment(EnvironmentMultiTurn):
     """`make(seed)` returns a new object.
 
@@ -80,27 +81,20 @@ class GymEnvironment(EnvironmentMultiTurn):
     message. An episode is a success if `info` says so ("success" or "is_success"). If `info` does
     not say, it is one if the object ended it and the total reward is at least `success_at`."""
 
-    def __init__(
-        self,
-        make: Callable[[int], Any],
-        *,
-        max_turns: int,
-        instruction: str = "",
-        train_size: int = 500,
-        eval_size: int = 100,
-        seed: int = 0,
-        success_at: float = 1.0,
-        to_action: Callable[[str], Any] = str.strip,
-        to_text: Callable[[Any], str] = to_text,
-    ) -> None:
-        self.dataset = _tasks(seed, train_size)
-        self.eval_dataset = _tasks(seed + EVAL_SEED_OFFSET, eval_size)
-        self._make = make
-        self._max_turns = max_turns
-        self._instruction = instruction
-        self._success_at = success_at
-        self._to_action = to_action
-        self._to_text = to_text
+    make: Callable[[int], Any]
+    _: KW_ONLY
+    max_turns: int
+    instruction: str = ""
+    train_size: int = 500
+    eval_size: int = 100
+    seed: int = 0
+    success_at: float = 1.0
+    to_action: Callable[[str], Any] = str.strip
+    to_text: Callable[[Any], str] = to_text
+
+    def __post_init__(self) -> None:
+        self.dataset = _tasks(self.seed, self.train_size)
+        self.eval_dataset = _tasks(self.seed + EVAL_SEED_OFFSET, self.eval_size)
         self._object: Any = None
         self._shown = Shown(None)
         self._total = 0.0
@@ -116,20 +110,20 @@ class GymEnvironment(EnvironmentMultiTurn):
 
         def show(shown: Shown) -> list[ChatMessage]:
             self._shown = shown
-            parts = filter(None, (self._instruction, self._to_text(shown.observation)))
+            parts = filter(None, (self.instruction, self.to_text(shown.observation)))
             return [{"role": "user", "content": "\n\n".join(parts)}]
 
-        return _then(self._make(seed), begin)
+        return _then(self.make(seed), begin)
 
     def max_episode_turns(self, example: TaskExample) -> int:
-        return self._max_turns
+        return self.max_turns
 
     def step_episode(
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> Any:
         self._steps += 1
         try:
-            action = self._to_action(assistant_response or "")
+            action = self.to_action(assistant_response or "")
         except ValueError as error:
             self._invalid += 1
             return _reply(f"That is no valid action: {error}")
@@ -150,7 +144,7 @@ class GymEnvironment(EnvironmentMultiTurn):
         try:
             yield
         except ACTION_ERRORS as error:
-            if isinstance(error, RewardError) or self._to_action is not str.strip:
+            if isinstance(error, RewardError) or self.to_action is not str.strip:
                 raise
             raised = f"step raised {type(error).__name__}: {error!s:.200}"
             what = f"{raised}; its action was the model's text, {action!r:.100}"
@@ -161,7 +155,7 @@ class GymEnvironment(EnvironmentMultiTurn):
         self._total += shown.reward
         if shown.done:
             return EnvironmentStepResult(done=True)
-        return _reply(self._to_text(shown.observation))
+        return _reply(self.to_text(shown.observation))
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         shown = self._shown
@@ -169,7 +163,7 @@ class GymEnvironment(EnvironmentMultiTurn):
         for key in reversed(SUCCESS_KEYS):  # the first one has precedence
             success = shown.info.get(key, success)
         if success is None:
-            success = shown.ended and self._total >= self._success_at
+            success = shown.ended and self._total >= self.success_at
         metrics = [
             RewardMetric("ended", score=float(shown.ended)),
             RewardMetric("invalid", score=self._invalid / max(1, self._steps)),

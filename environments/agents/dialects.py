@@ -71,23 +71,18 @@ class Answer:
         return "tool_calls" if self.calls else self.usage.ended
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """What the API answers instead of a turn."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        param: str | None = None,
-        *,
-        may_retry: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.may_retry = may_retry
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    may_retry: bool = False
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def kind(self) -> str:

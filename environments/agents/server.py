@@ -126,20 +126,17 @@ class Endpoint:
             writer.close()
 
 
+@dataclass(eq=False)
 class Exchange:
-    def __init__(
-        self,
-        sessions: dict[str, Session],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self._sessions = sessions
-        self._reader = reader
-        self._writer = writer
+    _sessions: dict[str, Session]
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+
+    def __post_init__(self) -> None:
         self._request = HttpRequest("GET", "/", {})
         self._refusal: ApiError | None = None
         """Why the request cannot be read."""
-        self._connection = Client(reader, writer)
+        self._connection = Client(self._reader, self._writer)
         self._streams = False
         """Whether the head of a stream has been sent."""
         self.waits: list[Wait] = []
