@@ -30,7 +30,8 @@ from typing import Any, cast
 
 FULL_SCORE = 1.0 - 1e-6
 """A score that is 1 but for rounding."""
-ChatMessage = dict[str, Any]
+Json = dict[str, Any]
+ChatMessage = Json
 """{"role": "system" | "user" | "assistant" | "tool", "content": str, ...}"""
 
 Tool = Mapping[str, Any] | Callable[..., Any]

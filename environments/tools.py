@@ -24,11 +24,11 @@ from environments.base import (
     Environment,
     EnvironmentMultiTurn,
     EnvironmentStepResult,
+    Json,
     TaskExample,
     Tool,
 )
 
-Json = dict[str, Any]
 MAX_TOOLS = 128
 MAX_DEPTH = 64
 TOOL_ERROR = "Error: "

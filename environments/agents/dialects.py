@@ -22,10 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, cast
 
 from environments.agents.calls import THREAD_UNSUPPORTED, CallOptions, Usage
-from environments.base import ChatMessage
+from environments.base import ChatMessage, Json
 from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 
-Json = dict[str, Any]
 Event = tuple[str | None, Json]
 """Its name, if the dialect names events, and its data."""
 MODEL = "policy"

@@ -37,12 +37,12 @@ from environments.base import (
     EnvironmentEpisode,
     EnvironmentMultiTurn,
     EnvironmentStepResult,
+    Json,
     RewardResult,
     TaskExample,
 )
 from environments.faults import EnvironmentFault
 
-Json = dict[str, Any]
 SHOWN_CHARACTERS = 1000
 Call = Callable[..., Coroutine[Any, Any, Any]]
 

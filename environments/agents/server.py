@@ -31,9 +31,9 @@ from environments.agents.dialects import (
     invalid,
 )
 from environments.agents.session import Client, Session, Wait
+from environments.base import Json
 from environments.tools import as_object
 
-Json = dict[str, Any]
 COUNT_TOKENS = "/count_tokens"
 """Ends the path of a request that is only counted."""
 MAX_HEAD_BYTES = 64 << 10

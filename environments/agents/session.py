@@ -22,9 +22,8 @@ from typing import Any
 
 from environments.agents.calls import ANSWER_ROLES, NO_OPTIONS, AgentCall, CallOptions, Usage
 from environments.agents.dialects import Answer, ApiError
-from environments.base import ChatMessage
+from environments.base import ChatMessage, Json
 
-Json = dict[str, Any]
 MOST_AT_ONCE = 8
 """Requests of one session that may wait at the same time."""
 ESTABLISHED = 1

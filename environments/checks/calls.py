@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from environments.base import Json
 from environments.checks.playing import Turn
 from environments.tools import as_list, as_object, call_id
 
-Json = dict[str, Any]
 CALL_ID = call_id(0)
 UNPARSED = '<tool_call>\n{"name": '
 """What is left of a call that does not parse: text."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from environments.base import ChatMessage
+from environments.base import ChatMessage, Json
 from environments.faults import EnvironmentFault
 from environments.process.host import Ended, EnvironmentHost, Opening, Score
 
@@ -23,14 +23,12 @@ T = TypeVar("T")
 class Turn(str):
     """The text of a model's turn, with the tool calls that go with it."""
 
-    tool_calls: list[dict[str, Any]]
+    tool_calls: list[Json]
     task_id: str | None
     """The task, of gold that depends on the request. Where that task is played, the environment
     gives it again: which of an agent's requests comes first may be chance."""
 
-    def __new__(
-        cls, text: str, tool_calls: list[dict[str, Any]], *, task_id: str | None = None
-    ) -> Self:
+    def __new__(cls, text: str, tool_calls: list[Json], *, task_id: str | None = None) -> Self:
         turn = super().__new__(cls, text)
         turn.tool_calls = tool_calls
         turn.task_id = task_id

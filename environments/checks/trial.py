@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from environments.base import ChatMessage
+from environments.base import ChatMessage, Json
 from environments.checks.answers import JUNK, cut
 from environments.checks.playing import Answers, Played, Task, play, prompt_text, together
 from environments.checks.report import Report, shown
@@ -42,9 +42,7 @@ class Trial:
     """How many tokens a model may write in one turn, if that is known."""
     tasks: list[Task] = field(default_factory=list[Task])
     prompts: dict[Task, list[ChatMessage]] = field(default_factory=dict[Task, list[ChatMessage]])
-    tools: dict[Task, list[dict[str, Any]]] = field(
-        default_factory=dict[Task, list[dict[str, Any]]]
-    )
+    tools: dict[Task, list[Json]] = field(default_factory=dict[Task, list[Json]])
     max_turns: dict[Task, int] = field(default_factory=dict[Task, int])
     golds: dict[Task, tuple[str, ...]] = field(default_factory=dict[Task, tuple[str, ...]])
     played: dict[Task, Played] = field(default_factory=dict[Task, Played])

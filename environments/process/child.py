@@ -49,6 +49,7 @@ from environments.base import (
     EnvironmentAgent,
     EnvironmentEpisode,
     EnvironmentStepResult,
+    Json,
     RewardResult,
     TaskExample,
     UnsupportedError,
@@ -96,7 +97,7 @@ class Episode:
     final_text: str | None = None
     earned: float | None = None
     """The sum of the rewards of its turns, where the environment rewards turns."""
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    metadata: Json = field(default_factory=Json)
 
 
 class MainThread(Executor):
@@ -134,10 +135,7 @@ class Child:
     """Serves requests: `op_NAME` those whose `op` is NAME. `reply` sends one line."""
 
     def __init__(
-        self,
-        folder: Path,
-        main_thread: MainThread,
-        reply: Callable[[dict[str, Any]], None],
+        self, folder: Path, main_thread: MainThread, reply: Callable[[Json], None]
     ) -> None:
         self.folder = folder
         self._reply = reply
@@ -153,14 +151,14 @@ class Child:
         self._threads: dict[asyncio.Task[Any], int] = {}
         self._generated: dict[str, str] = {}
 
-    def receive(self, request: dict[str, Any]) -> None:
+    def receive(self, request: Json) -> None:
         number = request.pop("number")
         serving = self._serve(number, request.pop("op"), request)
         task = asyncio.get_running_loop().create_task(serving)
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
-    async def _serve(self, number: int, op: str, fields: dict[str, Any]) -> None:
+    async def _serve(self, number: int, op: str, fields: Json) -> None:
         try:
             value = await getattr(self, f"op_{op}")(**fields)
         except EnvironmentFault as raised:
@@ -176,7 +174,7 @@ class Child:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    async def op_load(self, args: dict[str, Any], secrets: list[str]) -> dict[str, Any]:
+    async def op_load(self, args: Json, secrets: list[str]) -> Json:
         """Load the environment with `args`; `secrets` are names of variables."""
         global _redactor
         _redactor = Redactor(os.environ[name] for name in secrets)
@@ -208,7 +206,7 @@ class Child:
             "generated": task_cache.names(),
         }
 
-    def _import_and_load(self, args: dict[str, Any]) -> Any:
+    def _import_and_load(self, args: Json) -> Any:
         if not (self.folder / "environment.py").is_file():
             raise _invalid(f"there is no environment.py in {self.folder}")
         task_cache.use(self.folder)
@@ -247,9 +245,7 @@ class Child:
             self._generated[name] = await asyncio.to_thread(task_cache.made, name)
         return self._generated[name][first : first + PAGE_CHARACTERS]
 
-    async def op_start_episode(
-        self, episode: int, split: str, index: int, draw: int = 0
-    ) -> dict[str, Any]:
+    async def op_start_episode(self, episode: int, split: str, index: int, draw: int = 0) -> Json:
         example = self._example(split, index)
         suffix = f" {draw}" if draw else ""
         generators = Generators(f"{split} {_task_id(example)}{suffix}")
@@ -283,12 +279,8 @@ class Child:
         }
 
     async def op_step_episode(
-        self,
-        episode: int,
-        text: str | None,
-        tool_calls: list[dict[str, Any]],
-        usage: list[Any],
-    ) -> dict[str, Any]:
+        self, episode: int, text: str | None, tool_calls: list[Json], usage: list[Any]
+    ) -> Json:
         state = self._episode(episode)
         if self._is_agent:
             cast("Any", state.environment).usage = Usage(*usage)
@@ -314,7 +306,7 @@ class Child:
         state.messages += answers
         return {"done": False, "messages": answers, "reward": reward}
 
-    async def op_next_call(self, episode: int) -> dict[str, Any]:
+    async def op_next_call(self, episode: int) -> Json:
         """The agent's next request, or how the agent ended."""
         agent = self._agent(episode)
         call = await agent.next_call()
@@ -324,12 +316,7 @@ class Child:
         return {**vars(call), "messages": messages, "options": call.options.changed()}
 
     async def op_answer_call(
-        self,
-        episode: int,
-        call: int,
-        text: str,
-        tool_calls: list[dict[str, Any]],
-        usage: list[Any],
+        self, episode: int, call: int, text: str, tool_calls: list[Json], usage: list[Any]
     ) -> None:
         turn = _assistant(text, tool_calls)
         self._agent(episode).answer_call(call, turn, Usage(*usage))
@@ -341,9 +328,7 @@ class Child:
         """The AgentEpisode, whose module only agents import."""
         return self._episode(episode).environment
 
-    async def op_score_episode(
-        self, episode: int, latency_ms: int, total_tokens: int
-    ) -> dict[str, Any]:
+    async def op_score_episode(self, episode: int, latency_ms: int, total_tokens: int) -> Json:
         state = self._episode(episode)
         try:
             result = await self._alone(state, latency_ms, total_tokens)
@@ -356,7 +341,7 @@ class Child:
         score = state.environment.score_episode
         return await self._call(score, state.example, finished, pool=self._score_pool)
 
-    async def op_score_group(self, episodes: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    async def op_score_group(self, episodes: list[tuple[int, int, int]]) -> list[Json]:
         """The scores of these episodes of one task: (episode, latency_ms, total_tokens) each."""
         finished: list[EnvironmentEpisode] = []
         async with AsyncExitStack() as closing:
@@ -386,7 +371,7 @@ class Child:
                 for result, state in zip(rewards, states, strict=True)
             ]
 
-    def _scored(self, state: Episode, result: Any, must: str) -> dict[str, Any]:
+    def _scored(self, state: Episode, result: Any, must: str) -> Json:
         score = _score(result, must)
         if state.earned is not None:
             score["reward"] += state.earned
@@ -448,7 +433,7 @@ class Child:
         turn = await self._agent(episode).gold_turn(self._episode(episode).example, call)
         return None if turn is None else _chat_message(turn, "gold_turn", ("assistant",))
 
-    async def op_abandon(self, target: int) -> dict[str, Any]:
+    async def op_abandon(self, target: int) -> Json:
         """Cancel a call. `stuck`: it still runs, in a thread or ignoring its cancellation."""
         task = self._tasks.get(target)
         if task is None:
@@ -623,14 +608,14 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
         raise _invalid(f"{what}: it needs {needed} with Landlock") from error
 
 
-def _assistant(text: str | None, tool_calls: list[dict[str, Any]]) -> ChatMessage:
+def _assistant(text: str | None, tool_calls: list[Json]) -> ChatMessage:
     turn: ChatMessage = {"role": "assistant", "content": text}
     if tool_calls:
         turn["tool_calls"] = tool_calls
     return turn
 
 
-def _tools(value: Any) -> list[dict[str, Any]]:
+def _tools(value: Any) -> list[Json]:
     try:
         return tool_schemas(_list(value, "tools must be a list of functions or schemas"))
     except (TypeError, ValueError, NameError) as error:
@@ -677,11 +662,11 @@ def _text(value: Any, what: str) -> str:
     return value if value.isascii() else value.encode(errors="replace").decode()
 
 
-def _score(result: Any, must: str) -> dict[str, Any]:
+def _score(result: Any, must: str) -> Json:
     if not isinstance(result, RewardResult):
         raise _error(f"{must}, got {_kind(result)}; write RewardResult(score=...)")
     reward = _number(result.score, "the score")
-    score: dict[str, Any] = {"reward": reward, "success": bool(result.resolved_success())}
+    score: Json = {"reward": reward, "success": bool(result.resolved_success())}
     score["metrics"] = {}
     try:
         for metric in result.metrics:
@@ -765,7 +750,7 @@ def _digest(text: str) -> str:
 # -- the process -----------------------------------------------------------------------------------
 
 
-def _line(message: dict[str, Any]) -> str:
+def _line(message: Json) -> str:
     """The reply as JSON, or a fault with the same number if that is impossible."""
     try:
         line = json.dumps(message, separators=(",", ":"), allow_nan=False)

@@ -30,7 +30,7 @@ from typing import Any, Literal, Self, cast
 
 from environments import task_cache
 from environments.agents.calls import NO_OPTIONS, NO_USAGE, AgentCall, CallOptions, Usage
-from environments.base import ChatMessage
+from environments.base import ChatMessage, Json
 from environments.faults import EnvironmentFault
 from environments.process import requirements
 from environments.process.replies import (
@@ -82,7 +82,7 @@ class Opening:
     task_id: str
     messages: list[ChatMessage]
     max_turns: int
-    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tools: list[Json] = field(default_factory=list[Json])
     """OpenAI function schemas of what the model may call."""
     expected: str | None = None
     """The beginning of the gold answer, if the task has one as text."""
@@ -251,7 +251,7 @@ class EnvironmentHost:
         self,
         episode: int,
         assistant_text: str | None,
-        tool_calls: Sequence[dict[str, Any]] = (),
+        tool_calls: Sequence[Json] = (),
         usage: Usage = NO_USAGE,
     ) -> Step:
         """Give the episode one model turn. Only the gate passes None; models write text.
@@ -285,7 +285,7 @@ class EnvironmentHost:
         episode: int,
         call: int,
         assistant_text: str,
-        tool_calls: Sequence[dict[str, Any]] = (),
+        tool_calls: Sequence[Json] = (),
         usage: Usage = NO_USAGE,
     ) -> None:
         turn = {"text": assistant_text, "tool_calls": list(tool_calls), "usage": astuple(usage)}
@@ -507,7 +507,7 @@ class EnvironmentHost:
         finally:
             child.end_if_done()
 
-    async def _abandon(self, child: _Child, number: int) -> dict[str, Any]:
+    async def _abandon(self, child: _Child, number: int) -> Json:
         """Make the child drop a call. Retire it if the call still runs; kill it if it is frozen."""
         try:
             answer = await child.call("abandon", ABANDON_TIMEOUT_S, target=number)
@@ -683,7 +683,7 @@ class _Child(asyncio.SubprocessProtocol):
         self.alive = False
         self._ended_because = because
 
-    def _send(self, request: dict[str, Any]) -> None:
+    def _send(self, request: Json) -> None:
         if self.alive:
             pipe = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
             pipe.write(json.dumps(request, separators=(",", ":")).encode() + b"\n")

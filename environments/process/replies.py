@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from environments import task_cache
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, CallOptions, finite_float
-from environments.base import ChatMessage, Environment, EnvironmentAgent
+from environments.base import ChatMessage, Environment, EnvironmentAgent, Json
 from environments.redaction import Redactor
 from environments.tools import NAME
 
@@ -49,7 +49,7 @@ class ForgedError(ValueError):
     """The text is no reply to that request."""
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> Json:
     """{"number": int, "value": ...} or {"number": int, "fault": ...}, with texts that have a UTF-8
     form.
     """
@@ -166,7 +166,7 @@ class Reader:
 
         return read
 
-    def _tool(self, value: Any) -> dict[str, Any]:
+    def _tool(self, value: Any) -> Json:
         tool = _object(type=_one_of(("function",)), function=_mapping)(value)
         function = tool["function"]
         _such(_string, NAME.fullmatch)(function.get("name"))
@@ -187,7 +187,7 @@ class Reader:
             "json_schema": _mapping,
             "role": self._text,
         }
-        options: dict[str, Any] = {}
+        options: Json = {}
         for name, item in _mapping(value).items():
             if name not in OPTIONS:
                 raise ForgedError
@@ -199,7 +199,7 @@ class Reader:
 # -- kinds of values -------------------------------------------------------------------------------
 
 
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unrepeated(pairs: list[tuple[str, Any]]) -> Json:
     items = dict(pairs)
     if len(items) < len(pairs):
         raise ForgedError
@@ -215,7 +215,7 @@ def _encodable(value: Any, depth: int) -> Any:
     if isinstance(value, list):
         return [_encodable(item, depth + 1) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
+        items = cast("Json", value).items()
         return {_encodable(name, 0): _encodable(item, depth + 1) for name, item in items}
     return value
 
@@ -281,7 +281,7 @@ def _either(read: Read, other: Read) -> Read:
 def _object(**readers: Read) -> Read:
     """An object that has exactly these fields."""
 
-    def read(value: Any) -> dict[str, Any]:
+    def read(value: Any) -> Json:
         if _mapping(value).keys() != readers.keys():
             raise ForgedError
         return {name: reader(value[name]) for name, reader in readers.items()}
