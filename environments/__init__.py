@@ -1,4 +1,5 @@
-"""The environment contract. This package imports neither `flash_mcp` nor `worker`.
+"""The environment contract. This package imports neither `flash_mcp` nor `worker`, and only the
+standard library: an interpreter of an environment's own has no other package.
 
 Its names are imported when they are needed: what encloses an environment's process starts in
 half the time without them."""

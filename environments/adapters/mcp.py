@@ -5,8 +5,7 @@
     server.call("add", {"a": 1, "b": 2})    # "3"
 
 The server is a program in the environment's sandbox, spoken to over its standard input and output.
-Calls wait for one another. Written with the standard library alone: an environment has no other
-package unless it names it."""
+Calls wait for one another."""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ of the environment's process, as in every other environment, and the sandbox nee
 server listens in a network namespace that holds nothing else.
 
 A caller that plays one turn after the other (the gate) sees an environment of many turns. The
-worker answers calls as they come (`next_call`, `answer_call`).
-
-Only the standard library is used, because the interpreter may be the environment's own."""
+worker answers calls as they come (`next_call`, `answer_call`)."""
 
 # Any method of an environment may be `async def`.
 # pyright: reportIncompatibleMethodOverride=false

@@ -23,10 +23,7 @@ else. The server reads and writes the other files in DIGEST, so a build must not
 link there.
 
 Before an installation the interpreters that were not used for the longest time are removed, down to
-`interpreters_gib` of settings.toml. A host holds a lock on the one that it uses.
-
-This module uses only the standard library and uv.
-"""
+`interpreters_gib` of settings.toml. A host holds a lock on the one that it uses."""
 
 from __future__ import annotations
 

@@ -3,26 +3,13 @@ Linux, no helper program and no root.
 
     found = confine(bounds, own)    # in the child, before user code
 
-`found` maps each protection to "" if it works on this machine, and else to why it does not:
-
-- files (Landlock): the code reads its folder and the system's libraries, and writes to a temporary
-  folder. It gets terminals if the mount namespace has its own.
-- attributes (a root of its own, by pivot_root): other files do not exist, and it changes no mode or
-  time outside that temporary folder.
-- network (seccomp): it can make no socket except pairs of connected ones. With network, which
-  environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too. Without,
-  it also gets an empty network namespace, if it may have namespaces. With an endpoint it makes TCP
-  sockets in that namespace, where only its own processes listen. Without the namespace, as in a
-  container without CAP_SYS_ADMIN, Landlock lets it serve and reach one port of TCP (Linux 6.7).
-- process_tree (a PID namespace): all that it starts ends with it, and it finds no other process.
-- proc: /proc shows its own processes only.
-- signals (a PID namespace or Landlock): it signals and traces no process outside the sandbox.
-- memory, file_size, processes (resource limits; root becomes another user first).
-- kernel_memory (a cgroup): files in memory and socket buffers count as its memory.
+`found` maps each protection to "" if it works on this machine, and else to why it does not.
+docs/security.md says what each is made of and stops, and what none of them stops. An endpoint is
+TCP in an empty network namespace, where only the code's own processes listen. Without that, as in a
+container without CAP_SYS_ADMIN, Landlock lets it serve and reach one port of TCP (Linux 6.7).
 
 In any case seccomp allows the calls of system_calls.py alone. A program that the code starts for
 one rollout may get rules of its own within these (environments/agents/programs.py).
-docs/security.md says what the sandbox does not stop.
 """
 
 from __future__ import annotations
