@@ -120,12 +120,15 @@ class Wait:
         self.call.is_read |= self.is_read
 
 
+@dataclass(eq=False)
 class Session:
     """The calls of one rollout. Only the event loop uses it."""
 
-    def __init__(
-        self, max_calls: int, max_tokens: int | None = None, max_seconds: float | None = None
-    ) -> None:
+    max_calls: int
+    max_tokens: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
         self.key = f"sk-{secrets.token_hex(24)}"
         self.refusal: ApiError | None = None
         """What every further request is answered with, once the rollout is at a limit."""
@@ -140,9 +143,6 @@ class Session:
         self.kept: dict[str, list[ChatMessage]] = {}
         """The conversation up to each reply of OpenAI's responses, by its id."""
         self.connections = 0
-        self._max_calls = max_calls
-        self._max_tokens = max_tokens
-        self._max_seconds = max_seconds
         self._started = time.monotonic()
         self._tokens = 0
         self._calls: list[Call] = []
@@ -209,13 +209,13 @@ class Session:
 
     def _limit(self) -> ApiError | None:
         seconds = time.monotonic() - self._started
-        if len(self._calls) >= self._max_calls:
-            return at_most(self._max_calls)
-        if self._max_tokens is not None and self._tokens >= self._max_tokens:
-            what = f"the model has written the {self._max_tokens} tokens of this run"
+        if len(self._calls) >= self.max_calls:
+            return at_most(self.max_calls)
+        if self.max_tokens is not None and self._tokens >= self.max_tokens:
+            what = f"the model has written the {self.max_tokens} tokens of this run"
             return ApiError(429, "insufficient_quota", what)
-        if self._max_seconds is not None and seconds >= self._max_seconds:
-            what = f"the {self._max_seconds:g} seconds of this run are over"
+        if self.max_seconds is not None and seconds >= self.max_seconds:
+            what = f"the {self.max_seconds:g} seconds of this run are over"
             return ApiError(429, "rate_limit_exceeded", what)
         return None
 
@@ -262,11 +262,9 @@ class Session:
             self.fail(call.request.number, error)
 
     def messages(self, number: int) -> list[ChatMessage]:
-        """The conversation that a call continues."""
         return self._calls[number].messages
 
     def count_refusal(self, what: str) -> None:
-        """Count something that the API refused or left out."""
         if what in self.refusals or len(self.refusals) < MOST_KINDS:
             self.refusals[what] += 1
 
