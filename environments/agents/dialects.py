@@ -8,8 +8,7 @@ messages.
 
 Every dialect reads the same messages: roles system, user, assistant and tool, texts as strings, and
 calls in the form of environments/tools.py. Each has a list of the fields that it accepts and
-refuses every other one, so no wish of an agent is passed over in silence. Only the standard library
-is used, because the interpreter may be the environment's own."""
+refuses every other one, so no wish of an agent is passed over in silence."""
 
 from __future__ import annotations
 
@@ -834,4 +833,3 @@ DIALECTS: Mapping[str, Dialect] = {
     "/responses": Responses(),
     "/messages": Messages(),
 }
-"""By the path of their requests."""

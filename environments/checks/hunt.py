@@ -31,7 +31,6 @@ from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
 HUNT = "hunt"
-"""The name of the check."""
 BEST_GAIN = 0.2
 SEARCHED = 3
 """Tasks on which every answer is tried."""
@@ -500,7 +499,6 @@ PARTS: tuple[Make, ...] = (
     lambda view: view.prompt.strip().split("\n")[0],
     lambda view: f"{view.prompt}\n{view.other_gold}",
 )
-"""Parts of the prompt."""
 
 
 def _mutations(best: Sequence[Move]) -> list[Move]:

@@ -71,7 +71,6 @@ class Played:
         return sorted(messages, key=str) if self.is_agent else messages
 
     def goes_as(self, other: Played) -> bool:
-        """Whether the two went alike."""
         one = self.said, self.score, self.is_cut
         return one == (other.said, other.score, other.is_cut)
 

@@ -117,7 +117,6 @@ def enter_namespaces(bounds: Bounds) -> Own:
 
 
 def _enter_loopback() -> None:
-    """Enter a network namespace and bring its loopback interface up."""
     checked(libc.unshare(CLONE_NEWNET))
     any_socket = socket(AF_INET, SOCK_STREAM)
     try:

@@ -69,10 +69,16 @@ def filter_calls(*, allow_sockets: bool, allow_tcp: bool, has_processes: bool) -
     # Connected pairs stay connected to themselves. Datagram sockets can send to any address.
     pairs = (SOCK_STREAM, SOCK_SEQPACKET)
     conditions = {
-        "socket": _tcp_only() if allow_tcp else _must(errno.EACCES, 0, *families),
+        "socket": _must(errno.EACCES, 0, *families),
         "socketpair": _must(errno.EACCES, 1, *pairs, mask=SOCKET_TYPES),
         "clone": _must(errno.EPERM, 0, 0, mask=NAMESPACES),
     }
+    if allow_tcp:
+        conditions["socket"] = [
+            *_must(errno.EACCES, 0, AF_INET),
+            *_must(errno.EACCES, 1, SOCK_STREAM, mask=SOCKET_TYPES),
+            *_must(errno.EACCES, 2, 0, IPPROTO_TCP),
+        ]
     if not has_processes:
         conditions |= dict.fromkeys(OF_A_PROCESS, _must(errno.EPERM, 0, 0))
         for name, kind in (("setpriority", PRIO_PROCESS), ("ioprio_set", IOPRIO_WHO_PROCESS)):
@@ -106,11 +112,3 @@ def _must(error: int, place: int, *values: int, mask: int = WHOLE) -> list[Step]
     for number, value in enumerate(values):
         steps.append((EQUAL, len(values) - number, 0, value))
     return [*steps, _refuse(error)]
-
-
-def _tcp_only() -> list[Step]:
-    return [
-        *_must(errno.EACCES, 0, AF_INET),
-        *_must(errno.EACCES, 1, SOCK_STREAM, mask=SOCKET_TYPES),
-        *_must(errno.EACCES, 2, 0, IPPROTO_TCP),
-    ]
