@@ -556,16 +556,14 @@ def _make_room(target: Path) -> str:
 
 def _is_removed(target: Path) -> bool:
     """Remove an interpreter that nobody uses or installs."""
-    with (target / "lock").open("a") as lock, (target / "used").open("a") as used:
-        for file in (lock, used):
-            try:
-                if not try_lock(file):
-                    return False
-            except OSError:
-                return False
-        (target / "ready").unlink(missing_ok=True)
-        scratch.remove(target / "venv")
-    return True
+    lock_file, used_file = target / "lock", target / "used"
+    # OSError: a file system without locks.
+    with suppress(OSError), lock_file.open("a") as lock, used_file.open("a") as used:
+        if try_lock(lock) and try_lock(used):
+            (target / "ready").unlink(missing_ok=True)
+            scratch.remove(target / "venv")
+            return True
+    return False
 
 
 def main() -> None:
