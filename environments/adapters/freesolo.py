@@ -14,6 +14,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +53,7 @@ def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, 
     contract = Path(str(args.get("contract_path") or contract))
     prompt = contract.read_text(errors="replace") if contract.is_file() else ""
     kind = GroupSdkEnvironment if _scores_groups(loaded) else SdkEnvironment
-    return kind(loaded, _tasks(source), _tasks(held_out), prompt)
+    return kind(loaded, prompt, _tasks(source), _tasks(held_out))
 
 
 def is_sdk_object(value: Any) -> bool:
@@ -60,20 +61,20 @@ def is_sdk_object(value: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "freesolo" for base in type(value).__mro__)
 
 
+@dataclass(eq=False)
 class SdkEnvironment(Environment):
     """One object of the SDK, single-turn or multi-turn."""
 
-    def __init__(
-        self, sdk: Any, train: list[TaskExample], held_out: list[TaskExample], prompt: str
-    ) -> None:
-        self._sdk = sdk
-        self._system_prompt = prompt
+    _sdk: Any
+    _system_prompt: str
+    dataset: Sequence[TaskExample]
+    eval_dataset: Sequence[TaskExample]
+
+    def __post_init__(self) -> None:
         self._types = importlib.import_module("freesolo.environments")
-        self._is_multi_turn = isinstance(sdk, self._types.EnvironmentMultiTurn)
+        self._is_multi_turn = isinstance(self._sdk, self._types.EnvironmentMultiTurn)
         self._steps: list[Any] = []
-        self.dataset = train
-        self.eval_dataset = held_out
-        self.max_score_concurrency = int(sdk.max_score_concurrency)
+        self.max_score_concurrency = int(self._sdk.max_score_concurrency)
 
     def start_episode(self, example: TaskExample) -> list[ChatMessage]:
         self._steps = []

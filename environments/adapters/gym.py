@@ -39,7 +39,6 @@ from environments.base import (
 )
 
 EVAL_SEED_OFFSET = 1_000_000
-SUCCESS_KEYS = ("success", "is_success")
 NOT_SHOWN = ("reward", "done", "metadata")
 """Fields of an OpenEnv observation that are not for the model."""
 ACTION_ERRORS = (TypeError, AttributeError, LookupError, AssertionError, ValueError)
@@ -159,9 +158,7 @@ class GymEnvironment(EnvironmentMultiTurn):
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         shown = self._shown
-        success = None
-        for key in reversed(SUCCESS_KEYS):  # the first one has precedence
-            success = shown.info.get(key, success)
+        success = shown.info.get("success", shown.info.get("is_success"))
         if success is None:
             success = shown.ended and self._total >= self.success_at
         metrics = [

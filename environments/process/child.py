@@ -131,15 +131,15 @@ class MainThread(Executor):
                         future.set_exception(error)
 
 
+@dataclass(eq=False)
 class Child:
-    """Serves requests: `op_NAME` those whose `op` is NAME. `reply` sends one line."""
+    """Serves requests: `op_NAME` those whose `op` is NAME. `_reply` sends one line."""
 
-    def __init__(
-        self, folder: Path, main_thread: MainThread, reply: Callable[[Json], None]
-    ) -> None:
-        self.folder = folder
-        self._reply = reply
-        self._main_thread = main_thread
+    folder: Path
+    _main_thread: MainThread
+    _reply: Callable[[Json], None]
+
+    def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(MAX_THREADS)
         self._score_pool: Executor = self._pool
         self._loaded: Environment
