@@ -132,9 +132,7 @@ class Environment(ABC):
                     raise TypeError(f"{what}: {why}; score_group scores those of a task together")
 
     def new_episode(self, example: TaskExample) -> Environment:
-        """The object that serves one rollout. By default a shallow copy of this environment, so
-        attributes that one rollout sets stay its own.
-        """
+        """The object that serves one rollout: a shallow copy, so what it sets stays its own."""
         return copy.copy(self)
 
     def score_group(

@@ -110,9 +110,7 @@ class JudgeRubric:
     )
 
     def rank(self, question: str, answers: Sequence[str]) -> list[float]:
-        """The score of each answer, in their order: 1 for the best, 0 for the worst. Equal answers
-        have equal scores; if all are equal, 0.5. Raises JudgeError.
-        """
+        """Each answer's score, 1 for the best to 0; 0.5 if all are equal. Raises JudgeError."""
         texts = [answer or "" for answer in answers]
         # Sorted by their hashes: neither the order of the group nor the words decide the order.
         distinct = sorted({*texts}, key=_hash)

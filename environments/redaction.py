@@ -78,9 +78,7 @@ class Redactor:
 
 
 class PatternRedactor(Redactor):
-    """Replaces what looks like something that no model should learn. `kinds` are names of PATTERNS,
-    or patterns. re.error for one that is none.
-    """
+    """Replaces what no model should learn: `kinds` of PATTERNS, or patterns. May raise re.error."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
         super().__init__(())

@@ -195,9 +195,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def tool_calls_of(value: Any) -> list[Json]:
-    """The calls of a message in OpenAI's form: arguments given as an object become JSON text, and
-    missing ids are numbered. Raises ValueError for anything else.
-    """
+    """Calls in OpenAI's form, with arguments as JSON text and numbered ids. Raises ValueError."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise ValueError(f"tool_calls must be a list, got {value!r:.80}")
     calls: list[Json] = []
@@ -237,9 +235,7 @@ def problem_of(call: Json, schemas: Sequence[Json]) -> str | None:
 
 
 def _misfit(value: Any, schema: Any, what: str) -> str | None:
-    """Why the value does not fit the JSON schema, as far as its types, its enums and the names of
-    its properties tell. A schema that is none fits all.
-    """
+    """Why a value does not fit a JSON schema, by its types, enums and property names, or None."""
     rules = as_object(schema)
     if options := as_list(rules.get("anyOf")):
         fits = [_misfit(value, option, what) for option in options]

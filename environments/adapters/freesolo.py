@@ -204,9 +204,7 @@ def _reward(result: Any) -> RewardResult:
 
 
 def _with_text(message: ChatMessage) -> ChatMessage:
-    """The message with text: that of its parts, or none if it has only tool calls, or if the gate
-    answered None. Raises ValueError for parts that are no text.
-    """
+    """The message with its parts as one text, "" without any. ValueError for other parts."""
     content = message.get("content") or ""
     if isinstance(content, list):
         parts = cast("list[dict[str, Any]]", content)

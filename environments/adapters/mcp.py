@@ -137,8 +137,7 @@ class McpServer:
         raise self._ended()
 
     def _next_message(self, method: str, ends: float) -> Json | None:
-        """None at the end of what the server writes. Lines that are no messages are passed over:
-        some servers greet. Raises McpTimeout at `ends`."""
+        """None at the end. Lines that are no messages are passed over. McpTimeout at `ends`."""
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, ends - time.monotonic()))

@@ -114,8 +114,7 @@ class VerifiersEnvironment(EnvironmentAgent):
 
 
 class GroupedEnvironment(VerifiersEnvironment):
-    """An object of verifiers whose rubric compares the rollouts of a task. One that is alone, as in
-    a held-out evaluation, is a group of one."""
+    """One whose rubric compares the rollouts of a task. One that is alone is a group of one."""
 
     _state: Any = None
 

@@ -81,8 +81,7 @@ def _placed(name: str, seat: Any) -> Any:
 
 
 class TasksetEnvironment(EnvironmentAgent):
-    """An Env. The reward is that of its agents that are trained: the mean if they are several.
-    `success` means a reward of at least 1."""
+    """An Env. The reward is the mean of its trained agents'; `success` is at least 1."""
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
@@ -157,8 +156,7 @@ def _result(traces: Sequence[Any]) -> RewardResult:
 
 
 def _run_programs_here() -> None:
-    """Have verifiers run its programs by this interpreter. With uv, as elsewhere, it would download
-    the packages of each program."""
+    """Run verifiers' programs by this interpreter: uv would download the packages of each."""
     runtimes = importlib.import_module("verifiers.v1.runtimes")
     launching = importlib.import_module("verifiers.v1.harnesses.utils.launch")
     chat = _Chat(launching.CHAT_PROGRAM_SOURCE)

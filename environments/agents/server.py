@@ -286,9 +286,7 @@ class Exchange:
         return as_object(parsed)
 
     async def see_off(self) -> None:
-        """Wait until the client closes the connection: it does so otherwise if it left unread what
-        it was sent.
-        """
+        """Wait until the client closes: a reset says that it left unread what it was sent."""
         self._writer.write_eof()
         async with asyncio.timeout(SEE_OFF_S):
             while await self._reader.read(1 << 16):

@@ -79,9 +79,7 @@ class Copy(tuple[str, ...]):
 
 @dataclass(frozen=True)
 class Constant:
-    """One answer, and what it earned on each task. `turns` has one text for each model turn; the
-    last one is repeated until the episode ends.
-    """
+    """One answer, a text for each turn of which the last repeats, and what it earned by task."""
 
     turns: Turns
     successes: tuple[bool, ...]

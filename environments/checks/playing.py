@@ -65,8 +65,7 @@ class Played:
 
     @property
     def said(self) -> list[ChatMessage]:
-        """What the model read. Which of two requests of an agent comes first is chance, so those of
-        an agent are sorted."""
+        """What the model read. An agent's requests come in any order, so they are sorted."""
         messages = [*self.prompt, *self.replies]
         return sorted(messages, key=str) if self.is_agent else messages
 

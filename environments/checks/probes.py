@@ -322,9 +322,7 @@ def _stated(trial: Trial) -> dict[Task, str]:
 
 
 def _overpaid(trial: Trial, plan: Plan, score: Score, *, is_part: bool) -> str:
-    """What such an answer earned, if that is near what the gold answer earned; else "". A part of
-    a gold answer or of the prompt only has to earn less.
-    """
+    """What earned about as much as the gold answer, else "". A part only has to earn less."""
     task, answers = plan
     if task not in trial.played:
         return ""

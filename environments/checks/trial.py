@@ -160,9 +160,7 @@ class Trial:
 
 
 def fail_if_many(hits: Mapping[Task, str], tasks: int, fix: str, share: float) -> str:
-    """Fail if wrong answers succeed on more than this share of the tasks. The doubt that remains
-    if they succeed on some, which may be chance; else "".
-    """
+    """Fail if answers win on more than this share of the tasks; else the doubt that remains."""
     if not hits:
         return ""
     first = next(iter(hits.values()))

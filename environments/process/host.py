@@ -254,9 +254,7 @@ class EnvironmentHost:
         tool_calls: Sequence[Json] = (),
         usage: Usage = NO_USAGE,
     ) -> Step:
-        """Give the episode one model turn. Only the gate passes None; models write text.
-        `tool_calls` are in OpenAI's form. An agent is told the `usage`.
-        """
+        """Give the episode a model turn. Only the gate passes None. Agents are told the `usage`."""
         async with self._places:
             calls = list(tool_calls)
             turn = {"episode": episode, "text": assistant_text, "tool_calls": calls}
@@ -264,9 +262,7 @@ class EnvironmentHost:
             return Step(**await self._call(self._home(episode), "step_episode", **facts))
 
     async def next_call(self, episode: int) -> AgentCall | Literal["done", "max_turns"]:
-        """The next request of an agent, or how it ended. `timeout_s` is the time that it may take
-        while none of its requests waits for an answer.
-        """
+        """An agent's next request, or how it ended. Time with an unanswered request is free."""
         state = self._episodes[episode]
         clock = asyncio.get_running_loop().time
 
@@ -371,9 +367,7 @@ class EnvironmentHost:
         return tasks
 
     async def generated(self) -> dict[str, str]:
-        """What loading generated that the version does not keep, by name, for `task_cache.keep`.
-        Rows that hold a secret are left out.
-        """
+        """What loading generated and the version does not keep, by name, but rows with a secret."""
         child = await self._live_child()
         results: dict[str, str] = {}
         for name in self._generated:
@@ -618,9 +612,7 @@ class _Child(asyncio.SubprocessProtocol):
         /,
         **fields: Any,
     ) -> Any:
-        """The child's answer. _UnansweredError after `timeout_s`, EnvironmentFault if it failed.
-        `since` says, once that time is over, from when on it really counts.
-        """
+        """The answer. _UnansweredError after `timeout_s`, counted from `since()` once over."""
         if not self.alive:
             raise self._death()
         self._last_number += 1

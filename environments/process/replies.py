@@ -50,9 +50,7 @@ class ForgedError(ValueError):
 
 
 def parse(line: bytes) -> Json:
-    """{"number": int, "value": ...} or {"number": int, "fault": ...}, with texts that have a UTF-8
-    form.
-    """
+    """{"number": int, "value" or "fault": ...}, with texts that have a UTF-8 form."""
     try:
         parsed = json.loads(
             line.decode("ascii"),
@@ -176,9 +174,7 @@ class Reader:
         return {**tool, "function": values}
 
     def _options(self, value: Any) -> CallOptions:
-        """What a request asks of its answer. The names of a schema are the agent's own text, which
-        the model is held to: they are no secrets.
-        """
+        """What a request asks. The names of a schema are the agent's own text: no secrets."""
         readers: dict[str, Read] = {
             "max_tokens": _whole(1),
             "stop": _each(_string),

@@ -457,9 +457,7 @@ def may_build(target: Path) -> tuple[str, ...]:
 
 
 def _own_user(target: Path) -> int | None:
-    """A user that no process has, who gets the folders that the steps write to. None if we are not
-    root, or root of a container that has no such user.
-    """
+    """A user that no process has, with the folders that steps write to; None without root."""
     with suppress(OSError):
         if os.getuid() == 0:
             user = namespaces.exclusive_uid()

@@ -53,9 +53,7 @@ class Needs:
         return read_toml(cls, folder / FILE)
 
     def within(self, operator: EnvironmentSettings) -> Needs:
-        """The same, with defaults lowered to the operator's limits. ValueError names a value that
-        the file asks for and that is above them.
-        """
+        """With defaults lowered to the operator's limits. ValueError if it asks for more."""
         limits = {
             "memory_gib": operator.most_memory_gib,
             "processes": operator.processes,
@@ -91,8 +89,7 @@ class Bounds:
     written: tuple[str, ...] = ()
     """Folders in `scratch`, if the code may not write to all of it."""
     port: int = 0
-    """The port of an endpoint. Where the code cannot have a loopback interface of its own, it
-    reaches no other one."""
+    """The port of an endpoint, the only one where the code has no loopback of its own."""
     user: int | None = None
     """The user that the code becomes, if we are root and these folders are already that user's."""
     without_file_protection: bool = False

@@ -305,9 +305,7 @@ def _end_as(status: int) -> None:
 
 
 def _take_pipes() -> tuple[int, int]:
-    """Move stdin and stdout to other descriptors. 0 becomes /dev/null and 1 becomes stderr, so
-    that no print ends up among the replies.
-    """
+    """Move stdin and stdout away, to /dev/null and stderr: no print ends up among the replies."""
     requests = os.dup(0)
     replies = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
