@@ -252,7 +252,7 @@ async def _worthless(trial: Trial, texts: Sequence[Answers]) -> str:
         trial.junk_successes = max(trial.junk_successes, len(hits) / count)
         doubts.append(fail_if_many(hits, count, SUCCESS_FIX, JUNK_SHARE))
     doubts.append(fail_if_many(earned.paid, count, PAY_FIX, HIT_SHARE))
-    skip_if(doubts)
+    skip_if(*doubts)
     return str(earned)
 
 
@@ -276,10 +276,8 @@ async def truncated(trial: Trial) -> str:
             says_all = says_all or win
     count = len(trial.tasks)
     skip_if(
-        [
-            fail_if_many(hits, count, CUT_FIX, _most_hits(trial)),
-            fail_if_many(earned.paid, count, PAY_FIX, HIT_SHARE),
-        ]
+        fail_if_many(hits, count, CUT_FIX, _most_hits(trial)),
+        fail_if_many(earned.paid, count, PAY_FIX, HIT_SHARE),
     )
     if says_all:
         raise ProbeSkipped(says_all, CUT_FIX)
@@ -301,11 +299,9 @@ async def prompt_echo(trial: Trial) -> str:
     # "Answer yes or no" names the gold answer of half the tasks.
     fix = "remove the gold answer from the prompt"
     skip_if(
-        [
-            fail_if_many(hits, count, ECHO_FIX, ECHO_SHARE),
-            fail_if_many(earned.paid, count, PAY_FIX, ECHO_SHARE),
-            fail_if_many(_stated(trial), count, fix, STATED_SHARE),
-        ]
+        fail_if_many(hits, count, ECHO_FIX, ECHO_SHARE),
+        fail_if_many(earned.paid, count, PAY_FIX, ECHO_SHARE),
+        fail_if_many(_stated(trial), count, fix, STATED_SHARE),
     )
     return str(earned)
 
@@ -371,10 +367,8 @@ async def near_gold(trial: Trial) -> str:
         whole = SUBSTRING_FIX
         trial.is_substring_scorer = True
     skip_if(
-        [
-            fail_if_many(changed, len(tried), whole, HIT_SHARE),
-            fail_if_many(hedged, len(tried), SUBSTRING_FIX, _most_hits(trial)),
-        ]
+        fail_if_many(changed, len(tried), whole, HIT_SHARE),
+        fail_if_many(hedged, len(tried), SUBSTRING_FIX, _most_hits(trial)),
     )
     return f"{len(tried)} tasks: a changed character and two answers at once are no successes"
 
@@ -459,5 +453,5 @@ async def leaks(trial: Trial) -> str:
         task_id = ids[task.split][task.index][0]
         inner = parts(last)[1].strip()
         rows.append(likeness.Row(task_id, prompt, inner, task.split, task.index))
-    skip_if([sign(rows) for sign in likeness.SIGNS])
+    skip_if(*(sign(rows) for sign in likeness.SIGNS))
     return f"{len(rows)} tasks: no sign that answers can be had without solving them"

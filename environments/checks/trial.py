@@ -169,6 +169,6 @@ def fail_if_many(hits: Mapping[Task, str], tasks: int, fix: str, share: float) -
     return f"{first} (on {len(hits)} of {tasks} tasks: maybe by chance)"
 
 
-def skip_if(doubts: Sequence[str]) -> None:
+def skip_if(*doubts: str) -> None:
     if result := "; ".join(filter(None, doubts)):
         raise ProbeSkipped(result, "")

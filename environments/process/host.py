@@ -612,7 +612,7 @@ class _Child(asyncio.SubprocessProtocol):
         /,
         **fields: Any,
     ) -> Any:
-        """The answer. _UnansweredError after `timeout_s`, counted from `since()` once over."""
+        """The answer. _UnansweredError after `timeout_s`, from `since()` on if that is later."""
         if not self.alive:
             raise self._death()
         self._last_number += 1
