@@ -13,27 +13,12 @@ from itertools import chain
 from statistics import fmean
 
 from environments.checks import likeness
-from environments.checks.answers import (
-    FRESH,
-    HINTED,
-    NO_DATE,
-    NONSENSE,
-    cut,
-    nearly,
-    parts,
-)
+from environments.checks.answers import FRESH, HINTED, NO_DATE, NONSENSE, cut, nearly, parts
 from environments.checks.constants import best_constant
 from environments.checks.playing import Answers, Played, Task, gold_turns
 from environments.checks.report import reward_range, score_text, shown
 from environments.checks.splits import repeated_questions, shared_tasks
-from environments.checks.trial import (
-    Plan,
-    ProbeFailed,
-    ProbeSkipped,
-    Trial,
-    fail_if_many,
-    skip_if,
-)
+from environments.checks.trial import Plan, ProbeFailed, ProbeSkipped, Trial, fail_if_many, skip_if
 from environments.process.host import EnvironmentFault, Score
 from environments.untrusted_text import plain_name
 

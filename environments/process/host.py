@@ -33,24 +33,14 @@ from environments.agents.calls import NO_OPTIONS, NO_USAGE, AgentCall, CallOptio
 from environments.base import ChatMessage, Json
 from environments.faults import EnvironmentFault
 from environments.process import requirements
-from environments.process.replies import (
-    ForgedError,
-    Reader,
-    parse,
-    protections,
-)
+from environments.process.replies import ForgedError, Reader, parse, protections
 from environments.redaction import Redactor
 from environments.sandbox import scratch
 from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.sandbox.needs import READABLE_VARIABLE, WARDEN, Bounds, Needs
 from environments.sandbox.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
 from environments.settings import FILE as SETTINGS_FILE
-from environments.settings import (
-    LOCAL_OWNER,
-    EnvironmentSettings,
-    load_settings,
-    state_directory,
-)
+from environments.settings import LOCAL_OWNER, EnvironmentSettings, load_settings, state_directory
 from environments.untrusted_text import marked
 
 ABANDON_TIMEOUT_S = 5.0
@@ -605,12 +595,7 @@ class _Child(asyncio.SubprocessProtocol):
     # -- calls -------------------------------------------------------------------------------------
 
     async def call(
-        self,
-        op: str,
-        timeout_s: float,
-        since: Callable[[], float] | None = None,
-        /,
-        **fields: Any,
+        self, op: str, timeout_s: float, since: Callable[[], float] | None = None, /, **fields: Any
     ) -> Any:
         """The answer. _UnansweredError after `timeout_s`, from `since()` on if that is later."""
         if not self.alive:
