@@ -30,7 +30,7 @@ from environments.agents.dialects import (
     in_role,
     invalid,
 )
-from environments.agents.session import Client, Session, Wait
+from environments.agents.session import Call, Client, Session
 from environments.base import Json
 from environments.tools import as_object
 
@@ -115,14 +115,14 @@ class Endpoint:
                     await exchange.read()
                 self._unread.pop(writer, None)
                 await exchange.serve()
-                if exchange.waits and len(self._seen_off) < MOST_SEEN_OFF:
+                if exchange.calls and len(self._seen_off) < MOST_SEEN_OFF:
                     self._seen_off.add(exchange)
                     await exchange.see_off()
         finally:
             self._seen_off.discard(exchange)
             self._unread.pop(writer, None)
-            for wait in exchange.waits:
-                wait.leave()
+            for call in exchange.calls:
+                call.leave(exchange.client)
             writer.close()
 
 
@@ -136,11 +136,11 @@ class Exchange:
         self._request = HttpRequest("GET", "/", {})
         self._refusal: ApiError | None = None
         """Why the request cannot be read."""
-        self._connection = Client(self._reader, self._writer)
+        self.client = Client(self._reader, self._writer)
         self._streams = False
         """Whether the head of a stream has been sent."""
-        self.waits: list[Wait] = []
-        """For the answers to this request."""
+        self.calls: list[Call] = []
+        """Those that answer this request."""
         self._id = f"req_{secrets.token_hex(12)}"
 
     async def read(self) -> None:
@@ -251,20 +251,20 @@ class Exchange:
             return
         for kind in request.left_out:
             session.count_refusal(f"left out: the tool {kind}")
-        self._connection.streams = request.streams
-        self.waits = session.ask(
+        self.client.streams = request.streams
+        self.calls = session.ask(
+            self.client,
             request.messages,
             request.tools,
             in_role(request, self._request.headers),
             choices=request.choices,
             is_retry=self._request.headers.get("x-stainless-retry-count", "0") != "0",
-            client=self._connection,
         )
-        answers = await self._awaited(self.waits, request)
+        answers = await self._awaited(request)
         is_instructed = bool(request.body.get("instructions"))
         turn = answers[0].turn
         session.kept[request.identity] = [*request.messages[is_instructed:], turn]
-        if self._connection.has_left:
+        if self.client.has_left:
             raise ConnectionError("the client left")
         if request.streams:
             self._begin_stream()
@@ -274,8 +274,9 @@ class Exchange:
             await self._end_stream()
         else:
             await self._send(200, dialect.whole(answers, request))
-        for wait in self.waits:
-            wait.delivered()
+        self.client.is_sent = True
+        for call in self.calls:
+            call.is_sent = True
 
     def _body(self) -> Json:
         body = self._request.body
@@ -292,10 +293,10 @@ class Exchange:
             while await self._reader.read(1 << 16):
                 pass
 
-    async def _awaited(self, waits: list[Wait], request: ApiRequest) -> list[Answer]:
+    async def _awaited(self, request: ApiRequest) -> list[Answer]:
         """The model's answers. ConnectionError if the client leaves before: it may ask again."""
-        calls = [wait.call.answer for wait in waits]
-        pending = set(calls)
+        answers = [call.answer for call in self.calls]
+        pending = set(answers)
         leaving = asyncio.ensure_future(self._reader.read(1))
         try:
             while pending:
@@ -313,7 +314,7 @@ class Exchange:
                 if not done:
                     self._begin_stream()
                     self._chunk(": the model has not answered yet\n\n")
-            return [call.result() for call in calls]
+            return [answer.result() for answer in answers]
         finally:
             leaving.cancel()
             await asyncio.wait((leaving,))  # only one may read at a time
@@ -370,5 +371,5 @@ class Exchange:
         self._writer.transport.set_write_buffer_limits(0)
         async with asyncio.timeout(READ_TIMEOUT_S):
             await self._writer.drain()
-        if self._writer.is_closing() or self._connection.left_unread:
+        if self._writer.is_closing() or self.client.left_unread:
             raise ConnectionError("the client left")

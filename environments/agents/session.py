@@ -1,10 +1,10 @@
 """The calls of one rollout: which request continues which, which one is sent again, and its limits.
 
 session = Session(max_calls=8)
-waits = session.ask(request.messages, request.tools, request.options)
-answer = await waits.call.answer
-waits.delivered()       # the answer was written to the client
-waits.leave()           # the connection has ended
+calls = session.ask(client, request.messages, request.tools, request.options)
+answer = await calls[0].answer
+client.is_sent = calls[0].is_sent = True    # the answer was written to the client
+calls[0].leave(client)                      # the connection has ended
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Client:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.streams = False
+        self.is_sent = False
+        """Whether it has been sent its answers."""
         self._reader = reader
         self._socket: socket.socket = writer.get_extra_info("socket")
         self._was_reset = False
@@ -62,6 +64,14 @@ class Client:
             self._was_reset |= self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         return not self.streams and (self._was_reset or self._reader.exception() is not None)
 
+    @property
+    def is_waiting(self) -> bool:
+        return not self.is_sent and not self.has_left
+
+    @property
+    def is_read(self) -> bool:
+        return self.is_sent and not self.left_unread
+
 
 @dataclass(eq=False)
 class Call:
@@ -72,8 +82,8 @@ class Call:
     said: list[Any]
     """The essence of each message of its conversation, with the answer once there is one."""
     answer: asyncio.Future[Answer]
-    waits: list[Wait] = field(default_factory=list["Wait"])
-    """Of the connections that are open."""
+    clients: list[Client] = field(default_factory=list[Client])
+    """Those whose connections are open."""
     is_sent: bool = False
     """Whether the answer was written to a client."""
     is_read: bool = False
@@ -85,39 +95,18 @@ class Call:
 
     @property
     def is_waiting(self) -> bool:
-        return any(wait.is_waiting for wait in self.waits)
+        return any(client.is_waiting for client in self.clients)
 
     @property
     def is_abandoned(self) -> bool:
         """Whether its clients left without the answer."""
-        is_read = self.is_read or any(wait.is_read for wait in self.waits)
+        is_read = self.is_read or any(client.is_read for client in self.clients)
         has_failed = self.answer.done() and self.answer.exception() is not None
         return not self.is_waiting and not is_read and not has_failed
 
-
-class Wait:
-    """One connection that waits for a call, or has been sent its answer."""
-
-    def __init__(self, call: Call, client: Client | None) -> None:
-        self.call = call
-        self._client = client
-        self._is_sent = False
-        call.waits.append(self)
-
-    @property
-    def is_waiting(self) -> bool:
-        return not self._is_sent and not (self._client and self._client.has_left)
-
-    @property
-    def is_read(self) -> bool:
-        return self._is_sent and not (self._client and self._client.left_unread)
-
-    def delivered(self) -> None:
-        self._is_sent = self.call.is_sent = True
-
-    def leave(self) -> None:
-        self.call.waits.remove(self)
-        self.call.is_read |= self.is_read
+    def leave(self, client: Client) -> None:
+        self.clients.remove(client)
+        self.is_read |= client.is_read
 
 
 @dataclass(eq=False)
@@ -149,32 +138,31 @@ class Session:
 
     def ask(
         self,
+        client: Client,
         messages: list[ChatMessage],
         tools: list[Json],
         options: CallOptions = NO_OPTIONS,
         *,
         choices: int = 1,
         is_retry: bool = False,
-        client: Client | None = None,
-    ) -> list[Wait]:
-        """The calls that answer a request, one for each of its `choices`. Raises ApiError. Without
-        a client, nobody leaves and every answer is read.
+    ) -> list[Call]:
+        """The calls that answer a request, one for each of its `choices`. Raises ApiError.
 
         A request that is sent again joins the call of the first, whose clients have left. While
         they wait, an equal request is a second sample."""
         asks = [*map(_essence, messages)], tools, options
-        waits: list[Wait] = []
+        calls: list[Call] = []
         try:
             for _ in range(choices):
-                taken = [wait.call for wait in waits]
-                call = self._sent_before(asks, taken, is_retry=is_retry)
+                call = self._sent_before(asks, calls, is_retry=is_retry)
                 call = call or self._added(messages, asks)
-                waits.append(Wait(call, client))
+                call.clients.append(client)
+                calls.append(call)
         except ApiError:
-            for wait in waits:
-                wait.leave()
+            for call in calls:
+                call.leave(client)
             raise
-        return waits
+        return calls
 
     def _sent_before(self, asks: Asks, taken: Collection[Call], *, is_retry: bool) -> Call | None:
         """The call that this request sends again: one whose clients left without an answer, or, if

@@ -18,7 +18,7 @@ import pytest
 from environments.agents.calls import NO_USAGE
 from environments.agents.dialects import DIALECTS, Answer, ApiError
 from environments.agents.endpoint import AgentEpisode
-from environments.agents.session import Session
+from environments.agents.session import Client, Session
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
 from environments.faults import EnvironmentFault
 from environments.process.host import Opening, Score
@@ -149,15 +149,25 @@ class InProcess:
             await found[0].close_episode()
 
 
+class Attentive(Client):
+    """A client that does not leave, and reads every answer."""
+
+    has_left = left_unread = False
+
+    def __init__(self) -> None:
+        self.is_sent = False
+
+
 async def ask(session: Session, body: Any, *, is_retry: bool = False) -> Answer:
     asked = DIALECTS["/chat/completions"].read(body, {})
-    (wait,) = session.ask(asked.messages, asked.tools, is_retry=is_retry)
+    client = Attentive()
+    (call,) = session.ask(client, asked.messages, asked.tools, is_retry=is_retry)
     try:
-        answer = await asyncio.shield(wait.call.answer)
-        wait.delivered()
+        answer = await asyncio.shield(call.answer)
+        client.is_sent = call.is_sent = True
         return answer
     finally:
-        wait.leave()
+        call.leave(client)
 
 
 class Recorder(FakeEngine):

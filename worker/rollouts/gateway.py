@@ -241,7 +241,7 @@ class _Exchange(Exchange):
             await super()._ask(session)
         elif outside := await self._gateway.take():
             try:
-                if self._connection.has_left:
+                if self.client.has_left:
                     raise ConnectionError("the program left")
                 base_url = self._request.headers.get(GATEWAY_BASE_URL, outside.task["base_url"])
                 await self._send(200, {"task": {**outside.task, "base_url": base_url}})

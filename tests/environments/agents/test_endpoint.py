@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -677,7 +677,7 @@ async def test_a_run_has_a_budget_of_tokens_and_of_time(tmp_path: Path) -> None:
     assert raised.reward == 0 and "written the 8 tokens of this run, and" in (raised.reason or "")
     session = Session(max_calls=1, max_seconds=0.0)
     with pytest.raises(ApiError, match="seconds of this run are over") as caught:
-        session.ask([{"role": "user", "content": "x"}], [])
+        session.ask(cast(Any, None), [{"role": "user", "content": "x"}], [])
     assert caught.value.status == 429
 
 
