@@ -152,15 +152,6 @@ class Exploit:
         return FIXES[self.kind]
 
 
-@dataclass
-class Hunt:
-    exploits: list[Exploit] = field(default_factory=list[Exploit])
-    plays: int = 0
-    seconds: float = 0.0
-    is_finished: bool = False
-    """Whether all that was planned was tried within the limits."""
-
-
 async def hunt(
     host: EnvironmentHost,
     split: str,
@@ -178,16 +169,16 @@ async def hunt(
     # Tasks at equal distances would miss kinds of tasks that take turns.
     drawn = random.Random(0).sample(list(tasks), min(len(tasks), SEARCHED + CONFIRMED))
     chosen = [Task(split, index) for index in drawn]
-    hunter = _Hunter(host, chosen, most_plays, on_progress, source_texts)
+    result = Hunt(host, chosen, most_plays, on_progress, source_texts)
     started = time.monotonic()
     try:
         async with asyncio.timeout(deadline_s):
-            await hunter.run()
-        hunter.outcome.is_finished = hunter.outcome.plays < most_plays
+            await result.run()
+        result.is_finished = result.plays < most_plays
     except TimeoutError:
         pass
-    hunter.outcome.seconds = time.monotonic() - started
-    return hunter.outcome
+    result.seconds = time.monotonic() - started
+    return result
 
 
 def probe(result: Hunt) -> Probe:
@@ -246,13 +237,19 @@ class _Result:
 
 
 @dataclass
-class _Hunter:
+class Hunt:
+    """A search, and what came of it."""
+
     _host: EnvironmentHost
     _tasks: Sequence[Task]
     _most_plays: int
     _on_progress: Callable[[str], Awaitable[None]] | None
     _source_texts: Sequence[str]
-    outcome: Hunt = field(default_factory=Hunt)
+    exploits: list[Exploit] = field(default_factory=list[Exploit])
+    plays: int = 0
+    seconds: float = 0.0
+    is_finished: bool = False
+    """Whether all that was planned was tried within the limits."""
     _views: dict[Task, View] = field(default_factory=dict[Task, View])
     _golds: dict[Task, tuple[str, ...]] = field(default_factory=dict[Task, tuple[str, ...]])
     _gold_rewards: dict[Task, float] = field(default_factory=dict[Task, float])
@@ -267,9 +264,9 @@ class _Hunter:
             return
         await self._look()
         tried = await self._try_all(self._moves())
-        if not self.outcome.exploits:
+        if not self.exploits:
             await self._try_all(_mutations(_best(tried)))
-        if not self.outcome.exploits:
+        if not self.exploits:
             await self._check_padding()
 
     async def _look(self) -> None:
@@ -332,12 +329,12 @@ class _Hunter:
         for start in range(0, len(moves), BATCH):
             results: list[_Result] = []
             for move in moves[start : start + BATCH]:
-                if self.outcome.plays >= self._most_plays:
+                if self.plays >= self._most_plays:
                     return tried
                 if (result := await self._result(move, self._search)) is not None:
                     results.append(result)
             if self._on_progress:
-                await self._on_progress(f"hunting for cheap answers: {self.outcome.plays} played")
+                await self._on_progress(f"hunting for cheap answers: {self.plays} played")
             if await self._confirm(_best([item for item in results if self._pays(item, SLACK)])):
                 break
             tried += results
@@ -358,7 +355,7 @@ class _Hunter:
         return _Result(move, results, solved)
 
     async def _played(self, task: Task, turns: Sequence[str]) -> Played | None:
-        self.outcome.plays += 1
+        self.plays += 1
         try:
             return await play(self._host, task, turns)
         except EnvironmentFault:
@@ -372,7 +369,7 @@ class _Hunter:
                 kind = await self._kind(move)
                 answer = move.make(self._views[self._confirmed[0]])
                 count = len(again.played)
-                self.outcome.exploits.append(
+                self.exploits.append(
                     Exploit(kind, answer, again.reward, self._gold_mean(), again.success, count)
                 )
                 return True
@@ -439,7 +436,7 @@ class _Hunter:
                 if played := await self._played(task, [*turns, f"{text}\n{last}"]):
                     rewards.append(played.score.reward)
             if gold > 0 and rewards and fmean(rewards) >= MORE_THAN_GOLD * gold:
-                self.outcome.exploits.append(
+                self.exploits.append(
                     Exploit("padding", f"{text}\n(gold)", fmean(rewards), gold, 1.0, len(rewards))
                 )
                 return
