@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -84,8 +85,12 @@ class AgentCall:
     options: CallOptions = NO_OPTIONS
 
 
-def finite_float(text: str) -> float:
-    """For json.loads. ValueError for what is no number in JSON."""
+def finite_json(text: str | bytes, **hooks: Any) -> Any:
+    """`json.loads` with ValueError for what is no number in JSON."""
+    return json.loads(text, parse_float=_finite_float, parse_constant=_finite_float, **hooks)
+
+
+def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError("not a finite number")

@@ -15,9 +15,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from environments.agents.calls import finite_float
+from environments.agents.calls import finite_json
 from environments.agents.dialects import (
     DIALECTS,
     MODEL,
@@ -56,24 +55,6 @@ COMMENT_EVERY_S = 5.0
 UNCOUNTED = ("invalid_api_key", "context_length_exceeded", "rate_limit_exceeded")
 """Refusals that say something else than that a wish of the agent is not served."""
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
-
-
-@dataclass(frozen=True)
-class HttpRequest:
-    """A whole request. The names of its headers are in lower case."""
-
-    method: str
-    target: str
-    headers: dict[str, str]
-    body: bytes = b""
-
-    @property
-    def path(self) -> str:
-        """The path below /v1. Clients add /v1 to a base_url that has it already."""
-        path = self.target.partition("?")[0]
-        while path.startswith("/v1/"):
-            path = path.removeprefix("/v1")
-        return path
 
 
 class Endpoint:
@@ -133,7 +114,10 @@ class Exchange:
     _writer: asyncio.StreamWriter
 
     def __post_init__(self) -> None:
-        self._request = HttpRequest("GET", "/", {})
+        self._method, self._target = "GET", "/"
+        self._headers: dict[str, str] = {}
+        """Their names are in lower case."""
+        self._content = b""
         self._refusal: ApiError | None = None
         """Why the request cannot be read."""
         self.client = Client(self._reader, self._writer)
@@ -148,37 +132,42 @@ class Exchange:
         try:
             head = await self._reader.readuntil(b"\r\n\r\n")
             lines = head.decode("latin-1").split("\r\n")
-            method, target, _ = lines[0].split(" ")
+            self._method, self._target, _ = lines[0].split(" ")
         except (asyncio.LimitOverrunError, ValueError):
             self._refusal = ApiError(400, "invalid_value", "this is no request of HTTP")
             return
-        headers: dict[str, str] = {}
         for line in lines[1:]:
             name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
-        self._request = HttpRequest(method, target, headers)
-        length = headers.get("content-length", "0")
-        if "transfer-encoding" in headers or not length.isdecimal():
+            self._headers[name.strip().lower()] = value.strip()
+        length = self._headers.get("content-length", "0")
+        if "transfer-encoding" in self._headers or not length.isdecimal():
             what = "send the body with a Content-Length"
             self._refusal = ApiError(411, "length_required", what)
             return
-        if headers.get("expect", "").lower() == "100-continue":
+        if self._headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if int(length) > MAX_BODY_BYTES:
             await self._discard(min(int(length), MOST_DISCARDED_BYTES))
             what = f"the request has {length:.20} bytes; the most are {MAX_BODY_BYTES:,}"
             self._refusal = ApiError(413, "request_too_large", what)
             return
-        body = await self._reader.readexactly(int(length))
-        self._request = HttpRequest(method, target, headers, body)
+        self._content = await self._reader.readexactly(int(length))
 
     async def _discard(self, size: int) -> None:
         """Read so much: many clients read no answer before they have sent everything."""
         while size > 0 and (read := await self._reader.read(min(size, 1 << 16))):
             size -= len(read)
 
+    @property
+    def _path(self) -> str:
+        """The path below /v1. Clients add /v1 to a base_url that has it already."""
+        path = self._target.partition("?")[0]
+        while path.startswith("/v1/"):
+            path = path.removeprefix("/v1")
+        return path
+
     async def serve(self) -> None:
-        headers = self._request.headers
+        headers = self._headers
         key = headers.get("authorization") or headers.get("x-api-key", "")
         session = self._sessions.get(key.removeprefix("Bearer ").strip())
         if session is not None:
@@ -192,7 +181,7 @@ class Exchange:
             if session.connections > MOST_CONNECTIONS:
                 what = f"{MOST_CONNECTIONS} requests of this run are served already"
                 raise ApiError(429, "rate_limit_exceeded", what, may_retry=True)
-            if self._request.method == "POST":
+            if self._method == "POST":
                 await self._ask(session)
             else:
                 await self._models()
@@ -222,12 +211,12 @@ class Exchange:
 
     @property
     def _dialect(self) -> Dialect | None:
-        return DIALECTS.get(self._request.path.removesuffix(COUNT_TOKENS))
+        return DIALECTS.get(self._path.removesuffix(COUNT_TOKENS))
 
     async def _models(self) -> None:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flash-mcp"}
         model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
-        path = self._request.path
+        path = self._path
         if path == "/models":
             await self._send(200, {"object": "list", "data": [model], "has_more": False})
         elif path == f"/models/{MODEL}":
@@ -236,7 +225,7 @@ class Exchange:
             raise self._unknown()
 
     def _unknown(self) -> ApiError:
-        asked = f"{self._request.method} {self._request.target[:80]}"
+        asked = f"{self._method} {self._target[:80]}"
         what = f"there is no {asked}; POST goes to {', '.join(DIALECTS)}"
         return ApiError(404, "unknown_url", what)
 
@@ -244,7 +233,7 @@ class Exchange:
         dialect = self._dialect
         if dialect is None:
             raise self._unknown()
-        is_counted = self._request.path.endswith(COUNT_TOKENS)
+        is_counted = self._path.endswith(COUNT_TOKENS)
         request = dialect.read(self._body(), session.kept, is_counted=is_counted)
         if is_counted:
             await self._send(200, count_tokens(request))
@@ -256,9 +245,9 @@ class Exchange:
             self.client,
             request.messages,
             request.tools,
-            in_role(request, self._request.headers),
+            in_role(request, self._headers),
             choices=request.choices,
-            is_retry=self._request.headers.get("x-stainless-retry-count", "0") != "0",
+            is_retry=self._headers.get("x-stainless-retry-count", "0") != "0",
         )
         answers = await self._awaited(request)
         is_instructed = bool(request.body.get("instructions"))
@@ -279,9 +268,8 @@ class Exchange:
             call.is_sent = True
 
     def _body(self) -> Json:
-        body = self._request.body
         try:
-            parsed: Any = json.loads(body, parse_float=finite_float, parse_constant=finite_float)
+            parsed = finite_json(self._content)
         except (ValueError, RecursionError) as error:
             raise invalid("the body is not JSON") from error
         return as_object(parsed)

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 from environments import task_cache
-from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, CallOptions, finite_float
+from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, CallOptions, finite_json
 from environments.base import ChatMessage, Environment, EnvironmentAgent, Json
 from environments.redaction import Redactor
 from environments.tools import NAME
@@ -52,12 +52,7 @@ class ForgedError(ValueError):
 def parse(line: bytes) -> Json:
     """{"number": int, "value" or "fault": ...}, with texts that have a UTF-8 form."""
     try:
-        parsed = json.loads(
-            line.decode("ascii"),
-            object_pairs_hook=_unrepeated,
-            parse_float=finite_float,
-            parse_constant=finite_float,
-        )
+        parsed = finite_json(line.decode("ascii"), object_pairs_hook=_unrepeated)
     except (ValueError, RecursionError) as error:
         raise ForgedError from error
     message = _mapping(_encodable(parsed, 0))

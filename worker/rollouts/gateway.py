@@ -233,7 +233,7 @@ class _Exchange(Exchange):
         self._gateway = gateway
 
     async def _ask(self, session: Session) -> None:
-        path = self._request.path
+        path = self._path
         if path == "/result":
             self._gateway.end(session.key, self._body())
             await self._send(200, {"accepted": True})
@@ -243,7 +243,7 @@ class _Exchange(Exchange):
             try:
                 if self.client.has_left:
                     raise ConnectionError("the program left")
-                base_url = self._request.headers.get(GATEWAY_BASE_URL, outside.task["base_url"])
+                base_url = self._headers.get(GATEWAY_BASE_URL, outside.task["base_url"])
                 await self._send(200, {"task": {**outside.task, "base_url": base_url}})
             except (OSError, TimeoutError):
                 outside.offer()
