@@ -12,20 +12,9 @@ from environments.untrusted_text import quoted
 class EnvironmentFault(Exception):
     """Environment code failed, or could not be given what it needs.
 
-    `code` is one of:
-    - environment_invalid: it does not load, or it breaks the contract
-    - environment_unsupported: it needs what cannot run here, such as docker
-    - dataset_invalid
-    - environment_error: a call failed
-    - lost_call: an agent did not get an answer of the model
-    - environment_timeout: a call passed its deadline
-    - invalid_argument: settings.toml cannot be used, or the environment refused its arguments
-    - network_not_granted: its environment.toml asks for it, settings.toml does not grant it
-    - environments_busy: as many environments run as settings.toml allows
-    - environment_unprotected: no file protection is possible, and settings.toml insists on it
-    - environment_memory, _file_size, _processes, _network, _access: the sandbox refused something
-    - requirements_failed: its packages could not be installed
-    - not_ready: its packages are still being installed
+    `code` is an error code of TRAINING.md. Of these, invalid_argument means that settings.toml
+    cannot be used or the environment refused its arguments, and not_ready that its packages are
+    still being installed.
 
     `traceback` is the evidence. It may be empty. Environment code chose the words of `traceback`,
     and those of `what` if `is_foreign`: an agent may read them only as `wrote`, marked. `declared`
