@@ -26,7 +26,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-_process_generator: random.Random = random._inst  # type: ignore[attr-defined]
 TORCH_SEEDS = ("seed", "manual_seed", "initial_seed", "get_rng_state", "set_rng_state")
 TORCH_FUNCTIONS = """
 bernoulli binomial dropout multinomial normal poisson rand rand_like randint randint_like randn
@@ -76,39 +75,11 @@ _current: ContextVar[Generators | None] = ContextVar("generators", default=None)
 
 def switch_global_generators() -> None:
     """Replace the functions of `random` and, once they are imported, of numpy.random and torch."""
-    switch = _Switch()
+    shared: random.Random = random._inst  # type: ignore[attr-defined]
     for name in random.__all__:
-        if getattr(getattr(random, name), "__self__", None) is _process_generator:
-            setattr(random, name, getattr(switch, name))
+        if getattr(getattr(random, name), "__self__", None) is shared:
+            _draw_by_episode(random, name, shared, name, lambda episode: episode.python)
     sys.meta_path.insert(0, _Finder())
-
-
-def _python() -> random.Random:
-    current = _current.get()
-    return _process_generator if current is None else current.python
-
-
-class _Switch(random.Random):
-    """Draws from the episode's generator. Every method of Random is built on these."""
-
-    def random(self) -> float:
-        return _python().random()
-
-    def getrandbits(self, k: int, /) -> int:
-        return _python().getrandbits(k)
-
-    def seed(self, a: Any = None, version: int = 2) -> None:
-        _python().seed(a, version)
-
-    def getstate(self) -> tuple[Any, ...]:
-        return _python().getstate()
-
-    def setstate(self, state: tuple[Any, ...]) -> None:
-        _python().setstate(state)
-
-    def gauss(self, mu: float = 0.0, sigma: float = 1.0) -> float:
-        # It keeps the second number of each pair, which belongs to the episode too.
-        return _python().gauss(mu, sigma)
 
 
 class _Finder(MetaPathFinder):
@@ -140,19 +111,29 @@ def _switch_numpy(module: Any) -> None:
     for name in dir(module):
         if getattr(getattr(module, name), "__self__", None) is shared:
             methods[name] = name
+
+    def own(episode: Generators) -> Any:
+        return episode.numpy(module.RandomState)
+
     for name, method in methods.items():
-        setattr(module, name, _drawn_by_episode(method, shared, module.RandomState))
+        _draw_by_episode(module, name, shared, method, own)
 
 
-def _drawn_by_episode(method: str, shared: Any, make: Callable[[int], Any]) -> Callable[..., Any]:
+def _draw_by_episode(
+    module: ModuleType, name: str, shared: Any, method: str, own: Callable[[Generators], Any]
+) -> None:
+    """Make a function that is a method of `shared`, the process's generator, draw from an episode's
+    `own` within one.
+    """
+
+    @functools.wraps(getattr(shared, method))
     def draw(*args: Any, **kwargs: Any) -> Any:
         current = _current.get()
-        state = shared if current is None else current.numpy(make)
+        state = shared if current is None else own(current)
         return getattr(state, method)(*args, **kwargs)
 
-    draw.__name__ = method
-    draw.__doc__ = getattr(shared, method).__doc__
-    return draw
+    draw.__module__, draw.__qualname__ = module.__name__, name  # by which it is pickled
+    setattr(module, name, draw)
 
 
 def _switch_torch(module: Any) -> None:
