@@ -8,7 +8,6 @@ assistant  84
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,7 @@ class AgentCalculator(EnvironmentAgent):
         """What the model has to say, with which `sft` warms it up: a small one calls no tool by
         itself.
         """
-        function = {"name": "calculate", "arguments": json.dumps(example.record["call"])}
-        call = {"id": "call00000", "type": "function", "function": function}
+        call = {"name": "calculate", "arguments": example.record["call"]}
         return [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call00000", "content": example.output},

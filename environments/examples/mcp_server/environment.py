@@ -80,9 +80,7 @@ class ServerTools(EnvironmentToolUse):
 
     def sft_completion(self, example: TaskExample) -> list[dict[str, Any]]:
         name, result = example.record["tool"], example.output
-        arguments = json.dumps(example.record["arguments"])
-        function = {"name": name, "arguments": arguments}
-        call = {"id": "call00000", "type": "function", "function": function}
+        call = {"name": name, "arguments": example.record["arguments"]}
         return [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call00000", "name": name, "content": result},

@@ -8,7 +8,6 @@ assistant  84
 
 from __future__ import annotations
 
-import json
 import operator
 import random
 from typing import Any, Literal
@@ -32,9 +31,8 @@ earns nothing until the tool was called; otherwise the model would stop there.
 
 def call(left: int, symbol: str, right: int) -> dict[str, Any]:
     """The message of a model that asks for this calculation."""
-    arguments = json.dumps({"left": left, "operator": symbol, "right": right})
-    function = {"name": "calculate", "arguments": arguments}
-    calls = [{"id": "call00000", "type": "function", "function": function}]
+    arguments = {"left": left, "operator": symbol, "right": right}
+    calls = [{"name": "calculate", "arguments": arguments}]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
