@@ -93,7 +93,7 @@ async def tool_calls(trial: Trial) -> str:
     """Bad tool calls must not raise, be answered, and win nothing; gold ones must succeed."""
     plans: list[Plan] = []
     for task in (trial.tasks[0], trial.tasks[-1]):
-        plans += [(task, [turn, JUNK[0]]) for turn in bad_turns(trial.tools[task])]
+        plans += [(task, [turn, JUNK[0]]) for turn in bad_turns(trial.openings[task].tools)]
     for (task, (turn, _)), played in zip(plans, await trial.play_all(plans), strict=True):
         if played.score.success:
             what = f"{task}: {shown([turn])} counts as a success"
@@ -113,7 +113,7 @@ def _check_gold_calls(trial: Trial) -> None:
             if message["role"] == "tool" and message["content"].startswith(TOOL_ERROR):
                 what = f"{task}: a gold call is answered with {shown([message['content']])}"
                 raise ProbeSkipped(what, "make the tool work, or correct the gold call")
-    with_tools = [turns for task, turns in trial.golds.items() if trial.tools[task]]
+    with_tools = [turns for task, turns in trial.golds.items() if trial.openings[task].tools]
     turns = chain.from_iterable(with_tools)
     if with_tools and not any(isinstance(turn, Turn) and turn.tool_calls for turn in turns):
         what = f"the gold messages of {len(with_tools)} tasks with tools call none"

@@ -130,7 +130,7 @@ async def _applies(trial: Trial, name: str) -> bool:
         return trial.host.scores_groups
     if name == "judge":
         return trial.host.scores_groups and await consistency.has_judge(trial)
-    return name != "tool_calls" or any(trial.tools.values())
+    return name != "tool_calls" or any(item.tools for item in trial.openings.values())
 
 
 async def _probe(trial: Trial, name: str, body: Check) -> Probe:

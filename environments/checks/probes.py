@@ -95,15 +95,15 @@ async def prompts(trial: Trial) -> str:
     # The first one tells whether the environment is slow, and the others may come at once.
     await trial.open(trial.tasks[0])
     await trial.each([partial(trial.open, task) for task in trial.tasks[1:]])
-    turns = trial.max_turns.values()
-    return f"{len(turns)} tasks opened; turns per task: at most {max(turns)}"
+    most = max(opening.max_turns for opening in trial.openings.values())
+    return f"{len(trial.openings)} tasks opened; turns per task: at most {most}"
 
 
 async def gold(trial: Trial) -> str:
     calls = [partial(_gold_turns, trial, task) for task in trial.tasks]
     plans = list(zip(trial.tasks, await trial.each(calls), strict=True))
     for task, answers in plans:
-        limit = trial.max_turns[task]
+        limit = trial.openings[task].max_turns
         if len(answers) > limit:
             what = f"the gold answer of {task} has {len(answers)} turns, max_episode_turns allows"
             raise ProbeFailed(f"{what} {limit}", "allow as many turns, or give a shorter answer")
@@ -272,8 +272,8 @@ async def truncated(trial: Trial) -> str:
 async def prompt_echo(trial: Trial) -> str:
     """Parts of the prompt must not win, and it must not give the gold answer away."""
     plans: list[Plan] = []
-    for task, messages in trial.prompts.items():
-        texts = [messages[-1]["content"], trial.prompt(task), trial.asked(task)]
+    for task, opening in trial.openings.items():
+        texts = [opening.messages[-1]["content"], trial.prompt(task), trial.asked(task)]
         plans += [(task, [text]) for text in texts if text]
     earned = _Earned()
     hits: dict[Task, str] = {}

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from environments.base import ChatMessage, Json
 from environments.checks.answers import JUNK, cut
 from environments.checks.playing import Answers, Played, Task, play, prompt_text, together
 from environments.checks.report import Report, shown
-from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.host import EnvironmentFault, EnvironmentHost, Opening
 
 SLOW_S = 0.25
 """Once a call takes longer, conversations are played at once: else there is no time for all."""
@@ -41,9 +40,7 @@ class Trial:
     max_tokens: int | None = None
     """How many tokens a model may write in one turn, if that is known."""
     tasks: list[Task] = field(default_factory=list[Task])
-    prompts: dict[Task, list[ChatMessage]] = field(default_factory=dict[Task, list[ChatMessage]])
-    tools: dict[Task, list[Json]] = field(default_factory=dict[Task, list[Json]])
-    max_turns: dict[Task, int] = field(default_factory=dict[Task, int])
+    openings: dict[Task, Opening] = field(default_factory=dict[Task, Opening])
     golds: dict[Task, tuple[str, ...]] = field(default_factory=dict[Task, tuple[str, ...]])
     played: dict[Task, Played] = field(default_factory=dict[Task, Played])
     """The conversations with gold answers."""
@@ -93,24 +90,22 @@ class Trial:
         return next((text for text in others if text.strip() != last), "")
 
     def prompt(self, task: Task) -> str:
-        return prompt_text(self.prompts[task])
+        return prompt_text(self.openings[task].messages)
 
     def asked(self, task: Task) -> str:
         """What the prompt asks about, such as the words to sort; "" if that is the gold answer."""
-        _, colon, question = self.prompts[task][-1]["content"].rpartition(":")
+        _, colon, question = self.openings[task].messages[-1]["content"].rpartition(":")
         question = question.strip(" .\n")
         return question if colon and question != self.last_gold(task).strip() else ""
 
     # -- playing -----------------------------------------------------------------------------------
 
     async def open(self, task: Task) -> None:
-        """Open and close the task, and keep its prompt, its tools and its limit of turns."""
+        """Open and close the task, and keep its opening."""
         opening = await self.timed(
             task, (), "start_episode", self.host.open(task.split, task.index)
         )
-        self.prompts[task] = opening.messages
-        self.tools[task] = opening.tools
-        self.max_turns[task] = opening.max_turns
+        self.openings[task] = opening
         await self.timed(task, (), "close_episode", self.host.close(opening.episode))
 
     async def each(self, calls: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
