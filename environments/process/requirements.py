@@ -242,21 +242,16 @@ def _start(target: Path, requested: list[str]) -> tuple[subprocess.Popen[bytes],
             stdout=log,
             stderr=log,
             cwd=target,
-            env=_installers_environment(target),
+            env={
+                **_variables(secret=False),
+                **dict.fromkeys(("HOME", "TMPDIR", "UV_CACHE_DIR"), str(_temporary(target))),
+                "XDG_CONFIG_HOME": str(_config_dir()),
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+            },
             start_new_session=True,
         )
     weakref.finalize(process, log.close)  # once the last of those who wait for it has read its end
     return process, log
-
-
-def _installers_environment(target: Path) -> dict[str, str]:
-    temporary = ("HOME", "TMPDIR", "UV_CACHE_DIR")
-    return {
-        **_variables(secret=False),
-        **dict.fromkeys(temporary, str(_temporary(target))),
-        "XDG_CONFIG_HOME": str(_config_dir()),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
 
 
 def _variables(*, secret: bool) -> dict[str, str]:
