@@ -301,6 +301,13 @@ NETWORK = {
     "a list of the machine's connections": (
         "if len(open('/proc/net/tcp').readlines()) == 1: raise OSError(errno.ENOENT, 'it is empty')"
     ),
+    "a socket with a name, which the machine made": (
+        "for name in os.listdir('/proc/self/fd'):\n"
+        "    try:\n"
+        "        if socket.socket(fileno=os.dup(int(name))).getsockname(): break\n"
+        "    except OSError: pass  # no socket\n"
+        "else: raise OSError(errno.ENOENT, 'none has one')"
+    ),
     "a pair that sends to others": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "a socket by a call of another kind": (
         "if platform.machine() == 'x86_64': checked(libc.syscall(0x40000000 | 41, 2, 1, 0))\n"
@@ -323,6 +330,7 @@ ABSENT = {
     "the tracing of another's process": "ESRCH",
     "moving another's memory": "ESRCH",
     "a list of the machine's connections": "ENOENT",
+    "a socket with a name, which the machine made": "ENOENT",
     "the terminal of the server": "ENXIO",
     "a file of root's": "EINVAL",
     "root": "EINVAL",

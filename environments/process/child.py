@@ -2,7 +2,7 @@
 
     python -m environments.process.child BOUNDS REQUESTS REPLIES
 
-environments.sandbox.warden starts it inside the sandbox. It reads requests as JSON lines from the
+environments.process.__main__ starts it inside the sandbox. It reads requests as JSON lines from the
 descriptor REQUESTS and writes each reply to REPLIES as soon as it is ready:
 
     {"number": 7, "op": "step_episode", "episode": 3, "text": "..."}
@@ -779,7 +779,7 @@ async def _serve(folder: Path, main_thread: MainThread, requests: int, replies: 
         os._exit(1)
 
 
-def main() -> None:
+def main() -> Never:
     bounds = Bounds.load(sys.argv[1])
     requests, replies = map(int, sys.argv[2:])
     os.set_inheritable(requests, False)

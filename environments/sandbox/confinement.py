@@ -18,7 +18,12 @@ import os
 import resource
 import sys
 
-from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, keep_capabilities, libc
+from environments.sandbox.kernel import (
+    PR_SET_NO_NEW_PRIVS,
+    keep_capabilities,
+    libc,
+    set_dumpable,
+)
 from environments.sandbox.landlock import knows_ports, restrict_files
 from environments.sandbox.namespaces import Own, become
 from environments.sandbox.needs import FILE, Bounds
@@ -56,6 +61,7 @@ def confine(bounds: Bounds, own: Own) -> dict[str, str]:
         become(own)
     except OSError:  # root of a container that has no such user
         keep_capabilities()
+    set_dumpable(True)  # else root would own its /proc/self
     is_counted = own.is_mapped or (os.getuid() != 0 and own.uid is not None)
     if is_counted:
         results["processes"] = _limit(resource.RLIMIT_NPROC, needs.processes + bounds.threads)

@@ -29,7 +29,6 @@ from environments.sandbox.kernel import (
     libc,
     mount,
     pivot_root,
-    set_dumpable,
     set_mount_attributes,
     unmount,
     works_in_a_fork,
@@ -188,7 +187,6 @@ def become(own: Own) -> None:
     keep_capabilities(kept)
     # Ambient, so that the programs that it starts can open the same files.
     checked(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, kept, 0, 0))
-    set_dumpable(True)  # else root would own its /proc/self
 
 
 # -- a root of its own -----------------------------------------------------------------------------

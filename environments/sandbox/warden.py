@@ -1,8 +1,6 @@
 """The process between the host and environment code. It ends every process that the code started.
 
-    # starts environments.process.child in the sandbox
-    python -m environments.sandbox.warden PARENT_PID BOUNDS INTERPRETER
-    # the same from Python: goes on in a new process in the sandbox; the caller becomes its warden
+    # goes on in a new process in the sandbox; the caller becomes its warden
     found = enclose(bounds)
 
     host --starts--> warden --forks--> first process --forks--> environment code
@@ -14,16 +12,10 @@ process. Where none can be had, the warden takes in what the first process leave
 (PR_SET_CHILD_SUBREAPER): when environment code ends or SIGTERM arrives, it stops all of them, so
 that they start no others, and kills them. The warden ends with the status of environment code.
 Twice a second it adds up the memory of the processes. Where a cgroup can be made, it bounds what
-they keep in the kernel too. Neither of the two runs user code.
-
-The sandbox (environments.sandbox.confinement) is set up before INTERPRETER starts. An interpreter
-with its own packages runs their code at once (.pth files), and a package's build may have written
-the interpreter itself. So the first line on stdout, written before that, says what is protected: no
-foreign code can have written it. Every later line is a reply."""
+they keep in the kernel too. Neither of the two runs user code."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import select
@@ -32,7 +24,6 @@ import struct
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,7 +37,7 @@ from environments.sandbox.kernel import (
     set_dumpable,
     set_subreaper,
 )
-from environments.sandbox.landlock import readable, without
+from environments.sandbox.landlock import readable
 from environments.sandbox.namespaces import Own, enter_namespaces, enter_root, pids_by_user
 from environments.sandbox.needs import Bounds
 
@@ -302,33 +293,3 @@ def _end_as(status: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
-
-
-def _take_pipes() -> tuple[int, int]:
-    """Move stdin and stdout away, to /dev/null and stderr: no print ends up among the replies."""
-    requests = os.dup(0)
-    replies = os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    return requests, replies
-
-
-def main() -> None:
-    bounds = Bounds.load(sys.argv[2])
-    # Within the sandbox a folder that holds what is hidden cannot be listed.
-    bounds = replace(bounds, system=tuple(map(str, without(bounds.system, bounds.hidden))))
-    interpreter = sys.argv[3]
-    die_with_parent(int(sys.argv[1]), by=signal.SIGTERM)
-    sys.stdout.write(json.dumps(enclose(bounds)) + "\n")
-    sys.stdout.flush()
-    arguments = [bounds.dump()]
-    for pipe in _take_pipes():
-        os.set_inheritable(pipe, True)
-        arguments.append(str(pipe))
-    os.execv(interpreter, [interpreter, "-P", "-m", "environments.process.child", *arguments])
-
-
-if __name__ == "__main__":
-    main()
