@@ -252,13 +252,13 @@ def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_
     with Attempt(run) as first:
         assert first.wait() == 0, first.log_path.read_text()
     second_number = run.reopen() + 1
-    make_run(tmp_path / "run", tiny_model, environment=environment, steps=3)
+    make_run(tmp_path / "run", tiny_model, environment=environment, steps=4)
     with Attempt(run, second_number) as second:
         assert second.wait() == 0, second.log_path.read_text()
-    assert finished(run)["step"] == 3
+    assert finished(run)["step"] == 4
     rows = {step: run.rollouts(step) for step in run.rollout_steps()}
     tasks = {step: {row["task_id"] for row in rows[step]} for step in rows}
-    assert list(rows) == [1, 2, 3] and len(tasks[1]) == 4
+    assert list(rows) == [1, 2, 3, 4] and len(tasks[1]) == 4
     assert all(tasks[step] == tasks[1] for step in rows), "the environment makes others each time"
 
     def vowels(row: Any) -> int:
@@ -270,7 +270,7 @@ def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_
             counts = sorted(map(vowels, group))
             assert [row["reward"] for row in group] == [counts.index(vowels(r)) / 8 for r in group]
     assert all(run.metrics(step)["metrics"]["grad_norm"] > 0 for step in rows)
-    assert sum(map(vowels, rows[3])) > 2 * sum(map(vowels, rows[1])), "it learned what ranks high"
+    assert sum(map(vowels, rows[4])) > 2 * sum(map(vowels, rows[1])), "it learned what ranks high"
 
 
 @pytest.mark.cpu
