@@ -109,7 +109,7 @@ def processes(base: Path, run_id: str = "") -> dict[str, list[psutil.Process]]:
 
 
 def _kind(words: str) -> str:
-    names = {"environments.process.child": "host", "environments.sandbox.warden": "host", "worker.main": "worker",
+    names = {"environments.process": "host", "worker.main": "worker",
              "worker.engine.serve": "serving", "api_server": "serving", "flash_mcp.supervisor": "supervisor",
              "flash_mcp.cli": "server", "resource_tracker": "helper"}  # fmt: skip
     return next((kind for name, kind in names.items() if name in words), "engine")

@@ -146,11 +146,8 @@ async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_kille
 async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fail_and_no_others(tmp_path: Path) -> None:
     folder = tmp_path / "agents"
     async with programs(folder) as host:
-        server = next(
-            each
-            for each in psutil.Process(host._children[-1]._transport.get_pid()).children(recursive=True)
-            if "environments.process.child" in each.cmdline()
-        )
+        [first] = psutil.Process(host._children[-1]._transport.get_pid()).children()
+        [server] = first.children()
         rollouts = await rollouts_of(host, Striking(strikes={SESSIONS + 3: server.kill}))
         lost = [each for each in rollouts if not heard(each)]
         assert lost and all(each.error["code"] == "environment_error" for each in lost if each.error)
