@@ -18,7 +18,7 @@ from flash_mcp.protocol.paths import models_dir
 from flash_mcp.state import database
 from flash_mcp.supervisor.launch.devices import installed
 from flash_mcp.tools.shared import waiting
-from tests import reaper
+from tests import forked, reaper
 from tests.places import NO_TORCH, WHEELS
 
 SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # while tests are collected: it takes a third of the time to import torch
     if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
         start_reaper(config)
+        config.add_cleanup(forked.start_server().kill)
 
 
 def start_reaper(config: pytest.Config) -> None:
@@ -211,14 +212,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def forked_workers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers that any process of the test starts have their packages imported."""
-    from tests.forked import serve_forks  # noqa: PLC0415  as above
-
-    with serve_forks(tmp_path_factory.mktemp("f")) as variables:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        yield
+    for name, value in forked.variables_of_workers().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,15 @@
 """Workers that start with their packages imported, which take most of the seconds of a short run.
 
-A server, which is a process of its own, imports them once and forks for each worker."""
+    python -m tests.forked NAME PARENT_PID
+
+A server imports them once for all processes of a test run, and forks for each worker."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import runpy
+import select
 import signal
 import socket
 import socketserver
@@ -15,16 +17,34 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.process import BaseProcess
+from multiprocessing import get_context
 from pathlib import Path
+from uuid import uuid4
 
+from environments.sandbox.kernel import die_with_parent
+from tests.places import ROOT, TESTS
 from tests.waiting import PATIENCE_S
 
-start = multiprocessing.get_context("forkserver")
-"""How a process is started. One that was forked forks by itself: see tests/forked_packages.py."""
-start.set_forkserver_preload([__name__ + "_packages"])
+VARIABLE = "FLASH_FORKS"
+"""Names the server of this process and of those that it starts."""
+
+
+def start_server() -> subprocess.Popen[bytes]:
+    """Start the server, which ends with this process."""
+    name = os.environ[VARIABLE] = uuid4().hex
+    return subprocess.Popen([sys.executable, "-m", __name__, name, str(os.getpid())], cwd=ROOT)
+
+
+def connect() -> socket.socket:
+    deadline = time.monotonic() + PATIENCE_S
+    link = socket.socket(socket.AF_UNIX)
+    while link.connect_ex(f"\0{os.environ[VARIABLE]}"):
+        assert time.monotonic() < deadline, "no server forks workers"
+        time.sleep(0.01)
+    return link
 
 
 class Forked:
@@ -32,25 +52,31 @@ class Forked:
     file `log`."""
 
     def __init__(
-        self, arguments: list[str], log: Path, environment: dict[str, str], folder: Path | None = None
+        self, arguments: Sequence[str], log: Path, environment: dict[str, str], folder: Path | None = None
     ) -> None:
-        values = (arguments, log, environment, folder or Path.cwd())
-        self._process: BaseProcess = start.Process(target=_run, args=values)
-        self._process.start()
-        assert self._process.pid
-        self.pid = self._process.pid
+        if VARIABLE not in os.environ:
+            start_server()
+        request = {"arguments": [*arguments], "log": str(log), "environment": environment}
+        self._link = connect()
+        self._link.sendall(json.dumps({**request, "folder": str(folder or Path.cwd())}).encode() + b"\n")
+        self.pid = int(self._link.recv(16, socket.MSG_WAITALL))
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self._code
 
     def wait(self, timeout_s: float | None = None) -> int:
-        self._process.join(timeout_s)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout_s or 0)
-        return self._process.exitcode
+        if self._code is None:
+            if not select.select([self._link], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired("a forked process", timeout_s or 0)
+            self._code = int(self._link.recv(16, socket.MSG_WAITALL) or -signal.SIGKILL)
+            self._link.close()
+        return self._code
 
     def kill(self) -> None:
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -92,53 +118,56 @@ def forked(code: str, log: Path, **variables: str) -> Generator[None]:
         process.wait()
 
 
+def variables_of_workers() -> dict[str, str]:
+    """Environment variables of processes whose workers are forked."""
+    paths = [str(TESTS / "forked_site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 class _Fork(socketserver.StreamRequestHandler):
-    """Forks what one process asks for, passes SIGTERM on, and says how it ended."""
+    """Forks what one process asks for, passes SIGTERM on, and says how it ended. It runs in a fork
+    of the server."""
 
     def handle(self) -> None:
-        asked = json.loads(self.rfile.readline())
-        process = Forked(asked["arguments"], Path(asked["log"]), asked["environment"], Path(asked["folder"]))
-        threading.Thread(target=self._listen, args=[process]).start()
-        self._answer(process.wait())
-
-    def _answer(self, code: int) -> None:
+        self.server.socket.close()
+        request = json.loads(self.rfile.readline())
+        values = (request["arguments"], request["log"], request["environment"], request["folder"])
+        process = get_context("fork").Process(target=_run, args=values)
+        process.start()
+        assert process.pid
+        self.wfile.write(b"%16d" % process.pid)
+        threading.Thread(target=self._listen, args=[process.pid], daemon=True).start()
+        process.join()
         with suppress(OSError):
-            self.request.sendall(str(code).encode())
+            self.wfile.write(b"%16d" % process.exitcode)
             self.request.shutdown(socket.SHUT_RDWR)
 
-    def _listen(self, process: Forked) -> None:
+    def _listen(self, pid: int) -> None:
         with suppress(OSError):
             while self.request.recv(1):
-                process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGKILL)  # the one that asked has ended
+                os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGKILL)  # the one that asked has ended
 
 
-class _Forks(socketserver.ThreadingUnixStreamServer):
-    daemon_threads = True  # a worker that outlives its test is the reaper's
-    block_on_close = False
+class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
+    max_children = 1000
+    request_queue_size = 100
+
+    def process_request(self, request: socket.socket, client_address: str) -> None:
+        import tests.forked_packages  # noqa: F401, PLC0415  for the first one
+
+        super().process_request(request, client_address)
 
 
-@contextmanager
-def serve_forks(folder: Path) -> Generator[dict[str, str]]:
-    """Environment variables of processes whose workers start with their packages imported."""
-    address = folder / "forks"
-    with _Forks(str(address), _Fork) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            paths = [str(Path(__file__).with_name("forked_site")), *filter(None, [os.environ.get("PYTHONPATH")])]
-            yield {"FLASH_FORKS": str(address), "PYTHONPATH": os.pathsep.join(paths)}
-        finally:
-            server.shutdown()
-
-
-def _run(arguments: list[str], log: Path, environment: dict[str, str], folder: Path) -> None:
+def _run(arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
     os.setsid()
     os.chdir(folder)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
+    server = os.environ[VARIABLE]
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({VARIABLE: server, **environment})
     # A worker starts those of its other GPUs as it was started.
     sys.orig_argv = [sys.executable, *arguments]
     option, what, *others = arguments
@@ -148,3 +177,9 @@ def _run(arguments: list[str], log: Path, environment: dict[str, str], folder: P
     else:
         sys.argv = ["-c", *others]
         exec(what, {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    with _Server(f"\0{sys.argv[1]}", _Fork) as server:
+        server.serve_forever()

@@ -2,7 +2,6 @@
 when they are first used."""
 
 import atexit
-import multiprocessing
 import os
 from types import SimpleNamespace
 
@@ -41,7 +40,6 @@ with quick_imports():
             torch.zeros(4, dtype=torch.long)
         )
 
-forked.start = multiprocessing.get_context("fork")
 worker.gguf_file.subprocess = SimpleNamespace(run=forked.run_forked)
 
 atexit.register(os._exit, 0)  # what triton finds wrong with the end of the server concerns no test
