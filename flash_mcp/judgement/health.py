@@ -1,6 +1,6 @@
 """What a run's numbers mean: trends, noise bands, and warning signs with their remedy.
 
-One table of checks (`CHECKS`) judges the steps of a run and the sample before it, with the same
+One list of checks (`CHECKS`) judges the steps of a run and the sample before it, with the same
 thresholds. A sample is judged as one step."""
 
 from __future__ import annotations
@@ -261,6 +261,26 @@ class Sign:
 
 Check = Callable[[Steps, Steps], Sign | None]
 """Looks at all steps, and at the newest; None if nothing is wrong."""
+CHECKS: dict[str, Check] = {}
+"""By the name of the flag, in the order of showing. A sample has the metrics of six of them."""
+OF_REWARD: set[str] = set()
+"""Signs of a run that learns from a reward. A distillation learns from each token."""
+DOUBTS: set[str] = set()
+"""Warnings that make going on doubtful. With the others it is worth it while the numbers move."""
+
+
+def _check(*, of_reward: bool = False, is_doubt: bool = False) -> Callable[[Check], Check]:
+    """Add a function, whose name is the flag's, to the checks."""
+
+    def add(check: Check) -> Check:
+        CHECKS[check.__name__] = check
+        if of_reward:
+            OF_REWARD.add(check.__name__)
+        if is_doubt:
+            DOUBTS.add(check.__name__)
+        return check
+
+    return add
 
 
 def _found(steps: Steps) -> list[Flag]:
@@ -279,7 +299,8 @@ def _found(steps: Steps) -> list[Flag]:
     return sorted(flags, key=lambda flag: flag.severity != "problem")
 
 
-def _errors(steps: Steps, recent: Steps) -> Sign | None:
+@_check()
+def environment_errors(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("rollouts/error_share")
     if share < 0.02:
         return None
@@ -292,7 +313,8 @@ def _errors(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _refused_requests(steps: Steps, recent: Steps) -> Sign | None:
+@_check()
+def refused_requests(steps: Steps, recent: Steps) -> Sign | None:
     # A step without a refusal has no such metric.
     shares = [metrics.get("rollouts/refused_share") or 0.0 for metrics in recent.metrics]
     share = fmean(shares)
@@ -312,7 +334,8 @@ def _refused_requests(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _no_gradient(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True)
+def no_gradient(steps: Steps, recent: Steps) -> Sign | None:
     norms = recent.column("grad_norm")
     if len(norms) < LEAST_STEPS or max(norms) > 1e-9 or _is_solved(recent):
         return None
@@ -327,7 +350,8 @@ def _is_solved(recent: Steps) -> bool:
     return recent.share("success/rate") > 0.8
 
 
-def _uniform(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True)
+def uniform_groups(steps: Steps, recent: Steps) -> Sign | None:
     """Groups in which all rollouts score the same have no advantage: GRPO's gradient is zero."""
     share = recent.share("groups/uniform_share")
     if share < 0.6:
@@ -357,9 +381,10 @@ def _uniform(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _too_hard(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True, is_doubt=True)
+def too_hard(steps: Steps, recent: Steps) -> Sign | None:
     unsolved = recent.share("groups/unsolved_share")
-    if len(recent) < WINDOW or unsolved < 0.8 or _uniform(steps, recent):
+    if len(recent) < WINDOW or unsolved < 0.8 or uniform_groups(steps, recent):
         return None
     return Sign(
         f"in {unsolved:.0%} of the groups of {recent} no rollout succeeded, in "
@@ -368,9 +393,10 @@ def _too_hard(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _too_easy(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True, is_doubt=True)
+def too_easy(steps: Steps, recent: Steps) -> Sign | None:
     solved = recent.share("groups/solved_share")
-    if len(recent) < WINDOW or solved < 0.8 or _uniform(steps, recent):
+    if len(recent) < WINDOW or solved < 0.8 or uniform_groups(steps, recent):
         return None
     return Sign(
         f"in {solved:.0%} of the groups of {recent} every rollout succeeded, in "
@@ -385,7 +411,8 @@ def _middle(recent: Steps) -> float:
     return max(0.0, 1 - ends)
 
 
-def _truncation(steps: Steps, recent: Steps) -> Sign | None:
+@_check()
+def truncation(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("rollouts/truncated_share")
     if share < 0.2:
         return None
@@ -397,7 +424,8 @@ def _truncation(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _solved(steps: Steps, recent: Steps) -> Sign | None:
+@_check()
+def solved(steps: Steps, recent: Steps) -> Sign | None:
     """For a sample alone: the outlook says the same of a run."""
     success = recent.share("success/rate")
     if not steps.is_sample or success < SOLVED:
@@ -441,7 +469,8 @@ def _reward_evidence(steps: Steps, moved: Difference) -> str:
     return f"mean reward of the last third of {steps} less that of the first: {moved}"
 
 
-def _reward_flat(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True, is_doubt=True)
+def reward_flat(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
     if moved is None or abs(moved.change) > moved.band:
         return None
@@ -452,7 +481,8 @@ def _reward_flat(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _reward_falling(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True)
+def reward_falling(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
     if moved is None or moved.change >= -moved.band:
         return None
@@ -463,7 +493,8 @@ def _reward_falling(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True, is_doubt=True)
+def reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
     reward = _reward_change(steps, recent)
     success = _difference(steps.column("success/rate"))
     if reward is None or success is None:
@@ -480,7 +511,8 @@ def _reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True, is_doubt=True)
+def length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     lengths = trend(steps.column("tokens/completion_mean"))
     if steps.column("tokens/thinking_penalty"):  # the run pays for short thinking
         return None
@@ -508,7 +540,8 @@ def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _overthinking(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True)
+def overthinking(steps: Steps, recent: Steps) -> Sign | None:
     tokens = trend(steps.column("tokens/thinking_mean"))
     success = trend(steps.column("success/rate"))
     if not tokens or not success:
@@ -530,7 +563,8 @@ def _overthinking(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _reward_follows_length(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True, is_doubt=True)
+def reward_follows_length(steps: Steps, recent: Steps) -> Sign | None:
     result = recent.column("tokens/reward_correlation")
     if len(result) < 5 or abs(fmean(result)) < 0.7:
         return None
@@ -543,7 +577,23 @@ def _reward_follows_length(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _repeated_outputs(steps: Steps, recent: Steps) -> Sign | None:
+@_check(of_reward=True, is_doubt=True)
+def entropy_collapse(steps: Steps, recent: Steps) -> Sign | None:
+    entropy = trend(steps.column("entropy"))
+    success = recent.mean("success/rate")
+    if success is None or success > SOLVED:  # sft has no success: its aim is to be sure
+        return None
+    if not entropy or entropy.first <= 0 or entropy.last > 0.15 * entropy.first:
+        return None
+    fall = f"entropy fell from {entropy.first:.3f} to {entropy.last:.3f}"
+    return Sign(
+        f"{fall} at {success:.0%} success: little else is tried",
+        "lower learning_rate, raise temperature, or add kl_penalty_coef=0.01",
+    )
+
+
+@_check(is_doubt=True)
+def repeated_outputs(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("rollouts/repeated_share")
     success = recent.share("success/rate")
     are_words = recent.share("tokens/completion_mean") < 8  # these repeat by themselves
@@ -562,7 +612,8 @@ def has_collapsed(common_share: float, common_success: float) -> bool:
     return common_share >= COLLAPSED and common_success < COLLAPSED
 
 
-def _answer_collapse(steps: Steps, recent: Steps) -> Sign | None:
+@_check(is_doubt=True)
+def answer_collapse(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("answers/common_share")
     right = recent.share("answers/common_success")
     if not has_collapsed(share, right):
@@ -576,7 +627,21 @@ def _answer_collapse(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-def _policy_spike(steps: Steps, recent: Steps) -> Sign | None:
+@_check()
+def policy_mismatch(steps: Steps, recent: Steps) -> Sign | None:
+    ratio = recent.mean("is_ratio/mean")
+    if ratio is None or abs(ratio - 1) < 0.2:
+        return None
+    return Sign(
+        "the trainer's and the engine's probabilities differ: "
+        f"mean ratio {ratio:.2f} instead of about 1",
+        "with top_p below 1 that is so by itself, the engine's being of the nucleus alone: set "
+        "top_p=1; else keep importance_sampling on and lower learning_rate",
+    )
+
+
+@_check()
+def policy_spike(steps: Steps, recent: Steps) -> Sign | None:
     for name, least in SPIKES.items():
         values = recent.column(name)
         if len(values) < 5 or max(values) < max(least, 5 * median(values)):
@@ -592,33 +657,19 @@ def _policy_spike(steps: Steps, recent: Steps) -> Sign | None:
     return None
 
 
-def _entropy_collapse(steps: Steps, recent: Steps) -> Sign | None:
-    entropy = trend(steps.column("entropy"))
-    success = recent.mean("success/rate")
-    if success is None or success > SOLVED:  # sft has no success: its aim is to be sure
+@_check(is_doubt=True)
+def overfitting(steps: Steps, recent: Steps) -> Sign | None:
+    losses = steps.column("eval_loss")
+    if len(losses) < 3 or losses[-1] <= 1.05 * min(losses):
         return None
-    if not entropy or entropy.first <= 0 or entropy.last > 0.15 * entropy.first:
-        return None
-    fall = f"entropy fell from {entropy.first:.3f} to {entropy.last:.3f}"
     return Sign(
-        f"{fall} at {success:.0%} success: little else is tried",
-        "lower learning_rate, raise temperature, or add kl_penalty_coef=0.01",
+        f"the held-out loss rose from {min(losses):.3f} to {losses[-1]:.3f}",
+        "use an earlier checkpoint, fewer epochs, or more data",
     )
 
 
-def _policy_mismatch(steps: Steps, recent: Steps) -> Sign | None:
-    ratio = recent.mean("is_ratio/mean")
-    if ratio is None or abs(ratio - 1) < 0.2:
-        return None
-    return Sign(
-        "the trainer's and the engine's probabilities differ: "
-        f"mean ratio {ratio:.2f} instead of about 1",
-        "with top_p below 1 that is so by itself, the engine's being of the nucleus alone: set "
-        "top_p=1; else keep importance_sampling on and lower learning_rate",
-    )
-
-
-def _stale_policy(steps: Steps, recent: Steps) -> Sign | None:
+@_check()
+def stale_policy(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("is_ratio/clipped_share")
     if share < TRUNCATED:
         return None
@@ -629,70 +680,3 @@ def _stale_policy(steps: Steps, recent: Steps) -> Sign | None:
         f"{effective:.0%} of them would",
         "train with a lower max_staleness or learning_rate",
     )
-
-
-def _overfitting(steps: Steps, recent: Steps) -> Sign | None:
-    losses = steps.column("eval_loss")
-    if len(losses) < 3 or losses[-1] <= 1.05 * min(losses):
-        return None
-    return Sign(
-        f"the held-out loss rose from {min(losses):.3f} to {losses[-1]:.3f}",
-        "use an earlier checkpoint, fewer epochs, or more data",
-    )
-
-
-CHECKS: dict[str, Check] = {
-    "environment_errors": _errors,
-    "refused_requests": _refused_requests,
-    "no_gradient": _no_gradient,
-    "uniform_groups": _uniform,
-    "too_hard": _too_hard,
-    "too_easy": _too_easy,
-    "truncation": _truncation,
-    "solved": _solved,
-    "reward_flat": _reward_flat,
-    "reward_falling": _reward_falling,
-    "reward_without_success": _reward_without_success,
-    "length_collapse": _length_collapse,
-    "overthinking": _overthinking,
-    "reward_follows_length": _reward_follows_length,
-    "entropy_collapse": _entropy_collapse,
-    "repeated_outputs": _repeated_outputs,
-    "answer_collapse": _answer_collapse,
-    "policy_mismatch": _policy_mismatch,
-    "policy_spike": _policy_spike,
-    "overfitting": _overfitting,
-    "stale_policy": _stale_policy,
-}
-"""In the order in which they are shown. A sample has the metrics of six of them."""
-OF_REWARD = frozenset(
-    {
-        "uniform_groups",
-        "no_gradient",
-        "too_hard",
-        "too_easy",
-        "reward_flat",
-        "reward_falling",
-        "reward_without_success",
-        "length_collapse",
-        "overthinking",
-        "reward_follows_length",
-        "entropy_collapse",
-    }
-)
-"""Signs of a run that learns from a reward. A distillation learns from each token."""
-DOUBTS = frozenset(
-    {
-        "reward_flat",
-        "reward_without_success",
-        "reward_follows_length",
-        "length_collapse",
-        "entropy_collapse",
-        "repeated_outputs",
-        "answer_collapse",
-        "too_hard",
-        "too_easy",
-        "overfitting",
-    }
-)
-"""Warnings that make going on doubtful. With the others it is worth it while the numbers move."""
