@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 from flash_mcp.judgement.statistics import pass_at_k
 from flash_mcp.protocol.errors import FlashError, nearest
@@ -103,10 +103,14 @@ class TaskFilter:
     rest of the filter does not decide without it."""
 
     text: str
-    _tree: ast.expr
+    _value: Value
 
     def __call__(self, scores: TaskScores) -> bool | None:
-        return _evaluate(self._tree, scores)
+        return self._value(scores)
+
+
+Value = Callable[[TaskScores], Any]
+"""A number or a truth of a task; None if its attempts do not suffice."""
 
 
 def compile_filter(text: str) -> TaskFilter:
@@ -119,14 +123,14 @@ def compile_filter(text: str) -> TaskFilter:
         raise _refusal(text, "it is empty", f"leave it out to keep every task, or {FORM}")
     try:
         tree = ast.parse(source, mode="eval").body
-        is_truth = _Checker(text).is_truth(tree)
+        is_truth, value = _Compiler(text).node(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = getattr(error, "msg", error)
         raise _refusal(text, f"it does not read as an expression ({reason})", FORM) from error
     if not is_truth:
         compared = f"compare it, as in `{_shown(tree)} > 0.5`"
         raise _refusal(text, "it is a number, neither true nor false", compared)
-    return TaskFilter(text, tree)
+    return TaskFilter(text, value)
 
 
 def _words(text: str) -> list[str]:
@@ -180,98 +184,83 @@ def _check_name(text: str, name: str) -> None:
     raise _refusal(text, f"{name!r} is not a name", fix)
 
 
-class _Checker:
-    """Checks that a tree has whitelisted nodes alone, with numbers and truths where they belong."""
+class _Compiler:
+    """Checks that a tree has whitelisted nodes alone, with numbers and truths where they belong,
+    and makes of each what computes it.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def is_truth(self, node: ast.expr, depth: int = 0) -> bool:
-        """Whether a node is true or false, not a number; FlashError if it is neither."""
+    def node(self, node: ast.expr, depth: int = 0) -> tuple[bool, Value]:
+        """Whether a node is true or false, not a number, and its value; FlashError if neither."""
         if depth > MAX_DEPTH:
             what = f"it is nested more than {MAX_DEPTH} deep"
             raise _refusal(self.text, what, "write it flatter")
         match node:
-            case ast.BoolOp(values=parts):
-                self._check_truths(parts, depth)
-                return True
+            case ast.BoolOp(op=op, values=parts):
+                return True, _joined(isinstance(op, ast.Or), self._nodes(parts, depth, truth=True))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                self._check_truths([operand], depth)
-                return True
+                return True, _applied(operator.not_, self._nodes([operand], depth, truth=True))
             case ast.Compare(left=left, ops=ops, comparators=others) if _COMPARISONS.keys() >= set(
                 map(type, ops)
             ):
-                self._check_numbers([left, *others], depth)
-                return True
+                sides = pairwise(self._nodes([left, *others], depth, truth=False))
+                operations = map(_COMPARISONS.__getitem__, map(type, ops))
+                return True, _joined(False, list(map(_applied, operations, sides)))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                self._check_numbers([left, right], depth)
-                return False
+                values = self._nodes([left, right], depth, truth=False)
+                return False, _applied(_ARITHMETIC[type(op)], values)
             case ast.UnaryOp(op=op, operand=operand) if type(op) in _ARITHMETIC:
-                self._check_numbers([operand], depth)
-                return False
-            case ast.Constant(value=int() | float()):
-                return False
-            case ast.Name(id=name) if name in NUMBERS or name.startswith(_PASS):
-                return False
-            case ast.Name(id=name) if name in TRUTHS:
-                return True
+                values = self._nodes([operand], depth, truth=False)
+                return False, _applied(_ARITHMETIC[type(op)], values)
+            case ast.Constant(value=int() | float() as value):
+                return False, lambda _: float(value)
+            case ast.Name(id=name) if name.startswith(_PASS):
+                return False, lambda scores: scores.pass_at(int(name.removeprefix(_PASS)))
+            case ast.Name(id=name) if name in NUMBERS + TRUTHS:
+                return name in TRUTHS, operator.attrgetter(name)
             case _:
                 raise _refusal(self.text, f"`{_shown(node)}` is not part of the language", FORM)
 
-    def _check_truths(self, nodes: Sequence[ast.expr], depth: int) -> None:
+    def _nodes(self, nodes: Sequence[ast.expr], depth: int, *, truth: bool) -> list[Value]:
+        """The values of nodes that have to be truths, or numbers."""
+        values: list[Value] = []
         for node in nodes:
-            if not self.is_truth(node, depth + 1):
-                shown = _shown(node)
+            is_truth, value = self.node(node, depth + 1)
+            shown = _shown(node)
+            if truth and not is_truth:
                 what = f"`{shown}` is a number, neither true nor false"
                 raise _refusal(self.text, what, f"compare it, as in `{shown} > 0.5`")
-
-    def _check_numbers(self, nodes: Sequence[ast.expr], depth: int) -> None:
-        for node in nodes:
-            if self.is_truth(node, depth + 1):
-                shown = _shown(node)
+            if is_truth and not truth:
                 what = f"`{shown}` is true or false, not a number"
                 raise _refusal(self.text, what, f"write `{shown}` or `not {shown}`")
+            values.append(value)
+        return values
 
 
-def _evaluate(node: ast.expr, scores: TaskScores) -> Any:
-    """The value of a checked node: a number or a truth; None if attempts do not suffice."""
-    match node:
-        case ast.BoolOp(op=op, values=parts):
-            return _joined(isinstance(op, ast.Or), [_evaluate(part, scores) for part in parts])
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return _applied(operator.not_, _evaluate(operand, scores))
-        case ast.Compare(left=left, ops=ops, comparators=others):
-            sides = pairwise(_evaluate(part, scores) for part in (left, *others))
-            compared = zip(ops, sides, strict=True)
-            return _joined(
-                False, [_applied(_COMPARISONS[type(op)], *pair) for op, pair in compared]
-            )
-        case ast.BinOp(left=left, op=op, right=right):
-            values = [_evaluate(left, scores), _evaluate(right, scores)]
-            return _applied(_ARITHMETIC[type(op)], *values)
-        case ast.UnaryOp(op=op, operand=operand):
-            return _applied(_ARITHMETIC[type(op)], _evaluate(operand, scores))
-        case ast.Constant(value=value):
-            return float(cast(float, value))
-        case ast.Name(id=name) if name.startswith(_PASS):
-            return scores.pass_at(int(name.removeprefix(_PASS)))
-        case _:
-            return getattr(scores, cast(ast.Name, node).id)
+def _applied(operation: Callable[..., Any], values: Sequence[Value]) -> Value:
+    def result(scores: TaskScores) -> Any:
+        numbers = [value(scores) for value in values]
+        if None in numbers:
+            return None
+        return operation(*numbers)
+
+    return result
 
 
-def _applied(operation: Callable[..., Any], *values: Any) -> Any:
-    if None in values:
-        return None
-    return operation(*values)
-
-
-def _joined(is_or: bool, truths: Sequence[bool | None]) -> bool | None:
+def _joined(is_or: bool, values: Sequence[Value]) -> Value:
     """Three-valued and/or: what is unknown matters only if the other parts do not decide."""
-    if is_or in truths:
-        return is_or
-    if None in truths:
-        return None
-    return not is_or
+
+    def result(scores: TaskScores) -> bool | None:
+        truths = [value(scores) for value in values]
+        if is_or in truths:
+            return is_or
+        if None in truths:
+            return None
+        return not is_or
+
+    return result
 
 
 def _shown(node: ast.expr) -> str:
