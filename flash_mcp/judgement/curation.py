@@ -51,9 +51,7 @@ class Attempt(Rollout):
 
     @property
     def learnable(self) -> list[Self]:
-        """Its conversations to learn from. A cut-off answer is none: it would teach to stop in the
-        middle.
-        """
+        """Its conversations to learn from: a cut-off one would teach to stop in the middle."""
         results: list[Self] = []
         for item in self.conversations:
             if not item.truncated and "".join(item.answers).strip():
@@ -79,9 +77,7 @@ class Attempt(Rollout):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to read and what to keep. `success_threshold` decides what is correct, for the filter
-    and for the selection alike.
-    """
+    """What to read and what to keep; filter and selection share `success_threshold`."""
 
     source: Source | None = None
     """None: both."""

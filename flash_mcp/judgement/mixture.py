@@ -29,9 +29,7 @@ def own(name: str, values: Mapping[str, Value]) -> dict[str, Value]:
 def flags_of(
     names: Iterable[str], history: Sequence[Metrics], raised: Sequence[Flag]
 ) -> list[Flag]:
-    """Warning signs of single environments that are not `raised` for the whole run, one of a kind;
-    the gravest first.
-    """
+    """Single environments' flags that are not `raised` for the run, by kind; the gravest first."""
     flags: dict[str, Flag] = {}
     reported = {flag.name for flag in raised}
     for name in names:
@@ -63,9 +61,7 @@ def line(
     evaluations: Sequence[Evaluation],
     pairs: Sequence[tuple[float, float]],
 ) -> str:
-    """One environment in words. `part` is as in Run.mixture, `share` that of the groups;
-    `evaluations` and `pairs` are its own.
-    """
+    """One environment in words; `share` is that of the groups, evaluations are its own."""
     text = f"{part['name']} ({share:.0%} of the groups)"
     if success := health.trend(health.Steps(history).column(f"{part['name']}:success/rate")):
         text += f", success in training {success.first:.2f} -> {success.last:.2f}"

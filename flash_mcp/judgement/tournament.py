@@ -34,9 +34,7 @@ Outcomes = Mapping[str, bool]
 
 
 def round_size(used: int, total: int) -> int:
-    """Tasks of the next round, after `used` of `total`. Rounds grow: each costs every arm the start
-    of a model.
-    """
+    """Tasks of the next round. Rounds grow: each costs every arm the start of a model."""
     return min(max(FIRST_ROUND, used // 2), total - used)
 
 

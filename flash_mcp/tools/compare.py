@@ -270,9 +270,7 @@ class Evaluated:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the model had learnt here: a base model remembers no task, whatever the splits
-        share.
-        """
+        """Whether the model learnt here: a base model remembers no task, whatever splits share."""
         return bool(self.run.init_adapter) or (self.run.algorithm != "eval" and self.row.step > 0)
 
 
@@ -410,9 +408,7 @@ def _evaluated(store: Store, run: Run, step: int | None) -> Evaluated:
 
 
 def _memory(store: Store, pair: Pair) -> Flag | None:
-    """The flag of a contaminated split, if either model was trained and both were evaluated on the
-    eval split.
-    """
+    """The flag of a contaminated split, if a trained model was evaluated on the eval split."""
     splits = {side.run.eval_split for side in (pair.base, pair.other)}
     is_trained = pair.base.is_trained or pair.other.is_trained
     overlap = store.overlap(pair.other.run) if splits == {"eval"} and is_trained else None
@@ -467,9 +463,7 @@ class Shown:
 
 
 def _flip(store: Store, task: str, pair: Pair, characters: int) -> Flip:
-    """A task that moved, with a typical attempt of each side in so many characters: a failure where
-    it failed more, a success otherwise.
-    """
+    """A task that moved; the attempt shown of each side is a failure where it failed more."""
     base = pair.base.means("success")[task]
     other = pair.other.means("success")[task]
     ours = _shown(store, pair.base, task, base > other)

@@ -214,9 +214,7 @@ def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
 
 
 def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
-    """The runs, and those of deployments. FlashError(invalid_argument) if their environment's
-    version or arguments differ.
-    """
+    """The runs. FlashError(invalid_argument) if their environments or arguments differ."""
     rows = [store.run(_run_of(store, reference)) for reference in references]
     for row in rows:
         if row.mixture:

@@ -189,9 +189,7 @@ async def deploy(
 
 
 def _cards(store: Store, run_id: str, target: str) -> int:
-    """How many cards of the target's nodes the server takes. FlashError(unknown_run |
-    unknown_target | targets_invalid).
-    """
+    """How many cards of the target's nodes the server takes. FlashError(unknown_target)."""
     return cards_for(store.run(run_id).model, find_target(store.base, target).cards)
 
 

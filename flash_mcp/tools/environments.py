@@ -258,9 +258,7 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
 async def _splits(
     stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]
 ) -> tuple[dict[str, int], Overlap, dict[str, str]]:
-    """Load the staged environment and open one episode: {"train": tasks, "eval": tasks}, what the
-    splits share, and the tasks that it generated (`EnvironmentHost.generated`).
-    """
+    """Load the staged environment and open an episode: split sizes, overlap, generated tasks."""
     await report("loading the environment in a child process")
     async with hosted(
         stage.folder,
@@ -559,9 +557,7 @@ async def _sampled(
 def _locate(
     environment: str | None, folder: str | None, stack: contextlib.ExitStack
 ) -> tuple[str, str, Path]:
-    """What is tested: its name, its name in settings.toml, and its folder. Generated files exist
-    until `stack` is closed.
-    """
+    """What is tested, its name in settings.toml, and its folder, there until `stack` closes."""
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
         what = "either environment or folder is needed, not both"

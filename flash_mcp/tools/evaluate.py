@@ -244,9 +244,7 @@ async def task_names(
     secrets: Sequence[str],
     env_files: Sequence[str] = (),
 ) -> list[str]:
-    """The ids of a split's tasks, in order, by loading the environment.
-    FlashError(dataset_invalid) for none.
-    """
+    """The ids of a split's tasks, in order. FlashError(dataset_invalid) for none."""
     async with loaded(
         environment,
         args=args,

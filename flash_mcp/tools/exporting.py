@@ -97,9 +97,7 @@ class Exporter:
                 )
 
     def check_quota(self, store: Store, size_bytes: int) -> None:
-        """FlashError(quota_exceeded) if the caller's exports leave no room for one of that size, or
-        another one is being written: each loads a model.
-        """
+        """FlashError(quota_exceeded) if there is no room, or another export runs."""
         if caller().is_local:
             return
         folder, stored = self.folder.parent, 0

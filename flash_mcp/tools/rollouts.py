@@ -400,9 +400,7 @@ def _from(texts: list[str], start: int, characters: int) -> list[int]:
 
 
 def _around(texts: list[str], most: int, around: str) -> list[int]:
-    """All messages, or the first one and a stretch of others: the last, or those about the first
-    with `around`.
-    """
+    """All messages, or the first one and the last, or those about the first with `around`."""
     if len(texts) <= most:
         return list(range(len(texts)))
     results: list[int] = []
@@ -415,9 +413,7 @@ def _around(texts: list[str], most: int, around: str) -> list[int]:
 
 
 def share_out(total: int, lengths: list[int]) -> list[int]:
-    """Split `total`: small requests get all they want, the others share the rest equally; each gets
-    at least LEAST_PER_MESSAGE.
-    """
+    """Split `total`: small requests get all they want, the others equal shares of the rest."""
     shares = [0] * len(lengths)
     left = total
     for rank, place in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):

@@ -279,9 +279,7 @@ def _written(folder: str | None, name: str, files: dict[str, bytes], change: str
 
 
 def _inline(files: Mapping[str, bytes], paths: Iterable[str], rows: int) -> dict[str, str]:
-    """Texts as env_push takes them in `files`, as many as a result has room for; of datasets the
-    first `rows`.
-    """
+    """Texts as env_push takes them, as many as fit into a result; of datasets the first `rows`."""
     contents: dict[str, str] = {}
     room = INLINE_CHARACTERS
     for path in paths:

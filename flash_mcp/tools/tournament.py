@@ -185,9 +185,7 @@ async def _begin(
 
 
 def _arms(arms: Sequence[Json], settings: Json) -> list[Json]:
-    """The arms with a name each. FlashError(invalid_argument) for one that is not valid, or is
-    there twice.
-    """
+    """The arms, each with a name. FlashError(invalid_argument) for one that is there twice."""
     chosen: dict[str, Json] = {}
     for number, arm in enumerate(arms, start=1):
         try:

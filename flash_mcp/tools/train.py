@@ -232,9 +232,7 @@ def _alone() -> FlashError:
 
 
 def _arguments(fields: Json, settings: Json) -> Json:
-    """What was given, in one. FlashError(unknown_argument | invalid_argument) names a setting that
-    is no field, or that was given twice.
-    """
+    """Fields and settings in one. FlashError(unknown_argument | invalid_argument)."""
     arguments = without_none(fields)
     for name, value in settings.items():
         if name not in RunSpec.model_fields:
@@ -259,9 +257,7 @@ def _after_validation(plan: Plan) -> str:
 
 
 async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
-    """Make sure that a supervisor runs; what follows. `is_own`: the run was named, or made by this
-    call, and not found by a key.
-    """
+    """Make sure that a supervisor runs; what follows. `is_own`: no key led to the run."""
     if trouble := await look_after(store, run):
         return f"{trouble} The run is queued. {tried_again(run.id)}"
     if run.ended is None:

@@ -51,10 +51,7 @@ RunNote = Annotated[str | None, Field(max_length=500, description="Your note on 
 
 
 def check_target(store: Store, target: str, *, slurm: bool = False) -> None:
-    """FlashError(unknown_target | targets_invalid), FlashError(engine_missing) if the target is
-    this machine and lacks packages for sampling or training, FlashError(invalid_argument) if it has
-    to be a `slurm` and is none.
-    """
+    """FlashError(unknown_target | targets_invalid | engine_missing) if no run can go there."""
     engine = "local"
     if target == LOCAL_TARGET:
         check_machine()
@@ -66,9 +63,7 @@ def check_target(store: Store, target: str, *, slurm: bool = False) -> None:
 
 
 def check_machine(otherwise: str = "") -> None:
-    """FlashError(engine_missing) if packages for sampling or training are missing. `otherwise` is
-    what can be done without them.
-    """
+    """FlashError(engine_missing) if packages are missing. `otherwise`: what to do without them."""
     if missing := missing_packages():
         extra = "flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu]"
         fix = f"install {extra} where this server is installed, and call again{otherwise}"

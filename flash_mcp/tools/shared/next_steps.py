@@ -146,9 +146,7 @@ def training_on(evaluation: Run) -> str:
 
 
 def _train_call(run: Run, start: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The call that trains on a run's environment. Of `start` and these fields of the run it has
-    those that train does not take by itself.
-    """
+    """The call that trains on a run's environment, without values that train takes by itself."""
     fields = {"environment": run.environment, **start}
     if run.model != default_of("model"):
         fields["model"] = run.model
@@ -485,9 +483,7 @@ def measuring(model: str, like: Run, *, count: int | None = None, tries: int | N
 
 
 def _usual(model: str, like: Run, chosen: dict[str, Any]) -> dict[str, Any]:
-    """What evaluate takes for `model` if it is not told. A checkpoint's run decides about more than
-    is known here.
-    """
+    """What evaluate takes by itself for `model`, as far as that does not depend on a run."""
     temperature = 0.0 if chosen["attempts"] == 1 else 1.0
     usual: dict[str, Any] = {"attempts": 1, "temperature": temperature}
     if not chosen["temperature"]:
@@ -616,9 +612,7 @@ def after_sample(sampled: Sample) -> str:
 
 
 def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any] | None) -> str:
-    """The arguments of this call that a call which loads the environment needs too; secrets by name
-    alone.
-    """
+    """Arguments that a call which loads the environment needs too; secrets by name alone."""
     names = list(secrets or ())
     arguments = f", secrets={names!r}" if names else ""
     if environment_args:

@@ -116,9 +116,7 @@ def check_gpus(count: int, *, shares_model: bool = False) -> None:
 
 
 def check_architecture(model: str) -> None:
-    """FlashError(model_unsupported) if this machine has no GPU and the model of this folder needs
-    one. A worker looks at a hub's model before it fetches the weights.
-    """
+    """FlashError(model_unsupported) if the model of a folder needs a GPU and there is none."""
     card = find(model)
     if card.scheme == "folder" and not gpus():
         check_without_gpu(Path(card.address))

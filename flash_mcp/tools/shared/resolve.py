@@ -189,9 +189,7 @@ def for_environment(resolved: ResolvedSpec, environment: EnvironmentVersion) -> 
 
 
 def _bounded(resolved: ResolvedSpec, card: ModelCard) -> ResolvedSpec:
-    """With max_length from the model's context, and max_tokens within it.
-    FlashError(invalid_argument) if a given max_tokens does not fit.
-    """
+    """With max_length from the model's context. FlashError if a given max_tokens does not fit."""
     spec = resolved.spec
     if spec.max_length is not None or not card.context:
         return resolved
@@ -205,9 +203,7 @@ def _bounded(resolved: ResolvedSpec, card: ModelCard) -> ResolvedSpec:
 
 
 def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
-    """The adapter to start from, as job.json has it. FlashError(adapter_mismatch) if it does not
-    fit the run.
-    """
+    """The adapter to start from, as job.json has it. FlashError(adapter_mismatch)."""
     if spec.init_from_adapter is None:
         return None
     start = _start(store, spec.init_from_adapter)
@@ -216,9 +212,7 @@ def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
 
 
 def teacher_of(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
-    """The teacher of a distillation, as job.json has it: an adapter as `init_adapter` has it, or a
-    model.
-    """
+    """The teacher of a distillation, as job.json has it: an adapter, or a model."""
     reference = spec.teacher
     if reference is None:
         return None

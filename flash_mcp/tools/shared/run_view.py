@@ -239,9 +239,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
 
 
 def view_of(store: Store, run_id: str) -> RunView:
-    """The part of `report_on` that lists show: no advice, and nothing that other runs decide.
-    FlashError(unknown_run).
-    """
+    """What lists show of `report_on`: nothing that other runs decide. FlashError(unknown_run)."""
     history = store.load(run_id, near=False)
     view = _view(store, history, _judge(history), ())
     if history.run.used_s:

@@ -40,9 +40,7 @@ def folder_texts(folder: Path) -> list[str]:
 
 
 def _read_sources(folder: Path) -> list[str]:
-    """The first Python files of a folder, without links, which may lead out of it, and without
-    those that cannot be read.
-    """
+    """The first Python files of a folder. Links are left out: they may lead out of it."""
     sources: list[str] = []
     for path in sorted(itertools.islice(folder.rglob("*.py"), MOST_FILES)):
         with suppress(OSError, UnicodeDecodeError):

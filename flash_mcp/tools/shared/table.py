@@ -399,9 +399,7 @@ def _split(golds: Mapping[str, str]) -> tuple[list[dict[str, str]], list[dict[st
 
 
 def _alike(golds: Mapping[str, str]) -> list[list[str]]:
-    """Questions in groups: those of the same words, and those of nearly the same words with the
-    same numbers and answer.
-    """
+    """Questions in groups of the same words, or nearly, with the same numbers and answer."""
     same: dict[tuple[str, ...], list[str]] = {}
     for prompt in golds:
         words = tuple(sorted(re.findall(r"\w+", prompt.casefold())))

@@ -94,9 +94,7 @@ def fit(body: dict[str, Any], limit: int) -> dict[str, Any]:
 
 
 def _cuttable(holder: Any) -> Iterable[tuple[bool, int, Any, Any]]:
-    """(is plain, size, container, key) of every long text and list. Lists of objects are cut last:
-    they are the answer.
-    """
+    """(is plain, size, container, key) of long texts and lists. Lists of objects are cut last."""
     items: Iterable[tuple[Any, Any]] = enumerate(cast("list[Any]", holder))
     if isinstance(holder, dict):
         items = cast("dict[str, Any]", holder).items()

@@ -97,9 +97,7 @@ class Plan:
         return "; ".join(f"{part.environment.name}: {part.gate}" for part in parts)
 
     def check_gate(self) -> None:
-        """FlashError(gate_failed) if env_test last found a fault in these files, or had no time for
-        all checks.
-        """
+        """FlashError(gate_failed) if env_test last found a fault, or had no time for all checks."""
         error = self.gate_error()
         if error and not self.inputs.is_repeated:
             raise error
@@ -226,9 +224,7 @@ def _check_sample(spec: RunSpec) -> None:
 
 
 def _memory_need(inputs: Inputs) -> MemoryNeed | None:
-    """On the largest GPU; on a machine without one, of its memory. None if that is not known, or
-    the run goes elsewhere. FlashError if this machine cannot hold the run.
-    """
+    """On the largest GPU, else of the memory; None if not known. FlashError if it does not fit."""
     spec = inputs.resolved.spec
     if spec.target != LOCAL_TARGET:
         return None
@@ -256,9 +252,7 @@ def _disk_need(store: Store, inputs: Inputs, steps: int) -> DiskNeed | None:
 
 
 def _check_places(count: int, owner: str) -> None:
-    """FlashError(environments_busy) if this machine never runs so many environments of `owner` at
-    once.
-    """
+    """FlashError(environments_busy) if so many environments of `owner` never run at once."""
     if count == 1:
         return
     try:

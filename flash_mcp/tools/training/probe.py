@@ -136,9 +136,7 @@ def _check_tools(card: ModelCard) -> None:
 async def _check_contamination(
     host: EnvironmentHost, spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset
 ) -> None:
-    """FlashError(dataset_invalid) if the dataset contains eval prompts of another environment than
-    the one that it was curated with.
-    """
+    """FlashError(dataset_invalid) if the dataset has eval prompts of this environment."""
     made_with = dataset.manifest["environment"]
     args = spec.environment_args
     current = {"name": environment.name, "digest": environment.digest, "args": args}

@@ -94,9 +94,7 @@ def _check_files(run: Run) -> None:
 
 
 def _loss(folder: RunFolder, step: int, *, fresh_optimizer: bool) -> list[str]:
-    """Notes on what is lost. FlashError(invalid_argument) if the optimizer's state is, and the
-    caller did not allow for that.
-    """
+    """Notes on what is lost. FlashError if the optimizer's state is, unless that was allowed."""
     if not step:
         return ["it saved no checkpoint that can be read: it starts over"]
     if folder.checkpoints.has_optimizer(step):

@@ -1,6 +1,4 @@
-"""How long a run will take, before it starts: from a sample, else from what this machine ran
-before.
-"""
+"""How long a run will take: from a sample, else from what this machine ran before."""
 
 from __future__ import annotations
 
@@ -138,9 +136,7 @@ def _passed_parameters(model: str) -> float | None:
 
 
 def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None:
-    """From the seconds of the steps and evaluations of the first of these runs that is alike; None
-    if none of them took a step.
-    """
+    """From the seconds of the first of these runs that is alike; None if none took a step."""
     paces: list[tuple[Run, float]] = []
     for run in ended:
         if run.algorithm == work.spec.algorithm and (pace := _conversation_s(store, run)):

@@ -24,9 +24,7 @@ VALID = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], C
 
 
 def seeds_of(seeds: Sequence[int] | None, config: Configs, arguments: Json) -> list[int]:
-    """The seeds of the call, or of its config files; none for a single run. The first is put into
-    `arguments`. FlashError(invalid_argument).
-    """
+    """The seeds of the call or its config files, the first put into `arguments`; else none."""
     if seeds is not None and "seed" in arguments:
         fix = "keep one of the two: seeds starts a run for each"
         raise FlashError("invalid_argument", "seed and seeds are both given", fix=fix)
