@@ -65,10 +65,10 @@ def need_of(billions: float | None, device: Device) -> MemoryNeed | None:
 def test_the_cheapest_place_that_holds_the_model_and_has_room_is_chosen(
     billions: float | None, cards: int, places: list[Place], wanted: str
 ) -> None:
-    choice = choose(places, lambda device: need_of(billions, device), cards)
-    assert choice.target == wanted
-    assert choice.why.startswith(f"target=auto chose {wanted}: ")
-    assert all(place.name in choice.why for place in places)
+    target, why = choose(places, lambda device: need_of(billions, device), cards)
+    assert target == wanted
+    assert why.startswith(f"target=auto chose {wanted}: ")
+    assert all(place.name in why for place in places)
 
 
 def test_what_no_place_can_take_is_refused_with_the_reason_of_each() -> None:

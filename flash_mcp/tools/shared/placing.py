@@ -59,14 +59,8 @@ class Place:
         return f"{price}, {_gib(self.cards)}{', full' if self.is_full else ''}"
 
 
-@dataclass(frozen=True)
-class Choice:
-    target: str
-    why: str
-
-
-def choose(places: Sequence[Place], need_on: NeedOn, cards: int = 1) -> Choice:
-    """The cheapest place that has room, of those with GPUs if the model fits any of them.
+def choose(places: Sequence[Place], need_on: NeedOn, cards: int = 1) -> tuple[str, str]:
+    """The cheapest place that has room, of those with GPUs if the model fits any, and why.
 
     FlashError(device_unsupported) if it fits none. A place that is full is chosen if all are.
     """
@@ -86,7 +80,7 @@ def choose(places: Sequence[Place], need_on: NeedOn, cards: int = 1) -> Choice:
         why += f"; others: {', '.join(rest[:SHOWN])}"
     if len(rest) > SHOWN:
         why += f" and {len(rest) - SHOWN} more"
-    return Choice(best.name, why)
+    return best.name, why
 
 
 def check_gpus(count: int, *, shares_model: bool = False) -> None:
@@ -142,12 +136,12 @@ def placed(
     """
     if resolved.spec.target != AUTO:
         return resolved, None
-    choice = Choice(existing or "", "")
-    if existing is None:
-        choice = choose(places(store), need_on, resolved.spec.gpus)
-    spec = resolved.spec.model_copy(update={"target": choice.target})
+    target, why = existing, None
+    if target is None:
+        target, why = choose(places(store), need_on, resolved.spec.gpus)
+    spec = resolved.spec.model_copy(update={"target": target})
     sources = {**resolved.sources, "target": AUTO}
-    return resolved.model_copy(update={"spec": spec, "sources": sources}), choice.why or None
+    return resolved.model_copy(update={"spec": spec, "sources": sources}), why
 
 
 def places(store: Store) -> list[Place]:
