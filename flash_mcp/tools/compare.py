@@ -23,7 +23,7 @@ from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.failed_attempts import conversation, last_prompt
-from flash_mcp.tools.shared.next_steps import Compared, after_comparison, repeated
+from flash_mcp.tools.shared.next_steps import after_comparison, model_of, repeated
 from flash_mcp.tools.shared.resolve import differing_values
 from flash_mcp.tools.shared.seeds import spread_of
 from flash_mcp.tools.shared.tool_base import Result
@@ -539,14 +539,14 @@ def _spreads(store: Store, pair: Pair) -> list[str]:
 def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str:
     run = pair.other.run
     step = pair.other.row.step
-    base = Compared(pair.base.run, pair.base.row.step)
+    base = model_of(pair.base.run, pair.base.row.step)
     if pair.is_confounded:
         advice = repeated(base, run, pair.differing)
     else:
+        models = (base, model_of(run, step))
         size = references.split_size(store, run)
-        other = Compared(run, step)
         measured = len(pair.other.tasks)
-        advice = after_comparison(change, base, other, pair.differing, measured, size)
+        advice = after_comparison(change, models, run, pair.differing, measured, size)
     if not has_flips:
         return advice
     call = f"rollouts(run_id={run.id!r}, split='eval', step={step}, index=other_index)"

@@ -286,7 +286,7 @@ def _awaited(context: RunContext) -> str:
 
 def _repeated_evaluation(context: RunContext) -> str:
     run = context.run
-    again = f"{measuring(_model_of(run, 0), run)} measures it again"
+    again = f"{measuring(model_of(run, 0), run)} measures it again"
     if run.state == "failed":
         return f"act on error, then {again}"
     return again
@@ -442,7 +442,7 @@ def _tasks(evaluation: Run) -> tuple[str, str, str]:
     return evaluation.environment, evaluation.environment_digest, evaluation.evaluation.split
 
 
-def _model_of(run: Run, step: int) -> str:
+def model_of(run: Run, step: int) -> str:
     """How evaluate names what was evaluated."""
     if run.algorithm == "eval":
         return run.evaluation.checkpoint or run.model
@@ -528,44 +528,32 @@ def _all(calls: Iterable[str]) -> str:
 # -- a comparison ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One side of a comparison."""
-
-    run: Run
-    step: int
-
-    @property
-    def model(self) -> str:
-        return _model_of(self.run, self.step)
-
-
 def after_comparison(
     change: Change,
-    base: Compared,
-    other: Compared,
+    models: tuple[str, str],
+    like: Run,
     differing: Sequence[str],
     measured: int,
     split_size: int | None,
 ) -> str:
     """`measured` tasks were compared; `split_size` is the number in the split, if it is known."""
     if change.outcome == "underpowered":
-        more = _more((base.model, other.model), other.run, change, measured, split_size)
+        more = _more(models, like, change, measured, split_size)
         return f"claim no change; {more}"
     if differing:
         names = ", ".join(differing)
         return f"both are one model, so the change says nothing of training: it is of {names}"
-    name, at, step = other.model.partition("@")
+    name, at, step = models[1].partition("@")
     if change.outcome == "improved" and at and int(step):
         return f"deploy(run_id={name!r}, step={step}) serves it"
     return "change one thing and train again"
 
 
-def repeated(base: Compared, other: Run, differing: Sequence[str]) -> str:
+def repeated(base: str, other: Run, differing: Sequence[str]) -> str:
     """The call that evaluates base again with the settings of other."""
     return (
         f"claim nothing and deploy nothing: the two differ in {', '.join(differing)}; "
-        f"{measuring(base.model, other)} repeats base as other was made, "
+        f"{measuring(base, other)} repeats base as other was made, "
         f"then compare(base=its run_id, other={other.id!r})"
     )
 
