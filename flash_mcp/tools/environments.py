@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -379,6 +380,18 @@ class _Subject:
     secrets: dict[str, str]
     call_timeout_s: float
 
+    def opened(self, fix: str) -> AbstractAsyncContextManager[EnvironmentHost]:
+        return hosted(
+            self.path,
+            self.what,
+            known_as=self.known_as,
+            args=self.args,
+            secrets=self.secrets,
+            call_timeout_s=self.call_timeout_s,
+            start_timeout_s=LOAD_TIMEOUT_S,
+            fix=fix,
+        )
+
 
 def _checks(names: list[str]) -> list[str]:
     for name in names:
@@ -440,23 +453,8 @@ async def _checked(
     return result
 
 
-@contextlib.asynccontextmanager
-async def _opened(subject: _Subject, fix: str) -> AsyncGenerator[EnvironmentHost]:
-    async with hosted(
-        subject.path,
-        subject.what,
-        known_as=subject.known_as,
-        args=subject.args,
-        secrets=subject.secrets,
-        call_timeout_s=subject.call_timeout_s,
-        start_timeout_s=LOAD_TIMEOUT_S,
-        fix=fix,
-    ) as host:
-        yield host
-
-
 async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
-    async with _opened(subject, "env_test again without hunt") as host:
+    async with subject.opened("env_test again without hunt") as host:
         left = min(hunting.DEADLINE_S, max(1.0, deadline - time.monotonic()))
         tasks = range(host.splits["train"])
         texts = await run_sync(folder_texts, subject.path)
@@ -469,21 +467,14 @@ async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
 async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None) -> EnvTest:
     started = time.monotonic()
     results: list[Scored] = []
-    async with _opened(subject, "return a low score instead of raising") as host:
+    async with subject.opened("return a low score instead of raising") as host:
         task = await _task(host, task_id)
         for answer in answers:
             score = (await play(host, task, [answer])).score
-            shown = shorten(answer, 200)
-            metrics = score.metrics or None
-            results.append(
-                Scored(
-                    answer=shown,
-                    reward=score.reward,
-                    success=score.success,
-                    reason=score.reason,
-                    metrics=metrics,
-                )
-            )
+            shown = Scored(answer=shorten(answer, 200), reward=score.reward, success=score.success)
+            shown.reason = score.reason
+            shown.metrics = score.metrics or None
+            results.append(shown)
         splits = host.splits
     return EnvTest(
         environment=subject.what,
