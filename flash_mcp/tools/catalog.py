@@ -39,6 +39,8 @@ Kind = Literal[
     "whoami",
     "health",
 ]
+RARER = ("ledger", "whoami", "health")
+"""Kinds that are read only where they are named."""
 LOOKED_AT = 50
 """Newest runs among which one with measured steps is looked for."""
 
@@ -235,14 +237,10 @@ def catalog(
         "devices": partial(_devices, steps=steps),
         "targets": partial(_targets, steps=steps),
         "deployments": _deployments,
-    }
-    rarer: dict[Kind, Callable[[Store], Sequence[Entry]]] = {
         "ledger": _ledger,
         "whoami": _whoami,
         "health": _health,
     }
-    if kind in rarer:
-        readers = rarer
     requested = (contains or "").lower()
     start = 0
     if kind and cursor and cursor.isdigit():
@@ -251,7 +249,7 @@ def catalog(
     shown: dict[str, Any] = {}
     has_more = False
     for name, read in readers.items():
-        if kind in (None, name):
+        if kind == name or (kind is None and name not in RARER):
             entries = [entry for entry in read(store) if requested in _name(entry)]
             if name == "models" and not requested:
                 entries, shown["not_fitting"] = _fitting(entries)
