@@ -128,14 +128,9 @@ class NewsCursor:
             what = f"that is no cursor of {run_id}"
             fix = "pass `since` as the last result of this run has it, or leave it out"
             raise FlashError("invalid_argument", what, since=since, fix=fix)
-        return cls(
-            run=run,
-            lost=int(match["lost"] or 0),
-            evaluations=int(match["evaluations"] or 0),
-            checkpoint=int(match["checkpoint"] or 0),
-            blocked=bool(match["blocked"]),
-            flags=match["flags"] or "",
-        )
+        names = ("lost", "evaluations", "checkpoint")
+        counts = {name: int(match[name] or 0) for name in names}
+        return cls(run=run, blocked=bool(match["blocked"]), flags=match["flags"] or "", **counts)
 
     def has(self, flag: Flag) -> bool:
         """Whether the flag was told, as grave as it is now."""
@@ -144,14 +139,13 @@ class NewsCursor:
 
     def after(self, report: Report) -> NewsCursor:
         """What a caller has been told once it saw this report."""
-        flags = self.flags + "".join(map(_letter, self.new_flags(report)))
         return NewsCursor(
             run=self.run,
             lost=_lost(report.history.run),
             evaluations=len(report.history.evaluations),
             checkpoint=max(self.checkpoint, report.view.checkpoint or 0),
             blocked=bool(report.blocked),
-            flags=flags,
+            flags=self.flags + "".join(map(_letter, self.new_flags(report))),
         )
 
     def new_flags(self, report: Report) -> list[Flag]:
@@ -269,13 +263,8 @@ def news_of(report: Report, cursor: NewsCursor) -> News:
 
 def _trends(view: RunView) -> dict[str, Trend] | None:
     """The view's trends, told once more at the end."""
-    arguments = {
-        "reward": view.reward,
-        "success": view.success,
-        "loss": view.loss,
-        "held_out_loss": view.held_out_loss,
-    }
-    return {name: trend for name, trend in arguments.items() if trend} or None
+    names = ("reward", "success", "loss", "held_out_loss")
+    return {name: trend for name in names if (trend := getattr(view, name))} or None
 
 
 def next_call(report: Report, cursor: NewsCursor, until: Until, since: str) -> str:
