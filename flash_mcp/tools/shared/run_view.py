@@ -228,8 +228,6 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     view.mixture = _mixture(store, history, judged) or None
     view.regression = regression_of(store, history.run)
     view.seeds = spread_of(store, history.run)
-    if history.run.used_s:
-        view.cost = costs.cost(history.run, store.base)
     if history.run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, history.run)
     if detailed:
@@ -241,10 +239,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
 def view_of(store: Store, run_id: str) -> RunView:
     """What lists show of `report_on`: nothing that other runs decide. FlashError(unknown_run)."""
     history = store.load(run_id, near=False)
-    view = _view(store, history, _judge(history), ())
-    if history.run.used_s:
-        view.cost = costs.cost(history.run, store.base)
-    return view
+    return _view(store, history, _judge(history), ())
 
 
 # -- the judgement ---------------------------------------------------------------------------------
@@ -366,6 +361,8 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
     view.last_step = _last_step(store, run)
     _add_place(view, run)
     _add_times(view, run, step_s)
+    if run.used_s:
+        view.cost = costs.cost(run, store.base)
     if run.algorithm in ("grpo", "distill"):
         view.reward = health.trend(history.values["reward/mean"])
         view.success = health.trend(history.values["success/rate"])
