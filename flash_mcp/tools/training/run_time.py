@@ -202,30 +202,26 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
     if not tokens or not speed:
         return None
     scatter = statistics.Z95 * math.sqrt(statistics.spread(groups) / len(groups)) / tokens
-    share = _training_share(store, work.spec)
+    guess = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
+    measured = _training_share(store, work.spec)
+    share, basis = measured or (TRAINING_SHARE, guess)
     generate_s = work.rollouts * tokens / speed
     evaluate_s = work.held_out * tokens / speed
     evals = f" and {work.held_out} held-out attempts" if work.held_out else ""
     amount = f"{work.rollouts} rollouts{evals} of {tokens:.0f} tokens at {speed:.0f} tokens/s"
     time = RunTime(
-        seconds=round(generate_s * (1 + share.value) + evaluate_s),
-        basis=f"{amount} as in {run.id}, and {share.basis}",
+        seconds=round(generate_s * (1 + share) + evaluate_s),
+        basis=f"{amount} as in {run.id}, and {basis}",
     )
     if run.environment != work.environment:
         return _elsewhere(time, run)
-    if not share.is_measured:
+    if not measured:
         return time
     return time.banded(max(1 - scatter, 0.1), 1 + scatter, "by the scatter of the tokens")
 
 
-@dataclass(frozen=True)
-class TrainingShare:
-    value: float
-    is_measured: bool
-    basis: str
-
-
-def _training_share(store: Store, spec: RunSpec) -> TrainingShare:
+def _training_share(store: Store, spec: RunSpec) -> tuple[float, str] | None:
+    """Seconds of training for one of generation, and of which run; None if none was measured."""
     for run in store.runs(limit=LOOKED_AT):
         if (run.model, run.algorithm) != (spec.model, spec.algorithm):
             continue
@@ -234,20 +230,13 @@ def _training_share(store: Store, spec: RunSpec) -> TrainingShare:
         if train and rollout and rollout[0][1]:
             share = train[0][1] / rollout[0][1]
             basis = f"{two_digits(share)} s of training for each of generation as in {run.id}"
-            return TrainingShare(share, True, basis)
-    basis = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
-    return TrainingShare(TRAINING_SHARE, False, basis)
+            return share, basis
+    return None
 
 
 def _evaluations(spec: RunSpec, steps: int) -> int:
     """How often a run of so many steps evaluates."""
     every = spec.eval_every
+    count = steps // every if every else 0
     is_due_at_end = bool(every) and steps % every == 0
-    count = 0
-    if every:
-        count = steps // every
-    if spec.eval_before:
-        count += 1
-    if spec.eval_after and not is_due_at_end:
-        count += 1
-    return count
+    return count + spec.eval_before + (spec.eval_after and not is_due_at_end)
