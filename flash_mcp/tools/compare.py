@@ -17,7 +17,7 @@ from flash_mcp.judgement.attempts import Metric
 from flash_mcp.judgement.comparison import Change, Outcome
 from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Evaluation, Run, Try
+from flash_mcp.protocol.records import Evaluation, Rollout, Run, Try
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
@@ -453,15 +453,6 @@ def _model(run: Run, step: int) -> str:
     return f"{run.model} before the training of {run.id}"
 
 
-@dataclass(frozen=True)
-class Shown:
-    """One side of a flip: a typical attempt."""
-
-    index: int
-    prompt: str
-    text: str
-
-
 def _flip(store: Store, task: str, pair: Pair, characters: int) -> Flip:
     """A task that moved; the attempt shown of each side is a failure where it failed more."""
     base = pair.base.means("success")[task]
@@ -474,16 +465,15 @@ def _flip(store: Store, task: str, pair: Pair, characters: int) -> Flip:
         other=other,
         base_index=ours.index,
         other_index=theirs.index,
-        prompt=shorten_as_json(ours.prompt, characters // 4),
-        base_text=shorten_as_json(ours.text, characters * 3 // 8),
-        other_text=shorten_as_json(theirs.text, characters * 3 // 8),
+        prompt=shorten_as_json(last_prompt(ours), characters // 4),
+        base_text=shorten_as_json(conversation(ours), characters * 3 // 8),
+        other_text=shorten_as_json(conversation(theirs), characters * 3 // 8),
     )
 
 
-def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
+def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Rollout:
     index = next(item.index for item in side.tasks[task] if item.success == success)
-    row = store.transcript(side.run.id, side.row.step, index)
-    return Shown(index, last_prompt(row), conversation(row))
+    return store.transcript(side.run.id, side.row.step, index)
 
 
 def _limits(pair: Pair, memory: Flag | None) -> list[str]:
