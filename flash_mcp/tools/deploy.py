@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import time
@@ -295,21 +296,13 @@ def _shown(opening: Sequence[Json]) -> str | None:
 
 async def _answers(server: Server, body: Json, names: list[str]) -> dict[str, Answer]:
     """The answers of several models at once; raises the first error in the order of `names`."""
+    asking = (_answer(server, {**body, "model": name}) for name in names)
+    results = await asyncio.gather(*asking, return_exceptions=True)
     answers: dict[str, Answer] = {}
-    errors: dict[str, FlashError] = {}
-
-    async def ask(name: str) -> None:
-        try:
-            answers[name] = await _answer(server, {**body, "model": name})
-        except FlashError as error:
-            errors[name] = error
-
-    async with anyio.create_task_group() as group:
-        for name in names:
-            group.start_soon(ask, name)
-    for name in names:
-        if name in errors:
-            raise errors[name]
+    for name, result in zip(names, results, strict=True):
+        if isinstance(result, BaseException):
+            raise result
+        answers[name] = result
     return answers
 
 
