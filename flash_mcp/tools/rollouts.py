@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,6 +14,7 @@ from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run, text_of
 from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared.failed_attempts import shared_beginning
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.truncation import (
     RESULT_CHARACTERS,
@@ -321,10 +321,7 @@ def _opening(rows: list[Rollout]) -> list[Message]:
 def shared_opening(rows: Sequence[Rollout]) -> list[Json]:
     """The messages that all prompts begin with; empty for a single row."""
     prompts = [row.messages[: row.prompt_messages] for row in rows] if len(rows) > 1 else []
-    columns = takewhile(
-        lambda column: all(item == column[0] for item in column), zip(*prompts, strict=False)
-    )
-    return [column[0] for column in columns]
+    return shared_beginning(prompts)
 
 
 def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:

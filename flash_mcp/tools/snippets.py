@@ -14,6 +14,7 @@ from flash_mcp.protocol.records import Deployment, Json, Rollout
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.server import Server
+from flash_mcp.tools.shared.failed_attempts import shared_beginning
 
 PROMPT_CHARACTERS = 1500
 """A longer prompt is cut down to its system message and a question, or left out."""
@@ -99,13 +100,7 @@ def opening_of(store: Store, row: Deployment) -> list[Json]:
     if not prompts:
         return []
     shortest = min(map(len, prompts))
-    opening: list[Json] = []
-    for message in prompts[0][: shortest - 1]:
-        place = len(opening)
-        if any(prompt[place] != message for prompt in prompts):
-            break
-        opening.append(message)
-    return opening
+    return shared_beginning([prompt[: shortest - 1] for prompt in prompts])
 
 
 def question_of(store: Store, row: Deployment) -> str | None:

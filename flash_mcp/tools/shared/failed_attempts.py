@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from flash_mcp.protocol.records import Json, Rollout, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
@@ -61,3 +62,11 @@ def conversation(row: Rollout) -> str:
         text = text_of(message)
         turns.append(text if message["role"] == "assistant" else f"[{text}]")
     return "\n".join(turns)
+
+
+def shared_beginning(prompts: Iterable[Sequence[Json]]) -> list[Json]:
+    """The messages with which all of them begin."""
+    columns = takewhile(
+        lambda column: all(item == column[0] for item in column), zip(*prompts, strict=False)
+    )
+    return [column[0] for column in columns]
