@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -197,33 +197,25 @@ def read_conversations(source: str) -> list[Row]:
     Raises FlashError(invalid_argument)."""
     rows, columns = read_rows(source)
     chats = next((name for name in CHAT_COLUMNS if name in columns), None)
-    if chats is not None:
-        read = partial(_of_messages, source, chats)
-    elif any(isinstance(row.get("prompt"), list) for row in rows):
-        read = partial(_of_parts, source)
-    else:
+    has_parts = any(isinstance(row.get("prompt"), list) for row in rows)
+    asking, answer = [], ""
+    if chats is None and not has_parts:
         asking = _asking(source, columns, None, "messages")
         answer = _column(source, columns, None, ANSWERS, "messages")
-        read = partial(_of_columns, partial(_task, source, asking, answer))
-    return list(itertools.starmap(read, enumerate(rows, start=1)))
-
-
-def _of_columns(task: Callable[[int, Row], tuple[str, str]], number: int, row: Row) -> Row:
-    question, answer = task(number, row)
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "prompt_messages": 1}
-
-
-def _of_messages(source: str, column: str, number: int, row: Row) -> Row:
-    """What follows the first user's messages is learnt."""
-    return _conversation(source, column, number, row, row.get(column))
-
-
-def _of_parts(source: str, number: int, row: Row) -> Row:
-    """TRL's form of a conversation: messages in `prompt`, and those to learn in `completion`."""
-    prompt, completion = as_list(row.get("prompt")), as_list(row.get("completion"))
-    messages = [*prompt, *completion]
-    return _conversation(source, "prompt and completion", number, row, messages, len(prompt))
+    results: list[Row] = []
+    for number, row in enumerate(rows, start=1):
+        if chats is not None:
+            # What follows the first user's messages is learnt.
+            results.append(_conversation(source, chats, number, row, row.get(chats)))
+        elif has_parts:  # TRL's form: what is in `completion` is learnt
+            prompt, completion = as_list(row.get("prompt")), as_list(row.get("completion"))
+            what, messages = "prompt and completion", [*prompt, *completion]
+            results.append(_conversation(source, what, number, row, messages, len(prompt)))
+        else:
+            question, gold = _task(source, asking, answer, number, row)
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": gold}]
+            results.append({"messages": turns, "prompt_messages": 1})
+    return results
 
 
 def _conversation(
