@@ -27,7 +27,6 @@ from flash_mcp.tools.shared.table import keep_conversations, split_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten
 
-LOAD_TIMEOUT_S = 20.0
 EXAMPLES = 3
 EXAMPLE_CHARACTERS = 400
 KEEP = "curate again with a name and without dry_run keeps it"
@@ -264,8 +263,6 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
         args=spec.environment_args,
         secrets=spec.secrets,
         env_files=row.env_files,
-        call_timeout_s=LOAD_TIMEOUT_S,
-        start_timeout_s=LOAD_TIMEOUT_S,
         fix="env_test it; without its eval split nothing can be kept out",
     ) as host:
         return await read_held_out(host)

@@ -267,7 +267,7 @@ async def _splits(
         known_as=identity(caller().owner, stage.parent.name),
         args=args,
         secrets=secrets,
-        call_timeout_s=CALL_TIMEOUT_S,
+        timeout_s=CALL_TIMEOUT_S,
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="nothing was published: correct it and push again; load=false skips the loading",
     ) as host:
@@ -387,7 +387,7 @@ class _Subject:
             known_as=self.known_as,
             args=self.args,
             secrets=self.secrets,
-            call_timeout_s=self.call_timeout_s,
+            timeout_s=self.call_timeout_s,
             start_timeout_s=LOAD_TIMEOUT_S,
             fix=fix,
         )

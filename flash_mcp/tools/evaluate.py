@@ -39,7 +39,6 @@ from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
 
 SystemPrompt = Annotated[str | None, Field(max_length=20_000)]
-LOAD_TIMEOUT_S = 20.0
 MOST_ATTEMPTS = 50_000
 SHOWN = {
     "temperature",
@@ -250,8 +249,6 @@ async def task_names(
         args=args,
         secrets=secrets,
         env_files=env_files,
-        call_timeout_s=LOAD_TIMEOUT_S,
-        start_timeout_s=LOAD_TIMEOUT_S,
         fix="fix the folder, env_test it, env_push it, and call again",
     ) as host:
         tasks = await host.tasks(split) if host.splits.get(split) else []

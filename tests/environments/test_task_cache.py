@@ -54,9 +54,8 @@ async def test_other_arguments_mean_other_tasks_which_the_next_load_keeps() -> N
     one, other = await tasks_of(folder, seed=1), await tasks_of(folder, seed=1)
     assert not set(one) & set(other), "a version that nothing was kept with generates"
     version = open_store().environment("numbers")
-    options: dict[str, Any] = {"call_timeout_s": 20, "start_timeout_s": 20, "fix": ""}
     for seed in (1, 2):
-        async with loaded(version, secrets=None, args={"seed": seed}, **options) as host:
+        async with loaded(version, secrets=None, args={"seed": seed}, fix="") as host:
             first = await host.tasks("train")
         assert (await tasks_of(folder, seed=seed))[:6] == first
 

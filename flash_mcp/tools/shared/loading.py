@@ -25,6 +25,7 @@ from flash_mcp.state.versions import keep_generated
 from flash_mcp.supervisor.secrets import variables
 from flash_mcp.tools.shared.tool_base import report
 
+LOAD_TIMEOUT_S = 20.0
 INSTALL_TIMEOUT_S = 15.0
 """Time that a call waits for an environment's packages. The installation continues afterwards."""
 FIXES = {
@@ -105,24 +106,15 @@ async def hosted(
     folder: Path,
     name: str,
     *,
-    known_as: str,
-    args: Mapping[str, Any] | None,
-    secrets: Mapping[str, str],
-    call_timeout_s: float,
-    start_timeout_s: float,
     fix: str,
+    **options: Any,
 ) -> AsyncGenerator[EnvironmentHost]:
-    """A folder's environment in a child process. A fault of its code becomes a FlashError."""
+    """A folder's environment in a child process that is started with these options. A fault of its
+    code becomes a FlashError.
+    """
     try:
         async with await EnvironmentHost.start(
-            folder,
-            known_as=known_as,
-            args=args,
-            secrets=secrets,
-            timeout_s=call_timeout_s,
-            start_timeout_s=start_timeout_s,
-            install_timeout_s=INSTALL_TIMEOUT_S,
-            on_progress=report,
+            folder, install_timeout_s=INSTALL_TIMEOUT_S, on_progress=report, **options
         ) as host:
             yield host
     except EnvironmentFault as fault:
@@ -133,11 +125,13 @@ async def hosted(
 async def loaded(
     environment: EnvironmentVersion,
     *,
+    args: Mapping[str, Any] | None,
     secrets: Sequence[str] | None,
     env_files: Sequence[str] = (),
-    **options: Any,
+    timeout_s: float = LOAD_TIMEOUT_S,
+    fix: str,
 ) -> AsyncGenerator[EnvironmentHost]:
-    """A published environment, `hosted` with these options; `secrets` are names. Tasks that it
+    """A published environment; `secrets` are names, `timeout_s` bounds each call. Tasks that it
     generates are kept with the version: a run that starts later has the same.
     """
     path = Path(environment.path)
@@ -145,8 +139,11 @@ async def loaded(
         path,
         environment.reference,
         known_as=environment.identity,
+        args=args,
         secrets=secret_values(secrets, env_files),
-        **options,
+        timeout_s=timeout_s,
+        start_timeout_s=LOAD_TIMEOUT_S,
+        fix=fix,
     ) as host:
         await run_sync(keep_generated, path, await host.generated())
         yield host

@@ -21,11 +21,10 @@ from flash_mcp.protocol.records import EnvironmentVersion, Json, text_of
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.tools.shared.held_out import read_held_out
-from flash_mcp.tools.shared.loading import loaded
+from flash_mcp.tools.shared.loading import LOAD_TIMEOUT_S, loaded
 
 CHARACTERS_PER_TOKEN = 3.5
 """For English text in common vocabularies; the server has no tokenizer."""
-PROBE_TIMEOUT_S = 20.0
 OPENINGS_S = 12.0
 """Time to open a few tasks. Tasks that take longer are no reason to refuse a run."""
 
@@ -76,8 +75,7 @@ async def probe(
         args=spec.environment_args,
         secrets=spec.secrets,
         env_files=env_files,
-        call_timeout_s=min(spec.env_timeout_s, PROBE_TIMEOUT_S),
-        start_timeout_s=PROBE_TIMEOUT_S,
+        timeout_s=min(spec.env_timeout_s, LOAD_TIMEOUT_S),
         fix="correct the folder, env_test it, env_push it, and train again",
     ) as host:
         gold = spec.algorithm == "sft" and not dataset
