@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 from environments.untrusted_text import quoted
@@ -30,7 +32,6 @@ from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
-from flash_mcp.tools.shared.regression import regression_of
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of
 from flash_mcp.tools.shared.seeds import spread_of
@@ -226,7 +227,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     judged = _judge(history)
     view = _view(store, history, judged, blocked)
     view.mixture = _mixture(store, history, judged) or None
-    view.regression = regression_of(store, history.run)
+    view.regression = _regression(store, history.run)
     view.seeds = spread_of(store, history.run)
     if history.run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, history.run)
@@ -279,6 +280,30 @@ def _mixture(store: Store, history: RunHistory, judged: Judgement) -> list[str]:
         pairs = store.pairs(run.id, rows, part["name"])
         lines.append(mixture.line(part, part["ratio"] / total, judged.history, rows, pairs))
     return lines
+
+
+def _regression(store: Store, run: Run) -> str | None:
+    """Whether the run got worse at other kinds of tasks, in words; None where none were tried."""
+    events = store.events(run.id, kinds=["regression"])
+    before: Mapping[str, bool] = {}
+    after: Mapping[str, bool] = {}
+    for event in events:
+        if event.data["step"]:
+            after = event.data["outcomes"]
+        else:
+            before = event.data["outcomes"]
+    tasks = comparison.shared(before, after)
+    if not tasks:
+        if before:
+            return f"{fmean(before.values()):.2f} of {len(before)} other tasks before training"
+        return None
+    pairs = [(float(before[task]), float(after[task])) for task in tasks]
+    old, new = zip(*pairs, strict=True)
+    change = comparison.compare_paired(old, new, effect=comparison.MIN_CHANGE)
+    lost = Counter(task.rpartition("-")[0] for task in tasks if before[task] and not after[task])
+    where = ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
+    text = f"{change.outcome} on {len(tasks)} other tasks, {fmean(old):.2f} -> {fmean(new):.2f}"
+    return f"{text}: {change.explanation}{f'; no longer solved: {where}' if where else ''}"
 
 
 def _held_out(history: RunHistory) -> list[Evaluation]:
