@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from flash_mcp.judgement.statistics import MOST_MEASUREMENTS
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Run, without_none
-from flash_mcp.protocol.spec import OTHER_NAMES, RECIPES, RunSpec, default_of
+from flash_mcp.protocol.spec import OTHER_NAMES, RECIPES, RunSpec, default_of, explain
 from flash_mcp.state import queue
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.configs import ConfigFiles, read_configs
+from flash_mcp.tools.shared.configs import ConfigFiles, Configs, read_configs
 from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
@@ -32,7 +35,6 @@ from flash_mcp.tools.training.notes import notes_on
 from flash_mcp.tools.training.plan import Plan, enqueue, plan_of
 from flash_mcp.tools.training.resume import resume_run
 from flash_mcp.tools.training.run_time import RunTime, time_by_evaluation
-from flash_mcp.tools.training.seeds import Seeds, enqueue_each, key_of, note_on, seeds_of
 
 
 class Train(Result):
@@ -141,6 +143,10 @@ COMMON = (
 )
 """Fields that the tool's schema shows each for itself; `settings` takes all others."""
 RARE = tuple(name for name in RunSpec.model_fields if name not in COMMON)
+COUNT = Field(min_length=2, max_length=MOST_MEASUREMENTS)
+Seeds = Annotated[list[int], COUNT]
+"""As the tool's schema has it; `_seeds_of` checks each."""
+VALID = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], COUNT])
 Settings = Annotated[
     dict[str, Any] | None,
     Field(description=f"Rarer fields by name: {', '.join(RARE)}."),
@@ -195,8 +201,8 @@ async def train(
         raise _alone()
     started = time.monotonic()
     configs = await run_sync(read_configs, config)
-    several = seeds_of(seeds, configs, arguments)
-    key = key_of(idempotency_key, several)
+    several = _seeds_of(seeds, configs, arguments)
+    key = _key_of(idempotency_key, several)
     plan = await plan_of(arguments, configs, key, sample=sample)
     if sample:
         sampled = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
@@ -212,7 +218,7 @@ async def _started(
     plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
 ) -> Train:
     if seeds:
-        runs, created = await run_sync(enqueue_each, plan, seeds, idempotency_key, label)
+        runs, created = await run_sync(_enqueue_each, plan, seeds, idempotency_key, label)
     else:
         run, created = await run_sync(enqueue, plan, idempotency_key, label)
         runs = [run]
@@ -221,7 +227,7 @@ async def _started(
     plan.estimate.disk = None  # it was enough
     result = _result(plan, run_id=run.id, state=run.state, created=created, next=next_step)
     if seeds:
-        result.notes = [note_on(runs), *(result.notes or ())]
+        result.notes = [_note_on(runs), *(result.notes or ())]
     return result
 
 
@@ -342,3 +348,66 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
         notes=notes_on(plan) or None,
         **fields,
     )
+
+
+# -- several seeds ---------------------------------------------------------------------------------
+
+
+def _seeds_of(seeds: Sequence[int] | None, config: Configs, arguments: Json) -> list[int]:
+    """The seeds of the call or its config files, the first put into `arguments`; else none."""
+    if seeds is not None and "seed" in arguments:
+        fix = "keep one of the two: seeds starts a run for each"
+        raise FlashError("invalid_argument", "seed and seeds are both given", fix=fix)
+    requested = seeds
+    if seeds is None and "seed" not in arguments:
+        requested = config.fields.get("seeds")
+    if requested is None:
+        return []
+    fix = f"give 2 to {MOST_MEASUREMENTS} different seeds from 0 to 2147483647"
+    try:
+        numbers = VALID.validate_python(requested, strict=True)
+    except ValidationError as error:
+        raise FlashError("invalid_argument", f"seeds: {explain(error)}", fix=fix) from error
+    if len({*numbers}) < len(numbers):
+        raise FlashError("invalid_argument", f"seeds={numbers} names one twice", fix=fix)
+    arguments["seed"] = numbers[0]
+    return numbers
+
+
+def _key_of(idempotency_key: str | None, seeds: Sequence[int]) -> str | None:
+    """The key of the run with the first of `seeds`; without any, the caller's own."""
+    if idempotency_key and seeds:
+        return f"{idempotency_key} seed={seeds[0]}"
+    return idempotency_key
+
+
+def _enqueue_each(
+    plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
+) -> tuple[list[Run], bool]:
+    """Queue all or none; (runs in the order of `seeds`, whether they are new)."""
+    runs: list[Run] = []
+    created: set[bool] = set()
+    resolved = plan.inputs.resolved
+    group = secrets.token_hex(8)
+    with plan.store.transaction():
+        for seed in seeds:
+            spec = resolved.spec.model_copy(update={"seed": seed})
+            inputs = dataclasses.replace(
+                plan.inputs, resolved=resolved.model_copy(update={"spec": spec})
+            )
+            one = dataclasses.replace(plan, inputs=inputs)
+            run, is_new = enqueue(one, _key_of(idempotency_key, [seed]), label, seed_group=group)
+            runs.append(run)
+            created.add(is_new)
+        if len(created) > 1:
+            what = "the key was used with other seeds"
+            fix = "use a new key, or the seeds of the first call"
+            raise FlashError("idempotency_conflict", what, seeds=list(seeds), fix=fix)
+    return runs, created == {True}
+
+
+def _note_on(runs: Sequence[Run]) -> str:
+    lines: list[str] = []
+    for run in runs:
+        lines.append(f"{run.id} (seed {run.training.seed})")
+    return f"{', '.join(lines)}: status of any reports how far the seeds spread"
