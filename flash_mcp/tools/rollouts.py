@@ -104,23 +104,6 @@ class RolloutView(ResultModel):
     """With index: the calls of an agent, in order."""
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """A rollout to show; its first `opening` messages are shown once for all rollouts."""
-
-    rollout: Rollout
-    failure: FailureMode | None
-    opening: int
-
-    @property
-    def messages(self) -> list[Json]:
-        return self.rollout.shown_messages[self.opening :]
-
-    @property
-    def texts(self) -> list[str]:
-        return list(map(text_of, self.messages))
-
-
 class Rollouts(Result):
     """Transcripts of a run."""
 
@@ -178,7 +161,7 @@ def rollouts(
         if index is None:
             offset = page_offset(cursor, "rollouts")
         result = _recorded(store, run_id, contains or "", success, index, limit, offset)
-        return _result(result, offset, max_characters, contains or "", from_message)
+        return _result(result, max_characters, contains or "", from_message)
     run = store.run(run_id)
     # Rollouts of an evaluation are stored under "eval", whichever split its tasks are from.
     split = "eval" if run.algorithm == "eval" else split or "train"
@@ -189,29 +172,34 @@ def rollouts(
         others = store.rollout_steps(run_id, "eval" if split == "train" else "train")
         return _nothing(store, run, at, steps, split, bool(others))
     if index is None:
-        page = store.rollouts(run_id, split, at, which, contains, success, limit + 1, offset)
+        rows = store.rollouts(run_id, split, at, which, contains, success, limit, offset)
         total = store.rollout_count(run_id, split, at, contains, success)
     else:
         only = steps[-1] if at is None else at
-        page = store.rollouts(run_id, split, only, "index", limit=1, offset=offset)
-        total = len(page)
-    result = _Found(store, run_id, split, at, index, page[:limit], total, len(page) > limit)
-    return _result(result, offset, max_characters, contains or "", from_message, tokens=tokens)
+        rows = store.rollouts(run_id, split, only, "index", limit=1, offset=offset)
+        total = len(rows)
+    result = _Page(store, run_id, split, at, index, offset, rows, total)
+    return _result(result, max_characters, contains or "", from_message, tokens=tokens)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Page:
     store: Store
     run_id: str
     split: str
     step: int | None
     """None: rollouts of all steps."""
     index: int | None
+    offset: int
+    """Rows before these."""
     rows: list[Rollout]
     total: int
-    has_more: bool
     is_recorded: bool = False
     """Rows of a deployment."""
+
+    @property
+    def has_more(self) -> bool:
+        return self.index is None and self.offset + len(self.rows) < self.total
 
 
 def _recorded(
@@ -222,7 +210,7 @@ def _recorded(
     index: int | None,
     limit: int,
     offset: int,
-) -> _Found:
+) -> _Page:
     """What a deployment was asked and answered, newest first."""
     store.deployment(deployment)  # FlashError(unknown_deployment) for what this caller cannot see
     every = Recording(store.base, deployment).rollouts()
@@ -232,26 +220,17 @@ def _recorded(
         rows = [row for row in rows if any(part in text_of(m).lower() for m in row.messages)]
     if success is not None:
         rows = [row for row in rows if row.is_scored and row.success == success]
-    page = rows[offset : offset + limit]
-    more = len(rows) > offset + limit
-    return _Found(store, deployment, "train", None, index, page, len(rows), more, is_recorded=True)
+    total = len(rows)
+    shown = rows[offset : offset + limit]
+    return _Page(store, deployment, "train", None, index, offset, shown, total, is_recorded=True)
 
 
 def _add_calls(shown: Rollouts, row: Rollout, *, tokens: bool) -> None:
     """Add the calls of an agent to its rollout, with token ids as far as there is room for them."""
     views: list[CallView] = []
     for call in row.calls[:MOST_CALLS]:
-        views.append(
-            CallView(
-                number=call["number"],
-                parent=call["parent"],
-                role=call["role"] or None,
-                trained=call["trained"],
-                prompt_tokens=call["prompt_tokens"],
-                completion_tokens=call["completion_tokens"],
-                finish=call["finish"],
-            )
-        )
+        fields = {name: value for name, value in call.items() if name in CallView.model_fields}
+        views.append(CallView.model_validate({**fields, "role": call["role"] or None}))
     shown.rollouts[0].calls = views or None
     room = RESULT_CHARACTERS - len(to_text(shown.model_dump(exclude_none=True)))
     for call, view in zip(row.calls, views, strict=False):
@@ -265,13 +244,7 @@ def _add_calls(shown: Rollouts, row: Rollout, *, tokens: bool) -> None:
 
 
 def _result(
-    result: _Found,
-    offset: int,
-    max_characters: int,
-    around: str,
-    from_message: int,
-    *,
-    tokens: bool = False,
+    result: _Page, max_characters: int, around: str, from_message: int, *, tokens: bool = False
 ) -> Rollouts:
     rows = result.rows
     sample = rows
@@ -281,17 +254,16 @@ def _result(
         sample = result.store.rollouts(*drawn, limit=SAMPLE_ROLLOUTS) or rows
         failures = failure_counts(sample)
     opening = _opening(rows)
-    modes = failure_modes(rows, sample)
-    if result.is_recorded:
-        modes = [None for _ in rows]
-    rest = [_Shown(row, mode, len(opening)) for row, mode in zip(rows, modes, strict=True)]
+    modes: list[FailureMode | None] = [None] * len(rows)
+    if not result.is_recorded:
+        modes = failure_modes(rows, sample)
     taken = sum(json_characters(message.content) + MESSAGE_FRAME for message in opening)
     taken += sum(map(_frame_size, rows))
     if result.index is not None and rows:
         taken += CALL_CHARACTERS * len(rows[0].calls[:MOST_CALLS])
     room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
     start = None if result.index is None else from_message
-    shown, cut = _within(rest, room, around, start)
+    shown, cut = _within(rows, modes, len(opening), room, around, start)
     page = Rollouts(
         run_id=result.run_id,
         total=result.total,
@@ -299,7 +271,7 @@ def _result(
         opening=opening or None,
         rollouts=shown,
         has_more=result.has_more,
-        cursor=str(offset + len(shown)) if result.has_more else None,
+        cursor=str(result.offset + len(shown)) if result.has_more else None,
         cut=cut,
         next=_next_step(result, shown, bool(cut)),
     )
@@ -363,10 +335,17 @@ def _ranges(steps: list[int]) -> str:
 
 
 def _within(
-    rows: list[_Shown], characters: int, around: str, from_message: int | None
+    rows: list[Rollout],
+    modes: list[FailureMode | None],
+    opening: int,
+    characters: int,
+    around: str,
+    from_message: int | None,
 ) -> tuple[list[RolloutView], str | None]:
-    """The rows with their texts cut to `characters` in all, and a note on what was left out."""
-    texts = [row.texts for row in rows]
+    """The rows after their first `opening` messages, with texts cut to `characters` in all, and a
+    note on what was left out.
+    """
+    texts = [list(map(text_of, row.shown_messages[opening:])) for row in rows]
     if from_message is not None:
         numbers = [_from(text, from_message, characters) for text in texts]
     else:
@@ -378,9 +357,9 @@ def _within(
     allowed = iter(share_out(characters - MESSAGE_FRAME * len(lengths), lengths))
     shown: list[RolloutView] = []
     left = 0
-    for row, item, some in zip(rows, texts, numbers, strict=True):
+    for row, mode, item, some in zip(rows, modes, texts, numbers, strict=True):
         excerpts = {number: _excerpt(item[number], next(allowed), around) for number in some}
-        shown.append(_rollout(row, excerpts))
+        shown.append(_rollout(row, mode, opening, excerpts))
         left += sum(map(len, item)) - sum(map(len, excerpts.values()))
     return shown, f"about {left} characters of text" if left > 0 else None
 
@@ -424,11 +403,12 @@ def _frame_size(row: Rollout) -> int:
     return 290 + sum(min(len(to_text(part)), 700) for part in (row.metrics, row.reason, row.error))
 
 
-def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
-    """`excerpts`: the text of each message that is shown, by its number."""
-    row = shown.rollout
-    messages = shown.messages
-    is_whole = len(excerpts) == len(messages)
+def _rollout(
+    row: Rollout, failure: FailureMode | None, opening: int, excerpts: dict[int, str]
+) -> RolloutView:
+    """`excerpts`: the text of each message that is shown, by its number after the opening."""
+    messages = row.shown_messages
+    is_whole = opening + len(excerpts) == len(messages)
     parts = {name: round(value, 4) for name, value in row.metrics.items()}
     return RolloutView(
         step=row.step,
@@ -437,7 +417,7 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
         reward=round(row.reward, 4) if row.is_scored else None,
         success=row.success if row.is_scored else None,
         advantage=rounded(row.advantage, 4),
-        failure=shown.failure,
+        failure=failure,
         finish=row.finish,
         turns=row.turns,
         completion_tokens=row.completion_tokens,
@@ -447,13 +427,13 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
         error=error_text(row.error, 600),
         messages=[
             Message(
-                role=messages[number]["role"],
+                role=messages[opening + number]["role"],
                 content=text,
-                number=None if is_whole else shown.opening + number,
+                number=None if is_whole else opening + number,
             )
             for number, text in excerpts.items()
         ],
-        messages_in_all=None if is_whole else shown.opening + len(messages),
+        messages_in_all=None if is_whole else len(messages),
     )
 
 
@@ -477,7 +457,7 @@ def _excerpt(text: str, allowed: int, around: str) -> str:
     return f"…[{start} characters cut]… {shown} …[{after} characters cut]…"
 
 
-def _after_recorded(result: _Found, shown: list[RolloutView]) -> str:
+def _after_recorded(result: _Page, shown: list[RolloutView]) -> str:
     id = result.run_id
     run_id = result.store.deployment(id).run_id
     if not shown and Recording(result.store.base, id).is_on():
@@ -490,7 +470,7 @@ def _after_recorded(result: _Found, shown: list[RolloutView]) -> str:
     return learn
 
 
-def _next_step(result: _Found, shown: list[RolloutView], was_cut: bool) -> str:
+def _next_step(result: _Page, shown: list[RolloutView], was_cut: bool) -> str:
     run_id = result.run_id
     if result.is_recorded:
         return _after_recorded(result, shown)
