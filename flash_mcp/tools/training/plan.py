@@ -32,10 +32,14 @@ from flash_mcp.tools.shared.resolve import (
     teacher_of,
 )
 from flash_mcp.tools.shared.tool_base import report
-from flash_mcp.tools.training.disk_need import DiskNeed, disk_need
-from flash_mcp.tools.training.estimate import Estimate, check_lengths, estimate_of
-from flash_mcp.tools.training.mixture import Part, parts_of, with_all_secrets
-from flash_mcp.tools.training.probe import NO_PROBE, Probe, probe
+from flash_mcp.tools.training.estimate import (
+    DiskNeed,
+    Estimate,
+    check_lengths,
+    disk_need,
+    estimate_of,
+)
+from flash_mcp.tools.training.probe import NO_PROBE, Part, Probe, parts_of, probe, with_all_secrets
 from flash_mcp.tools.training.run_time import Work, expected_time, work_of
 
 MOST_DIFFERING = 2
