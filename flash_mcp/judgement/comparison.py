@@ -79,9 +79,7 @@ class _Measured:
 
 
 def compare_paired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
-    """Compare the same tasks on two sides: exact McNemar test if each value is 0 or 1, else a
-    paired bootstrap.
-
+    """Compare the same tasks: exact McNemar test if each value is 0 or 1, else a paired bootstrap.
     ValueError for no tasks, or another number of them on each side.
     """
     differences = [after - before for before, after in zip(base, other, strict=True)]
@@ -93,10 +91,8 @@ def compare_paired(base: Sequence[float], other: Sequence[float], *, effect: flo
 
 
 def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
-    """Compare different tasks by the 95 % interval of the difference of their means; for shares of
-    successes it is Agresti and Caffo's, which has a width at 0 and 1 too.
-
-    ValueError for no tasks on a side.
+    """Compare different tasks by the 95 % interval of the difference of their means; of shares it
+    is Agresti and Caffo's, which has a width at 0 and 1 too. ValueError for no tasks on a side.
     """
     if not base or not other:
         raise ValueError("no tasks to compare")

@@ -1,11 +1,9 @@
 """Which attempts to fine-tune on: at which tasks, which of them, and which are held back.
 
     curated = curate(attempts, Plan(keep=compile_filter("pass@4 < 0.9")), held_out)
-    curated.train, curated.holdout, curated.counts
 
-Pure functions: tools/curate.py reads the runs, and state/datasets.py keeps the result. Nothing
-depends on the order of the attempts, on chance or on the clock: the same attempts and plan always
-give the same dataset."""
+Pure functions. Nothing depends on the order of the attempts, on chance or on the clock: the same
+attempts and plan always give the same dataset."""
 
 from __future__ import annotations
 

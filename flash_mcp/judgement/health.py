@@ -99,9 +99,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def flags(history: Sequence[Metrics]) -> list[Flag]:
-    """Warning signs in a run's metrics, one mapping a step in order of steps; the gravest first.
-
-    If the mappings hold their `step` too, the evidence says which steps it is from.
+    """Warning signs in a run's metrics, one mapping a step, in order; the gravest first. The
+    evidence says which steps it is from if the mappings hold their `step`.
     """
     if len(history) < LEAST_STEPS:
         return []
@@ -205,10 +204,8 @@ def _minded(raised: Sequence[Flag]) -> str:
 
 
 def _is_monotone(values: Sequence[float]) -> bool:
-    """Whether they rise, or fall, more steadily than noise would: Mann's test of Kendall's S
-    (1945), at 5 %.
-
-    Four values or fewer never do.
+    """Whether they rise, or fall, more steadily than noise, at 5 %: Mann's test of Kendall's S
+    (1945). Four values or fewer never do.
     """
     count = len(values)
     rises = sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))

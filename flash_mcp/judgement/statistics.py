@@ -43,11 +43,9 @@ class Interval:
 
 
 def wilson(successes: float, count: float) -> Interval:
-    """Wilson's score interval of a share (Wilson 1927). `count` may be an effective size, so
-    neither has to be whole.
-
-    Unlike the normal interval it has a width at 0 and at 1, and stays between them. No trials: 0 to
-    1."""
+    """Wilson's score interval of a share (1927), with a width at 0 and at 1, and between them; 0 to
+    1 for no trials. `count` may be an effective size, so neither has to be whole.
+    """
     if count <= 0:
         return Interval(0.0, 1.0)
     share = successes / count
@@ -90,10 +88,8 @@ def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
 
 
 def pass_at_k(attempts: int, correct: int, k: int) -> float:
-    """The chance that one of k attempts succeeds: 1 - C(n-c, k) / C(n, k), unbiased (Chen et al.
-    2021).
-
-    ValueError unless 1 <= k <= attempts.
+    """The chance that one of k attempts succeeds, 1 - C(n-c, k) / C(n, k), unbiased (Chen et al.
+    2021). ValueError unless 1 <= k <= attempts.
     """
     if not 1 <= k <= attempts:
         raise ValueError(f"pass@{k} cannot be told from {attempts} attempts")
@@ -101,10 +97,8 @@ def pass_at_k(attempts: int, correct: int, k: int) -> float:
 
 
 def mcnemar(won: int, lost: int) -> float:
-    """Two-sided p of McNemar's exact test: only pairs that changed count, and either way is as
-    likely under no change.
-
-    `won` pairs went from failure to success, `lost` the other way.
+    """Two-sided p of McNemar's exact test. Only pairs that changed count: `won` from failure to
+    success, `lost` the other way; either way is as likely under no change.
     """
     changed = won + lost
     tail = sum(math.comb(changed, n) for n in range(min(won, lost) + 1)) / 2**changed
@@ -123,10 +117,9 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
 
 
 def needed(spread: float, change: float) -> int:
-    """Observations that tell a `change` from none at the 5 % level 80 times of 100.
-
-    `spread` is the variance of one observation: of a pair's difference, or of the sum of both
-    sides' where unpaired."""
+    """Observations that tell a `change` from none at the 5 % level 80 times of 100. `spread` is the
+    variance of one observation: of a pair's difference, or where unpaired the sum of both sides'.
+    """
     return math.ceil((Z95 + Z80) ** 2 * spread / change**2)
 
 

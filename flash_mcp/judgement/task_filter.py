@@ -6,11 +6,9 @@
 Numbers are avg, best, worst, n, n_correct, pass@k and literals, joined by + - *; < <= > >= == !=
 compare them; `solved` is true or false by itself; and, or, not join these.
 
-Python's `ast` parses the expression, so the precedence is Python's. Three steps are ours. The words
-are checked before, because `pass@4` is no Python and a wrong word deserves an error that names the
-right one; a grammar for lark or pyparsing would need the same checks. Only whitelisted nodes are
-accepted, and each is checked to be a number or a truth. They are evaluated here, in three-valued
-logic: nothing of the text is ever executed."""
+Python's `ast` parses the words, so the precedence is Python's. They are checked before: `pass@4` is
+no Python, and a wrong word deserves an error that names the right one. Only whitelisted nodes are
+computed, in three-valued logic: nothing of the text is ever executed."""
 
 from __future__ import annotations
 

@@ -204,10 +204,7 @@ class Watch:
 async def wait_for_news(
     store: Store, run_id: str, cursor: NewsCursor, until: Until, wait_s: float
 ) -> Report:
-    """The report on a run as soon as it has what the caller waits for, or as it is after `wait_s`.
-
-    FlashError(unknown_run).
-    """
+    """The report as soon as it has what the caller waits for, or as it is after `wait_s`."""
     watch = Watch(store, run_id)
     deadline = deadline_after(wait_s)
     return await wait_until(

@@ -74,10 +74,9 @@ class Train(Result):
 def _with_fields_of_run_spec(
     function: Callable[..., Awaitable[Train]],
 ) -> Callable[..., Awaitable[Train]]:
-    """Put RunSpec's fields, each optional, before the function's own arguments.
-
-    An argument's own default is None, so that `resolve` can tell which ones were given; the schema
-    shows the field's default."""
+    """Put RunSpec's fields before the function's own arguments. Each is None where it was not
+    given; the schema shows the field's default.
+    """
     signature = inspect.signature(function, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters: list[inspect.Parameter] = []

@@ -14,10 +14,9 @@ OPENING_TIMEOUT_S = 15.0
 
 
 async def read_held_out(host: EnvironmentHost) -> HeldOut:
-    """Ask a loaded environment. Raises EnvironmentFault if it cannot list its tasks.
-
-    At most MAX_OPENED tasks are asked for their prompts, for at most OPENING_TIMEOUT_S:
-    environments may be slow to open one."""
+    """Ask a loaded environment. Raises EnvironmentFault if it cannot list its tasks. Prompts are
+    those of the tasks that open in time: environments may be slow.
+    """
     train = await host.tasks("train")
     held_out = await host.tasks("eval")
     counter = Counter(question for _, question in held_out)

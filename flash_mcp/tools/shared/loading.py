@@ -72,10 +72,8 @@ def check_machine(otherwise: str = "") -> None:
 
 
 def secret_values(names: Sequence[str] | None, env_files: Sequence[str] = ()) -> dict[str, str]:
-    """{name: value} from the server's environment, or from `.env` files.
-
-    FlashError(invalid_argument) names those that neither has, or that the caller's token may not
-    use.
+    """{name: value} from the server's environment or `.env` files. FlashError(invalid_argument)
+    names those that neither has, or that the caller's token may not use.
     """
     values = variables(env_files)
     granted = set(values)

@@ -60,9 +60,8 @@ class Place:
 
 
 def choose(places: Sequence[Place], need_on: NeedOn, cards: int = 1) -> tuple[str, str]:
-    """The cheapest place that has room, of those with GPUs if the model fits any, and why.
-
-    FlashError(device_unsupported) if it fits none. A place that is full is chosen if all are.
+    """The cheapest place with room, of those with GPUs if the model fits any, and why; a full one
+    if all are full. FlashError(device_unsupported) if it fits none.
     """
     refusals = {place.name: place.refusal(need_on, cards) for place in places}
     fitting = sorted((place for place in places if not refusals[place.name]), key=_order)

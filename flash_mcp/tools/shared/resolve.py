@@ -71,9 +71,7 @@ def resolve_eval(
     given: Json,
 ) -> ResolvedEval:
     """Every value of the evaluation: from `given`, else from the checkpoint's run, else from the
-    recipe.
-
-    Without a temperature, a single attempt per task is greedy; several are sampled at 1.
+    recipe. Without a temperature, a single attempt per task is greedy; several are sampled at 1.
     """
     run = subject.run.spec.model_dump() if subject.run else {}
     if subject.run and (part := subject.run.part(environment.name)):

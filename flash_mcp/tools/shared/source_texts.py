@@ -1,8 +1,6 @@
 """Texts that an environment's own source suggests as answers: its strings, texts that match its
 patterns, and the names that it assigns.
 
-    folder_texts(folder)
-
 A scorer that pays for a word has that word in its source; one that runs answers has the gold answer
 under a name. The source is foreign: it is cut into tokens, never parsed, since parsing deep nesting
 can crash Python."""

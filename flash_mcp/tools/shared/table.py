@@ -86,10 +86,8 @@ class Table:
 
 
 def read_table(source: str, question: str | None, answer: str | None) -> Table:
-    """The tasks of a CSV, TSV, JSON, JSONL or parquet file, or of a dataset at the hub. Questions
-    that are nearly the same come into the same split. The split is the same every time.
-
-    Raises FlashError(invalid_argument).
+    """The tasks of a file or of a dataset at the hub. Nearly equal questions come into the same
+    split, which is the same every time. FlashError(invalid_argument).
     """
     rows, columns = read_rows(source)
     asking = _asking(source, columns, question, "question")
@@ -192,9 +190,7 @@ def _listed(value: Any) -> Any:
 
 
 def read_conversations(source: str) -> list[Row]:
-    """The rows as conversations to learn: a column of messages, or a question and an answer.
-
-    Raises FlashError(invalid_argument)."""
+    """The rows as conversations to learn. FlashError(invalid_argument)."""
     rows, columns = read_rows(source)
     chats = next((name for name in CHAT_COLUMNS if name in columns), None)
     has_parts = any(isinstance(row.get("prompt"), list) for row in rows)
@@ -279,10 +275,9 @@ def _said(content: Any) -> str:
 
 
 def split_conversations(source: str, holdout: float) -> tuple[list[Row], list[Row], Counts]:
-    """The conversations of a file or of the hub without copies and without empty answers: to train
-    on and held back.
-
-    Raises FlashError(invalid_argument | local_only)."""
+    """The conversations of rows, without copies and empty answers: to train on, and held back.
+    FlashError(invalid_argument | local_only).
+    """
     refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
     rows: dict[str, Row] = {}
     counts = Counts()
@@ -320,9 +315,7 @@ def _is_empty(row: Row) -> bool:
 def keep_conversations(
     source: str, name: str | None = None, holdout: float = 0.0, base: Path | None = None
 ) -> Dataset:
-    """Keep the conversations of a file or of the hub as a dataset for SFT, without copies.
-
-    Raises FlashError(invalid_argument | local_only | quota_exceeded)."""
+    """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
     train, held_out, counts = split_conversations(source, holdout)
     stem = Path(source).stem.rpartition(":")[2]
     name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_") or "rows"

@@ -1,15 +1,8 @@
 """What every tool has: a typed function with annotations, and a result that ends with `next`.
 
-    def checkpoints(run_id: RunId, limit: Annotated[int, Field(ge=1, le=30)] = 10) -> Checkpoints:
-        \"\"\"What the tool does, for an agent to read. For a run's progress, call status.
-
-        Args:
-            limit: Checkpoints per page, 1 to 30; default 10.
-        \"\"\"
-
-Functions are sync (they run on a thread) or async (blocking work goes through anyio.to_thread).
-Every anticipated failure is a FlashError. The server and the command line are both built on
-`registry.TOOLS`. Nothing here imports the MCP SDK."""
+Functions are sync (they run on a thread) or async (blocking work goes through anyio.to_thread). The
+`Args:` of their docstrings describe the arguments. Every anticipated failure is a FlashError. The
+server and the command line are both built on `registry.TOOLS`. Nothing here imports the MCP SDK."""
 
 from __future__ import annotations
 

@@ -69,9 +69,8 @@ def error_text(error: dict[str, Any] | None, limit: int) -> str | None:
 
 
 def fit(body: dict[str, Any], limit: int) -> dict[str, Any]:
-    """`body` as JSON within `limit` characters, as a guard for tools that return too much.
-
-    Halves the longest text or list until the result fits, and says so under `cut`.
+    """`body` as JSON within `limit` characters, a guard for tools that return too much: halves the
+    longest text or list until the result fits, and says so under `cut`.
     """
     if len(to_text(body)) <= limit:
         return body

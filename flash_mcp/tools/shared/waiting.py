@@ -64,10 +64,9 @@ async def submit(
     label: queue.Label = queue.NO_LABEL,
     lineage: Json | None = None,
 ) -> tuple[Run, bool, FlashError | None]:
-    """Queue an evaluation and make sure that a supervisor runs; last, why none does.
-
-    Unless `again`, one that measures the same and has not failed is returned instead; with
-    `any_name` also one of the same files under another name. Either gets the label.
+    """Queue an evaluation and make sure that a supervisor runs; last, why none does. Unless
+    `again`, one that measures the same and has not failed is returned instead; with `any_name` also
+    one of the same files under another name. Either gets the label.
     """
 
     def find_or_enqueue() -> tuple[Run, bool]:
@@ -110,9 +109,8 @@ def _decisive(spec: EvalSpec) -> Json:
 
 
 async def look_after(store: Store, run: Run) -> FlashError | None:
-    """Make sure that a supervisor looks after an active run; the error if none does.
-
-    The error is not raised: the run exists, and a caller who saw only the error would ask again.
+    """Make sure that a supervisor looks after an active run; the error if none does. It is not
+    raised: the run exists, and a caller who saw only the error would ask again.
     """
     if run.ended is None:
         try:
@@ -191,9 +189,7 @@ def progress_of(
     run: Run, step_s: float | None = None, start_s: float | None = None
 ) -> tuple[str, float | None]:
     """How far an active run is: a message, and the share of its steps once it makes steps.
-
-    `step_s` are the seconds that a step takes, `start_s` those that an earlier run of this kind
-    needed until its first step.
+    `start_s` is what an earlier run of this kind needed until its first step.
     """
     what = f"{run.id}: {run.phase or run.state}"
     if run.step and run.steps:
@@ -206,10 +202,9 @@ def progress_of(
 
 
 def fingerprint(store: Store, run: Run) -> tuple[str, int, int, int, int, str | None]:
-    """What counts as a change. The phase counts, without its share, only before the first step:
-    later it changes all the time.
-
-    An evaluation counts attempts instead of steps, many a second: a tenth of them is a change.
+    """What counts as a change: the phase, without its share, only before the first step, as it
+    changes all the time later; of an evaluation a tenth of its attempts, many of which end each
+    second.
     """
     newest = store.last_metrics(run.id)
     step = 0

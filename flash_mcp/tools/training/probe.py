@@ -97,10 +97,8 @@ async def probe(
 
 
 async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool) -> int:
-    """Characters of the longest first prompt among the train tasks that open within OPENINGS_S.
-
-    With `gold`, also asks for their gold answers. Raises EnvironmentFault only if every task fails:
-    a run continues without tasks that fail.
+    """Characters of the longest first prompt among train tasks that open within OPENINGS_S; with
+    `gold` asks for gold answers too. A run does without tasks that fail: raises only if all do.
     """
     longest = 0
     # A few: to open a task may take seconds.
@@ -187,10 +185,8 @@ class Part:
 
 
 def parts_of(store: Store, spec: RunSpec, first: Run | None) -> list[Part]:
-    """The environments of a run, the one that it is named after first. `first` is the run that the
-    same idempotency key started before, with the versions that it has.
-
-    FlashError(unknown_environment), FlashError(invalid_argument) if they cannot be mixed.
+    """The environments of a run, the one that it is named after first; those of `first`, which the
+    same idempotency key started. FlashError(unknown_environment | invalid_argument).
     """
     if first and first.mixture:
         again: list[Part] = []

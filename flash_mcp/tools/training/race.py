@@ -26,8 +26,7 @@ async def arms_that_learn(
     environment: str | None, arms: Sequence[Json], settings: Json, common: Json
 ) -> tuple[Json, Callable[[str], dict[str, str]]]:
     """What is stored of a new tournament, and what queues the training of its arms to their first
-    milestone. `arms` and `settings` are fields of train; `common` are those of the tournament.
-    FlashError(invalid_argument | gate_failed) and others of train.
+    milestone. `arms` and `settings` are fields of train. FlashError as of train.
     """
     steps = settings["steps"]
     if not isinstance(steps, int) or steps < 2:

@@ -25,10 +25,8 @@ class Resumed:
 
 
 def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer: bool) -> Resumed:
-    """Queue the run again with its own values, up to `steps` or as far as it was to go.
-
-    A repeat finds the run under way, or at those steps already, and changes nothing. Raises
-    FlashError(unknown_run | unknown_checkpoint | invalid_argument | not_ready | quota_exceeded).
+    """Queue the run again with its own values, up to `steps` or as far as it was to go. A repeat
+    finds it under way, or at those steps already, and changes nothing.
     """
     with store.transaction():
         run = store.run(run_id)

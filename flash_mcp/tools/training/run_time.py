@@ -96,9 +96,8 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
 
 
 def expected_time(store: Store, work: Work) -> RunTime | None:
-    """From the newest run of the same model, algorithm and target, in this environment if there is
-    one; else, with grpo, from the newest evaluation of the model; else from a run of another model
-    there. None if none was run.
+    """From the newest run of the same model, algorithm and target, in this environment if possible;
+    else from an evaluation of the model, or a run of another model there. None if none was run.
     """
     place = (work.spec.target, work.spec.gpus)
     recent = [run for run in store.runs(limit=LOOKED_AT) if (run.target, run.spec.gpus) == place]
