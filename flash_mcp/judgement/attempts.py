@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from statistics import fmean
 from typing import Any, Literal
@@ -28,10 +28,13 @@ def by_task(attempts: Sequence[Try]) -> dict[str, list[Try]]:
     return results
 
 
+def mean(attempts: Iterable[Try], field: str) -> float:
+    return fmean(map(attrgetter(field), attempts))
+
+
 def means(tasks: Tasks, metric: Metric) -> dict[str, float]:
     """{task id: mean of success (as 0 and 1) or reward over its attempts}"""
-    values = attrgetter(metric)
-    return {task: fmean(map(values, attempts)) for task, attempts in tasks.items()}
+    return {task: mean(attempts, metric) for task, attempts in tasks.items()}
 
 
 def pass_at(tasks: Tasks) -> dict[str, float]:

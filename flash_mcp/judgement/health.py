@@ -118,12 +118,12 @@ def sample_flags(tries: Sequence[Try], summary: Mapping[str, float] = EMPTY) -> 
         metrics["rollouts/error_share"] = 1 - len(valid) / len(tries)
     if valid:
         metrics |= {
-            "rollouts/truncated_share": fmean(item.truncated for item in valid),
+            "rollouts/truncated_share": attempts.mean(valid, "truncated"),
             "groups/uniform_share": attempts.uniform_share(groups),
             "groups/solved_share": attempts.distinct(groups, "success").count({True}) / len(groups),
             "groups/zero_share": attempts.distinct(groups, "reward").count({0.0}) / len(groups),
-            "reward/mean": fmean(item.reward for item in valid),
-            "success/rate": fmean(item.success for item in valid),
+            "reward/mean": attempts.mean(valid, "reward"),
+            "success/rate": attempts.mean(valid, "success"),
         }
     return _found(Steps([metrics], is_sample=True))
 
@@ -167,40 +167,29 @@ def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | N
 
 
 def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
-    """The outlook without problems or doubts: by reward, held-out loss or training loss."""
-    if len(steps.column("eval_loss")) > 1:
-        return _held_out_progress(steps, raised)
-    measured = [name for name in ("teacher_kl", "reward/mean", "loss") if steps.column(name)]
-    name = next(iter(measured), "loss")
-    values = steps.column(name)
-    moved = trend(values)
-    if moved is None:
-        return "too early to say: nothing was measured yet"
-    short = name.partition("/")[0]
-    said = f"{short} went from {moved.first:.3g} to {moved.last:.3g} over {steps}"
-    gain = moved.last - moved.first
-    if name != "reward/mean":
-        gain = -gain
+    """The outlook without problems or doubts: by held-out loss, reward or training loss."""
+    if len(losses := steps.column("eval_loss")) > 1:
+        # Always of the same rows, so that it has no noise of sampling.
+        name, first, last = "held-out loss", losses[0], losses[-1]
+        is_steady = True
+    else:
+        measured = [name for name in ("teacher_kl", "reward/mean", "loss") if steps.column(name)]
+        metric = next(iter(measured), "loss")
+        values = steps.column(metric)
+        moved = trend(values)
+        if moved is None:
+            return "too early to say: nothing was measured yet"
+        name, first, last = metric.partition("/")[0], moved.first, moved.last
+        is_steady = len(values) >= LONG or _is_monotone(values)
+    said = f"{name} went from {first:.3g} to {last:.3g} over {steps}"
+    gain = last - first if name == "reward" else first - last
     if gain <= 0:
         return f"doubtful: {said}"
-    if len(values) < LONG and not _is_monotone(values):
+    if not is_steady:
         return f"too early to say: {said}, too unsteadily to call it a trend"
-    return f"yes: {said}{_minded(raised)}"
-
-
-def _held_out_progress(steps: Steps, raised: Sequence[Flag]) -> str:
-    """By a loss that is always of the same rows: it has no noise of sampling."""
-    losses = steps.column("eval_loss")
-    said = f"held-out loss went from {losses[0]:.3g} to {losses[-1]:.3g} over {steps}"
-    if losses[-1] >= losses[0]:
-        return f"doubtful: {said}"
-    return f"yes: {said}{_minded(raised)}"
-
-
-def _minded(raised: Sequence[Flag]) -> str:
     if raised:
-        return f"; mind {', '.join(flag.name for flag in raised)}"
-    return ""
+        said += f"; mind {', '.join(flag.name for flag in raised)}"
+    return f"yes: {said}"
 
 
 def _is_monotone(values: Sequence[float]) -> bool:

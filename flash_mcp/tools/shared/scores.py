@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import fmean
 
 from flash_mcp.judgement import attempts, comparison, statistics
 from flash_mcp.protocol.records import Evaluation, Run, Try
@@ -79,22 +78,22 @@ def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
         return result
     outcomes = attempts.successes(tasks)
     interval = statistics.success_interval(outcomes)
-    result.success = fmean(item.success for item in valid)
+    result.success = attempts.mean(valid, "success")
     result.low = interval.low
     result.high = interval.high
     result.constant = evaluation.summary.get("constant_success")
     result.doubt = comparison.against_constant(evaluation, interval.low) or None
-    result.reward = fmean(item.reward for item in valid)
+    result.reward = attempts.mean(valid, "reward")
     result.pass_at = attempts.pass_at(tasks) or None
     if len(valid) > len(tasks):
         kinds = attempts.distinct(tasks, "success")
         result.uniform_share = attempts.uniform_share(tasks)
         result.never_solved = kinds.count({False})
         result.always_solved = kinds.count({True})
-    result.tokens_mean = round(fmean(item.tokens for item in valid), 1)
+    result.tokens_mean = round(attempts.mean(valid, "tokens"), 1)
     result.tokens_most = max(item.tokens for item in valid)
-    result.turns = round(fmean(item.turns for item in valid), 2)
-    result.truncated = fmean(item.truncated for item in valid)
+    result.turns = round(attempts.mean(valid, "turns"), 2)
+    result.truncated = attempts.mean(valid, "truncated")
     speed = evaluation.summary.get("tokens_per_s")
     result.tokens_per_s = float(round(speed)) if speed else None
     return result

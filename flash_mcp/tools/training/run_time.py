@@ -194,7 +194,7 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
         return None
     speed = float(round(rows[-1].summary["tokens_per_s"]))
     tasks = attempts.by_task(store.tries(run.id, run.evaluation.step))
-    groups = [fmean(item.tokens for item in group) for group in tasks.values()]
+    groups = [attempts.mean(group, "tokens") for group in tasks.values()]
     tokens = 0.0
     if groups:
         tokens = fmean(groups)
