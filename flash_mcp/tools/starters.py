@@ -168,8 +168,7 @@ def _of_server(folder: str | None, data: str | None) -> EnvSetup:
         elif command[0] == "npx":
             what = "npx fetches a package, and an environment has no network"
             raise FlashError("invalid_argument", what, data=data, fix=BUNDLE)
-        source = re.sub(r"(?m)^SERVER = .*$", f"SERVER = {command!r}", _text(files))
-        files["environment.py"] = source.encode()
+        _set(files, "SERVER", repr(command))
     return _written(folder, name, files, packages)
 
 
@@ -212,8 +211,7 @@ def _of_data(
     table = read_table(data, question, answer)
     name = _name(folder, "dataset")
     files = _starter("dataset", name) | table.files()
-    source = re.sub(r"(?m)^SCORER: .*$", f'SCORER: str = "{scorer}"', _text(files))
-    files["environment.py"] = source.encode()
+    _set(files, "SCORER: str", f'"{scorer}"')
     change = "if an answer is right in other forms too, change is_right in environment.py first"
     if scorer == "judge":
         files["environment.toml"] = b"network = true\n"
@@ -249,8 +247,10 @@ def _starter(template: str, name: str) -> dict[str, bytes]:
     return files
 
 
-def _text(files: Mapping[str, bytes]) -> str:
-    return files["environment.py"].decode()
+def _set(files: dict[str, bytes], name: str, value: str) -> None:
+    """Give a constant of environment.py another value."""
+    line = f"{name} = {value}".encode()
+    files["environment.py"] = re.sub(rf"(?m)^{name} = .*$".encode(), line, files["environment.py"])
 
 
 # -- files -----------------------------------------------------------------------------------------
