@@ -149,7 +149,7 @@ class NewsCursor:
         )
 
     def new_flags(self, report: Report) -> list[Flag]:
-        return [flag for flag in report.judged.flags if not self.has(flag)]
+        return [flag for flag in report.context.flags if not self.has(flag)]
 
     def misses(self, report: Report, until: Until) -> bool:
         run = report.history.run
@@ -267,5 +267,5 @@ def _trends(view: RunView) -> dict[str, Trend] | None:
 def next_call(report: Report, cursor: NewsCursor, until: Until, since: str) -> str:
     """What to do after a look: what is new decides, and the look again comes last."""
     wait = waiting_for(report.history.run.id, until, since)
-    flags = report.judged.flags if report.history.run.ended else cursor.new_flags(report)
+    flags = report.context.flags if report.history.run.ended else cursor.new_flags(report)
     return next_of(replace(report.context, flags=flags, wait=wait))

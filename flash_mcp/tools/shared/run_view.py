@@ -209,7 +209,6 @@ class Report:
     """A run as it is: what it reported, what that means, how it is shown, and what to do next."""
 
     history: RunHistory
-    judged: Judgement
     blocked: list[str]
     """What keeps it from going on."""
     view: RunView
@@ -234,7 +233,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     if detailed:
         _add_details(store, view, history, judged)
     context = _context(store, history, judged, is_blocked=bool(blocked))
-    return Report(history=history, judged=judged, blocked=blocked, view=view, context=context)
+    return Report(history=history, blocked=blocked, view=view, context=context)
 
 
 def view_of(store: Store, run_id: str) -> RunView:
