@@ -88,22 +88,19 @@ def check_gpus(count: int, *, shares_model: bool = False) -> None:
     """
     if count == 1:
         return
-    cards = find_gpus()
-    what = "GPUs"
-    has = len(cards)
+    has = cards = len(find_gpus())
     if not cards and not shares_model:
-        what = "processors"
         has = processor().cores or 1
     if count > has:
-        available = f"{has} {what}"
-        fix = f"use gpus={max(1, has)}, or another target"
+        available = f"{has} GPUs"
+        fix = f"use gpus={has}, or another target"
         if not cards:
             available = "no GPU"
-            if has:
-                available += f" and {has} processors"
             fix = "leave gpus out, or name a target with GPUs"
-            if has > 1:
-                fix += f"; gpus={has} trains on each processor as if it were a GPU"
+        if not cards and has:
+            available += f" and {has} processors"
+        if not cards and has > 1:
+            fix += f"; gpus={has} trains on each processor as if it were a GPU"
         what = f"gpus={count}, and this machine has {available}"
         raise FlashError("device_unsupported", what, fix=fix)
 
