@@ -602,18 +602,10 @@ def _without_repeats(probes: Sequence[GateProbe]) -> list[GateProbe]:
     return kept
 
 
-RESULTS: dict[bool | None, Literal["failed", "open"] | None] = {
-    True: None,
-    False: "failed",
-    None: "open",
-}
-
-
 def _shown(probe: GateProbe) -> Probe:
     limit = EVIDENCE_CHARACTERS if probe.passed is False else EVIDENCE_CHARACTERS // 3
-    return Probe(
-        name=probe.name,
-        result=RESULTS[probe.passed],
-        evidence=shorten(probe.evidence, limit),
-        fix=probe.fix or None,
-    )
+    evidence = shorten(probe.evidence, limit)
+    shown = Probe(name=probe.name, evidence=evidence, fix=probe.fix or None)
+    if not probe.passed:
+        shown.result = "open" if probe.passed is None else "failed"
+    return shown
