@@ -88,7 +88,6 @@ def _with_fields_of_run_spec(
             parameters.append(parameter)
     signature = inspect.Signature(parameters, return_annotation=Train)
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Train}
     return function
 
 
