@@ -18,31 +18,19 @@ from environments.tools import add_call_parts
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Deployment, Json, text_of
 from flash_mcp.protocol.spec import LOCAL_TARGET
-from flash_mcp.state import costs
+from flash_mcp.state import costs, serving
 from flash_mcp.state.owners import caller
-from flash_mcp.state.serving import (
-    ended_idle,
-    find_deployment,
-    request,
-    request_stop,
-)
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.launch.memory_need import cards_for
 from flash_mcp.supervisor.server import Server, check_port, error_message, server_of
 from flash_mcp.supervisor.server import idle_minutes as idle_limit
+from flash_mcp.tools import snippets
 from flash_mcp.tools.shared.loading import check_machine
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
 from flash_mcp.tools.shared.truncation import shorten, to_text
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
-from flash_mcp.tools.snippets import (
-    max_tokens_of,
-    opening_of,
-    question_of,
-    snippets,
-    tools_of,
-)
 
 CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000
@@ -170,7 +158,7 @@ async def deploy(
         await run_sync(check_port, store, run_id, port)
     gpus = 1 if target is None or is_here else await run_sync(_cards, store, run_id, target)
     row = await run_sync(
-        lambda: request(
+        lambda: serving.request(
             store,
             run_id,
             step=step,
@@ -198,7 +186,7 @@ def _with_snippets(store: Store, row: Deployment) -> Deployed:
     result = describe(store, row)
     server = server_of(store.base, row) if result.base_url else None
     if server:
-        calls = snippets(store, row, server)
+        calls = snippets.calls_of(store, row, server)
         result.curl = calls.curl
         result.python = calls.python
         if not calls.has_prompt:
@@ -219,8 +207,8 @@ async def undeploy(
         wait_s: Seconds to wait for its end.
     """
     store, deadline = open_store(), deadline_after(wait_s)
-    row = await run_sync(functools.partial(find_deployment, to_end=True), store, deployment)
-    row = await run_sync(request_stop, store, row.id)
+    row = await run_sync(functools.partial(serving.find_deployment, to_end=True), store, deployment)
+    row = await run_sync(serving.request_stop, store, row.id)
     if row.state == "stopping":
         await run_sync(look_after, store)
     return describe(store, await _settled(store, row.id, ("stopped",), deadline))
@@ -259,12 +247,12 @@ async def chat(
     """
     store = open_store()
     conversation = _conversation(message, messages)
-    row = await run_sync(find_deployment, store, deployment)
+    row = await run_sync(serving.find_deployment, store, deployment)
     server = await run_sync(_ready_server, store, row)
     opening: list[Json] = []
     if message is not None and not raw:
-        opening = await run_sync(opening_of, store, row)
-    default_tokens = await run_sync(max_tokens_of, store, row) or MAX_TOKENS
+        opening = await run_sync(snippets.opening_of, store, row)
+    default_tokens = await run_sync(snippets.max_tokens_of, store, row) or MAX_TOKENS
     body: Json = {
         "messages": [*opening, *conversation],
         "max_tokens": max_tokens or min(default_tokens, MOST_TOKENS),
@@ -274,7 +262,7 @@ async def chat(
         "seed": seed,
         "chat_template_kwargs": {"enable_thinking": row.thinking},
     }
-    if tools := await run_sync(tools_of, store, row):
+    if tools := await run_sync(snippets.tools_of, store, row):
         body["tools"] = tools
     names = [row.id, row.model] if side_by_side else [row.id]
     answers = await _answers(server, body, names)
@@ -320,7 +308,7 @@ def _conversation(message: str | None, messages: list[Message] | None) -> list[J
 
 
 def _ready_server(store: Store, row: Deployment) -> Server:
-    if row.state == "failed" or ended_idle(row):
+    if row.state == "failed" or serving.ended_idle(row):
         raise failure(row)
     if row.state in ("stopping", "stopped"):
         fix = f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
@@ -472,7 +460,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
 def _next_step(store: Store, row: Deployment) -> str:
     match row.state:
         case "ready":
-            question = question_of(store, row) or "..."
+            question = snippets.question_of(store, row) or "..."
             arguments = f"deployment={row.id!r}, message={question!r}, side_by_side=true"
             return f"chat({arguments}) compares it with the base model"
         case "starting":
@@ -484,7 +472,9 @@ def _next_step(store: Store, row: Deployment) -> str:
             return "it is ending; undeploy again waits for it"
         case _:
             again = f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
-            return f"{row.error['what']}; {again}" if row.error and ended_idle(row) else again
+            return (
+                f"{row.error['what']}; {again}" if row.error and serving.ended_idle(row) else again
+            )
 
 
 def _after_chat(row: Deployment, adapter: Answer, side_by_side: bool) -> str:

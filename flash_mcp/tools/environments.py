@@ -32,40 +32,13 @@ from flash_mcp.judgement.attempts import by_task
 from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, did_you_mean, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.result_model import Rounded
-from flash_mcp.state import references
+from flash_mcp.state import references, versions
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.store import open_store
-from flash_mcp.state.versions import (
-    NAME,
-    NAME_RULE,
-    Files,
-    Stage,
-    check_name,
-    digest_of_files,
-    folder_files,
-    inline_files,
-    keep_generated,
-    staged,
-)
+from flash_mcp.tools.shared import loading, preflight
 from flash_mcp.tools.shared.configs import env_files
-from flash_mcp.tools.shared.loading import (
-    INSTALL_TIMEOUT_S,
-    Arguments,
-    Secrets,
-    as_flash_error,
-    check_machine,
-    contamination_note,
-    hosted,
-    secret_values,
-)
 from flash_mcp.tools.shared.next_steps import after_sample, after_test, passed_on
-from flash_mcp.tools.shared.preflight import (
-    GROUP_SIZE,
-    SAMPLE_LIMIT_S,
-    Sample,
-    sample_groups,
-)
 from flash_mcp.tools.shared.source_texts import folder_texts
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
 from flash_mcp.tools.shared.truncation import shorten
@@ -155,7 +128,7 @@ class EnvTest(Result):
     everything is, or it did not load."""
     scored: list[Scored] | None = None
     """With answers: what each of them earned."""
-    sample: Sample | None = None
+    sample: preflight.Sample | None = None
     """With model: its attempts at a few train tasks."""
 
 
@@ -164,13 +137,16 @@ class EnvTest(Result):
 
 async def env_push(
     name: Annotated[
-        str, Field(min_length=1, max_length=64, description=f"Name to publish under: {NAME_RULE}.")
+        str,
+        Field(
+            min_length=1, max_length=64, description=f"Name to publish under: {versions.NAME_RULE}."
+        ),
     ],
     folder: str | None = None,
     files: dict[str, str] | None = None,
     load: bool = True,
-    environment_args: Arguments = None,
-    secrets: Secrets = None,
+    environment_args: loading.Arguments = None,
+    secrets: loading.Secrets = None,
 ) -> EnvPush:
     """Publish an environment as NAME@DIGEST, a version that never changes. Each run uses one
     version.
@@ -187,15 +163,15 @@ async def env_push(
         load: Load the environment and open one episode first, and refuse one that fails. false: for
             one that loads only on the machine that trains.
     """
-    check_name(name)
-    values = secret_values(secrets, _env_files(folder))
+    versions.check_name(name)
+    values = loading.secret_values(secrets, _env_files(folder))
     source = await run_sync(_source, folder, files)
     return await publish(name, source, load=load, environment_args=environment_args, values=values)
 
 
 async def publish(
     name: str,
-    source: Files,
+    source: versions.Files,
     *,
     load: bool = True,
     environment_args: dict[str, Any] | None = None,
@@ -206,13 +182,13 @@ async def publish(
     shared = None
     generated: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        stage = await run_sync(stack.enter_context, staged(name, source))
+        stage = await run_sync(stack.enter_context, versions.staged(name, source))
         asks = _asks(stage.folder)
         if load:
             splits, shared, generated = await _splits(stage, environment_args, dict(values or {}))
         data = {"tasks": splits} if splits else {}
         _, version = await run_sync(open_store().publish, stage, data)
-        await run_sync(keep_generated, version.path, generated)
+        await run_sync(versions.keep_generated, version.path, generated)
     gate_verdict = await run_sync(open_store().gate, version.digest, environment_args)
     if gate_verdict.is_refused and not gate_verdict.failed:
         next_step = f"env_test(environment={name!r}, time_s=600) finishes its checks"
@@ -233,7 +209,7 @@ async def publish(
         asks=asks or None,
         files=version.files,
         size_bytes=version.size_bytes,
-        contaminated=contamination_note(shared) if shared else None,
+        contaminated=loading.contamination_note(shared) if shared else None,
         gate=str(gate_verdict),
         next=next_step,
     )
@@ -246,22 +222,22 @@ def _env_files(folder: str | None) -> list[str]:
     return env_files(path / "configs", path)
 
 
-def _source(folder: str | None, files: dict[str, str] | None) -> Files:
+def _source(folder: str | None, files: dict[str, str] | None) -> versions.Files:
     if (folder is None) == (files is None):
         files_example = "{'environment.py': '...', 'datasets/train.jsonl': '...'}"
         fix = f"pass folder='/path/of/it', or files={files_example}"
         raise FlashError("invalid_argument", "either folder or files is needed, not both", fix=fix)
     if folder is None:
-        return inline_files(files or {})
-    return references.files_of(folder) or folder_files(Path(folder))
+        return versions.inline_files(files or {})
+    return references.files_of(folder) or versions.folder_files(Path(folder))
 
 
 async def _splits(
-    stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]
+    stage: versions.Stage, args: dict[str, Any] | None, secrets: dict[str, str]
 ) -> tuple[dict[str, int], Overlap, dict[str, str]]:
     """Load the staged environment and open an episode: split sizes, overlap, generated tasks."""
     await report("loading the environment in a child process")
-    async with hosted(
+    async with loading.hosted(
         stage.folder,
         stage.parent.name,
         known_as=identity(caller().owner, stage.parent.name),
@@ -304,8 +280,8 @@ async def env_test(
     model: Annotated[str | None, Field(min_length=1)] = None,
     max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
     hunt: bool = False,
-    environment_args: Arguments = None,
-    secrets: Secrets = None,
+    environment_args: loading.Arguments = None,
+    secrets: loading.Secrets = None,
 ) -> EnvTest:
     """Load an environment in a child process and check, on 5 train and 3 eval tasks, for what
     breaks training runs.
@@ -331,7 +307,7 @@ async def env_test(
         hunt: Also search up to 40 s for a cheap answer that pays; with model, its best of n.
     """
     started = time.monotonic()
-    values = secret_values(secrets, _env_files(folder))
+    values = loading.secret_values(secrets, _env_files(folder))
     arguments = {"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets}
     sample = None
     with contextlib.ExitStack() as stack:
@@ -345,7 +321,7 @@ async def env_test(
             result.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
             await run_sync(_keep, subject, result, True)
         if model is not None and result.passed:
-            ends = started + SAMPLE_LIMIT_S
+            ends = started + preflight.SAMPLE_LIMIT_S
             sample = await _sampled(model, environment, path, result, arguments, ends)
         if hunt and sample and sample.scores:
             result.probes.append(await run_sync(_best_of_n, sample))
@@ -355,7 +331,9 @@ async def env_test(
     return _test_result(what, result, sample, after_sample(sample) if sample else next_step)
 
 
-def _test_result(what: str, checked: GateReport, sample: Sample | None, following: str) -> EnvTest:
+def _test_result(
+    what: str, checked: GateReport, sample: preflight.Sample | None, following: str
+) -> EnvTest:
     return EnvTest(
         environment=what,
         passed=None if checked.verdict == "unfinished" else checked.passed,
@@ -381,7 +359,7 @@ class _Subject:
     call_timeout_s: float
 
     def opened(self, fix: str) -> AbstractAsyncContextManager[EnvironmentHost]:
-        return hosted(
+        return loading.hosted(
             self.path,
             self.what,
             known_as=self.known_as,
@@ -411,7 +389,9 @@ async def _at_last(
         return await checking()
     digest = ""
     with contextlib.suppress(FlashError):  # a folder that cannot be pushed has none
-        digest = await run_sync(lambda: digest_of_files(folder_files(subject.path)))
+        digest = await run_sync(
+            lambda: versions.digest_of_files(versions.folder_files(subject.path))
+        )
     key = repr((caller().owner, digest, checking.args))
     if key not in _under_way:
         _under_way[key] = asyncio.create_task(checking())
@@ -438,14 +418,14 @@ async def _checked(
             deadline_s=time_s,
             max_tokens=max_tokens,
             accepted=accepted,
-            install_timeout_s=INSTALL_TIMEOUT_S,
+            install_timeout_s=loading.INSTALL_TIMEOUT_S,
             on_progress=report,
         )
     except EnvironmentFault as fault:
-        raise as_flash_error(fault, subject.what, "env_test again") from fault
+        raise loading.as_flash_error(fault, subject.what, "env_test again") from fault
     if result.splits:  # what does not load has its fault already
         try:
-            await run_sync(folder_files, subject.path)
+            await run_sync(versions.folder_files, subject.path)
         except FlashError as error:
             evidence = f"env_push refuses the folder: {error.what}"
             result.probes.append(GateProbe("files", False, evidence, error.fix))
@@ -499,7 +479,7 @@ async def _task(host: EnvironmentHost, task_id: str | None) -> Task:
     raise FlashError("invalid_argument", f"there is no task {task_id!r:.100}", fix=fix)
 
 
-def _best_of_n(sample: Sample) -> GateProbe:
+def _best_of_n(sample: preflight.Sample) -> GateProbe:
     store = open_store()
     step = store.run(sample.run_id).evaluation.step
     groups = by_task(store.tries(sample.run_id, step)).values()
@@ -514,7 +494,7 @@ def _keep(subject: _Subject, result: GateReport, has_hunted: bool) -> None:
     store = open_store()
     failed = result.failed
     with contextlib.suppress(FlashError):  # a folder that cannot be pushed has none
-        digest = digest_of_files(folder_files(subject.path))
+        digest = versions.digest_of_files(versions.folder_files(subject.path))
         before = store.gate(digest, subject.args)
         if not has_hunted and HUNT in before.failed:
             failed = [*failed, HUNT]
@@ -530,16 +510,16 @@ async def _sampled(
     found: GateReport,
     arguments: Json,
     deadline: float,
-) -> Sample:
+) -> preflight.Sample:
     store = open_store()
     subject = await run_sync(find_subject, store, model)
-    check_machine()
-    return await sample_groups(
+    loading.check_machine()
+    return await preflight.sample_groups(
         store,
         await run_sync(_version, environment, path),
         subject,
         tasks=found.splits["train"],
-        group_size=GROUP_SIZE,
+        group_size=preflight.GROUP_SIZE,
         given=arguments,
         deadline=deadline,
     )
@@ -556,7 +536,7 @@ def _locate(
     reference = environment or folder or ""
     if files := references.files_of(reference):
         name = references.published_name(reference)
-        stage = stack.enter_context(staged(name, files))
+        stage = stack.enter_context(versions.staged(name, files))
         return reference, identity(caller().owner, name), stage.folder
     if environment is not None:
         version = open_store().environment(environment)
@@ -573,8 +553,8 @@ def _version(environment: str | None, path: Path) -> EnvironmentVersion:
     """What a worker loads: a published version, or a copy of the folder that no name leads to."""
     if environment is not None and references.files_of(environment) is None:
         return open_store().environment(environment)
-    name = path.name if NAME.fullmatch(path.name) else "unpublished"
-    with staged(name, folder_files(path)) as stage:
+    name = path.name if versions.NAME.fullmatch(path.name) else "unpublished"
+    with versions.staged(name, versions.folder_files(path)) as stage:
         version = stage.commit()
     return EnvironmentVersion(
         owner=caller().owner,

@@ -21,16 +21,8 @@ from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.memory_need import need_of
-from flash_mcp.tools.shared import resolve
+from flash_mcp.tools.shared import loading, resolve
 from flash_mcp.tools.shared.failed_attempts import FailedAttempt, worst_attempts
-from flash_mcp.tools.shared.loading import (
-    Arguments,
-    RunName,
-    RunNote,
-    Secrets,
-    check_target,
-    loaded,
-)
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
@@ -100,13 +92,13 @@ async def evaluate(
     thinking: bool | None = None,
     system_prompt: SystemPrompt = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
-    environment_args: Arguments = None,
-    secrets: Secrets = None,
+    environment_args: loading.Arguments = None,
+    secrets: loading.Secrets = None,
     target: Annotated[str | None, Field(min_length=1)] = None,
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1,
     again: bool = False,
-    name: RunName = None,
-    note: RunNote = None,
+    name: loading.RunName = None,
+    note: loading.RunNote = None,
     idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     wait_s: Annotated[float, Field(ge=0, le=45)] = 35.0,
 ) -> Evaluate:
@@ -174,7 +166,7 @@ async def _measure(
     reference = environment_of(environment, subject)
     row = await run_sync(references.environment, store, reference)
     if arguments["target"] != AUTO:
-        check_target(store, arguments["target"] or LOCAL_TARGET)
+        loading.check_target(store, arguments["target"] or LOCAL_TARGET)
     resolved = functools.partial(
         resolve.resolve_eval,
         subject,
@@ -244,7 +236,7 @@ async def task_names(
     env_files: Sequence[str] = (),
 ) -> list[str]:
     """The ids of a split's tasks, in order. FlashError(dataset_invalid) for none."""
-    async with loaded(
+    async with loading.loaded(
         environment,
         args=args,
         secrets=secrets,

@@ -14,16 +14,10 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.next_steps import next_of, waiting_for
 from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, RunView, report_on
 from flash_mcp.tools.shared.scores import Scores
-from flash_mcp.tools.shared.waiting import (
-    deadline_after,
-    fingerprint,
-    obstacles,
-    progress_of,
-    wait_until,
-)
 
 Until = Literal["news", "end"]
 CURSOR = re.compile(
@@ -188,8 +182,8 @@ class Watch:
 
     def __call__(self) -> Report:
         run = self.store.run(self.run_id)
-        blocked = obstacles(self.store, run)
-        mark = (*fingerprint(self.store, run), *blocked)
+        blocked = waiting.obstacles(self.store, run)
+        mark = (*waiting.fingerprint(self.store, run), *blocked)
         if self._report is None:
             self.start_s = self.store.usual_start_s(run)
         if self._report is None or mark != self._seen:
@@ -198,7 +192,7 @@ class Watch:
         return self._report
 
     def progress(self, report: Report) -> tuple[str, float | None]:
-        return progress_of(report.history.run, report.view.step_s, self.start_s)
+        return waiting.progress_of(report.history.run, report.view.step_s, self.start_s)
 
 
 async def wait_for_news(
@@ -206,8 +200,8 @@ async def wait_for_news(
 ) -> Report:
     """The report as soon as it has what the caller waits for, or as it is after `wait_s`."""
     watch = Watch(store, run_id)
-    deadline = deadline_after(wait_s)
-    return await wait_until(
+    deadline = waiting.deadline_after(wait_s)
+    return await waiting.wait_until(
         watch, lambda report: cursor.misses(report, until), deadline, watch.progress
     )
 

@@ -34,7 +34,7 @@ class Snippets:
     """Whether the messages are those of training."""
 
 
-def snippets(store: Store, row: Deployment, server: Server) -> Snippets:
+def calls_of(store: Store, row: Deployment, server: Server) -> Snippets:
     prompt = _prompt(store, row)
     messages = prompt or [{"role": "user", "content": QUESTION}]
     extra = {"chat_template_kwargs": {"enable_thinking": bool(row.thinking)}}

@@ -46,7 +46,7 @@ from flash_mcp.supervisor.server import ADMIN_KEY, Server, check_port, idle_minu
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from flash_mcp.tools.rollouts import rollouts
-from flash_mcp.tools.snippets import snippets
+from flash_mcp.tools.snippets import calls_of
 from tests.places import TESTS
 from tests.samples import queued_run, sample_rollout
 from tests.supervisor.test_loop import HASTE
@@ -182,10 +182,10 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
 ) -> None:
     run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
     row = settle(deployments, request(store, run_id).id, "ready")
-    found = snippets(store, row, server_for(store, row))
+    found = calls_of(store, row, server_for(store, row))
     assert not found.has_prompt and "hello" in found.curl
     store.put_rollouts(run_id, "train", 3, [sample_rollout(3, 0, 1.0)])
-    found = snippets(store, row, server_for(store, row))
+    found = calls_of(store, row, server_for(store, row))
     assert found.has_prompt
     assert '"temperature": 0, "max_tokens": 512' in found.curl
     assert "    temperature=0,\n    max_tokens=512,\n" in found.python
@@ -198,7 +198,7 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
     long = sample_rollout(3, 0, 1.0)
     long["messages"][1]["content"] = "why? " * 1000
     store.put_rollouts(run_id, "train", 3, [long])
-    shorter = snippets(store, row, server_for(store, row))
+    shorter = calls_of(store, row, server_for(store, row))
     assert "Use <calc> to calculate." in shorter.curl and "why?" not in shorter.curl
 
 

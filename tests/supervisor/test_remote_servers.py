@@ -40,7 +40,7 @@ from flash_mcp.supervisor.server import Server, server_of
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.deploy import chat, describe
-from flash_mcp.tools.snippets import snippets
+from flash_mcp.tools.snippets import calls_of
 from tests import engines, slurm, sshd
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT, TESTS
@@ -219,7 +219,7 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
 
     server = server_of(bench.home, ready)
     assert server and server.api_key == keys["VLLM_API_KEY"]
-    calls = snippets(bench.store, ready, server)
+    calls = calls_of(bench.store, ready, server)
     for command in (["bash", "-c", calls.curl], [sys.executable, "-c", calls.python]):
         said = await run_sync(lambda command=command: subprocess.check_output(command, text=True))
         assert "hello" in said

@@ -21,16 +21,10 @@ from flash_mcp.state.queue import Label
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
+from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.configs import Configs
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
-from flash_mcp.tools.shared.resolve import (
-    differing_values,
-    for_environment,
-    init_adapter,
-    resolved_spec,
-    teacher_of,
-)
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.estimate import (
     DiskNeed,
@@ -180,7 +174,7 @@ async def plan_of(
 
 
 def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str | None) -> Inputs:
-    resolved, card, dataset = resolved_spec(store, arguments, config)
+    resolved, card, dataset = resolve.resolved_spec(store, arguments, config)
     own_spec = resolved.spec
     resolved = with_all_secrets(resolved)
     first = queue.asked_before(store, resolved, idempotency_key)
@@ -194,11 +188,14 @@ def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str
     if first:
         adapter, teacher = first.init_adapter, first.lineage.get("teacher")
     else:
-        adapter, teacher = init_adapter(store, spec, card), teacher_of(store, spec, card)
+        adapter, teacher = (
+            resolve.init_adapter(store, spec, card),
+            resolve.teacher_of(store, spec, card),
+        )
     parts = parts_of(store, own_spec, first)
     for part in parts:
         check_gateway(part.environment, spec.target)
-        resolved = for_environment(resolved, part.environment)
+        resolved = resolve.for_environment(resolved, part.environment)
     if first is None:
         like = _likest(store, resolved.spec, parts[0].environment)
     sources = (resolved, card, dataset, parts, adapter, teacher)
@@ -211,7 +208,7 @@ def _likest(store: Store, spec: RunSpec, environment: EnvironmentVersion) -> Lik
     likest = None
     fewest = (MOST_DIFFERING + 1, False)
     for run in store.trainings_on(environment.name, caller().owner, LOOKED_AT):
-        differing = differing_values([run.spec.model_dump(), ours])
+        differing = resolve.differing_values([run.spec.model_dump(), ours])
         key = (len(differing), run.ended is not None)
         if key < fewest:
             likest, fewest = (run, differing), key
