@@ -15,7 +15,14 @@ from environments.untrusted_text import plain_name
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
-from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, MAX_GPUS, ResolvedEval
+from flash_mcp.protocol.spec import (
+    AUTO,
+    DEFAULT_MODEL,
+    LOCAL_TARGET,
+    MAX_GPUS,
+    EvalSpec,
+    ResolvedEval,
+)
 from flash_mcp.state import queue, references
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
@@ -179,7 +186,7 @@ async def _measure(
     values = resolved(tasks=[]).spec
     await report("loading the environment in a child process")
     env_files = subject.run.env_files if subject.run else []
-    names = await task_names(row, request.split, values.environment_args, values.secrets, env_files)
+    names = await task_names(row, values, env_files)
     tasks = _chosen(names, request)
     asked_for, why = await run_sync(place, store, resolved(tasks=tasks), idempotency_key)
     run, created, trouble = await submit(
@@ -229,17 +236,14 @@ def environment_of(environment: str | None, subject: Subject) -> str:
 
 
 async def task_names(
-    environment: EnvironmentVersion,
-    split: str,
-    args: Json,
-    secrets: Sequence[str],
-    env_files: Sequence[str] = (),
+    environment: EnvironmentVersion, spec: EvalSpec, env_files: Sequence[str] = ()
 ) -> list[str]:
-    """The ids of a split's tasks, in order. FlashError(dataset_invalid) for none."""
+    """The ids of the split's tasks, in order. FlashError(dataset_invalid) for none."""
+    split = spec.split
     async with loading.loaded(
         environment,
-        args=args,
-        secrets=secrets,
+        args=spec.environment_args,
+        secrets=spec.secrets,
         env_files=env_files,
         fix="fix the folder, env_test it, env_push it, and call again",
     ) as host:

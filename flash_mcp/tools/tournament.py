@@ -221,7 +221,7 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
         entries.append({**entry, "resolved": resolved.model_dump()})
     first = EvalSpec.model_construct(**entries[0]["resolved"]["spec"])
     await report("loading the environment in a child process")
-    names = await task_names(row, split, first.environment_args, first.secrets)
+    names = await task_names(row, first)
     order = random.Random(f"tournament/{common['seed']}").sample(range(len(names)), len(names))
     spec = {"arms": entries, "environment": row.reference, "order": order[: common["limit"]]}
     return {**spec, "split": split, "alpha": common["alpha"]}
