@@ -327,7 +327,7 @@ async def env_test(
             result.probes.append(await run_sync(_best_of_n, sample))
     trainable = environment or (folder if folder and references.files_of(folder) else None)
     needed = passed_on(secrets, environment_args)
-    next_step = after_test(result.failed, result.unfinished, trainable, path, needed)
+    next_step = after_test(result, trainable, path, needed)
     return _test_result(what, result, sample, after_sample(sample) if sample else next_step)
 
 

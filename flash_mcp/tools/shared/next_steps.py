@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from environments.checks.report import Report as GateReport
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.comparison import Change
 from flash_mcp.judgement.health import CONTAMINATED, Flag
@@ -608,19 +609,13 @@ def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any]
     return arguments
 
 
-def after_test(
-    failed: Sequence[str],
-    unfinished: Sequence[str],
-    environment: str | None,
-    path: Path,
-    needed: str,
-) -> str:
-    if failed:
-        return f"correct what {failed[0]} says, then env_test again"
-    if unfinished:
+def after_test(report: GateReport, environment: str | None, path: Path, needed: str) -> str:
+    if report.failed:
+        return f"correct what {report.failed[0]} says, then env_test again"
+    if report.unfinished:
         tested = f"environment={environment!r}" if environment else f"folder={str(path)!r}"
         call = f"env_test({tested}, time_s=600{needed})"
-        return f"{call} finishes {', '.join(unfinished)}; or make its calls faster"
+        return f"{call} finishes {', '.join(report.unfinished)}; or make its calls faster"
     if environment is None:
         return f"env_push(name=..., folder={str(path)!r}{needed})"
     return f"train(environment={environment!r}, validate_only=true{needed})"
