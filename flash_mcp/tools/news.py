@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from flash_mcp.judgement import health
 from flash_mcp.judgement.comparison import Verdict
 from flash_mcp.judgement.health import Flag, Trend
 from flash_mcp.protocol.errors import FlashError
@@ -26,30 +27,9 @@ CURSOR = re.compile(
     re.ASCII,
 )
 """Short, since every call without news sends it: parts that are 0 are left out."""
-FLAG_LETTERS = {
-    "environment_errors": "a",
-    "refused_requests": "t",
-    "no_gradient": "b",
-    "uniform_groups": "c",
-    "too_hard": "d",
-    "too_easy": "e",
-    "truncation": "f",
-    "solved": "g",
-    "reward_flat": "h",
-    "reward_falling": "i",
-    "reward_without_success": "j",
-    "length_collapse": "k",
-    "overthinking": "v",
-    "reward_follows_length": "l",
-    "entropy_collapse": "m",
-    "repeated_outputs": "n",
-    "answer_collapse": "o",
-    "policy_mismatch": "p",
-    "policy_spike": "q",
-    "overfitting": "r",
-    "stale_policy": "u",
-    "contaminated_split": "s",
-}
+LETTERS = "atbcdefghijkvlmnopqrus"
+"""Those of health.CHECKS in order, and of contaminated_split. A new check takes a new letter."""
+FLAG_LETTERS = dict(zip((*health.CHECKS, health.CONTAMINATED), LETTERS, strict=True))
 """What a cursor calls each flag. Callers keep cursors, so a letter never gets another meaning."""
 
 
