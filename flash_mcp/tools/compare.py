@@ -22,10 +22,9 @@ from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.failed_attempts import conversation, last_prompt
 from flash_mcp.tools.shared.next_steps import after_comparison, model_of, repeated
 from flash_mcp.tools.shared.resolve import differing_values
-from flash_mcp.tools.shared.seeds import spread_of
+from flash_mcp.tools.shared.scores import conversation, last_prompt, spread_of
 from flash_mcp.tools.shared.tool_base import Result
 from flash_mcp.tools.shared.truncation import shorten, shorten_as_json, to_text
 

@@ -19,8 +19,7 @@ from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state import datasets
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.held_out import read_held_out
-from flash_mcp.tools.shared.loading import loaded
+from flash_mcp.tools.shared.loading import loaded, read_held_out
 from flash_mcp.tools.shared.next_steps import passed_on
 from flash_mcp.tools.shared.rows import is_rows
 from flash_mcp.tools.shared.table import keep_conversations, split_conversations

@@ -29,10 +29,9 @@ from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.memory_need import need_of
 from flash_mcp.tools.shared import loading, resolve
-from flash_mcp.tools.shared.failed_attempts import FailedAttempt, worst_attempts
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
-from flash_mcp.tools.shared.scores import Scores, scores, thoughts
+from flash_mcp.tools.shared.scores import FailedAttempt, Scores, scores, thoughts, worst_attempts
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,7 +15,6 @@ from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run, text_of
 from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.failed_attempts import shared_beginning
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.truncation import (
     RESULT_CHARACTERS,
@@ -294,6 +294,14 @@ def shared_opening(rows: Sequence[Rollout]) -> list[Json]:
     """The messages that all prompts begin with; empty for a single row."""
     prompts = [row.messages[: row.prompt_messages] for row in rows] if len(rows) > 1 else []
     return shared_beginning(prompts)
+
+
+def shared_beginning(prompts: Iterable[Sequence[Json]]) -> list[Json]:
+    """The messages with which all of them begin."""
+    columns = takewhile(
+        lambda column: all(item == column[0] for item in column), zip(*prompts, strict=False)
+    )
+    return [column[0] for column in columns]
 
 
 def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:

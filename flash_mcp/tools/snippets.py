@@ -14,7 +14,7 @@ from flash_mcp.protocol.records import Deployment, Json, Rollout
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.server import Server
-from flash_mcp.tools.shared.failed_attempts import shared_beginning
+from flash_mcp.tools.rollouts import shared_beginning
 
 PROMPT_CHARACTERS = 1500
 """A longer prompt is cut down to its system message and a question, or left out."""

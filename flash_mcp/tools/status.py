@@ -26,7 +26,7 @@ from flash_mcp.tools.news import (
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
-from flash_mcp.tools.shared.seeds import verdict_of
+from flash_mcp.tools.shared.scores import verdict_of
 from flash_mcp.tools.shared.tool_base import (
     Result,
     ResultModel,

@@ -20,9 +20,9 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import keeper
 from flash_mcp.tools.evaluate import SystemPrompt, environment_of, place, task_names
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.failed_attempts import FailedAttempt, worst_attempts
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_target
 from flash_mcp.tools.shared.next_steps import after_tournament
+from flash_mcp.tools.shared.scores import FailedAttempt, worst_attempts
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until

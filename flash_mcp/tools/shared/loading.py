@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ from environments import faults
 from environments.checks.splits import Overlap
 from environments.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
+from flash_mcp.judgement.curation import HeldOut, prompt_digest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import missing_packages
 from flash_mcp.protocol.records import EnvironmentVersion
@@ -26,6 +29,9 @@ from flash_mcp.supervisor.secrets import variables
 from flash_mcp.tools.shared.tool_base import report
 
 LOAD_TIMEOUT_S = 20.0
+OPENING_TIMEOUT_S = 15.0
+"""Time that MAX_OPENED eval tasks have to show their prompts."""
+MAX_OPENED = 1000
 INSTALL_TIMEOUT_S = 15.0
 """Time that a call waits for an environment's packages. The installation continues afterwards."""
 FIXES = {
@@ -159,3 +165,32 @@ def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> Flash
     """A fault of environment code as a tool's error, with the end of its traceback."""
     fix = remedy(fault) or FIXES.get(fault.code, fix)
     return FlashError.of_fault(fault, fix=fix, environment=environment)
+
+
+async def read_held_out(host: EnvironmentHost) -> HeldOut:
+    """Ask a loaded environment. Raises EnvironmentFault if it cannot list its tasks. Prompts are
+    those of the tasks that open in time: environments may be slow.
+    """
+    train = await host.tasks("train")
+    held_out = await host.tasks("eval")
+    counter = Counter(question for _, question in held_out)
+    prompts: list[str] = []
+
+    async def look(index: int) -> None:
+        with suppress(EnvironmentFault):  # a task that cannot be opened cannot be trained on either
+            opening = await host.open("eval", index)
+            prompts.append(prompt_digest(opening.messages))
+            await host.close(opening.episode)
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(OPENING_TIMEOUT_S), asyncio.TaskGroup() as group:
+            for index in range(min(len(held_out), MAX_OPENED)):
+                group.create_task(look(index))
+    return HeldOut(
+        ids=frozenset(task_id for task_id, _ in held_out),
+        questions=frozenset(question for question, times in counter.items() if times == 1),
+        prompts=frozenset(prompts),
+        train_questions=dict(train),
+        opened=len(prompts),
+        total=len(held_out),
+    )

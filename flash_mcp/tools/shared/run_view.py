@@ -33,8 +33,7 @@ from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.scores import Scores, scores_of
-from flash_mcp.tools.shared.seeds import spread_of
+from flash_mcp.tools.shared.scores import Scores, scores_of, spread_of
 from flash_mcp.tools.shared.truncation import shorten, without_empty
 from flash_mcp.tools.shared.waiting import obstacles
 

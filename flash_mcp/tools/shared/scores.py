@@ -1,14 +1,22 @@
-"""What an evaluation found, as tools show it."""
+"""What evaluations found, as tools show it: scores, failed attempts, and how far seeds spread."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
 from flash_mcp.judgement import attempts, comparison, statistics
-from flash_mcp.protocol.records import Evaluation, Run, Try
+from flash_mcp.judgement.comparison import Verdict
+from flash_mcp.protocol.records import Evaluation, Json, Rollout, Run, Try, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.truncation import shorten, shorten_as_json
+
+SHOWN = 2
+"""Failed attempts."""
+CHARACTERS = 700
+"""Of a failed attempt."""
 
 
 class Scores(ResultModel):
@@ -114,3 +122,98 @@ def thoughts(scored: Scores) -> list[str]:
         few = f"the interval is wide: {scored.tasks} tasks tell little"
         notes.append(f"{few}; more tasks narrow it, attempts hardly do")
     return notes
+
+
+# -- failed attempts ------------------------------------------------------------------------------
+
+
+class FailedAttempt(ResultModel):
+    """An attempt that failed."""
+
+    task_id: str
+    index: int
+    """For rollouts, which shows it whole."""
+    reward: Rounded
+    prompt: str
+    """The last message before the model's first turn."""
+    text: str
+    """What the model wrote and was answered."""
+    reason: str | None = None
+    """The scorer's."""
+
+
+def worst_attempts(store: Store, run: Run) -> list[FailedAttempt] | None:
+    """The failed attempts of an evaluation with the lowest rewards; None if there are none."""
+    step = run.evaluation.step
+    rows = store.rollouts(run.id, "eval", step, "worst", success=False, limit=SHOWN)
+    return [_shown(row) for row in rows] or None
+
+
+def _shown(row: Rollout) -> FailedAttempt:
+    return FailedAttempt(
+        task_id=row.task_id,
+        index=row.index,
+        reward=row.reward,
+        prompt=shorten_as_json(last_prompt(row), CHARACTERS // 3),
+        text=shorten_as_json(conversation(row), CHARACTERS // 2),
+        reason=shorten(row.reason or "", CHARACTERS // 6) or None,
+    )
+
+
+def last_prompt(row: Rollout) -> str:
+    """The last message before the model's first turn."""
+    prompt = row.messages[: row.prompt_messages]
+    return text_of(prompt[-1]) if prompt else ""
+
+
+def conversation(row: Rollout) -> str:
+    """The model's turns as they are, what answered them in brackets."""
+    messages: Sequence[Json] = row.messages[row.prompt_messages :]
+    turns: list[str] = []
+    for message in messages:
+        text = text_of(message)
+        turns.append(text if message["role"] == "assistant" else f"[{text}]")
+    return "\n".join(turns)
+
+
+# -- seeds ----------------------------------------------------------------------------------------
+
+
+def verdict_of(store: Store, run: Run, evaluations: Sequence[Evaluation]) -> Verdict | None:
+    """The verdict on a training run, by those of its evaluations that can be judged."""
+    pairs = store.pairs(run.id, evaluations)
+    judged = comparison.judge(evaluations, pairs, run.lineage.get("overlap"))
+    return judged[1] if judged else None
+
+
+def spread_of(store: Store, run: Run) -> str | None:
+    """The held-out success of the runs with other seeds, if `run` is one of several: their mean and
+    its interval, then each with its verdict. Only runs that succeeded count in the mean.
+    """
+    if run.seed_group is None:
+        return None
+    shares: list[float] = []
+    lines: list[str] = []
+    for other in store.seed_runs(run):
+        line = f"{other.id} (seed {other.training.seed}) {other.state}"
+        evaluations = [row for row in store.evals(other.id) if row.can_be_judged]
+        if evaluations and evaluations[-1].step > 0:
+            share = evaluations[-1].summary["success"]
+            line += f", {share:.3f}"
+            if other.state == "succeeded":
+                shares.append(share)
+        if verdict := verdict_of(store, other, evaluations):
+            line += f", {verdict.outcome}"
+        lines.append(line)
+    return f"{_in_words(shares, len(lines))}: {'; '.join(lines)}"
+
+
+def _in_words(shares: Sequence[float], runs: int) -> str:
+    if not shares:
+        return f"{runs} seeds, none with a held-out success yet"
+    text = f"held-out success of {len(shares)} of {runs} seeds: mean {fmean(shares):.3f}"
+    if len(shares) == 1:
+        return text
+    interval = statistics.mean_interval(shares)
+    low, high = max(0.0, interval.low), min(1.0, interval.high)
+    return f"{text}, 95 % interval over seeds {low:.3f} to {high:.3f}"

@@ -24,8 +24,7 @@ from flash_mcp.protocol.spec import ResolvedSpec, RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.held_out import read_held_out
-from flash_mcp.tools.shared.loading import LOAD_TIMEOUT_S, loaded
+from flash_mcp.tools.shared.loading import LOAD_TIMEOUT_S, loaded, read_held_out
 
 CHARACTERS_PER_TOKEN = 3.5
 """For English text in common vocabularies; the server has no tokenizer."""
