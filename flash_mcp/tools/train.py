@@ -301,13 +301,13 @@ async def _sampled(plan: Plan, price_per_hour: float | None, deadline: float) ->
     spec = plan.spec
     sampled = await sample_groups(
         plan.store,
-        plan.inputs.environment,
-        Subject(plan.inputs.card.name, plan.inputs.card.context, adapter=plan.inputs.adapter),
+        plan.environment,
+        Subject(plan.card.name, plan.card.context, adapter=plan.adapter),
         tasks=plan.probe.splits["train"],
         group_size=spec.group_size or GROUP_SIZE,
         given=spec.model_dump(),
         deadline=deadline,
-        env_files=plan.inputs.env_files,
+        env_files=plan.env_files,
     )
     plan.estimate.time = await run_sync(_time_by_sample, plan, sampled, price_per_hour)
     return sampled
@@ -337,12 +337,12 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
     return Train(
         state=state,
         created=created,
-        environment=plan.inputs.environment.reference,
+        environment=plan.environment.reference,
         model=plan.spec.model,
-        warm_start=adapter_name(plan.inputs.adapter),
+        warm_start=adapter_name(plan.adapter),
         gate=plan.gate,
         estimate=plan.estimate,
-        **_values(plan.spec, plan.inputs.resolved.sources),
+        **_values(plan.spec, plan.resolved.sources),
         notes=notes_on(plan) or None,
         **fields,
     )
@@ -385,15 +385,13 @@ def _enqueue_each(
     """Queue all or none; (runs in the order of `seeds`, whether they are new)."""
     runs: list[Run] = []
     created: set[bool] = set()
-    resolved = plan.inputs.resolved
     group = secrets.token_hex(8)
     with plan.store.transaction():
         for seed in seeds:
-            spec = resolved.spec.model_copy(update={"seed": seed})
-            inputs = dataclasses.replace(
-                plan.inputs, resolved=resolved.model_copy(update={"spec": spec})
+            spec = plan.spec.model_copy(update={"seed": seed})
+            one = dataclasses.replace(
+                plan, resolved=plan.resolved.model_copy(update={"spec": spec})
             )
-            one = dataclasses.replace(plan, inputs=inputs)
             run, is_new = enqueue(one, _key_of(idempotency_key, [seed]), label, seed_group=group)
             runs.append(run)
             created.add(is_new)

@@ -124,7 +124,7 @@ def thoughts(scored: Scores) -> list[str]:
     return notes
 
 
-# -- failed attempts ------------------------------------------------------------------------------
+# -- failed attempts -------------------------------------------------------------------------------
 
 
 class FailedAttempt(ResultModel):
@@ -176,7 +176,7 @@ def conversation(row: Rollout) -> str:
     return "\n".join(turns)
 
 
-# -- seeds ----------------------------------------------------------------------------------------
+# -- seeds -----------------------------------------------------------------------------------------
 
 
 def verdict_of(store: Store, run: Run, evaluations: Sequence[Evaluation]) -> Verdict | None:

@@ -34,9 +34,9 @@ def notes_on(plan: Plan) -> list[str]:
 
 def _of_earlier(plan: Plan) -> list[str]:
     """The run that this one is the same as, or nearly."""
-    if plan.inputs.like is None:
+    if plan.like is None:
         return []
-    run, differing = plan.inputs.like
+    run, differing = plan.like
     name = f"{run.id} ({run.name})" if run.name else run.id
     if differing:
         fields: list[str] = []
@@ -53,9 +53,9 @@ def _of_earlier(plan: Plan) -> list[str]:
 def _of_tasks(plan: Plan) -> list[str]:
     notes: list[str] = []
     spec = plan.spec
-    dataset = plan.inputs.dataset
+    dataset = plan.dataset
     estimate = plan.estimate
-    for part in plan.inputs.parts:
+    for part in plan.parts:
         needs = Needs.of(Path(part.environment.path))
         if request := needs.requested():
             notes.append(f"{part.environment.name}'s {NEEDS_FILE} asks for {to_text(request)}")
@@ -92,7 +92,7 @@ def _of_steps(plan: Plan) -> list[str]:
     notes = _of_deadline(plan)
     if spec.algorithm != "grpo" or spec.steps is None:
         return notes
-    card = plan.inputs.card
+    card = plan.card
     parameters = card.parameters or parameters_in_name(card.name) or 0
     usual = default_learning_rate("grpo", parameters)
     share = spec.learning_rate * spec.steps * spec.batch_size / (usual * MOVING_PROMPTS)
@@ -129,7 +129,7 @@ def _of_evaluations(plan: Plan) -> list[str]:
     judged = spec.eval_before and spec.eval_after
     if spec.algorithm != "sft" and estimate.eval_tasks and not judged:
         notes.append("without eval_before and eval_after the run gets no verdict")
-    rows = min(part.probe.evaluated for part in plan.inputs.parts)
+    rows = min(part.probe.evaluated for part in plan.parts)
     if (spec.eval_before or spec.eval_after) and rows < 50:
         interval = statistics.wilson(rows / 2, rows)
         half = (interval.high - interval.low) / 2
@@ -138,7 +138,7 @@ def _of_evaluations(plan: Plan) -> list[str]:
 
 
 def _of_machine(plan: Plan) -> list[str]:
-    notes = [plan.inputs.placed, *_of_model(plan), *(need.warning() for need in plan.needs)]
+    notes = [plan.placed, *_of_model(plan), *(need.warning() for need in plan.needs)]
     if missing := _missing(plan.spec.report_to):
         notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
     return list(filter(None, notes))
@@ -146,7 +146,7 @@ def _of_machine(plan: Plan) -> list[str]:
 
 def _of_model(plan: Plan) -> list[str]:
     """What nobody looks at in the model before the run, or does nothing with it."""
-    card = plan.inputs.card
+    card = plan.card
     if card.scheme == "hub" and card.parameters is None:
         unseen = "whether the hub has it and how large it is shows when the run starts"
         return [f"{card.name} is not in the catalog: {unseen}"]
@@ -157,7 +157,7 @@ def _of_model(plan: Plan) -> list[str]:
 
 def _of_gate(plan: Plan) -> list[str]:
     notes: list[str] = []
-    for part in plan.inputs.parts:
+    for part in plan.parts:
         version, gate = part.environment, part.gate
         tested = f"env_test(environment={version.reference!r})"
         if version.data == OF_THE_PACKAGE:

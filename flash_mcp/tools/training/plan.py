@@ -66,30 +66,29 @@ class Inputs:
         """The one that the run is named after."""
         return self.parts[0].environment
 
+    @property
+    def spec(self) -> RunSpec:
+        return self.resolved.spec
+
+    @property
+    def probe(self) -> Probe:
+        """Of all environments."""
+        return sum((part.probe for part in self.parts), NO_PROBE)
+
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Inputs):
     """A run that was resolved and checked, and can be queued."""
 
     store: Store
-    inputs: Inputs
     estimate: Estimate
     needs: list[MemoryNeed | DiskNeed]
     """What it takes of this machine, as far as that is known."""
     work: Work
 
     @property
-    def spec(self) -> RunSpec:
-        return self.inputs.resolved.spec
-
-    @property
-    def probe(self) -> Probe:
-        """Of all environments."""
-        return sum((part.probe for part in self.inputs.parts), NO_PROBE)
-
-    @property
     def gate(self) -> str:
-        parts = self.inputs.parts
+        parts = self.parts
         if len(parts) == 1:
             return str(parts[0].gate)
         return "; ".join(f"{part.environment.name}: {part.gate}" for part in parts)
@@ -97,12 +96,12 @@ class Plan:
     def check_gate(self) -> None:
         """FlashError(gate_failed) if env_test last found a fault, or had no time for all checks."""
         error = self.gate_error()
-        if error and not self.inputs.is_repeated:
+        if error and not self.is_repeated:
             raise error
 
     def gate_error(self) -> FlashError | None:
         """Of the first environment that is refused."""
-        refused = [part for part in self.inputs.parts if part.gate.is_refused]
+        refused = [part for part in self.parts if part.gate.is_refused]
         if not refused:
             return None
         reference, gate = refused[0].environment.reference, refused[0].gate
@@ -116,15 +115,15 @@ class Plan:
 
 def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) -> tuple[Run, bool]:
     """Queue it; (run, whether it is new). `more` goes into its lineage."""
-    dataset = plan.inputs.dataset
-    first = plan.inputs.parts[0].probe
+    dataset = plan.dataset
+    first = plan.parts[0].probe
     lineage: Json = {"gate": plan.gate, "tasks": first.splits, **more}
     if plan.spec.mixture:
-        lineage["mixture"] = [part.pinned() for part in plan.inputs.parts]
-    if plan.inputs.teacher:
-        lineage["teacher"] = plan.inputs.teacher
-    if plan.inputs.env_files:
-        lineage["env_files"] = plan.inputs.env_files
+        lineage["mixture"] = [part.pinned() for part in plan.parts]
+    if plan.teacher:
+        lineage["teacher"] = plan.teacher
+    if plan.env_files:
+        lineage["env_files"] = plan.env_files
     if plan.work.regression.startswith("on"):
         lineage["regression"] = references.regression_split(plan.store)
     if first.overlap:
@@ -132,9 +131,9 @@ def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) 
     with plan.store.transaction():
         run, created = queue.enqueue(
             plan.store,
-            plan.inputs.resolved,
-            plan.inputs.environment,
-            plan.inputs.adapter,
+            plan.resolved,
+            plan.environment,
+            plan.adapter,
             idempotency_key,
             dataset.pinned() if dataset else None,
             lineage,
@@ -148,7 +147,7 @@ async def plan_of(
     """Resolve and check a run. FlashError if it cannot work."""
     store = open_store()
     inputs = await run_sync(_inputs, store, arguments, config, idempotency_key)
-    spec, dataset = inputs.resolved.spec, inputs.dataset
+    spec, dataset = inputs.spec, inputs.dataset
     if sample:
         _check_sample(spec)
     check_target(store, spec.target, slurm=bool(spec.slurm))
@@ -160,7 +159,7 @@ async def plan_of(
         await report(f"loading {version.name} in a child process")
         part.probe = await probe(part.spec(spec), version, dataset, inputs.card, inputs.env_files)
         part.gate = await run_sync(store.gate, version.digest, part.args)
-    whole = sum((part.probe for part in inputs.parts), NO_PROBE)
+    whole = inputs.probe
     check_lengths(spec, inputs.card, whole.prompt_tokens)
     estimate = estimate_of(spec, whole, dataset)
     work = work_of(spec, inputs.environment.name, estimate.steps, whole.evaluated)
@@ -170,7 +169,7 @@ async def plan_of(
     if disk := await run_sync(_disk_need, store, inputs, estimate.steps):
         needs.append(disk)
         estimate.disk = str(disk)
-    return Plan(store, inputs, estimate, needs, work)
+    return Plan(**vars(inputs), store=store, estimate=estimate, needs=needs, work=work)
 
 
 def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str | None) -> Inputs:
@@ -226,7 +225,7 @@ def _check_sample(spec: RunSpec) -> None:
 
 def _memory_need(inputs: Inputs) -> MemoryNeed | None:
     """On the largest GPU, else of the memory; None if not known. FlashError if it does not fit."""
-    spec = inputs.resolved.spec
+    spec = inputs.spec
     if spec.target != LOCAL_TARGET:
         return None
     check_gpus(spec.gpus)
@@ -243,7 +242,7 @@ def _memory_need(inputs: Inputs) -> MemoryNeed | None:
 
 def _disk_need(store: Store, inputs: Inputs, steps: int) -> DiskNeed | None:
     """None if it is not known, or the run goes elsewhere. FlashError if nothing fits."""
-    spec = inputs.resolved.spec
+    spec = inputs.spec
     if spec.target != LOCAL_TARGET:
         return None
     need = disk_need(store, spec, inputs.card, steps)

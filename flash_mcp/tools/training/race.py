@@ -52,7 +52,7 @@ async def arms_that_learn(
         plan.check_gate()
         plans[name] = plan
     first = next(iter(plans.values()))
-    part = first.inputs.parts[0]
+    part = first.parts[0]
     tasks = part.probe.splits.get("eval", 0)
     order = random.Random(f"tournament/{common['seed']}").sample(range(tasks), tasks)
     order = order[: common["limit"]]
@@ -86,12 +86,12 @@ def _check(spec: RunSpec) -> None:
 
 def _entry(name: str, plan: Plan) -> Json:
     """An arm as the tournament keeps it, with how its checkpoints are evaluated."""
-    spec = plan.inputs.parts[0].spec(plan.spec)
+    spec = plan.parts[0].spec(plan.spec)
     same = {field: getattr(spec, field) for field in (*TAKEN_FROM_RUN, "seed", "max_error_share")}
-    card = plan.inputs.card
+    card = plan.card
     resolved = resolve_eval(
         Subject(card.name, card.context),
-        plan.inputs.environment,
+        plan.environment,
         split="eval",
         tasks=[],
         attempts=1,
@@ -99,7 +99,7 @@ def _entry(name: str, plan: Plan) -> Json:
     )
     shape = {"lora_rank": spec.lora_rank, "lora_alpha": spec.lora_alpha}
     resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=shape)})
-    training = {**plan.spec.model_dump(), "environment": plan.inputs.environment.reference}
+    training = {**plan.spec.model_dump(), "environment": plan.environment.reference}
     entry: Json = {"name": name, "of": card.name, "adapter": None, "training": training}
     return {**entry, "resolved": resolved.model_dump()}
 
