@@ -23,17 +23,11 @@ from flash_mcp.tools.news import (
     one_line,
     wait_for_news,
 )
+from flash_mcp.tools.shared import tool_base
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
 from flash_mcp.tools.shared.scores import verdict_of
-from flash_mcp.tools.shared.tool_base import (
-    Result,
-    ResultModel,
-    illustrate,
-    longest_wait_s,
-    no_cursor,
-)
 from flash_mcp.tools.shared.truncation import to_text, utc
 from flash_mcp.tools.shared.waiting import wait_for_change
 
@@ -41,7 +35,7 @@ LINES_CHARACTERS = 7_500
 """What the lines of a list may take of a result."""
 
 
-class RunLine(ResultModel):
+class RunLine(tool_base.ResultModel):
     """A run in the list."""
 
     run_id: str
@@ -69,7 +63,7 @@ class RunLine(ResultModel):
     """Error code of a failed run."""
 
 
-class Status(Result):
+class Status(tool_base.Result):
     """One run, or the list of runs."""
 
     run: RunView | None = None
@@ -135,7 +129,7 @@ async def status(
         return await _follow(store, run_id, until or "news", since, wait_s)
     changed = await wait_for_change(store, run_id, wait_s) if wait_s else None
     if curve:
-        illustrate(await run_sync(store.curve, run_id))
+        tool_base.illustrate(await run_sync(store.curve, run_id))
     shown = await run_sync(_shown, store, run_id, detail == "detailed")
     shown.changed = changed
     return shown
@@ -158,7 +152,7 @@ async def _follow(
 ) -> Status:
     """Wait, then tell what the cursor `since` says that the caller was not told."""
     cursor = NewsCursor.parse(run_id, since)
-    limit = longest_wait_s() if wait_s is None else wait_s
+    limit = tool_base.longest_wait_s() if wait_s is None else wait_s
     report = await wait_for_news(store, run_id, cursor, until, limit)
     if not cursor.misses(report, until):
         again = waiting_for(run_id, until, since)
@@ -176,7 +170,7 @@ def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> St
     except FlashError as error:
         if error.code != "unknown_run":
             raise
-        raise no_cursor(cursor, "status") from error
+        raise tool_base.no_cursor(cursor, "status") from error
     lines = _lines(store, rows[:limit])
     has_more = len(rows) > len(lines)
     if has_more:

@@ -196,7 +196,9 @@ async def train(
         arguments |= {field: value for field, value in more.items() if value}
         return await _resumed(resume, arguments, label, fresh_optimizer=fresh_optimizer)
     if (sample or price_per_hour is not None) and not (validate_only and sample):
-        raise _alone()
+        what = "sample and price_per_hour need validate_only=true"
+        fix = "pass validate_only=true and sample=true together; then train without them"
+        raise FlashError("invalid_argument", what, fix=fix)
     started = time.monotonic()
     configs = await run_sync(read_configs, config)
     several = _seeds_of(seeds, configs, arguments)
@@ -227,12 +229,6 @@ async def _started(
     if seeds:
         result.notes = [_note_on(runs), *(result.notes or ())]
     return result
-
-
-def _alone() -> FlashError:
-    what = "sample and price_per_hour need validate_only=true"
-    fix = "pass validate_only=true and sample=true together; then train without them"
-    return FlashError("invalid_argument", what, fix=fix)
 
 
 def _arguments(fields: Json, settings: Json) -> Json:
