@@ -470,7 +470,7 @@ class Deployment(Record):
     owner: str
     name: str
     model: str
-    run_id: str | None
+    run_id: str
     step: int | None
     adapter_path: str | None
     state: DeploymentState

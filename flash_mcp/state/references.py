@@ -175,7 +175,7 @@ def find_subject(store: Store, reference: str) -> Subject:
         if is_live or reference.startswith("dep-"):
             row = find_deployment(store, reference)
             served = row.id if is_live else None
-            return replace(_checkpoint(store, str(row.run_id), row.step), deployment=served)
+            return replace(_checkpoint(store, row.run_id, row.step), deployment=served)
     card = base_model(reference)
     return Subject(card.name, card.context)
 

@@ -235,7 +235,7 @@ def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
 
 def _run_of(store: Store, reference: str) -> str:
     if reference.startswith("dep-"):
-        return str(store.deployment(reference).run_id)
+        return store.deployment(reference).run_id
     return reference
 
 

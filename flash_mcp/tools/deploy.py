@@ -35,8 +35,6 @@ from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000
 OPENING_CHARACTERS = 300
-MAX_TOKENS = 256
-"""Tokens of an answer if the run does not say."""
 MOST_TOKENS = 4096
 ELSEWHERE = """; or serve it on a node of a target: deploy(run_id={run_id!r}, target=...); or on \
 another machine: checkpoints(run_id={run_id!r}) names its files, which vLLM takes with \
@@ -252,10 +250,10 @@ async def chat(
     opening: list[Json] = []
     if message is not None and not raw:
         opening = await run_sync(snippets.opening_of, store, row)
-    default_tokens = await run_sync(snippets.max_tokens_of, store, row) or MAX_TOKENS
+    run = await run_sync(store.run, row.run_id)
     body: Json = {
         "messages": [*opening, *conversation],
-        "max_tokens": max_tokens or min(default_tokens, MOST_TOKENS),
+        "max_tokens": max_tokens or min(run.spec.max_tokens, MOST_TOKENS),
         "temperature": temperature,
         "top_p": top_p,
         "stop": stop,

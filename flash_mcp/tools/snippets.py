@@ -40,9 +40,8 @@ def calls_of(store: Store, row: Deployment, server: Server) -> Snippets:
     extra = {"chat_template_kwargs": {"enable_thinking": bool(row.thinking)}}
     tools = tools_of(store, row)
     options = {"tools": tools} if tools else {}
-    sampling: Json = {"temperature": 0}
-    if max_tokens := max_tokens_of(store, row):
-        sampling["max_tokens"] = max_tokens
+    # The longest answer that the run's evaluations allow.
+    sampling: Json = {"temperature": 0, "max_tokens": store.run(row.run_id).spec.max_tokens}
     body = {"model": row.id, "messages": messages, **sampling, **options, **extra}
     trusting, client = "", ""
     if server.certificate:
@@ -113,13 +112,6 @@ def question_of(store: Store, row: Deployment) -> str | None:
     return None
 
 
-def max_tokens_of(store: Store, row: Deployment) -> int | None:
-    """The longest answer that the run's evaluations allow."""
-    if row.run_id is None:
-        return None
-    return store.run(row.run_id).spec.max_tokens
-
-
 def _prompts(
     store: Store, row: Deployment, count: int, order: RolloutOrder = "index"
 ) -> list[list[Json]]:
@@ -144,8 +136,6 @@ def tools_of(store: Store, row: Deployment) -> list[Json]:
 
 def _rollouts(store: Store, row: Deployment, count: int, order: RolloutOrder) -> list[Rollout]:
     """Of the newest step that has any, of the held-out tasks if they were evaluated."""
-    if row.run_id is None:
-        return []
     for split in ("eval", "train"):
         if steps := store.rollout_steps(row.run_id, split):
             return store.rollouts(row.run_id, split, steps[-1], order, limit=count)
