@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from anyio.to_thread import run_sync
+
 from flash_mcp.judgement import health
 from flash_mcp.judgement.comparison import Verdict
 from flash_mcp.judgement.health import Flag, Trend
@@ -150,39 +152,28 @@ def _lost(run: Run) -> int:
     return max(0, run.attempt - under_way)
 
 
-class Watch:
-    """Reads the report on a run anew whenever something about the run changed."""
-
-    def __init__(self, store: Store, run_id: str) -> None:
-        self.store = store
-        self.run_id = run_id
-        self.start_s: float | None = None
-        self._seen: object = None
-        self._report: Report | None = None
-
-    def __call__(self) -> Report:
-        run = self.store.run(self.run_id)
-        blocked = waiting.obstacles(self.store, run)
-        mark = (*waiting.fingerprint(self.store, run), *blocked)
-        if self._report is None:
-            self.start_s = self.store.usual_start_s(run)
-        if self._report is None or mark != self._seen:
-            self._report = report_on(self.store, self.run_id)
-            self._seen = mark
-        return self._report
-
-    def progress(self, report: Report) -> tuple[str, float | None]:
-        return waiting.progress_of(report.history.run, report.view.step_s, self.start_s)
-
-
 async def wait_for_news(
     store: Store, run_id: str, cursor: NewsCursor, until: Until, wait_s: float
 ) -> Report:
     """The report as soon as it has what the caller waits for, or as it is after `wait_s`."""
-    watch = Watch(store, run_id)
+    start_s = await run_sync(lambda: store.usual_start_s(store.run(run_id)))
+    reports: dict[tuple[object, ...], Report] = {}
+
+    def read() -> Report:
+        """The report, made anew whenever something about the run changed."""
+        run = store.run(run_id)
+        mark = (*waiting.fingerprint(store, run), *waiting.obstacles(store, run))
+        if mark not in reports:
+            reports.clear()
+            reports[mark] = report_on(store, run_id)
+        return reports[mark]
+
+    def progress(report: Report) -> tuple[str, float | None]:
+        return waiting.progress_of(report.history.run, report.view.step_s, start_s)
+
     deadline = waiting.deadline_after(wait_s)
     return await waiting.wait_until(
-        watch, lambda report: cursor.misses(report, until), deadline, watch.progress
+        read, lambda report: cursor.misses(report, until), deadline, progress
     )
 
 

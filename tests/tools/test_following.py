@@ -224,8 +224,14 @@ async def test_a_start_reports_how_long_it_usually_takes(tmp_path: Path, started
     store = open_store()
     store.execute("UPDATE runs SET started = started - 62 WHERE id = ?", [run.id])
     second, _ = started_run(tmp_path / "second", steps=STEPS)
-    watch = news.Watch(store, second.id)
-    message, share = watch.progress(watch())
+    told: list[tuple[str, float | None]] = []
+
+    async def listen(message: str, share: float | None) -> None:
+        told.append((message, share))
+
+    tool_base.listen(listen)
+    await status(run_id=second.id, until="end", wait_s=0.5)
+    message, share = told[0]
     assert "of usually 60 s until the first step" in message
     assert share is None
 
