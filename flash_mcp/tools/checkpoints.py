@@ -199,7 +199,9 @@ async def checkpoints(
     result.has_more, result.cursor = False, None
     exporter = Exporter(store.base, f"{run.id}@{step}", export, push_to)
     if await run_sync(exporter.look) is None:
-        size_bytes = _size_of(run, export, result.checkpoints[0])
+        # A model of unknown size counts as its adapter.
+        weights = (base_models.find(run.model).parameters or 0) * BYTES_PER_PARAMETER[export]
+        size_bytes = max(result.checkpoints[0].size_bytes, weights)
         await run_sync(exporter.check_quota, store, size_bytes)
         await run_sync(exporter.start)
     result.export = await _exported(exporter)
@@ -209,13 +211,6 @@ async def checkpoints(
     if result.export.state == "ready":
         result.next = f"take {result.export.folder}: README.md there is its model card"
     return result
-
-
-def _size_of(run: Run, kind: ExportKind, checkpoint: Checkpoint) -> int:
-    """About how large the export will be. A model of unknown size counts as its adapter."""
-    parameters = base_models.find(run.model).parameters or 0
-    weights = parameters * BYTES_PER_PARAMETER[kind]
-    return max(checkpoint.size_bytes, weights)
 
 
 async def _exported(exporter: Exporter) -> Export:

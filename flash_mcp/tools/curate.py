@@ -214,13 +214,16 @@ def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
 def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
     """The runs. FlashError(invalid_argument) if their environments or arguments differ."""
     rows = [store.run(_run_of(store, reference)) for reference in references]
+    kinds: dict[str, str] = {}
     for row in rows:
         if row.mixture:
             what = f"{row.id} trained on several environments: their attempts cannot be pooled"
             call = f"evaluate(model={row.id!r}, environment=..., split='train', attempts=8)"
             fix = f"curate attempts in one of them, which {call} makes"
             raise FlashError("invalid_argument", what, fix=fix)
-    kinds = {row.id: f"{row.environment_reference} {_arguments_of(row)}" for row in rows}
+        arguments = sorted(row.spec.environment_args.items())
+        listed = ", ".join(f"{name}={value!r}" for name, value in arguments)
+        kinds[row.id] = f"{row.environment_reference} {listed}"
     if len({*kinds.values()}) > 1:
         listing = "; ".join(f"{run_id}: {kinds[run_id]}" for run_id in [*kinds][:8])
         raise FlashError(
@@ -237,11 +240,6 @@ def _run_of(store: Store, reference: str) -> str:
     if reference.startswith("dep-"):
         return store.deployment(reference).run_id
     return reference
-
-
-def _arguments_of(row: Run) -> str:
-    arguments = row.spec.environment_args
-    return ", ".join(f"{name}={value!r}" for name, value in sorted(arguments.items()))
 
 
 def _secrets_of(rows: Sequence[Run]) -> list[str]:

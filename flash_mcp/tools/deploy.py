@@ -331,15 +331,6 @@ def _broken(why: str, wrote: str = "") -> FlashError:
     return FlashError("deployment_failed", what, fix=fix, wrote=wrote)
 
 
-def _silent() -> FlashError:
-    what = (
-        f"no part of an answer came within {CHAT_LIMIT_S:.0f} s: the server hangs, or computes "
-        "others' requests or a long prompt"
-    )
-    fix = "call chat again in two minutes: a server that hangs is started again"
-    return FlashError("unresponsive", what, fix=fix)
-
-
 async def _answer(server: Server, body: Json) -> Answer:
     """Stream one answer, so that what was said by the deadline is not lost."""
     started, text, finish, usage = time.monotonic(), "", "", dict[str, Any]()
@@ -373,7 +364,12 @@ async def _answer(server: Server, body: Json) -> Answer:
     if not finish and not limit.cancelled_caught:
         raise _broken("it ended before the answer did")
     if not finish and not text:
-        raise _silent()
+        what = (
+            f"no part of an answer came within {CHAT_LIMIT_S:.0f} s: the server hangs, or computes "
+            "others' requests or a long prompt"
+        )
+        fix = "call chat again in two minutes: a server that hangs is started again"
+        raise FlashError("unresponsive", what, fix=fix)
     tool_calls = [calls[index] for index in sorted(calls)]
     said = text_of({"content": text, "tool_calls": tool_calls})
     return Answer(

@@ -19,7 +19,7 @@ from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.next_steps import next_of, waiting_for
-from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, RunView, report_on
+from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, report_on
 from flash_mcp.tools.shared.scores import Scores
 
 Until = Literal["news", "end"]
@@ -212,7 +212,8 @@ def news_of(report: Report, cursor: NewsCursor) -> News:
     if is_over or new_flags:
         news.outlook = view.outlook
     if is_over:
-        news.trends = _trends(view)
+        names = ("reward", "success", "loss", "held_out_loss")
+        news.trends = {name: trend for name in names if (trend := getattr(view, name))} or None
         news.mixture = view.mixture
         news.regression = view.regression
         news.scores = view.scores
@@ -221,12 +222,6 @@ def news_of(report: Report, cursor: NewsCursor) -> News:
     if is_over or is_lost:
         news.error = view.error
     return news
-
-
-def _trends(view: RunView) -> dict[str, Trend] | None:
-    """The view's trends, told once more at the end."""
-    names = ("reward", "success", "loss", "held_out_loss")
-    return {name: trend for name in names if (trend := getattr(view, name))} or None
 
 
 def next_call(report: Report, cursor: NewsCursor, until: Until, since: str) -> str:

@@ -319,7 +319,8 @@ def _nothing(
     run_id = run.id
     state = run.state
     if steps:
-        next_step = f"there are {split} rollouts of the steps {_ranges(steps)}, none of step {step}"
+        listed = f"{steps[0]} to {steps[-1]}" if len(steps) > 6 else ", ".join(map(str, steps))
+        next_step = f"there are {split} rollouts of the steps {listed}, none of step {step}"
     elif others:
         other = "eval" if split == "train" else "train"
         next_step = f"it has no {split} rollouts: split={other!r} has the others"
@@ -334,12 +335,6 @@ def _nothing(
     else:
         next_step = f"the run is {state} and has none; status(run_id={run_id!r}) has what there is"
     return Rollouts(run_id=run_id, total=0, rollouts=[], has_more=False, next=next_step)
-
-
-def _ranges(steps: list[int]) -> str:
-    if len(steps) > 6:
-        return f"{steps[0]} to {steps[-1]}"
-    return ", ".join(map(str, steps))
 
 
 def _within(
