@@ -227,7 +227,9 @@ async def _started(
     plan.estimate.disk = None  # it was enough
     result = _result(plan, run_id=run.id, state=run.state, created=created, next=next_step)
     if seeds:
-        result.notes = [_note_on(runs), *(result.notes or ())]
+        listed = ", ".join(f"{run.id} (seed {run.training.seed})" for run in runs)
+        note = f"{listed}: status of any reports how far the seeds spread"
+        result.notes = [note, *(result.notes or ())]
     return result
 
 
@@ -396,10 +398,3 @@ def _enqueue_each(
             fix = "use a new key, or the seeds of the first call"
             raise FlashError("idempotency_conflict", what, seeds=list(seeds), fix=fix)
     return runs, created == {True}
-
-
-def _note_on(runs: Sequence[Run]) -> str:
-    lines: list[str] = []
-    for run in runs:
-        lines.append(f"{run.id} (seed {run.training.seed})")
-    return f"{', '.join(lines)}: status of any reports how far the seeds spread"

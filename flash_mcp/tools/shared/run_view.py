@@ -382,8 +382,7 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
     if better := better_than_newest(history.checkpoints, evaluations):
         view.best = better[1]
     view.last_step = _last_step(store, run)
-    _add_place(view, run)
-    _add_times(view, run, step_s)
+    _add_place_and_times(view, run, step_s)
     if run.used_s:
         view.cost = costs.cost(run, store.base)
     if run.algorithm in ("grpo", "distill"):
@@ -421,7 +420,7 @@ def _last_step(store: Store, run: Run) -> str | None:
     return None
 
 
-def _add_place(view: RunView, run: Run) -> None:
+def _add_place_and_times(view: RunView, run: Run, step_s: float | None) -> None:
     if run.target != LOCAL_TARGET:
         view.target = run.target
     if run.pending_reason:
@@ -429,9 +428,6 @@ def _add_place(view: RunView, run: Run) -> None:
         if run.beat:
             ago_s = time.time() - run.beat
             view.pending_reason += f"; what is shown was read {ago_s:.0f} s ago"
-
-
-def _add_times(view: RunView, run: Run, step_s: float | None) -> None:
     view.hours = round(run.used_s / 3600, 2) or None
     if run.started:
         view.elapsed_s = round((run.ended or time.time()) - run.started)

@@ -166,7 +166,9 @@ async def plan_of(
     estimate.regression = work.regression or None
     if time := await run_sync(expected_time, store, work):
         estimate.time = time.priced(store, spec, None)
-    if disk := await run_sync(_disk_need, store, inputs, estimate.steps):
+    is_here = spec.target == LOCAL_TARGET
+    if is_here and (disk := await run_sync(disk_need, store, spec, inputs.card, estimate.steps)):
+        disk.check()
         needs.append(disk)
         estimate.disk = str(disk)
     return Plan(**vars(inputs), store=store, estimate=estimate, needs=needs, work=work)
@@ -236,17 +238,6 @@ def _memory_need(inputs: Inputs) -> MemoryNeed | None:
     need = need_of(spec, largest)
     # A repeat starts nothing, so nothing has to fit.
     if need and not inputs.is_repeated:
-        need.check()
-    return need
-
-
-def _disk_need(store: Store, inputs: Inputs, steps: int) -> DiskNeed | None:
-    """None if it is not known, or the run goes elsewhere. FlashError if nothing fits."""
-    spec = inputs.spec
-    if spec.target != LOCAL_TARGET:
-        return None
-    need = disk_need(store, spec, inputs.card, steps)
-    if need:
         need.check()
     return need
 
