@@ -71,16 +71,15 @@ async def submit(
 
     def find_or_enqueue() -> tuple[Run, bool]:
         with store.transaction():
-            existing = queue.asked_before(store, resolved, key)
-            if existing is None and not again:
+            run, created = queue.asked_before(store, resolved, key), False
+            if run is None and not again:
                 result = measured(store, resolved.spec, environment, subject)
                 same = (run for run in result if any_name or run.environment == environment.name)
-                existing = next(same, None)
-            if existing is not None:
-                return queue.label(store, existing, label), False
-            run, created = queue.enqueue(
-                store, resolved, environment, subject.adapter, key, lineage=lineage
-            )
+                run = next(same, None)
+            if run is None:
+                run, created = queue.enqueue(
+                    store, resolved, environment, subject.adapter, key, lineage=lineage
+                )
             return queue.label(store, run, label), created
 
     run, created = await run_sync(find_or_enqueue)
@@ -99,13 +98,8 @@ def measured(
     for run in store.evaluations_of(environment.digest):
         if (run.init_adapter or {}).get("digest") != digest:
             continue
-        if _decisive(run.evaluation) == _decisive(spec):
+        if run.evaluation.model_dump(exclude=INDECISIVE) == spec.model_dump(exclude=INDECISIVE):
             yield run
-
-
-def _decisive(spec: EvalSpec) -> Json:
-    """What decides an evaluation's result, apart from the version of the environment."""
-    return spec.model_dump(exclude=INDECISIVE)
 
 
 async def look_after(store: Store, run: Run) -> FlashError | None:

@@ -71,9 +71,7 @@ def _total(run: Run, steps: int | None) -> int | None:
             f"name more than that, or train(init_from_adapter='{run_id}@STEP') from an earlier one"
         )
         raise FlashError("invalid_argument", what, steps=steps, fix=fix)
-    if steps is None:
-        return run.steps
-    return steps
+    return run.steps if steps is None else steps
 
 
 def _check_files(run: Run) -> None:
