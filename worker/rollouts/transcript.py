@@ -291,20 +291,6 @@ class ChatTemplate:
             raise _unsupported(what, "use a model whose template leaves earlier turns as they are")
 
 
-PACKED = (
-    "messages",
-    "prompt_ids",
-    "completion_ids",
-    "mask",
-    "logprobs",
-    "truncated",
-    "forks",
-    "branches",
-    "calls",
-    "policies",
-)
-
-
 @dataclass
 class Transcript:
     """One conversation as tokens.
@@ -340,15 +326,13 @@ class Transcript:
         self.prompt_ids = self.template.prompt_ids(self.messages)
 
     def packed(self) -> Json:
-        """The transcript as JSON, without what only a conversation that goes on needs."""
-        return {"tools": self.template.tools, **{name: getattr(self, name) for name in PACKED}}
+        """The transcript as JSON; in place of its template, the tools that this shows."""
+        return {**vars(self), "template": self.template.tools}
 
     @classmethod
     def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
         created = object.__new__(cls)
-        created.template = template.for_tools(packed["tools"])
-        for name in PACKED:
-            setattr(created, name, packed[name])
+        vars(created).update(packed, template=template.for_tools(packed["template"]))
         created.forks = [(start, after) for start, after in created.forks]
         created.policies = Counter({int(number): n for number, n in created.policies.items()})
         return created
