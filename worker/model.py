@@ -54,12 +54,9 @@ class Model:
     def ways(self) -> list[Sync]:
         """Ways in which the engine can get the policy, the preferred first."""
         preferred: Sync = self.sync or default_sync(self.dtype)
-        ways: list[Sync] = [preferred]
-        if not self.one_way and (self.dtype != torch.float32 or not torch.cuda.is_available()):
-            for way in WAYS:
-                if way != preferred:
-                    ways.append(way)
-        return ways
+        if self.one_way or (self.dtype == torch.float32 and torch.cuda.is_available()):
+            return [preferred]
+        return sorted(WAYS, key=lambda way: way != preferred)
 
     @property
     def is_shared(self) -> bool:
