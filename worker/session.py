@@ -189,7 +189,8 @@ class Session(Generic[S]):
 
     @property
     def _sequences(self) -> int:
-        return sequences_of(self._at_once)
+        """Conversations that the engine advances at once, of those that are under way."""
+        return min(max(self._at_once, 32), 256)
 
     def start_engine(self) -> tuple[VllmEngine, scheduler.Generator]:
         """The engine and the generator of its turns; made once."""
@@ -349,11 +350,6 @@ class Session(Generic[S]):
             return self.runner.run(coroutine, stop=self.heartbeat.cancelled)
         except CancelledError:
             raise Cancelled from None
-
-
-def sequences_of(at_once: int) -> int:
-    """Conversations that an engine advances at once, of `at_once` that are under way."""
-    return min(max(at_once, 32), 256)
 
 
 def check_errors(rows: Sequence[records.Rollout], max_share: float) -> None:
