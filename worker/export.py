@@ -63,7 +63,8 @@ def export(job: ExportJob) -> Exported:
         changed = _merge(model, job.adapter, checkpoint_prefix(base))
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(base)
     tokenizer.chat_template = with_tools(tokenizer.chat_template)
-    prompts = [_token_ids(tokenizer, messages) for messages in job.prompts]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    prompts = [tokenizer.apply_chat_template(messages, **options) for messages in job.prompts]
     say("writing the files", 0.4)
     if job.kind == "merged":
         _write_merged(base, job.folder, changed, tokenizer)
@@ -151,13 +152,6 @@ def _likeliest(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
         logits_LV = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
     tokens: list[int] = logits_LV[len(prompt) - 1 :].argmax(-1).tolist()[:ANSWER_TOKENS]
     return _without_end(model, tokens)
-
-
-def _token_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    encoded = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_dict=True
-    )
-    return encoded["input_ids"]
 
 
 def _greedy(model: Any, prompt: Sequence[int]) -> list[int]:
