@@ -21,7 +21,6 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.paths import POLICY_PREFIX
 from worker.adapter import ADAPTER
 from worker.adapter_files import with_noise
 from worker.engine.vllm import Sync, VllmEngine
@@ -242,7 +241,7 @@ def check_effect(engine: VllmEngine, adapter: Path, tokenizer: Any) -> None:
     prompt = list(tokenizer.encode(TEXT.format(n=7, double=14), add_special_tokens=False))
     engine.unload_adapter()
     before = _sampled(engine, prompt)
-    with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         engine.load_adapter(with_noise(adapter, Path(folder)))
     if _sampled(engine, prompt) == before:
         what = "the engine loads the adapter without effect: it recognizes none of its layers"

@@ -68,8 +68,6 @@ def models_dir(base: Path | None = None) -> Path:
     return (base or home()) / "models"
 
 
-POLICY_PREFIX = "flash-policy-"
-"""How the temporary folders begin through which a trainer gives its engine an adapter."""
 ANY_SCRATCH = f"flash-{'[0-9a-f]' * 12}-*"
 """The names of the temporary folders of all runs' attempts."""
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flash_mcp.protocol.paths import (
-    POLICY_PREFIX,
     datasets_dir,
     environments_dir,
     exports_dir,
@@ -71,7 +70,6 @@ def _candidates(store: Store) -> Iterator[Path]:
             if TEMPORARY.fullmatch(path.name):
                 yield path
         yield from temporary.glob(f"{scratch_prefix(run.folder)}*")
-    yield from temporary.glob(f"{POLICY_PREFIX}*")
     for folder in runs_dir(store.base).glob("srv-*"):  # a model server beats in its own
         if _is_leftover(folder):
             yield from temporary.glob(f"{scratch_prefix(str(folder))}*")

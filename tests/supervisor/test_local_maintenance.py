@@ -74,7 +74,6 @@ def test_leftovers_of_killed_processes_are_deleted_after_a_day(
         temporary / f"{scratch_prefix(over.folder)}abc",
         temporary / f"{scratch_prefix(str(store.base / 'runs' / 'srv-dead'))}abc",
         store.base / "runs" / "srv-dead",
-        temporary / "flash-policy-abc",
     ]
     running = store.base / "runs" / "srv-running"  # its heartbeat has just been written
     running.mkdir(parents=True)

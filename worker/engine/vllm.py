@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from flash_mcp.protocol.paths import POLICY_PREFIX
 from worker.adapter import merged_weights, save_adapter
 from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, named_as
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
@@ -194,7 +193,7 @@ class VllmEngine:
             self._check_idle()
         engine = cast(Any, self._engine)
         if self._sync == "adapter":
-            with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as folder:
+            with tempfile.TemporaryDirectory() as folder:
                 save_adapter(policy, Path(folder))
                 self._put_adapter(Path(folder))
         else:
@@ -224,7 +223,7 @@ class VllmEngine:
         # The prefix cache tells adapters apart by name and path, not by content: each gets a new
         # name.
         request = LoRARequest(f"policy-{next(self._versions)}", 1, str(folder))
-        with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as scratch:
+        with tempfile.TemporaryDirectory() as scratch:
             named = str(named_as(self._prefix, folder, Path(scratch), self._splits))
             # On a turn's own request, load_inplace would read the adapter again at every step.
             self._engine.add_lora(LoRARequest(request.lora_name, 1, named, load_inplace=True))
