@@ -208,15 +208,11 @@ class _Answer:
     def lines(self) -> Iterator[Json]:
         raise NotImplementedError
 
-    @property
-    def identity(self) -> str:
-        raise NotImplementedError
-
-    def line(self, **facts: Any) -> Json:
+    def line(self, identity: str, **facts: Any) -> Json:
         """The line of one answer: these facts, and what all lines have."""
         metadata = as_object(self._request.get("metadata"))
         existing: Json = {
-            "id": self.identity,
+            "id": identity,
             "time": self._started,
             "user": self._request.get("user") or metadata.get("user_id"),
             "metadata": metadata,
@@ -281,10 +277,6 @@ class _ChatAnswer(_Answer):
         self._prompt: list[int] = []
         self._identity = ""
 
-    @property
-    def identity(self) -> str:
-        return self._identity
-
     def lines(self) -> Iterator[Json]:
         for choice in self._choices.values():
             if choice.finish is None:
@@ -293,6 +285,7 @@ class _ChatAnswer(_Answer):
             if choice.calls:
                 answer["tool_calls"] = [choice.calls[index] for index in sorted(choice.calls)]
             yield self.line(
+                self._identity,
                 messages=[_message(one) for one in as_list(self._request.get("messages"))],
                 tools=as_list(self._request.get("tools")),
                 answer=answer,
@@ -330,10 +323,6 @@ class _OtherAnswer(_Answer):
         """The whole reply, as far as it has come."""
 
     @property
-    def identity(self) -> str:
-        return str(self._reply.get("id", ""))
-
-    @property
     def finish(self) -> str | None:
         """Why the answer ended: "length" or "stop"; None if it has not."""
         raise NotImplementedError
@@ -352,6 +341,7 @@ class _OtherAnswer(_Answer):
             log.warning("a request was not recorded: %s", error)
             return
         yield self.line(
+            str(self._reply.get("id", "")),
             messages=messages,
             tools=tools,
             answer=answer,
