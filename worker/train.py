@@ -116,14 +116,13 @@ def _rollout_trainer(
         session.teacher_bytes = teacher.bytes
     session.longest_pack = longest_pack(policy.get_base_model())
     prompt, turns = longest
-    keep_tokens = session.check_memory(
+    common["keep_tokens"] = session.check_memory(
         common["way"],
         prompt=prompt,
         turns=turns,
         max_tokens=session.limits.max_tokens,
         group_size=spec.rollouts_per_prompt,
     )
-    common["keep_tokens"] = session.ranks.share(keep_tokens)
     if session.has_engine:
         session.start_engine()
     return Trainer(
@@ -149,14 +148,13 @@ def _sft_trainer(
         lambda: dataset_rows(dataset, template) if dataset else _gold_rows(session)
     )
     longest = max((len(row["input_ids"]) for row in rows["train"]), default=1)
-    keep_tokens = session.check_memory(
+    common["keep_tokens"] = session.check_memory(
         common["way"],
         prompt=0,
         turns=1,
         max_tokens=min(longest, session.limits.max_length),
         group_size=session.spec.batch_size,
     )
-    common["keep_tokens"] = session.ranks.share(keep_tokens)
     trainer = make_sft_trainer(
         policy,
         template.tokenizer,

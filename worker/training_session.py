@@ -125,7 +125,7 @@ class TrainingSession(Session[RunSpec]):
         if warning:
             log.warning("%s", warning)
             self.writer.event("warning", warning)
-        return math.inf if keep_tokens is None else keep_tokens
+        return self.ranks.share(math.inf if keep_tokens is None else keep_tokens)
 
     def rollouts(self, step: int) -> list[Rollout]:
         """This rank's rollouts of optimizer step `step`: G for each of its examples. The trainer
