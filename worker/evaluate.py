@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -38,7 +37,6 @@ def evaluate(
     spec: EvalSpec,
     writer: RunWriter,
     heartbeat: Heartbeat,
-    scratch: Path,
     cards: Sequence[str] = ("",),
 ) -> int:
     """Make the attempts that are not recorded yet; the total number of attempts. The engine is

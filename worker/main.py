@@ -168,7 +168,7 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
                 from worker.evaluate import evaluate  # noqa: PLC0415
 
             cards = [item[CARDS] for item in arguments]
-            return evaluate(job, spec, writer, heartbeat, scratch, cards)
+            return evaluate(job, spec, writer, heartbeat, cards)
 
         def lost(error: FlashError, is_retryable: bool) -> None:
             log.error("%s", error)
