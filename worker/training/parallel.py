@@ -22,12 +22,9 @@ def combine(trainer: Any, ranks: Ranks, loss: float) -> Tensor:
     trained: list[Tensor] = [p for p in trainer.model.parameters() if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     total = ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-    start = 0
-    for weights in trained:
-        end = start + weights.numel()
-        weights.grad = total[start:end].view_as(weights)
-        start = end
-
+    parts = torch.split(total, [weights.numel() for weights in trained])
+    for weights, gradient in zip(trained, parts, strict=True):
+        weights.grad = gradient.view_as(weights)
     metrics: dict[str, list[float]] = trainer._metrics["train"]
     result = ranks.gather((_fingerprint(trained), loss, dict(metrics)))
     if len({fingerprint for fingerprint, _, _ in result}) > 1:
