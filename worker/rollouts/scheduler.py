@@ -386,8 +386,9 @@ async def collect(
             host = hosts
             if isinstance(host, Mapping):
                 host = host[group[0].environment]
-            talks = [_Conversation(task, host, generator, template, limits) for task in group]
-            rollouts += [talk.rollout for talk in talks]
+            begun = [Rollout(task, task.named(f"{task.split}/{task.example}")) for task in group]
+            talks = [_Conversation(each, host, generator, template, limits) for each in begun]
+            rollouts += begun
             units = [talks]
             if not host.scores_groups:
                 units = [[talk] for talk in talks]
@@ -433,23 +434,16 @@ async def _score(ended: Sequence[_Conversation], host: Host) -> None:
         talk.rollout.seconds += clock() - started
 
 
+@dataclass
 class _Conversation:
     """A rollout in the making. `episode` is its open episode."""
 
-    def __init__(
-        self,
-        task: Task,
-        host: Host,
-        generator: Generator,
-        template: ChatTemplate,
-        limits: Limits,
-    ) -> None:
-        self.rollout = Rollout(task, task_id=task.named(f"{task.split}/{task.example}"))
-        self.episode: int | None = None
-        self._host = host
-        self._generator = generator
-        self._template = template
-        self._limits = limits
+    rollout: Rollout
+    host: Host
+    generator: Generator
+    template: ChatTemplate
+    limits: Limits
+    episode: int | None = None
 
     async def converse(self) -> None:
         """Open the episode and take all turns. The episode stays open unless this fails."""
@@ -457,27 +451,50 @@ class _Conversation:
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            opening = await self._host.open(rollout.task.split, rollout.task.example)
+            opening = await self.host.open(rollout.task.split, rollout.task.example)
             self.episode = opening.episode
             rollout.task_id = rollout.task.named(opening.task_id)
             rollout.expected = opening.expected
             if opening.is_agent:
                 serving = _SampledCalls(
-                    rollout, self._template, self._host, self._generator, self._limits
+                    rollout, self.template, self.host, self.generator, self.limits
                 )
                 rollout.finish = await serving.serve(opening)
             else:
-                messages = self._limits.prompted(opening.messages)
-                rollout.transcript = Transcript(self._template, messages, opening.tools)
-                rollout.finish = await _take_turns(
-                    rollout, opening, self._host, self._generator, self._limits
-                )
+                messages = self.limits.prompted(opening.messages)
+                rollout.transcript = Transcript(self.template, messages, opening.tools)
+                rollout.finish = await self._take_turns(opening, rollout.transcript)
         except (EnvironmentFault, FlashError) as fault:
             if isinstance(fault, FlashError) and fault.code != "template_unsupported":
                 raise
             self.fail(fault)
             await asyncio.shield(self.close())
         rollout.seconds = clock() - started
+
+    async def _take_turns(self, opening: Opening, transcript: Transcript) -> Finish:
+        rollout = self.rollout
+        limits = self.limits
+        while True:
+            budget = min(limits.max_tokens, limits.max_length - len(transcript))
+            if budget < 1:
+                transcript.truncated = True
+                if rollout.turns == 0:
+                    raise _too_long(transcript, limits)
+                transcript.drop_unanswered()
+                return "length"
+            sampling = _sampling(budget, limits, f"{rollout.task.seed}/{rollout.turns}")
+            prompt = transcript.ids
+            completion = await self.generator.generate(prompt, sampling)
+            turn = transcript.add_answer(completion)
+            rollout.turns += 1
+            usage = Usage(len(prompt), len(completion.token_ids), completion.finish_reason)
+            step = await self.host.step(opening.episode, turn.content, turn.tool_calls, usage)
+            rollout.turn_rewards.append((len(transcript.completion_ids), step.reward))
+            if step.done:
+                return "done"
+            if rollout.turns >= opening.max_turns:
+                return "max_turns"
+            transcript.add_environment(step.messages)
 
     def ended(self) -> Ended:
         assert self.episode is not None
@@ -519,37 +536,9 @@ class _Conversation:
         episode = self.episode
         self.episode = None
         try:
-            await self._host.close(episode)
+            await self.host.close(episode)
         except EnvironmentFault as fault:
             log.warning("closing an episode: [%s] %s", fault.code, fault.shown)
-
-
-async def _take_turns(
-    rollout: Rollout, opening: Opening, host: Host, generator: Generator, limits: Limits
-) -> Finish:
-    transcript = rollout.transcript
-    assert transcript is not None
-    while True:
-        budget = min(limits.max_tokens, limits.max_length - len(transcript))
-        if budget < 1:
-            transcript.truncated = True
-            if rollout.turns == 0:
-                raise _too_long(transcript, limits)
-            transcript.drop_unanswered()
-            return "length"
-        sampling = _sampling(budget, limits, f"{rollout.task.seed}/{rollout.turns}")
-        prompt = transcript.ids
-        completion = await generator.generate(prompt, sampling)
-        turn = transcript.add_answer(completion)
-        rollout.turns += 1
-        usage = Usage(len(prompt), len(completion.token_ids), completion.finish_reason)
-        step = await host.step(opening.episode, turn.content, turn.tool_calls, usage)
-        rollout.turn_rewards.append((len(transcript.completion_ids), step.reward))
-        if step.done:
-            return "done"
-        if rollout.turns >= opening.max_turns:
-            return "max_turns"
-        transcript.add_environment(step.messages)
 
 
 def _sampling(budget: int, limits: Limits, key: str) -> Sampling:
