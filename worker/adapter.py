@@ -94,7 +94,5 @@ def _convert_nothing(*_: Any, **__: Any) -> None: ...
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the trained adapter, and no other, in PEFT's format: adapter_config.json and fp32
-    weights.
-    """
+    """Write the trained adapter alone, in PEFT's format: adapter_config.json and fp32 weights."""
     model.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False)

@@ -136,9 +136,7 @@ def used_gib() -> dict[str, float]:
 
 
 def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
-    """Bytes left within each memory limit that control groups (version 1 or 2) set on this
-    process.
-    """
+    """Bytes left within each memory limit that control groups (version 1 or 2) set on us."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux

@@ -41,9 +41,7 @@ fails is missing from the data.
 def train(
     job: Json, spec: RunSpec, writer: RunWriter, heartbeat: Heartbeat, scratch: Path, ranks: Ranks
 ) -> int:
-    """Train and return the last step. Raises FlashError, or Cancelled once the latest step is
-    saved.
-    """
+    """Train and return the last step. FlashError, or Cancelled once the latest step is saved."""
     check_devices(ranks)
     share_machine(ranks.count)
     resume_from = _resume_point(writer, scratch, ranks)

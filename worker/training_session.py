@@ -275,9 +275,7 @@ class TrainingSession(Session[RunSpec]):
     def _summary(
         self, rows: Sequence[records.Rollout], examples: Sequence[Example], seconds: float
     ) -> Json:
-        """Of an evaluation; in a mixture also of each environment. `examples` are those of
-        `rows`.
-        """
+        """Of an evaluation; in a mixture also of each environment. `examples` are of `rows`."""
         summary = summarize_evaluation(rows, seconds=seconds)
         for name in self.hosts:
             own = [

@@ -100,9 +100,7 @@ class Page:
                 first = rest
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Columns as wide as their cells; the last is cut at the width, and empty ones are left
-        out.
-        """
+        """Columns as wide as their cells, without empty ones; the last is cut at the width."""
         cells: list[Sequence[Cell]] = [[(name, "dim") for name in header], *rows]
         shown: list[tuple[int, int]] = []
         for column in range(len(header)):

@@ -217,9 +217,7 @@ def packed(job: Json, artifacts: Artifacts) -> Json:
 
 
 def placed(job: Json, artifacts: Artifacts, cache: Path) -> Json:
-    """The inverse on a node: every artifact fetched, and named by its folder there. The code is
-    what runs.
-    """
+    """The inverse on a node: every artifact fetched and named by its folder, but the code's."""
 
     def fetched(name: str) -> str:
         return str(artifacts.fetch(name.removeprefix(MARK), cache))

@@ -97,9 +97,7 @@ def _removed(run_id: str, step: int) -> FlashError:
 def _elsewhere(
     store: Store, target: str | None, *, port: int | None, record: bool | None
 ) -> str | None:
-    """The target, if it is not this machine. FlashError(unknown_target | target_refused |
-    invalid_argument).
-    """
+    """The target, unless it is this machine. FlashError(unknown_target | target_refused | ...)."""
     if target in (None, LOCAL_TARGET):
         return None
     settings = find_target(store.base, target)

@@ -212,9 +212,7 @@ class ModelServer:
         return LOOK_S if starting else pause_s
 
     def _reach(self, rows: Rows, run: Run, *, is_first: bool) -> None:
-        """Connect to the newest attempt once it listens, and load adapters. `is_first`: no other
-        is ready.
-        """
+        """Connect to the newest attempt once it listens. `is_first`: no other is ready."""
         folder = RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
         response = folder.listening(run.attempt)
         if response is None:

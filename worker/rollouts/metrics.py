@@ -24,9 +24,7 @@ LEAST_FREEDOM = 6
 
 
 def summarize(groups: Sequence[Sequence[Rollout]], thinking_coef: float = 0.0) -> dict[str, Any]:
-    """The metrics of one step's groups; means are over the rollouts that the environment did not
-    fail.
-    """
+    """The metrics of one step's groups; means leave out what the environment failed."""
     total = sum(map(len, groups))
     passed = [[rollout for rollout in group if not rollout.error] for group in groups]
     scored = list(filter(None, passed))

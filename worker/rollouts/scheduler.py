@@ -100,9 +100,7 @@ def task_groups(
     size: int,
     seed_of: Callable[[int, int, int], int],
 ) -> list[Task]:
-    """`size` tasks for each example, next to each other, with seeds
-    `seed_of(number, index, attempt)`.
-    """
+    """`size` tasks for each example in a row, with seeds `seed_of(number, index, attempt)`."""
     tasks: list[Task] = []
     for group, (number, environment) in enumerate(examples):
         for attempt in range(size):

@@ -269,9 +269,7 @@ class ChatTemplate:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _check(self, turns: list[ChatMessage]) -> None:
-        """An answer and a reply put together from pieces must read as the template renders them
-        whole.
-        """
+        """An answer and a reply put together from pieces must read as the template renders them."""
         start = [{"role": "user", "content": "2 + 2?"}]
         answer, reply = turns
         whole = self._render([*start, *turns])
@@ -432,9 +430,7 @@ class Transcript:
         return created
 
     def drop_unanswered(self) -> None:
-        """Remove the tokens after the model's last one: they predict nothing, and a reply may be
-        very long.
-        """
+        """Remove the tokens after the model's last one: they predict nothing, and may be many."""
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
 

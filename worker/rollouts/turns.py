@@ -38,9 +38,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The model's own tokens of one turn and the log-probability it sampled each with; both of
-    length T.
-    """
+    """The model's own tokens of a turn and the log-probability of each, both of length T."""
 
     token_ids: list[int]
     logprobs: list[float]

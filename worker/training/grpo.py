@@ -200,9 +200,7 @@ class Trainer(GRPOTrainer):
     # -- backward ----------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """TRL's. After this rank's last group of the step, gradients and metrics are those of all
-        ranks.
-        """
+        """TRL's. After this rank's last group, gradients and metrics are those of all ranks."""
         trl = cast(Any, super())
         if not self._groups:
             self._begun.clear()

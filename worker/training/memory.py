@@ -83,9 +83,7 @@ class Workload:
 
     @property
     def completion(self) -> int:
-        """Tokens that the model may write in one conversation. Those of the environment are not
-        known.
-        """
+        """Tokens that the model may write in a conversation. The environment's are not known."""
         return max(1, min(self.turns * self.max_tokens, self.max_length - self.prompt))
 
     @property
@@ -313,9 +311,7 @@ def _without_storage(
 
 
 def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tuple[int, int]:
-    """(held, passing) bytes of one pass: those kept for the backward pass, and those that come and
-    go.
-    """
+    """(held, passing) bytes of one pass: kept for the backward pass, and those that come and go."""
     config = config_of(model_path)
     text = config.get_text_config()
     layers: int = text.num_hidden_layers

@@ -135,9 +135,7 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
 
 
 class Tuner(SFTTrainer):
-    """SFTTrainer with our forward pass; `held_out` measures the loss on rows that are not
-    learnt.
-    """
+    """SFTTrainer with our forward pass; `held_out` measures the loss on rows not learnt."""
 
     way: Way
     limits: PackLimits

@@ -60,9 +60,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
-        """None where there is none, and for what a power cut left of one: that process ended with
-        it.
-        """
+        """None where there is none, and for what a power cut left of one: that process ended."""
         try:
             named, boot, stat = path.read_text().split(" ", 2)
             slots = tuple(map(int, filter(None, named.split(","))))
@@ -135,9 +133,7 @@ def _state_and_start(stat: str) -> tuple[str, int]:
 
 
 class LocalLauncher(Launcher):
-    """`records` is a folder of its own; `gpus` are the ids of the devices to share out (none: the
-    CPU).
-    """
+    """`records` is a folder of its own; `gpus` are ids of the devices to share (none: the CPU)."""
 
     def __init__(self, records: Path, gpus: Sequence[str] | None = None) -> None:
         self.records = records
