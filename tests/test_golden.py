@@ -18,6 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return frozen(tmp_path_factory.mktemp("frozen"))
 
 
+@pytest.mark.slow
 def test_the_golden_files_are_those_that_are_made(found: dict[str, str]):
     assert sorted(found) == NAMES
 

@@ -43,6 +43,7 @@ def test_what_is_laid_out_fits_a_terminal(words: tuple[str, ...], tmp_path: Path
     assert max(map(len, folded)) <= views.WIDTH
 
 
+@pytest.mark.slow
 def test_the_checks_of_an_environment_are_lines_with_the_fix_under_what_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -49,6 +49,7 @@ def test_lines_that_are_no_messages_are_passed_over(tmp_path: Path, source: str)
     server.close()
 
 
+@pytest.mark.slow
 def test_a_tool_that_does_not_answer_fails_in_time(tmp_path: Path, source: str) -> None:
     stuck = source.replace("def multiply(left: int, right: int) -> str:\n", STUCK)
     server = server_of(tmp_path, stuck, timeout_s=5.0)

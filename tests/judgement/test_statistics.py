@@ -25,6 +25,7 @@ def scipy_stats() -> Any:
 COUNTS = [(0, 1), (0, 10), (1, 10), (5, 10), (10, 10), (37, 200), (199, 200), (500, 1000)]
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_mean_is_scipys(scipy_stats: Any):
     values: list[float] = [0.2, 0.5, 0.9, 0.4, 0.6, 0.1, 0.8, 0.3]
     for count in range(2, statistics.MOST_MEASUREMENTS + 1):

@@ -161,6 +161,7 @@ def forget() -> None:
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
+@pytest.mark.slow
 @pytest.mark.hostile("run folders")
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_no_hostile_run_folder_writes_elsewhere_or_fails_without_a_code(

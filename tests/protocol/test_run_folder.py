@@ -225,6 +225,7 @@ def test_an_empty_folder_has_nothing_to_say(folder: RunFolder) -> None:
         folder.job()
 
 
+@pytest.mark.slow
 def test_the_job_can_be_written_again_and_read_by_another(folder: RunFolder, url: str) -> None:
     job = {"run_id": "run-1", "spec": {"environment_args": {"name": "Zoë"}}}
     folder.create(job)

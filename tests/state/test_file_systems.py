@@ -151,6 +151,7 @@ home = pathlib.Path(sys.argv[1])
     assert not is_supervised(flash_home)
 
 
+@pytest.mark.slow
 def test_the_doctor_names_a_file_system_without_locks(flash_home: Path) -> None:
     code = "from flash_mcp.cli import doctor; print(doctor.CHECKS['file system']())"
     found = refused("flock,fcntl", code, flash_home).stdout

@@ -323,6 +323,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
     return store, run_id
 
 
+@pytest.mark.slow
 def test_many_threads_that_write_wait_for_each_other_and_none_finds_the_database_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_server_starts_one_without_being_asked(flash_home: Path, waiting_run: 
         server.terminate()
 
 
+@pytest.mark.slow
 def test_waiting_for_a_run_starts_one(flash_home: Path, waiting_run: Run) -> None:
     command = [sys.executable, "-m", "flash_mcp.cli", "wait", waiting_run.id]
     with subprocess.Popen(command, cwd=ROOT) as waiting:

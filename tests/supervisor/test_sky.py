@@ -191,6 +191,7 @@ def test_what_skypilot_refuses_is_an_error_with_its_words(cluster: sky_cluster.C
     assert caught.value.code == "target_refused"
 
 
+@pytest.mark.slow
 def test_a_skypilot_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flash_mcp.supervisor.launch.sky.TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:

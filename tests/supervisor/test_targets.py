@@ -141,6 +141,7 @@ def test_an_attempt_is_replaced_once_however_long_ago_its_run_was_read(bench: Be
     bench.start(run)
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(bench: Bench) -> None:
     run = bench.train(stall_timeout_s=0.1, max_attempts=1)
     bench.until(lambda: bench.now(run).pending_reason)
@@ -231,6 +232,7 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
     assert bench.now(run).state == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +441,7 @@ def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt
     assert (bench.now(run).attempt, bench.now(run).pending_reason) == (1, None)
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +470,7 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     assert bench.lab.engine.cancelled == []
 
 
+@pytest.mark.slow
 def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker writes its next heartbeat only some seconds after the store has come back."""
     bench.attendant.patience = replace(HASTE, beat_silent_s=0.5)
@@ -498,6 +502,7 @@ def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monk
     bench.until(lambda: bench.now(run).attempt == 2)  # it is silent now
 
 
+@pytest.mark.slow
 def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thousands of them, each heartbeat is asked for every few minutes."""
     monkeypatch.setattr(bench.lab, "beats_per_s", 1.0, raising=False)

@@ -128,6 +128,7 @@ def test_a_process_that_was_given_the_pid_of_a_silent_supervisor_is_left_alone(f
         other.kill()
 
 
+@pytest.mark.slow
 def test_a_healthy_one_in_a_terminal_is_told_and_stays(
     flash_home: Path, holders: list[subprocess.Popen[bytes]]
 ) -> None:

@@ -90,6 +90,7 @@ def test_the_command_takes_more_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["values"]["steps"] == 3
 
 
+@pytest.mark.slow
 async def test_secrets_come_from_the_file_beside_the_config_and_are_written_nowhere(
     tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,6 +294,7 @@ async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
     assert open_store().environments() == []
 
 
+@pytest.mark.slow
 async def test_an_agent_that_works_before_it_asks_is_published(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +387,7 @@ async def test_what_an_environment_is_loaded_with_is_carried_on(
     assert tested["next"] == f"train(environment='e', validate_only=true{carried})"
 
 
+@pytest.mark.slow
 async def test_the_network_is_the_operators_to_grant_whatever_name_another_owner_chooses(
     client: Client, tmp_path: Path, flash_home: Path
 ) -> None:
@@ -415,6 +417,7 @@ async def test_the_network_is_the_operators_to_grant_whatever_name_another_owner
 # -- env_test --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_failed_check_is_a_result_with_evidence_and_fix(client: Client, tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
@@ -507,6 +510,7 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(clie
     assert pushed["gate"] == "failed: hunt"
 
 
+@pytest.mark.slow
 async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_verdict(
     flash_home: Path, tmp_path: Path
 ) -> None:

@@ -588,6 +588,7 @@ async def test_another_adapter_and_another_version_are_measured_anew(client: Cli
     assert "checkpoint_corrupt" in error
 
 
+@pytest.mark.slow
 async def test_the_best_attempts_of_an_early_policy_tell_whether_training_has_headroom(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)

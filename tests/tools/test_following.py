@@ -73,6 +73,7 @@ def made(writer: RunWriter, scratch: Path, step: int) -> None:
         evaluate(writer, step, 20 + step // 2)
 
 
+@pytest.mark.slow
 async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(
     tmp_path: Path, no_supervisor: None, monkeypatch: pytest.MonkeyPatch
 ):

@@ -41,6 +41,7 @@ async def mixed_run(**fields: Any) -> Run:
     return open_store().run(body["run_id"])
 
 
+@pytest.mark.slow
 async def test_each_environment_has_its_own_ratio_arguments_and_secrets() -> None:
     run = await mixed_run(idempotency_key="once")
     first, second = queue.job(run)["mixture"]
@@ -66,6 +67,7 @@ async def test_each_environment_has_its_own_ratio_arguments_and_secrets() -> Non
         remove(open_store(), f"second@{second['digest']}")
 
 
+@pytest.mark.slow
 async def test_env_test_has_to_pass_for_each() -> None:
     store = open_store()
     store.put_gate(store.environment("second").digest, {"level": 2}, ["gold"])
@@ -108,6 +110,7 @@ def measured(writer: RunWriter, step: int, solved: tuple[int, int]) -> None:
     writer.evaluation(step, summary, rows)
 
 
+@pytest.mark.slow
 async def test_the_run_has_one_headline_and_each_environment_a_verdict() -> None:
     run = await mixed_run()
     writer = start(run.id)

@@ -62,6 +62,7 @@ def work_on(run_id: str) -> RunWriter:
     return RunWriter(folder, run.attempt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "evidence"),
     [(SAME_QUESTIONS, "40 ask what a train task asks"), (SAME_IDS, "40 have the id of a train task")],

@@ -315,6 +315,7 @@ PARTS |= st.fixed_dictionaries({}, optional={"text": st.lists(st.text(max_size=3
 ROW = st.dictionaries(st.sampled_from(COLUMNS), PARTS | st.lists(PARTS, max_size=3))
 
 
+@pytest.mark.slow
 @given(st.lists(ROW, max_size=12))
 def test_whatever_rows_hold_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.json"

@@ -43,6 +43,7 @@ def arm(name: str, script: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"name": name, "environment_args": script, **fields}
 
 
+@pytest.mark.slow
 async def test_an_arm_that_loses_goes_and_the_last_one_left_is_the_winner(client: Client):
     arms = [arm("none", NONE), arm("all", ALL), arm("half", HALF)]
     body = await call(client, "tournament", environment="echo", arms=arms)
@@ -62,6 +63,7 @@ async def test_an_arm_that_loses_goes_and_the_last_one_left_is_the_winner(client
     assert again == {**body, "created": False}
 
 
+@pytest.mark.slow
 async def test_equal_arms_end_without_a_claim_and_with_intervals(client: Client):
     arms = [arm("half", HALF, system_prompt="Be right."), arm("as good", HALF, system_prompt="")]
     body = await call(client, "tournament", environment="echo", arms=arms)
@@ -78,6 +80,7 @@ async def test_equal_arms_end_without_a_claim_and_with_intervals(client: Client)
     assert listed["name"] == f"{body['tournament_id']} round 3: as good"
 
 
+@pytest.mark.slow
 async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: Client):
     held = {"hold": True, **HALF}
     arms = [arm("a", held), arm("b", {**held, "say": "b"})]
@@ -103,6 +106,7 @@ async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: C
     assert not store.active_targets()
 
 
+@pytest.mark.slow
 async def test_an_arm_that_cannot_run_ends_it_with_the_reason(client: Client):
     failing = {"failing": list(range(60))}
     arms = [arm("good", ALL), arm("cancelled", {"hold": True})]
@@ -117,6 +121,7 @@ async def test_an_arm_that_cannot_run_ends_it_with_the_reason(client: Client):
     assert {row["name"]: row["tasks"] for row in body["arms"]} == {"b": 60, "a": 0}
 
 
+@pytest.mark.slow
 async def test_the_rounds_of_an_owner_are_theirs_and_wait_for_a_place_in_their_queue(tmp_path: Path):
     arms = [arm("a", HALF), arm("b", {**HALF, "say": "b"})]
     open_store()
@@ -141,6 +146,7 @@ def learner(name: str, climbs: float, **fields: Any) -> dict[str, Any]:
     return {"name": name, "environment_args": {"climbs": climbs}, **fields}
 
 
+@pytest.mark.slow
 async def test_arms_that_learn_are_trained_in_rounds_and_the_last_are_judged_on_tasks_held_back(client: Client):
     arms = [learner("slow", 0.02), learner("fast", 0.34, learning_rate=1e-3), learner("steady", 0.15)]
     asked = {"environment": "echo", "arms": arms, "settings": {"steps": 3}, "idempotency_key": "race", "wait_s": 0}
@@ -169,6 +175,7 @@ async def test_arms_that_learn_are_trained_in_rounds_and_the_last_are_judged_on_
     assert f"deploy(run_id='{run.id}', step=3)" in body["next"]
 
 
+@pytest.mark.slow
 async def test_an_arm_whose_training_fails_is_out_and_two_have_to_be_left(client: Client):
     failing = {"environment_args": {"climbs": 0.1, "1": {"at": 1, "do": "fail"}}}
     arms = [learner("a", 0.2), learner("b", 0.1), {"name": "broken", **failing}]
@@ -214,6 +221,7 @@ async def test_what_cannot_be_played_is_refused(client: Client, arguments: dict[
     assert not open_store().query("SELECT id FROM tournaments")
 
 
+@pytest.mark.slow
 async def test_the_worst_attempts_come_with_an_evaluation(client: Client):
     body = await call(client, "evaluate", environment="echo", environment_args=HALF, system_prompt="Be brief.")
     assert body["values"]["system_prompt"] == "Be brief."

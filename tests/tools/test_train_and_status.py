@@ -1025,6 +1025,7 @@ async def test_a_run_with_the_same_values_that_is_alive_is_named(tmp_path: Path)
     assert again["notes"][0].startswith(f"{first['run_id']} cancelled before with the same values")
 
 
+@pytest.mark.slow
 async def test_the_run_that_differs_least_is_named_and_one_that_differs_in_more_is_not(tmp_path: Path):
     push_echo(tmp_path)
     fields = {"environment": "echo", "validate_only": True}
