@@ -97,7 +97,7 @@ def _removed(run_id: str, step: int) -> FlashError:
 def _elsewhere(
     store: Store, target: str | None, *, port: int | None, record: bool | None
 ) -> str | None:
-    """The target, unless it is this machine. FlashError(unknown_target | target_refused | ...)."""
+    """The target, unless it is this machine. FlashError as of `request`."""
     if target in (None, LOCAL_TARGET):
         return None
     settings = find_target(store.base, target)
