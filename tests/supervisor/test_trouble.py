@@ -141,11 +141,10 @@ def test_a_pause_of_the_machine_is_no_silence_of_the_attempt(
     supervisor = bench.new_supervisor(cancel_grace_s=20.0)
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}}, stall_timeout_s=60.0)
     bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    worker = bench.pid(run)
+    os.kill(worker, signal.SIGSTOP)  # it wakes after the supervisor has, and hears of a cancel then
     if is_cancelled:
         queue.request_cancel(bench.store, run.id)
-        supervisor.tick()
-    worker = bench.pid(run)
-    os.kill(worker, signal.SIGSTOP)  # it wakes after the supervisor has
     supervisor.tick()
     real = time.monotonic
     monkeypatch.setattr("flash_mcp.supervisor.process.time.monotonic", lambda: real() + 130)
