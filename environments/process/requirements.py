@@ -69,20 +69,20 @@ EVIDENCE_BYTES = 1200
 REFERENCE = re.compile(r"-[rce]\b|--(requirement|constraint|editable)\b|\.{0,2}/|file:|.*@\s*file:")
 """Lines that refer to other files. The digest would not cover those."""
 OPTION = re.compile(
-    r"-(?!(i|f|-index-url|-extra-index-url|-find-links|-no-index|-pre|-require-hashes)\b)|.*\$\{"
+    r"-(?!(i|f|-index-url|-extra-index-url|-find-links|-no-index|-pre|-require-hashes)\b)"
 )
-"""Lines with any other option, some of which allow builds, or with a variable, where uv would put
-the password of an index, perhaps into another host's address.
-"""
+"""Lines with any other option. Some of them allow builds."""
+VARIABLE = re.compile(r"\$\{")
+"""uv would put the password of an index here, perhaps into another host's address."""
 SDK_REQUIREMENT = "freesolo>=0.4,<0.5"
 REASONING_GYM = ["cellpylib==2.4.0", "pycosat==0.6.6", "reasoning-gym==0.1.25", "zss==1.2.0"]
 """What `reasoning-gym:DATASET` requires. These versions are this package's choice and no
 environment's, so those that have no wheel are built without the operator's leave.
 """
-PASSED_ON = re.compile(
-    r"(?!UV_PUBLISH_)(PATH|LANG|USER|(UV|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE)", re.IGNORECASE
-)
-"""Environment variables that an installer gets: nothing about uploads."""
+PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
+"""Environment variables that an installer gets."""
+UPLOADS = re.compile(r"UV_PUBLISH_.*", re.IGNORECASE)
+"""Those that it never gets."""
 CREDENTIAL_NAME = re.compile(
     r"user(name)?\b|password|token|keyring|client[-_]?(cert|key)|auth|credential", re.IGNORECASE
 )
@@ -124,7 +124,7 @@ def of_folder(folder: Path) -> list[str]:
         trouble = ""
         if REFERENCE.match(line):
             trouble = "refers to other files"
-        elif OPTION.match(line):
+        elif OPTION.match(line) or VARIABLE.search(line):
             trouble = "has an option or a variable that is not allowed"
         if trouble:
             number = text.count("\n", 0, item.start()) + 1
@@ -258,7 +258,7 @@ def _variables(*, secret: bool) -> dict[str, str]:
     """The settings of uv and the network that hold a password, or those that hold none."""
     results: dict[str, str] = {}
     for name, text in os.environ.items():
-        if PASSED_ON.fullmatch(name):
+        if PASSED_ON.fullmatch(name) and not UPLOADS.fullmatch(name):
             is_setting = name.upper() not in ("PATH", "LANG", "USER")
             is_secret = is_setting and bool(CREDENTIAL_NAME.search(name) or CREDENTIAL.search(text))
             if is_secret == secret:
@@ -273,7 +273,9 @@ async def _ended(
     on_progress: Listener | None,
 ) -> bool:
     """Wait for the installer. False if it did not end in time."""
-    deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+    deadline = float("inf")
+    if timeout_s is not None:
+        deadline = time.monotonic() + timeout_s
     reported = ""
     next_report = 0.0
     while process.poll() is None and time.monotonic() < deadline:
@@ -293,8 +295,10 @@ def _tail(log: IO[bytes]) -> str:
 
 
 def _last_line(log: IO[bytes]) -> str:
-    lines = _tail(log).strip().splitlines() or ["starting"]
-    return lines[-1].strip()[:200]
+    for line in reversed(_tail(log).splitlines()):
+        if line.strip():
+            return line.strip()[:200]
+    return "starting"
 
 
 def _write(path: Path, text: str) -> None:
