@@ -249,17 +249,22 @@ Check = Callable[[Steps, Steps], Sign | None]
 """Looks at all steps, and at the newest; None if nothing is wrong."""
 CHECKS: dict[str, Check] = {}
 """By the name of the flag, in the order of showing. A sample has the metrics of six of them."""
+LETTERS: dict[str, str] = {}
+"""How a cursor of status names each flag. Agents hold cursors: a letter stays with its flag."""
 OF_REWARD: set[str] = set()
 """Signs of a run that learns from a reward. A distillation learns from each token."""
 DOUBTS: set[str] = set()
 """Warnings that make going on doubtful. With the others it is worth it while the numbers move."""
 
 
-def _check(*, of_reward: bool = False, is_doubt: bool = False) -> Callable[[Check], Check]:
+def _check(
+    letter: str, *, of_reward: bool = False, is_doubt: bool = False
+) -> Callable[[Check], Check]:
     """Add a function, whose name is the flag's, to the checks."""
 
     def add(check: Check) -> Check:
         CHECKS[check.__name__] = check
+        LETTERS[check.__name__] = letter
         if of_reward:
             OF_REWARD.add(check.__name__)
         if is_doubt:
@@ -285,7 +290,7 @@ def _found(steps: Steps) -> list[Flag]:
     return sorted(flags, key=lambda flag: flag.severity != "problem")
 
 
-@_check()
+@_check("a")
 def environment_errors(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("rollouts/error_share")
     if share < 0.02:
@@ -299,7 +304,7 @@ def environment_errors(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check()
+@_check("t")
 def refused_requests(steps: Steps, recent: Steps) -> Sign | None:
     # A step without a refusal has no such metric.
     shares = [metrics.get("rollouts/refused_share") or 0.0 for metrics in recent.metrics]
@@ -320,7 +325,7 @@ def refused_requests(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True)
+@_check("b", of_reward=True)
 def no_gradient(steps: Steps, recent: Steps) -> Sign | None:
     norms = recent.column("grad_norm")
     if len(norms) < LEAST_STEPS or max(norms) > 1e-9 or _is_solved(recent):
@@ -336,7 +341,7 @@ def _is_solved(recent: Steps) -> bool:
     return recent.share("success/rate") > 0.8
 
 
-@_check(of_reward=True)
+@_check("c", of_reward=True)
 def uniform_groups(steps: Steps, recent: Steps) -> Sign | None:
     """Groups in which all rollouts score the same have no advantage: GRPO's gradient is zero."""
     share = recent.share("groups/uniform_share")
@@ -367,7 +372,7 @@ def uniform_groups(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True, is_doubt=True)
+@_check("d", of_reward=True, is_doubt=True)
 def too_hard(steps: Steps, recent: Steps) -> Sign | None:
     unsolved = recent.share("groups/unsolved_share")
     if len(recent) < WINDOW or unsolved < 0.8 or uniform_groups(steps, recent):
@@ -379,7 +384,7 @@ def too_hard(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True, is_doubt=True)
+@_check("e", of_reward=True, is_doubt=True)
 def too_easy(steps: Steps, recent: Steps) -> Sign | None:
     solved = recent.share("groups/solved_share")
     if len(recent) < WINDOW or solved < 0.8 or uniform_groups(steps, recent):
@@ -397,7 +402,7 @@ def _middle(recent: Steps) -> float:
     return max(0.0, 1 - ends)
 
 
-@_check()
+@_check("f")
 def truncation(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("rollouts/truncated_share")
     if share < 0.2:
@@ -410,7 +415,7 @@ def truncation(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check()
+@_check("g")
 def solved(steps: Steps, recent: Steps) -> Sign | None:
     """For a sample alone: the outlook says the same of a run."""
     success = recent.share("success/rate")
@@ -455,7 +460,7 @@ def _reward_evidence(steps: Steps, moved: Difference) -> str:
     return f"mean reward of the last third of {steps} less that of the first: {moved}"
 
 
-@_check(of_reward=True, is_doubt=True)
+@_check("h", of_reward=True, is_doubt=True)
 def reward_flat(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
     if moved is None or abs(moved.change) > moved.band:
@@ -467,7 +472,7 @@ def reward_flat(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True)
+@_check("i", of_reward=True)
 def reward_falling(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
     if moved is None or moved.change >= -moved.band:
@@ -479,7 +484,7 @@ def reward_falling(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True, is_doubt=True)
+@_check("j", of_reward=True, is_doubt=True)
 def reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
     reward = _reward_change(steps, recent)
     success = _difference(steps.column("success/rate"))
@@ -497,7 +502,7 @@ def reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True, is_doubt=True)
+@_check("k", of_reward=True, is_doubt=True)
 def length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     lengths = trend(steps.column("tokens/completion_mean"))
     if steps.column("tokens/thinking_penalty"):  # the run pays for short thinking
@@ -526,7 +531,7 @@ def length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True)
+@_check("v", of_reward=True)
 def overthinking(steps: Steps, recent: Steps) -> Sign | None:
     tokens = trend(steps.column("tokens/thinking_mean"))
     success = trend(steps.column("success/rate"))
@@ -549,7 +554,7 @@ def overthinking(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True, is_doubt=True)
+@_check("l", of_reward=True, is_doubt=True)
 def reward_follows_length(steps: Steps, recent: Steps) -> Sign | None:
     result = recent.column("tokens/reward_correlation")
     if len(result) < 5 or abs(fmean(result)) < 0.7:
@@ -563,7 +568,7 @@ def reward_follows_length(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(of_reward=True, is_doubt=True)
+@_check("m", of_reward=True, is_doubt=True)
 def entropy_collapse(steps: Steps, recent: Steps) -> Sign | None:
     entropy = trend(steps.column("entropy"))
     success = recent.mean("success/rate")
@@ -578,7 +583,7 @@ def entropy_collapse(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check(is_doubt=True)
+@_check("n", is_doubt=True)
 def repeated_outputs(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("rollouts/repeated_share")
     success = recent.share("success/rate")
@@ -598,7 +603,7 @@ def has_collapsed(common_share: float, common_success: float) -> bool:
     return common_share >= COLLAPSED and common_success < COLLAPSED
 
 
-@_check(is_doubt=True)
+@_check("o", is_doubt=True)
 def answer_collapse(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("answers/common_share")
     right = recent.share("answers/common_success")
@@ -613,7 +618,7 @@ def answer_collapse(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check()
+@_check("p")
 def policy_mismatch(steps: Steps, recent: Steps) -> Sign | None:
     ratio = recent.mean("is_ratio/mean")
     if ratio is None or abs(ratio - 1) < 0.2:
@@ -626,7 +631,7 @@ def policy_mismatch(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check()
+@_check("q")
 def policy_spike(steps: Steps, recent: Steps) -> Sign | None:
     for name, least in SPIKES.items():
         values = recent.column(name)
@@ -643,7 +648,7 @@ def policy_spike(steps: Steps, recent: Steps) -> Sign | None:
     return None
 
 
-@_check(is_doubt=True)
+@_check("r", is_doubt=True)
 def overfitting(steps: Steps, recent: Steps) -> Sign | None:
     losses = steps.column("eval_loss")
     if len(losses) < 3 or losses[-1] <= 1.05 * min(losses):
@@ -654,7 +659,7 @@ def overfitting(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
-@_check()
+@_check("u")
 def stale_policy(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("is_ratio/clipped_share")
     if share < TRUNCATED:

@@ -4,6 +4,7 @@ the caller passes back says what it was told.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Literal, Self
@@ -29,9 +30,7 @@ CURSOR = re.compile(
     re.ASCII,
 )
 """Short, since every call without news sends it: parts that are 0 are left out."""
-LETTERS = "atbcdefghijkvlmnopqrus"
-"""Those of health.CHECKS in order, and of contaminated_split. A new check takes a new letter."""
-FLAG_LETTERS = dict(zip((*health.CHECKS, health.CONTAMINATED), LETTERS, strict=True))
+FLAG_LETTERS = {**health.LETTERS, health.CONTAMINATED: "s"}
 """What a cursor calls each flag. Callers keep cursors, so a letter never gets another meaning."""
 
 
@@ -157,16 +156,15 @@ async def wait_for_news(
 ) -> Report:
     """The report as soon as it has what the caller waits for, or as it is after `wait_s`."""
     start_s = await run_sync(lambda: store.usual_start_s(store.run(run_id)))
-    reports: dict[tuple[object, ...], Report] = {}
+
+    @functools.lru_cache(maxsize=1)
+    def report_at(mark: object) -> Report:
+        """The report, made anew whenever something about the run changed."""
+        return report_on(store, run_id)
 
     def read() -> Report:
-        """The report, made anew whenever something about the run changed."""
         run = store.run(run_id)
-        mark = (*waiting.fingerprint(store, run), *waiting.obstacles(store, run))
-        if mark not in reports:
-            reports.clear()
-            reports[mark] = report_on(store, run_id)
-        return reports[mark]
+        return report_at((*waiting.fingerprint(store, run), *waiting.obstacles(store, run)))
 
     def progress(report: Report) -> tuple[str, float | None]:
         return waiting.progress_of(report.history.run, report.view.step_s, start_s)
