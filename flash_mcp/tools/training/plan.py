@@ -189,10 +189,8 @@ def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str
     if first:
         adapter, teacher = first.init_adapter, first.lineage.get("teacher")
     else:
-        adapter, teacher = (
-            resolve.init_adapter(store, spec, card),
-            resolve.teacher_of(store, spec, card),
-        )
+        adapter = resolve.init_adapter(store, spec, card)
+        teacher = resolve.teacher_of(store, spec, card)
     parts = parts_of(store, own_spec, first)
     for part in parts:
         check_gateway(part.environment, spec.target)
