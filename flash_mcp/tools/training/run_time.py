@@ -236,6 +236,12 @@ def _training_share(store: Store, spec: RunSpec) -> tuple[float, str] | None:
 def _evaluations(spec: RunSpec, steps: int) -> int:
     """How often a run of so many steps evaluates."""
     every = spec.eval_every
-    count = steps // every if every else 0
     is_due_at_end = bool(every) and steps % every == 0
-    return count + spec.eval_before + (spec.eval_after and not is_due_at_end)
+    count = 0
+    if every:
+        count = steps // every
+    if spec.eval_before:
+        count += 1
+    if spec.eval_after and not is_due_at_end:
+        count += 1
+    return count
