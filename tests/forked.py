@@ -136,17 +136,18 @@ class _Fork(socketserver.StreamRequestHandler):
         process.start()
         assert process.pid
         self.wfile.write(b"%16d" % process.pid)
-        threading.Thread(target=self._listen, args=[process.pid], daemon=True).start()
+        # Its number may be another process's once it has ended.
+        threading.Thread(target=self._listen, args=[os.pidfd_open(process.pid)], daemon=True).start()
         process.join()
         with suppress(OSError):
             self.wfile.write(b"%16d" % process.exitcode)
             self.request.shutdown(socket.SHUT_RDWR)
 
-    def _listen(self, pid: int) -> None:
+    def _listen(self, process: int) -> None:
         with suppress(OSError):
             while self.request.recv(1):
-                os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGKILL)  # the one that asked has ended
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+            signal.pidfd_send_signal(process, signal.SIGKILL)  # the one that asked has ended
 
 
 class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
