@@ -136,7 +136,9 @@ def used_gib() -> dict[str, float]:
 
 
 def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
-    """Bytes left within each memory limit that control groups (version 1 or 2) set on us."""
+    """Bytes left within each memory limit that control groups (version 1 or 2) set on this
+    process.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux

@@ -225,8 +225,8 @@ class Exchange:
             raise self._unknown()
 
     def _unknown(self) -> ApiError:
-        asked = f"{self._method} {self._target[:80]}"
-        what = f"there is no {asked}; POST goes to {', '.join(DIALECTS)}"
+        request = f"{self._method} {self._target[:80]}"
+        what = f"there is no {request}; POST goes to {', '.join(DIALECTS)}"
         return ApiError(404, "unknown_url", what)
 
     async def _ask(self, session: Session) -> None:

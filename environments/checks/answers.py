@@ -52,7 +52,9 @@ def parts(text: str) -> tuple[str, str, str]:
 
 
 def cut(text: str, max_tokens: int | None) -> str:
-    """As much of a text as a model of `max_tokens` could write, with or without words."""
+    """As much of a text as a model of `max_tokens` could write. In words a token is about four
+    characters, else one.
+    """
     if max_tokens is None:
         return text
     return text[: max_tokens * (CHARACTERS_PER_TOKEN if " " in text else 1)]
@@ -124,7 +126,9 @@ class Commonest:
 
 
 def commonest(attempts: Sequence[tuple[str, str, bool]]) -> Commonest | None:
-    """Of (task id, last turn, success). None for fewer than COMMON_TASKS tasks or no answer."""
+    """The commonest answer of attempts, each as (task id, the model's last turn, success). None for
+    fewer than COMMON_TASKS tasks, and if nothing was answered.
+    """
     if len({task for task, _, _ in attempts}) < COMMON_TASKS:
         return None
     results = [(final_answer(turn), success) for _, turn, success in attempts]

@@ -79,7 +79,9 @@ class Copy(tuple[str, ...]):
 
 @dataclass(frozen=True)
 class Constant:
-    """One answer, a text for each turn of which the last repeats, and what it earned by task."""
+    """One answer, and what it earned on each task. `turns` has one text for each model turn; the
+    last one is repeated until the episode ends.
+    """
 
     turns: Turns
     successes: tuple[bool, ...]
@@ -182,8 +184,8 @@ async def _play(
         plans = [(Task(split, index), turns) for index in tasks]
         if isinstance(turns, Copy):
             openings = await together(look(host, task) for task, _ in plans)
-            for place, opening in enumerate(openings):
-                plans[place] = plans[place][0], (turns.of(opening.messages[-1]["content"]),)
+            answers = [(turns.of(opening.messages[-1]["content"]),) for opening in openings]
+            plans = [(task, answer) for (task, _), answer in zip(plans, answers, strict=True)]
         played = await together(play(host, *plan) for plan in plans)
     except EnvironmentFault:
         return None

@@ -244,7 +244,9 @@ class EnvironmentHost:
         tool_calls: Sequence[Json] = (),
         usage: Usage = NO_USAGE,
     ) -> Step:
-        """Give the episode a model turn. Only the gate passes None. Agents are told the `usage`."""
+        """Give the episode one model turn. Only the gate passes None; models write text.
+        `tool_calls` are in OpenAI's form. An agent learns the `usage`.
+        """
         async with self._places:
             calls = list(tool_calls)
             turn = {"episode": episode, "text": assistant_text, "tool_calls": calls}
@@ -252,7 +254,9 @@ class EnvironmentHost:
             return Step(**await self._call(self._home(episode), "step_episode", **facts))
 
     async def next_call(self, episode: int) -> AgentCall | Literal["done", "max_turns"]:
-        """An agent's next request, or how it ended. Time with an unanswered request is free."""
+        """The next request of an agent, or how it ended. `timeout_s` is the time that it may take
+        while none of its requests waits for an answer.
+        """
         state = self._episodes[episode]
         clock = asyncio.get_running_loop().time
 
@@ -316,7 +320,9 @@ class EnvironmentHost:
         return [Score(**value) for value in values]
 
     async def judge(self, split: str, index: int, answers: Sequence[str]) -> list[int] | None:
-        """The rank of each answer, 0 for the best, by the environment's judge; None without one."""
+        """The rank of each answer to a task, 0 for the best, when the environment's judge sees them
+        in this order. None if it has no judge.
+        """
         async with self._places:
             child = await self._live_child()
             request = {"split": split, "index": index, "answers": list(answers)}
@@ -357,7 +363,9 @@ class EnvironmentHost:
         return tasks
 
     async def generated(self) -> dict[str, str]:
-        """What loading generated and the version does not keep, by name, but rows with a secret."""
+        """What loading generated that the version does not keep, by name, for `task_cache.keep`.
+        Rows that hold a secret are left out.
+        """
         child = await self._live_child()
         results: dict[str, str] = {}
         for name in self._generated:
@@ -597,7 +605,9 @@ class _Child(asyncio.SubprocessProtocol):
     async def call(
         self, op: str, timeout_s: float, since: Callable[[], float] | None = None, /, **fields: Any
     ) -> Any:
-        """The answer. _UnansweredError after `timeout_s`, from `since()` on if that is later."""
+        """The child's answer. _UnansweredError after `timeout_s`, EnvironmentFault if it failed.
+        `since` says, once that time is over, from when on it really counts.
+        """
         if not self.alive:
             raise self._death()
         self._last_number += 1

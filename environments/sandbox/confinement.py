@@ -1,9 +1,9 @@
 """The sandbox of environment code: limits on what its process may open, reach and use up. It needs
 Linux, no helper program and no root.
 
-    found = confine(bounds, own)    # in the child, before user code
+    results = confine(bounds, own)    # in the child, before user code
 
-`found` maps each protection to "" if it works on this machine, and else to why it does not.
+`results` maps each protection to "" if it works on this machine, and else to why it does not.
 docs/security.md says what each is made of and stops, and what none of them stops. An endpoint is
 TCP in an empty network namespace, where only the code's own processes listen. Without that, as in a
 container without CAP_SYS_ADMIN, Landlock lets it serve and reach one port of TCP (Linux 6.7).

@@ -1,7 +1,7 @@
 """The process between the host and environment code. It ends every process that the code started.
 
     # goes on in a new process in the sandbox; the caller becomes its warden
-    found = enclose(bounds)
+    results = enclose(bounds)
 
     host --starts--> warden --forks--> first process --forks--> environment code
                                        (pid 1 of a PID namespace)
@@ -54,7 +54,9 @@ HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
 
 
 def enclose(bounds: Bounds) -> dict[str, str]:
-    """Go on in a new process in the sandbox, which gets what `confine` found; be its warden."""
+    """Go on in a new process in the sandbox, with this one as its warden. What `confine` returned,
+    in the new process only.
+    """
     if not sys.platform.startswith("linux"):
         return _protected(confine(bounds, Own()), bounds)
     set_subreaper()
