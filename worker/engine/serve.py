@@ -27,6 +27,7 @@ from flash_mcp.protocol.base_models import chat_template_of, find, folder_card
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.fetch import ensure
+from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
 from worker.model_files import check_shape, config_of, weights_bytes
 from worker.process import CARDS, MODEL_FOLDER
 
@@ -78,8 +79,6 @@ def server_command(
     """
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
-    from worker.engine import vllm as engine  # noqa: PLC0415
-
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
         "model": model,
@@ -87,7 +86,7 @@ def server_command(
         "host": "127.0.0.1",
         "port": port,
         "max-model-len": length,
-        "max-lora-rank": engine.room_for_rank(lora_rank),
+        "max-lora-rank": room_for_rank(lora_rank),
         "max-loras": 2,
         "max-cpu-loras": 16,
         # Not the model's own: by default, sample as training and evaluation do.
@@ -100,13 +99,13 @@ def server_command(
     config = config_of(model)
     os.environ[MODEL_FOLDER] = str(model)
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
-    if engine.text_only(config):
+    if text_only(config):
         flags.append("--language-model-only")
     cards = 1
     itemsize = 2
     if torch.cuda.is_available():
         cards = use_cards(model, state_directory())
-        options["gpu-memory-utilization"] = engine.UTILIZATION
+        options["gpu-memory-utilization"] = UTILIZATION
     else:
         itemsize = _set_for_cpu(config, model, flags, options)
     _add_template(model, flags, options)
@@ -124,12 +123,11 @@ def server_command(
 def _set_for_cpu(config: Any, model: Path, flags: list[str], options: dict[str, Any]) -> int:
     """Set what a server without a card needs. Returns the bytes of a number in its cache."""
     from worker.capacity import KV_BLOCK_TOKENS  # noqa: PLC0415
-    from worker.engine import vllm as engine  # noqa: PLC0415
     from worker.precision import name_of, precision_of  # noqa: PLC0415
 
     dtype = precision_of(config, model)
     flags.append("--enforce-eager")
-    options["worker-cls"] = engine.CPU_LORA_WORKER
+    options["worker-cls"] = CPU_LORA_WORKER
     options["dtype"] = name_of(dtype)
     options["block-size"] = KV_BLOCK_TOKENS
     # In spite of the flag vLLM compiles its sampler, at the first answer that is sampled.

@@ -21,6 +21,7 @@ from torch import Tensor
 from worker.adapter import merged_weights, save_adapter
 from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, named_as
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
+from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
 from worker.engine.text_models import prepare_text_model
 from worker.imports import quick_imports
 from worker.model_files import checkpoint_prefix, config_of, has_state
@@ -36,17 +37,10 @@ if TYPE_CHECKING:
 Sync = Literal["merged", "adapter"]
 WAYS: tuple[Sync, ...] = get_args(Sync)
 SYNC_VARIABLE = "FLASH_SYNC"
-CPU_LORA_WORKER = "worker.engine.lora_cpu.LoraWorker"
 IN_PROCESSES = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "worker.ports.PortClosing",
 }
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
-
-UTILIZATION = 0.01
-"""vLLM ignores this share of a GPU's memory beside `kv_cache_memory_bytes`, except that it does not
-start if less is free."""
 
 
 class VllmEngine:
@@ -321,12 +315,6 @@ def _for_gpu(max_num_seqs: int) -> dict[str, Any]:
     }
 
 
-def text_only(config: Any) -> dict[str, Any]:
-    """Arguments with which vLLM leaves the towers of a wrapper out."""
-    has_tower = getattr(config, "vision_config", None) or getattr(config, "audio_config", None)
-    return {"language_model_only": True} if has_tower else {}
-
-
 @contextmanager
 def _visible(cards: Sequence[str]) -> Generator[None]:
     """Show these cards to the processes that an engine on several of them starts. What this process
@@ -468,11 +456,6 @@ def _pack_experts_at_each_load_on_cpu() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     method._setup_kernel = set_up
-
-
-def room_for_rank(rank: int) -> int:
-    """The smallest of LORA_RANKS that holds `rank`."""
-    return next((room for room in LORA_RANKS if room >= rank), rank)
 
 
 def default_sync(dtype: torch.dtype) -> Sync:
