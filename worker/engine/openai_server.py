@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from worker.engine.text_models import prepare_text_model
+from worker.imports import quick_imports
 from worker.model_files import config_of
 
-prepare_text_model(config_of(Path(sys.argv[sys.argv.index("--model") + 1])))
+with quick_imports():
+    prepare_text_model(config_of(Path(sys.argv[sys.argv.index("--model") + 1])))
+    import_module("vllm.v1.engine.async_llm")  # both processes need most of what it imports
 
 if __name__ == "__main__":
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
