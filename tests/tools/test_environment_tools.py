@@ -23,6 +23,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools import environments
 from flash_mcp.tools.environments import env_push, env_test
 from flash_mcp.tools.shared import playbook, tool_base
+from flash_mcp.tools.starters import TEMPLATES
 from tests.calls import call as call_here
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
@@ -55,12 +56,9 @@ STARTER = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["calculator", "sort_words"])
-async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
-    client: Client, template: str, tmp_path: Path
-) -> None:
+async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(client: Client, tmp_path: Path) -> None:
     folder = tmp_path / "my-task"
-    written = await call(client, "env_setup", folder=str(folder), template=template)
+    written = await call(client, "env_setup", folder=str(folder), template="calculator")
     assert (written["folder"], written["name"], written["files"]) == (str(folder), "my-task", STARTER)
     assert files_in(folder) == STARTER
     assert (folder / "TRAINING.md").read_text() == playbook.text()
@@ -120,13 +118,25 @@ async def test_arguments_of_env_setup_that_contradict_each_other_are_refused(
     assert f"does not go with {what}" in text and f"leave out {fix}" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("template", ["tool_use", "mcp_server", "agent"])
-async def test_templates_with_tools_pass_their_test(client: Client, template: str, tmp_path: Path) -> None:
-    folder = tmp_path / "tools"
-    await call(client, "env_setup", folder=str(folder), template=template)
-    tested = await gate.check(folder, deadline_s=600)
-    assert tested.passed, tested.probes
+@pytest.mark.parametrize(
+    ("template", "example"),
+    [
+        ("sort_words", "sort_words"),
+        ("multi_turn", "calculator"),
+        ("tool_use", "tool_calculator"),
+        ("mcp_server", "mcp_server"),
+        ("agent", "agent_calculator"),
+    ],
+)
+async def test_a_template_is_an_example_that_passes_the_gate(
+    client: Client, template: str, example: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "new"
+    written = await call(client, "env_setup", folder=str(folder), template=template)
+    assert files_in(folder) == written["files"]
+    for path in (TEMPLATES / example).rglob("*"):
+        if path.is_file() and path.suffix in (".py", ".jsonl"):
+            assert (folder / path.relative_to(TEMPLATES / example)).read_bytes() == path.read_bytes()
 
 
 SERVER = """
