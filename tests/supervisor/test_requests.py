@@ -26,7 +26,7 @@ from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
 from tests.protocol.test_run_folder import BUCKET, ObjectStore, adapter, object_store
 from tests.supervisor.test_targets import HASTE, Bench, Lab
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import wait_for
 from worker.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.slow
@@ -158,10 +158,7 @@ def test_keys_that_a_later_shell_has_are_used_once_the_store_refuses_those_befor
     supervisor.vault.open()
 
     def until(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, vars(bench.now(run))
-            supervisor.tick()
+        wait_for(condition, tick=supervisor.tick, evidence=lambda: vars(bench.now(run)))
 
     def offer(value: str) -> None:
         shell = {**os.environ, key: value}
