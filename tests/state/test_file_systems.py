@@ -178,11 +178,10 @@ def test_the_doctor_names_a_network_file_system(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_script")
-@pytest.mark.parametrize("name", ["with space", "new\nline", "größe-日本", "quote'\"$HOME", "-dash"])
 def test_a_state_directory_may_have_any_name(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASH_HOME", str(tmp_path / name))
+    monkeypatch.setenv("FLASH_HOME", str(tmp_path / "-größe 日本 'quote\"$HOME\nline"))
     play(environment)
 
 
