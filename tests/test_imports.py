@@ -169,12 +169,10 @@ def test_the_server_is_importable_fast():
     module = "flash_mcp.server.mcp_server"
     # Processor time: other processes of the machine do not count.
     code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
-    seconds = min(
-        float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
-    )
-    print(f"import {module}: {seconds:.2f} s")  # noqa: T201
-    assert seconds < 5  # under 1.5 s on a quiet machine, most of it the MCP SDK; clients give a server 10 s to start
+    once = [sys.executable, "-c", code]
+    seconds = (float(subprocess.run(once, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout) for _ in range(3))
+    # Under 1.5 s on a quiet machine, most of it the MCP SDK. Clients give a server 10 s to start.
+    assert any(each < 5 for each in seconds)
 
 
 @pytest.mark.slow
