@@ -29,7 +29,7 @@ SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 """What a file of slow tests alone has."""
 
-# The tests' models are tiny, and four tests run at a time: a second thread would spin for a core.
+# The tests' models are tiny, and five tests run at a time: a second thread would spin for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

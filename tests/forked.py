@@ -1,8 +1,9 @@
-"""Workers that start with their packages imported, which take most of the seconds of a short run.
+"""Processes that start with torch, vLLM and the like imported, which takes most of the seconds of a
+short run of a worker, and of what pytest-xdist's processes do before the first test.
 
     python -m tests.forked NAME PARENT_PID
 
-A server imports them once for all processes of a test run, and forks for each worker."""
+A server imports them once for a test run, and forks."""
 
 from __future__ import annotations
 
@@ -56,9 +57,11 @@ class Forked:
     ) -> None:
         if VARIABLE not in os.environ:
             start_server()
-        request = {"arguments": [*arguments], "log": str(log), "environment": environment}
+        request = {"arguments": [*arguments], "environment": environment, "folder": str(folder or Path.cwd())}
         self._link = connect()
-        self._link.sendall(json.dumps({**request, "folder": str(folder or Path.cwd())}).encode() + b"\n")
+        with Path(os.devnull).open() as null, log.open("ab") as output:
+            streams = [null.fileno(), output.fileno(), output.fileno()]
+            socket.send_fds(self._link, [json.dumps(request).encode() + b"\n"], streams)
         self.pid = int(self._link.recv(16, socket.MSG_WAITALL))
         self._code: int | None = None
 
@@ -124,23 +127,28 @@ def variables_of_workers() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-class _Fork(socketserver.StreamRequestHandler):
+class _Fork(socketserver.BaseRequestHandler):
     """Forks what one process asks for, passes SIGTERM on, and says how it ended. It runs in a fork
     of the server."""
 
     def handle(self) -> None:
         self.server.socket.close()
-        request = json.loads(self.rfile.readline())
-        values = (request["arguments"], request["log"], request["environment"], request["folder"])
+        line, streams, *_ = socket.recv_fds(self.request, 2**20, 3)
+        while not line.endswith(b"\n"):
+            line += self.request.recv(2**20)
+        request = json.loads(line)
+        values = (request["arguments"], streams, request["environment"], request["folder"])
         process = get_context("fork").Process(target=_run, args=values)
         process.start()
+        for stream in streams:
+            os.close(stream)
         assert process.pid
-        self.wfile.write(b"%16d" % process.pid)
+        self.request.sendall(b"%16d" % process.pid)
         # Its number may be another process's once it has ended.
         threading.Thread(target=self._listen, args=[os.pidfd_open(process.pid)], daemon=True).start()
         process.join()
         with suppress(OSError):
-            self.wfile.write(b"%16d" % process.exitcode)
+            self.request.sendall(b"%16d" % process.exitcode)
             self.request.shutdown(socket.SHUT_RDWR)
 
     def _listen(self, process: int) -> None:
@@ -160,12 +168,13 @@ class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
         super().process_request(request, client_address)
 
 
-def _run(arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
+def _run(arguments: list[str], streams: list[int], environment: dict[str, str], folder: str) -> None:
     os.setsid()
     os.chdir(folder)
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(output, number)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  multiprocessing has closed it
     server = os.environ[VARIABLE]
     os.environ.clear()
     os.environ.update({VARIABLE: server, **environment})
