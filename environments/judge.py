@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
 from typing import Any, cast
 
 from environments.base import FULL_SCORE, RewardMetric, RewardResult, TaskExample
@@ -122,10 +121,10 @@ class JudgeRubric:
             with ThreadPoolExecutor(2) as pool:
                 ranks = pool.map(partial(self.ask, question), orders)
             votes = [dict(zip(*vote, strict=True)) for vote in zip(orders, ranks, strict=True)]
-            worst = len(distinct) - 1
+            worst = len(votes) * (len(distinct) - 1)
             scores: dict[str, float] = {}
             for text in distinct:
-                scores[text] = 1 - fmean(vote[text] for vote in votes) / worst
+                scores[text] = 1 - sum(vote[text] for vote in votes) / worst
             self._kept[key] = scores
         return [self._kept[key][text] for text in texts]
 

@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -82,7 +81,7 @@ def switch_global_generators() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Switches numpy.random and torch when they are imported."""
 
     def find_spec(
