@@ -13,7 +13,7 @@ import pytest
 from mcp import Client
 
 from environments import load_dataset
-from environments.checks import gate
+from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.spec import read_toml, validate
@@ -167,9 +167,10 @@ async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_p
     folder = tmp_path / "mine"
     await call(client, "env_setup", folder=str(folder), template="mcp_server", data=str(tmp_path / "mine.py"))
     assert (folder / "server.py").read_text() == SERVER
-    tested = await gate.check(folder, deadline_s=600, timeout_s=20)
-    assert tested.passed, tested.probes
-    assert sum(tested.splits.values()) > 100
+    async with await EnvironmentHost.start(folder, timeout_s=20) as host:
+        assert sum(host.splits.values()) > 100
+        tools = (await host.open("train", 0)).tools
+        assert [tool["function"]["name"] for tool in tools] == ["reverse", "fail"]
     command = await call(client, "env_setup", template="mcp_server", data="mcp-server-time --local-timezone UTC")
     assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
     assert "server.py" not in command["files"]
