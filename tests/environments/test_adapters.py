@@ -192,6 +192,7 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
     return result.structured_content
 
 
+@pytest.mark.long
 async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_home: Path) -> None:
     sizes = {"train_size": 40, "eval_size": 20, "max_terms": 3}
     async with Client(server) as client:

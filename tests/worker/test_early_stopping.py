@@ -63,7 +63,7 @@ def test_ten_steps_in_a_row_without_anything_to_learn_are_the_end() -> None:
     assert not is_due("distill", *[{**solved, **low}] * STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_have_ended_at(
     tiny_model: Path, tmp_path: Path
 ) -> None:
