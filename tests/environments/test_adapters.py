@@ -269,6 +269,7 @@ TRAPS = """
 """
 
 
+@pytest.mark.long
 async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_mended(tmp_path: Path) -> None:
     raises, pays_all, pays_a_floor, differs = (
         "prime_factorization",
