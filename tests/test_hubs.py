@@ -26,6 +26,7 @@ class Sample(Echo):
 """
 
 
+@pytest.mark.slow
 async def test_what_runs_is_told_from_what_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "FOLDERS", tmp_path)
     environment_folder(tmp_path / "sound", "", returns="Echo()")

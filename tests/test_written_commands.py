@@ -40,6 +40,7 @@ def mentions(program: str) -> list[tuple[str, list[str]]]:
     return [(page.name, shlex.split(span)) for page in PAGES for span in spans.findall(page.read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_its_blocks_run(page: Path, flash_home: Path) -> None:
     for words in blocks(page, "flash-mcp"):
@@ -50,6 +51,7 @@ def test_the_commands_of_its_blocks_run(page: Path, flash_home: Path) -> None:
             assert code == 0, (words, text)
 
 
+@pytest.mark.slow
 def test_the_commands_within_the_text_exist_with_their_options() -> None:
     named = mentions("flash-mcp")
     assert len(named) > 25

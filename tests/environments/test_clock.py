@@ -41,6 +41,7 @@ def test_every_clock_of_python_goes_ahead() -> None:
     assert all(400 * 86400 - 2 < shift < 400 * 86400 + 60 for shift in shifts), shifts
 
 
+@pytest.mark.slow
 def test_compiled_modules_extend_the_real_datetime() -> None:
     pytest.importorskip("pandas")
     code = """

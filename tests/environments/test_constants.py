@@ -39,6 +39,7 @@ async def test_the_commonest_answer_is_found_with_its_share(tmp_path: Path) -> N
     assert 0.6 < constant.success_share < 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_part_of_the_prompt_is_a_baseline_too(tmp_path: Path) -> None:
     source = """

@@ -88,6 +88,7 @@ def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan
     assert not {each.task_id for each in curated.train} & {each.task_id for each in curated.holdout}
 
 
+@pytest.mark.slow
 @given(attempts, plans, st.randoms())
 def test_neither_order_nor_repetition_changes_the_result(some: list[Attempt], plan: Plan, chance: random.Random):
     some = told_apart(some)

@@ -47,6 +47,7 @@ def races(tasks: int, count: int, *, final: int = 100) -> dict[str, float]:
     return {"cost": cost, "best cut": cut, "regret": regret}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [25, 50, 200])
 def test_the_best_of_eight_crossing_arms_is_seldom_cut_at_about_half_the_cost(tasks: int) -> None:
     seen = races(tasks, 400)

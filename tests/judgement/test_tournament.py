@@ -89,6 +89,7 @@ def test_evidence_for_an_equal_arm_reaches_its_bound_more_seldom_than_alpha() ->
     assert reached <= ALPHA * 1000
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_difference_holds_at_every_look() -> None:
     draws, missed = np.random.default_rng(2), 0
     for _ in range(300):

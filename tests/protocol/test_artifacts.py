@@ -110,6 +110,7 @@ def test_an_artifact_stays_until_the_last_run_that_needs_it_is_removed(artifacts
     assert artifacts._fs.exists(artifacts._path(digest))
 
 
+@pytest.mark.slow
 def test_an_attempt_takes_what_others_on_its_node_use(folder: Path, tmp_path: Path) -> None:
     artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
     digest = artifacts.put(folder, "run-1")

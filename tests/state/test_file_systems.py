@@ -110,6 +110,7 @@ print(process.ensure_supervisor(home), process.take_lock(home), process.is_super
     assert refused("flock", code, flash_home).stdout.split() == ["False", "None", "True"]
 
 
+@pytest.mark.slow
 def test_artifacts_and_exports_are_shared_without_flock(flash_home: Path) -> None:
     """Each is made under a lock, by whichever process comes first."""
     flash_home.mkdir()
@@ -135,6 +136,7 @@ with exporter._lock() as held:
     assert done.stdout.split() == ["text", "True", "None", "True", "running"], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["ensure_supervisor(home)", "take_lock(home)", "is_supervised(home)"])
 def test_no_supervisor_starts_without_any_locks(flash_home: Path, call: str) -> None:
     flash_home.mkdir()

@@ -61,6 +61,7 @@ def test_the_store_is_durable_and_its_sqlite_has_no_known_corruption_bug(durable
     assert store.query("PRAGMA synchronous")[0]["synchronous"] == 2
 
 
+@pytest.mark.slow
 def test_importing_the_store_does_not_import_pandas() -> None:
     code = "import sys, flash_mcp.state.store; sys.exit('pandas' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -36,6 +36,7 @@ def end_supervisors(base: Path) -> None:
     wait_for(lambda: not is_supervised(base))
 
 
+@pytest.mark.slow
 def test_it_starts_what_was_killed_and_hands_secrets_over(
     flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

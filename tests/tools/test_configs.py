@@ -76,6 +76,7 @@ async def test_a_wrong_key_and_a_wrong_value_name_their_file(tmp_path: Path) -> 
     assert error.what.endswith("(got -1)")
 
 
+@pytest.mark.slow
 def test_the_command_takes_more_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     push_echo(tmp_path / "environment")
     base = written(tmp_path / "base.toml", 'environment = "echo"\nsteps = 3\n')

@@ -146,6 +146,7 @@ async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Cl
     assert not datasets_dir().exists()
 
 
+@pytest.mark.slow
 async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(client: Client):
     run = recorded(solved())
     arguments = {"runs": [run.id], "name": "right", "filter": "pass@1 < 1", "holdout": 0.4}
@@ -431,6 +432,7 @@ def request_of(asked: str, said: str, finish: str = "stop") -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 async def test_what_a_deployment_recorded_is_shown_and_learnt_but_for_eval_tasks(client: Client):
     recording = served(recorded(solved()))
     body = body_of(await client.call_tool("rollouts", {"run_id": "dep-1"}))
@@ -553,6 +555,7 @@ async def test_sft_takes_a_file_of_rows(client: Client, tmp_path: Path) -> None:
     assert body["estimate"]["dataset_rows"] == 40
 
 
+@pytest.mark.slow
 async def test_sft_on_rows_needs_no_environment(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     turns = [[{"from": "human", "value": f"Say {n}"}, {"from": "gpt", "value": f"{n}!"}] for n in range(60)]

@@ -246,6 +246,7 @@ async def test_given_answers_are_scored_instead_of_the_checks(client: Client, tm
 # -- env_push --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_files_can_be_pushed_as_text(client: Client, tmp_path: Path) -> None:
     source = (environment_folder(tmp_path, "", returns="Addition()") / "environment.py").read_text()
     files = {"environment.py": source, "data/rows.jsonl": json.dumps({"input": "a"})}
@@ -267,6 +268,7 @@ async def test_an_older_version_pushed_again_is_the_newest_again(client: Client)
     assert f"e@{open_store().environment('e').digest}" == first["environment"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code", "expected"),
     [
@@ -289,6 +291,7 @@ async def test_a_broken_environment_is_not_published(client: Client, source: str
     assert not any(environments_dir().glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "package"), [("no_such", "the package of that module"), ("yaml.more", "PyYAML")])
 async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
     client: Client, tmp_path: Path, module: str, package: str
@@ -328,6 +331,7 @@ async def test_an_agent_that_works_before_it_asks_is_published(
     assert pushed["created"]
 
 
+@pytest.mark.slow
 async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(client: Client, tmp_path: Path) -> None:
     raised = "RuntimeError: bad \\udc80 text"
     broken = str(environment_folder(tmp_path / "broken", 'raise RuntimeError("bad \\udc80 text")'))
@@ -356,6 +360,7 @@ async def test_what_env_push_refuses_leaves_nothing_behind(client: Client, tmp_p
     assert not any(environments_dir().glob("*"))
 
 
+@pytest.mark.slow
 async def test_secrets_and_arguments_reach_the_environment_and_are_kept_nowhere(
     client: Client, tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +550,7 @@ async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_v
     environments._under_way.clear()
 
 
+@pytest.mark.slow
 async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tmp_path: Path) -> None:
     folder = environment_folder(tmp_path / "environment", "", returns="Addition()")
     await call(client, "env_test", folder=str(folder))

@@ -95,12 +95,14 @@ async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client
     assert woken["changed"] is True and woken["run"]["step"] // 6 > seen["run"]["step"] // 6
 
 
+@pytest.mark.slow
 async def test_what_failed_in_environment_code_is_counted_apart_and_left_out_of_the_rates(client: Client):
     scores = (await evaluated(client, solved=20, script={"failing": list(range(50, 60))}))["scores"]
     assert (scores["n"], scores["errors"], scores["error_codes"]) == (50, 10, {"environment_error": 10})
     assert (scores["success"], scores["tasks"]) == (0.4, 50)
 
 
+@pytest.mark.slow
 async def test_an_evaluation_whose_attempts_all_failed_has_no_rate(client: Client):
     body = await evaluated(client, script={"failing": list(range(60))})
     assert "success" not in body["scores"]
@@ -108,6 +110,7 @@ async def test_an_evaluation_whose_attempts_all_failed_has_no_rate(client: Clien
     assert "environment_error" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
 
 
+@pytest.mark.slow
 async def test_several_attempts_are_sampled_and_give_pass_at_k(client: Client):
     body = await evaluated(client, solved=10, script={"often": list(range(10, 30))}, attempts=4, limit=40)
     scores = body["scores"]
@@ -227,6 +230,7 @@ async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client
     assert (ended["run_id"], ended["state"], ended["scores"]["n"]) == (body["run_id"], "succeeded", 5)
 
 
+@pytest.mark.slow
 async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
     body = await call(client, "evaluate", environment="echo", environment_args={"hold": True}, wait_s=0)
     ended = await call(client, "cancel", run_id=body["run_id"], wait_s=40)
@@ -379,6 +383,7 @@ async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the
     assert f"compare(base={start['run_id']!r}, other={later['run_id']!r})" in later["next"]
 
 
+@pytest.mark.slow
 async def test_a_training_run_alone_is_compared_with_its_own_start(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     body = await call(client, "compare", base=run.id)
@@ -389,6 +394,7 @@ async def test_a_training_run_alone_is_compared_with_its_own_start(client: Clien
     assert named["success"] == body["success"]
 
 
+@pytest.mark.slow
 async def test_two_training_runs_are_compared_by_their_newest_evaluations(client: Client, tmp_path: Path):
     one, two = finished_run(tmp_path / "one", solved=90), finished_run(tmp_path / "two", solved=90)
     body = await call(client, "compare", base=one.id, other=two.id)

@@ -98,6 +98,7 @@ async def call(tool: str, **arguments: Any) -> Any:
     return await TOOLS[tool].function(environment="echo", target="auto", **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_train_and_evaluate_go_to_the_next_target_once_the_cheapest_is_full() -> None:
@@ -121,6 +122,7 @@ async def test_train_and_evaluate_go_to_the_next_target_once_the_cheapest_is_ful
     assert measured.notes[0].startswith("target=auto chose lab: ")
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_a_target_whose_engine_lets_a_run_wait_has_no_room() -> None:
@@ -152,6 +154,7 @@ async def test_a_server_without_training_packages_trains_elsewhere(monkeypatch: 
         await TOOLS["deploy"].function(run_id=chosen.run_id)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_a_run_whose_agents_are_outside_is_refused_where_they_do_not_reach_it(tmp_path: Path) -> None:

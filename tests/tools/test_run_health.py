@@ -106,6 +106,7 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, 
         assert any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
 
 
+@pytest.mark.slow
 async def test_base_models_that_were_never_trained_are_compared_on_a_contaminated_split(tmp_path: Path):
     pushed = await call("env_push", name="echo", folder=str(environment_folder(tmp_path / "echo", SAME_IDS)))
     trained = (await call("train", environment="echo", steps=20, accept_failed_gate=True))["run_id"]
@@ -205,6 +206,7 @@ async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_w
     assert writer.folder.job()["lineage"] == run.lineage == {"code": code_version()}
 
 
+@pytest.mark.slow
 async def test_what_builds_on_a_run_uses_the_same_commit_of_its_hub_model(tmp_path: Path):
     commit, store = "c0ffee" + "0" * 34, open_store()
     pinned = f"someone/some-model@{commit}"

@@ -191,6 +191,7 @@ async def test_an_evaluation_that_was_measured_before_takes_the_name(tmp_path: P
     assert [line["name"] for line in (await call("status"))["runs"]] == ["base model"]
 
 
+@pytest.mark.slow
 async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_that_its_run_has(tmp_path: Path):
     push_echo(tmp_path)
     first = await call("train", environment="echo", steps=3, idempotency_key="k")
@@ -232,6 +233,7 @@ async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(tmp_path: Pa
     assert any("no task opened within 0.3 s" in note for note in checked["notes"])
 
 
+@pytest.mark.slow
 async def test_one_task_that_cannot_be_opened_is_no_reason_to_refuse_a_run(tmp_path: Path):
     for broken, refuses in (("in ('train-0', 'train-2')", False), ("!= 'nothing'", True)):
         fails = "    def start_episode(self, example):\n"
@@ -247,6 +249,7 @@ async def test_one_task_that_cannot_be_opened_is_no_reason_to_refuse_a_run(tmp_p
                 assert (await call("train", **arguments))["estimate"]["prompt_tokens_about"] > 0
 
 
+@pytest.mark.slow
 async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
     push_echo(tmp_path)
     found: list[str] = []
@@ -410,6 +413,7 @@ async def test_the_time_is_that_of_an_earlier_run_of_the_kind(tmp_path: Path):
     assert "low_s" not in time
 
 
+@pytest.mark.slow
 async def test_the_band_of_the_time_is_what_earlier_runs_in_the_environment_took(tmp_path: Path):
     runs = [finished_run(tmp_path / str(number)) for number in range(3)]
     for run, step_s in zip(runs, (1.0, 8.0, 2.0), strict=True):
