@@ -11,6 +11,7 @@ import pytest
 
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,13 +40,13 @@ PROGRAMS = {
     "fails": "import openai; openai.OpenAI().responses.create(model='policy', input='x'); 1 / 0",
     "hangs": """
         import openai, subprocess, sys, time
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(607)"])
         openai.OpenAI().responses.create(model="policy", input="x")
-        time.sleep(600)
+        time.sleep(607)
     """,
     "leaves a program": """
         import openai, subprocess, sys
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(607)"])
         openai.OpenAI().responses.create(model="policy", input="x")
         open("reward.json", "w").write('{"score": 1.0}')
     """,
@@ -105,16 +106,16 @@ async def test_a_command_that_writes_no_reward_fails_its_rollout(tmp_path: Path)
 async def test_a_command_ends_with_its_rollout(tmp_path: Path) -> None:
     async with await commands(tmp_path / "agent", "hangs", timeout_s=20) as host:
         opening = await host.open("train", 0)
-        assert len(children(b"time.sleep(600)")) == 2
+        assert len(children(b"time.sleep(607)")) == 2
         await host.close(opening.episode)
-        assert children(b"time.sleep(600)") == []
+        await until(lambda: not children(b"time.sleep(607)"))
 
 
 async def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> None:
     async with await commands(tmp_path / "agent", "leaves a program", timeout_s=20) as host:
         opening = await host.open("train", 0)
         assert (await host.step(opening.episode, "4")).done
-        assert children(b"time.sleep(600)") == []
+        await until(lambda: not children(b"time.sleep(607)"))
         assert (await host.score(opening.episode)).reward == 1
 
 
@@ -158,7 +159,7 @@ async def test_a_command_that_is_killed_or_does_not_start_has_no_reward(
 
 
 def children(said: bytes) -> list[str]:
-    """The processes whose command line has these words."""
+    """The processes whose command line has these words, which no other test's has."""
     found: list[str] = []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
