@@ -46,7 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: needs torch or vLLM, or takes half a second; scripts/test --fast leaves it out")
+    config.addinivalue_line(
+        "markers", "slow: needs torch or vLLM, or takes half a second; scripts/test --fast leaves it out"
+    )
     config.addinivalue_line(
         "markers", "long: needs much CPU time, or is a further case; only scripts/test --long runs it"
     )
