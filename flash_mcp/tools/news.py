@@ -31,7 +31,7 @@ CURSOR = re.compile(
 )
 """Short, since every call without news sends it: parts that are 0 are left out."""
 FLAG_LETTERS = {**health.LETTERS, health.CONTAMINATED: "s"}
-"""What a cursor calls each flag. Callers keep cursors, so a letter never gets another meaning."""
+"""With the flag that no check raises."""
 
 
 class News(ResultModel):
