@@ -132,7 +132,7 @@ def _set_for_cpu(config: Any, model: Path, flags: list[str], options: dict[str, 
     options["block-size"] = KV_BLOCK_TOKENS
     # In spite of the flag vLLM compiles its sampler, at the first answer that is sampled.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    # The engine's process computes: one for that alone would import vLLM once more.
+    # Else vLLM computes in a process of its own, which imports vLLM once more.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Unbound, and half of the cores: a run may train at the same time.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
