@@ -45,13 +45,14 @@ def failures(report: Report) -> dict[str, Probe]:
     return {probe.name: probe for probe in report.probes if probe.passed is False}
 
 
-@pytest.mark.parametrize(
-    "name", ["sort_words", "tool_calculator", pytest.param("agent_calculator", marks=pytest.mark.long)]
-)
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("calculator", "agent_calculator")]
+
+
+@pytest.mark.parametrize("name", ["sort_words", "tool_calculator", *LONG])
 async def test_the_examples_pass_every_check(name: str) -> None:
     report = await check(EXAMPLES / name, deadline_s=600)
     expected = list(PROBES)
-    if name != "sort_words":
+    if name in ("tool_calculator", "agent_calculator"):
         expected.insert(PROBES.index("isolation"), "tool_calls")
     assert [(probe.name, probe.passed) for probe in report.probes] == [(name, True) for name in expected]
     assert report.passed

@@ -13,6 +13,7 @@ import pytest
 from mcp import Client
 
 from environments import load_dataset
+from environments.checks import gate
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import environments_dir
@@ -56,9 +57,12 @@ STARTER = [
 
 
 @pytest.mark.slow
-async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(client: Client, tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", ["calculator", pytest.param("sort_words", marks=pytest.mark.long)])
+async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
+    client: Client, template: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "my-task"
-    written = await call(client, "env_setup", folder=str(folder), template="calculator")
+    written = await call(client, "env_setup", folder=str(folder), template=template)
     assert (written["folder"], written["name"], written["files"]) == (str(folder), "my-task", STARTER)
     assert files_in(folder) == STARTER
     assert (folder / "TRAINING.md").read_text() == playbook.text()
@@ -174,6 +178,15 @@ async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_p
     command = await call(client, "env_setup", template="mcp_server", data="mcp-server-time --local-timezone UTC")
     assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
     assert "server.py" not in command["files"]
+
+
+@pytest.mark.long
+async def test_tasks_of_a_server_of_the_mcp_package_pass_the_gate(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SERVER)
+    folder = tmp_path / "mine"
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=str(tmp_path / "mine.py"))
+    tested = await gate.check(folder, deadline_s=600, timeout_s=20)
+    assert tested.passed, tested.probes
 
 
 @pytest.mark.parametrize(
