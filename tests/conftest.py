@@ -130,7 +130,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what the imports made stays, and a collection after each test need not look at it
-    gc.unfreeze = lambda: None  # vLLM calls it at the end of each engine, and collects
+    gc.unfreeze = lambda: None  # vLLM would end that with each engine
     # The one after each test finds what it left open and says so of that test. One that happens to
     # come before it would take that away, or leave it to the last test of the file.
     gc.set_threshold(100_000, 50, 100)

@@ -1,5 +1,5 @@
-"""Processes that start with torch, vLLM and the like imported, which takes most of the seconds of a
-short run of a worker, and of what pytest-xdist's processes do before the first test.
+"""Workers and processes of pytest-xdist that start with torch and vLLM imported: importing them takes
+longer than most tests.
 
     python -m tests.forked NAME PARENT_PID
 
