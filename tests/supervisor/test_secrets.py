@@ -46,11 +46,12 @@ supervise(Path(sys.argv[1]), lambda base: Supervisor(
     base, launcher=LocalLauncher(base / "attempts", gpus=[]), worker=worker, patience=patience))
 """
 LEAKY = """
-import base64, os, subprocess, sys, tempfile
+import base64, os, subprocess, sys, tempfile, threading
 KEY = os.environ["PLANTED_KEY"]
 B64 = [base64.b64encode(b"x" * n + KEY.encode() + b"yz").decode() for n in range(3)]
 WAYS = [KEY, f"in {KEY} the midst", repr(KEY), *B64, base64.encodebytes(b"-" * 50 + KEY.encode()).decode(),
         base64.urlsafe_b64encode(KEY.encode()).decode(), KEY.encode().hex(), KEY[:6] + "\\n    " + KEY[6:]]
+LOCK = threading.Lock()
 print("loaded with", KEY, *WAYS, flush=True)
 open(os.path.join(tempfile.mkdtemp(), "key"), "w").write(KEY)
 
@@ -61,9 +62,10 @@ class Sample(Echo):
         self.way, self.how = WAYS[self.dataset.index(example) % len(WAYS)], self.dataset.index(example) // len(WAYS)
         return [{"role": "user", "content": f"prompt {self.way}"}]
     def step_episode(self, example, messages, assistant_response):
-        sys.stderr.write("half a line " + self.way[:5]); sys.stderr.flush()
-        sys.stderr.write(self.way[5:] + "\\n"); sys.stderr.flush()
-        subprocess.run(["echo", self.way])
+        with LOCK:  # half a line of one episode and half of another may be most of a secret, which no search finds
+            sys.stderr.write("half a line " + self.way[:5]); sys.stderr.flush()
+            sys.stderr.write(self.way[5:] + "\\n"); sys.stderr.flush()
+            subprocess.run(["echo", self.way])
         if self.how == 1: raise ValueError(self.way) from KeyError({self.way: [self.way]})
         return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": self.way, self.way: self.way}])
     def score_episode(self, example, episode):
