@@ -59,7 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # while tests are collected: it takes a third of the time to import torch
     if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
         start_reaper(config)
-        config.add_cleanup(forked.start_server().kill)
+        for server in forked.start_servers():
+            config.add_cleanup(server.kill)
 
 
 def start_reaper(config: pytest.Config) -> None:
@@ -175,6 +176,12 @@ def no_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
+def unforked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test's processes be started as the product starts them (tests/forked.py)."""
+    monkeypatch.delenv(forked.VARIABLE)
+
+
+@pytest.fixture
 def durable() -> None:
     """Let the test write as the product does, through to the disk."""
 
@@ -214,13 +221,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_tiny_model  # noqa: PLC0415  seconds of imports that most tests do not need
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
-
-
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers that any process of the test starts have their packages imported."""
-    for name, value in forked.variables_of_workers().items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

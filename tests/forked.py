@@ -1,9 +1,10 @@
-"""Workers and processes of pytest-xdist that start with torch and vLLM imported: importing them takes
-longer than most tests.
+"""Processes that start with their packages imported: importing them takes longer than most tests.
 
-    python -m tests.forked NAME PARENT_PID
+    python -m tests.forked NAME PARENT_PID PACKAGES
 
-A server imports them once for a test run, and forks."""
+A server imports tests.forked_PACKAGES once for a test run, and forks. There are two: workers and
+processes of pytest-xdist have torch and vLLM, servers, supervisors and workers that are scripts have
+not. Any process of a test that would be one of these is a fork: PYTHONPATH names forked_site."""
 
 from __future__ import annotations
 
@@ -18,34 +19,40 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from shutil import which
 from uuid import uuid4
 
+import psutil
+
 from environments.sandbox.kernel import die_with_parent
-from tests.places import ROOT, TESTS
+from tests.forked_site import forked_start
+from tests.places import ROOT
 from tests.waiting import PATIENCE_S
 
 VARIABLE = "FLASH_FORKS"
-"""Names the server of this process and of those that it starts."""
+"""Names the servers of this process and of those that it starts, and what confines them."""
 
 
-def start_server() -> subprocess.Popen[bytes]:
-    """Start the server, which ends with this process."""
-    name = os.environ[VARIABLE] = uuid4().hex
-    return subprocess.Popen([sys.executable, "-m", __name__, name, str(os.getpid())], cwd=ROOT)
+def start_servers() -> list[subprocess.Popen[bytes]]:
+    """Start the servers, which end with this process."""
+    name = uuid4().hex
+    if not which("nvidia-smi"):  # CUDA may not be used in a fork
+        folders = [str(Path(forked_start.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    os.environ[VARIABLE] = f"{name} {forked_start.confinement()}"
+    command = [sys.executable, "-m", __name__, name, str(os.getpid())]
+    return [subprocess.Popen([*command, packages], cwd=ROOT) for packages in ("workers", "small")]
 
 
-def connect() -> socket.socket:
-    deadline = time.monotonic() + PATIENCE_S
-    link = socket.socket(socket.AF_UNIX)
-    while link.connect_ex(f"\0{os.environ[VARIABLE]}"):
-        assert time.monotonic() < deadline, "no server forks workers"
-        time.sleep(0.01)
-    return link
+def fork_of(pid: int) -> int:
+    """The fork that does what the process `pid` was started for, or `pid` if it does that itself."""
+    forks = (each.pid for each in psutil.process_iter(["name"]) if each.name() == f"for {pid}")
+    return next(forks, pid)
 
 
 class Forked:
@@ -56,12 +63,10 @@ class Forked:
         self, arguments: Sequence[str], log: Path, environment: dict[str, str], folder: Path | None = None
     ) -> None:
         if VARIABLE not in os.environ:
-            start_server()
-        request = {"arguments": [*arguments], "environment": environment, "folder": str(folder or Path.cwd())}
-        self._link = connect()
+            start_servers()
         with Path(os.devnull).open() as null, log.open("ab") as output:
             streams = [null.fileno(), output.fileno(), output.fileno()]
-            socket.send_fds(self._link, [json.dumps(request).encode() + b"\n"], streams)
+            self._link = forked_start.request_fork("workers", [*arguments], environment, folder, streams)
         self.pid = int(self._link.recv(16, socket.MSG_WAITALL))
         self._code: int | None = None
 
@@ -121,15 +126,11 @@ def forked(code: str, log: Path, **variables: str) -> Generator[None]:
         process.wait()
 
 
-def variables_of_workers() -> dict[str, str]:
-    """Environment variables of processes whose workers are forked."""
-    paths = [str(TESTS / "forked_site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
-
-
 class _Fork(socketserver.BaseRequestHandler):
-    """Forks what one process asks for, passes SIGTERM on, and says how it ended. It runs in a fork
+    """Forks what one process asks for, passes signals on, and says how it ended. It runs in a fork
     of the server."""
+
+    _has_ended = False
 
     def handle(self) -> None:
         self.server.socket.close()
@@ -137,25 +138,28 @@ class _Fork(socketserver.BaseRequestHandler):
         while not line.endswith(b"\n"):
             line += self.request.recv(2**20)
         request = json.loads(line)
-        values = (request["arguments"], streams, request["environment"], request["folder"])
-        process = get_context("fork").Process(target=_run, args=values)
+        process = get_context("fork").Process(target=_run, args=(streams,), kwargs=request)
         process.start()
         for stream in streams:
             os.close(stream)
         assert process.pid
         self.request.sendall(b"%16d" % process.pid)
         # Its number may be another process's once it has ended.
-        threading.Thread(target=self._listen, args=[os.pidfd_open(process.pid)], daemon=True).start()
+        descriptor = os.pidfd_open(process.pid)
+        threading.Thread(target=self._listen, args=[process.pid, descriptor], daemon=True).start()
         process.join()
+        self._has_ended = True
         with suppress(OSError):
             self.request.sendall(b"%16d" % process.exitcode)
             self.request.shutdown(socket.SHUT_RDWR)
 
-    def _listen(self, process: int) -> None:
+    def _listen(self, pid: int, descriptor: int) -> None:
         with suppress(OSError):
-            while self.request.recv(1):
-                signal.pidfd_send_signal(process, signal.SIGTERM)
-            signal.pidfd_send_signal(process, signal.SIGKILL)  # the one that asked has ended
+            while number := self.request.recv(1):
+                signal.pidfd_send_signal(descriptor, number[0])
+            if not self._has_ended:  # the one that asked has, and its group with it
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
 
 
 class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
@@ -163,12 +167,12 @@ class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 100
 
     def process_request(self, request: socket.socket, client_address: str) -> None:
-        import tests.forked_packages  # noqa: F401, PLC0415  for the first one
-
+        import_module(f"tests.forked_{sys.argv[3]}")  # for the first one
         super().process_request(request, client_address)
 
 
-def _run(arguments: list[str], streams: list[int], environment: dict[str, str], folder: str) -> None:
+def _run(streams: list[int], arguments: list[str], environment: dict[str, str], folder: str, starter: int) -> None:
+    Path("/proc/self/comm").write_text(f"for {starter}")
     os.setsid()
     os.chdir(folder)
     for number, stream in enumerate(streams):
@@ -180,16 +184,19 @@ def _run(arguments: list[str], streams: list[int], environment: dict[str, str], 
     os.environ.update({VARIABLE: server, **environment})
     # A worker starts those of its other GPUs as it was started.
     sys.orig_argv = [sys.executable, *arguments]
-    option, what, *others = arguments
-    if option == "-m":
-        sys.argv = [what, *others]
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = ["-c", *others]
-        exec(what, {"__name__": "__main__"})
+    match arguments:
+        case ["-m", module, *others]:
+            sys.argv = [module, *others]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", code, *others]:
+            sys.argv = ["-c", *others]
+            exec(code, {"__name__": "__main__"})
+        case [script, *_]:
+            sys.argv = arguments
+            runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    with _Server(f"\0{sys.argv[1]}", _Fork) as server:
+    with _Server(f"\0{sys.argv[1]} {sys.argv[3]}", _Fork) as server:
         server.serve_forever()

@@ -2,9 +2,9 @@
 
     python tests/forked_site/forked_start.py -c CODE
 
-It has this one's standard streams, and both end together. As a module it takes the place of what
-this process was to run."""
+It imports no package: it may run before the paths of packages are known."""
 
+import hashlib
 import json
 import os
 import signal
@@ -13,22 +13,50 @@ import sys
 import time
 from pathlib import Path
 
-arguments = sys.argv[1:] if __name__ == "__main__" else sys.orig_argv[1:]
-asked = {
-    "arguments": [word for word in arguments if word not in ("-P", "-u")],
-    "environment": dict(os.environ),
-    "folder": str(Path.cwd()),
-}
-link = socket.socket(socket.AF_UNIX)
-deadline = time.monotonic() + 60
-while link.connect_ex("\0" + os.environ["FLASH_FORKS"]):
-    assert time.monotonic() < deadline, "no server forks"
-    time.sleep(0.01)
-socket.send_fds(link, [json.dumps(asked).encode() + b"\n"], [0, 1, 2])
-link.recv(16, socket.MSG_WAITALL)  # its number
-signal.signal(signal.SIGTERM, lambda *_: link.sendall(b"T"))
-code = int(link.recv(16, socket.MSG_WAITALL) or 1)
-if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-os._exit(code)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LIMITS = ("Umask", "Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
+
+
+def confinement() -> str:
+    """A digest of what this process may do, and of how Python starts here. A fork has its server's."""
+    process = Path("/proc/self")
+    lines = Path(process, "status").read_text().splitlines()
+    state = [line for line in lines if line.startswith(LIMITS)]
+    state += [Path(process, name).read_text() for name in ("limits", "cgroup")]
+    state += sorted(str(namespace.readlink()) for namespace in Path(process, "ns").iterdir())
+    state += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON"))
+    return hashlib.sha256("\n".join(state).encode()).hexdigest()
+
+
+def request_fork(
+    packages: str, arguments: list[str], environment: dict[str, str], folder: Path | None, streams: list[int]
+) -> socket.socket:
+    """The link to a fork that does what `python ARGUMENTS` does, with these standard streams. It
+    reads the fork's number and its exit status, 16 characters each, and the fork ends with it."""
+    request = {"arguments": arguments, "environment": environment, "folder": str(folder or Path.cwd()),
+               "starter": os.getpid()}  # fmt: skip
+    link = socket.socket(socket.AF_UNIX)
+    deadline = time.monotonic() + 60
+    while link.connect_ex(f"\0{os.environ['FLASH_FORKS'].split()[0]} {packages}"):
+        assert time.monotonic() < deadline, "no server forks"
+        time.sleep(0.01)
+    socket.send_fds(link, [json.dumps(request).encode() + b"\n"], streams)
+    return link
+
+
+def become_fork(packages: str, arguments: list[str]) -> None:
+    """Let a fork do what `python ARGUMENTS` does in the place of this process. Both end together."""
+    link = request_fork(packages, arguments, dict(os.environ), None, [0, 1, 2])
+    for passed_on in PASSED_ON:
+        signal.signal(passed_on, lambda number, _: link.sendall(bytes([number])))
+    link.recv(16, socket.MSG_WAITALL)  # its number
+    code = int(link.recv(16, socket.MSG_WAITALL) or 1)
+    if code < 0:
+        for passed_on in PASSED_ON:
+            signal.signal(passed_on, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    become_fork("workers", [word for word in sys.argv[1:] if word not in ("-P", "-u")])

@@ -1,7 +1,18 @@
-"""What Python runs first where PYTHONPATH names this folder. It makes a worker a fork."""
+"""What Python runs first where PYTHONPATH names this folder. It makes our processes forks, unless
+they are confined in another way than the server that forks."""
 
 import os
 import sys
 
-if "FLASH_FORKS" in os.environ and "worker.main" in sys.orig_argv[1:4] and "--rank" not in sys.orig_argv:
-    import forked_start  # noqa: F401  it ends the process
+words = [word for word in sys.orig_argv[1:] if word not in ("-P", "-u")] or [""]
+program = " ".join(words[:2])
+packages = None
+if program == "-m worker.main" and "--rank" not in words:
+    packages = "workers"
+elif program in ("-m flash_mcp.cli", "-m flash_mcp.supervisor.process") or words[0].endswith("_worker.py"):
+    packages = "small"
+if packages and "FLASH_FORKS" in os.environ:
+    from forked_start import become_fork, confinement
+
+    if confinement() in os.environ["FLASH_FORKS"]:
+        become_fork(packages, words)

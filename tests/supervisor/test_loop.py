@@ -33,6 +33,7 @@ from flash_mcp.supervisor.loop import Supervisor, supervise
 from flash_mcp.supervisor.process import PYTHON, LockOwner, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
 from flash_mcp.tools.shared.run_view import report_on
+from tests.forked import fork_of
 from tests.places import TESTS
 from tests.waiting import wait_for
 from tests.watch import is_running
@@ -246,14 +247,15 @@ def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None
 def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
-    os.kill(bench.pid(run), signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(bench.pid(run)).status() == psutil.STATUS_STOPPED)
+    worker = fork_of(bench.pid(run))
+    os.kill(worker, signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(worker).status() == psutil.STATUS_STOPPED)
     bench.supervisor.tick()  # which takes in the last beat
     bench.supervisor._attempts[run.id].beat_at -= 31
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("succeeded", 2)
     assert "gave no sign" in bench.store.events(run.id, kinds=["attempt"])[1].message
-    assert not is_running(bench.pid(run))
+    wait_for(lambda: not is_running(worker))
 
 
 def test_a_worker_that_does_not_leave_after_its_result_is_ended(bench: Bench) -> None:
@@ -302,7 +304,7 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     supervisor = bench.new_supervisor(launcher)
     run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}, "2": {"at": 4, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 3, supervisor=supervisor)
-    zombie = bench.pid(run)
+    zombie = fork_of(bench.pid(run))
     launcher.slandered = {f"{run.id}-1"}
     os.kill(zombie, signal.SIGSTOP)
     bench.until(

@@ -47,6 +47,7 @@ from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.snippets import calls_of
+from tests.forked import fork_of
 from tests.places import TESTS
 from tests.samples import queued_run, sample_rollout
 from tests.supervisor.test_loop import HASTE
@@ -137,7 +138,7 @@ def leader(store: Store, row: Deployment) -> int:
     """The first process of the attempt that serves it."""
     record = Record.read(store.base / "attempts" / f"{row.server_run}-{row.server_attempt}")
     assert record
-    return record.pid
+    return fork_of(record.pid)
 
 
 def server_pid(store: Store, row: Deployment) -> int:
@@ -264,6 +265,7 @@ def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
     assert not Path(server.folder).exists() and not store.active_targets()
 
 
+@pytest.mark.usefixtures("unforked")  # what is left of its process group is ended
 def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_another(
     store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:

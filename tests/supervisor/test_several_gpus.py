@@ -85,7 +85,6 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed(place: Place) -> Non
     assert any("going on from checkpoint" in each for each in told), told
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_sft_of_two_processes_learns_from_start_to_end(place: Place) -> None:
     run = place.train(CALCULATOR, algorithm="sft", **SFT)
     ended = place.finish(run)

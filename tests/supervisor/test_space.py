@@ -27,6 +27,7 @@ from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.process import take_lock
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.waiting import obstacles
+from tests.forked import fork_of
 from tests.places import ROOT
 from tests.samples import finished_run
 from tests.supervisor.test_loop import Bench
@@ -158,7 +159,8 @@ def test_a_worker_that_cannot_write_its_heartbeat_is_not_replaced(bench: Bench, 
     supervisor = bench.supervisor
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
-    os.kill(bench.pid(run), signal.SIGSTOP)
+    worker = fork_of(bench.pid(run))
+    os.kill(worker, signal.SIGSTOP)
     fill(disk)
     ticks(bench, count=1)
     supervisor._attempts[run.id].beat_at -= 1000
@@ -166,7 +168,7 @@ def test_a_worker_that_cannot_write_its_heartbeat_is_not_replaced(bench: Bench, 
     free(disk)
     assert supervisor._attempts[run.id].number == 1
     (Path(run.folder) / "go").touch()
-    os.kill(bench.pid(run), signal.SIGCONT)
+    os.kill(worker, signal.SIGCONT)
     supervisor._attempts[run.id].beat_at = supervisor._attempts[run.id].watched_s
     ended = finish(bench, run)
     assert (ended.state, ended.attempt) == ("succeeded", 1)

@@ -41,7 +41,7 @@ from worker.rollouts.scheduler import Generator as Turns
 from worker.rollouts.scheduler import Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
+pytestmark = pytest.mark.slow
 
 TEMPLATE = ChatTemplate(make_tokenizer())
 AT_ONCE = 4

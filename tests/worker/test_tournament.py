@@ -16,7 +16,7 @@ from tests.places import VOWELS
 from tests.supervisor.test_keeper import end_supervisors
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("forked_workers")]
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
