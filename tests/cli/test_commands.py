@@ -314,6 +314,7 @@ def test_the_doctor_examines_this_machine(run: Run):
     assert code == int(any(finding["level"] == "problem" for finding in findings))
 
 
+@pytest.mark.slow
 def test_the_doctor_names_a_program_that_keeps_the_database_locked(run: Run, flash_home: Path):
     def found() -> list[tuple[str, str]]:
         return [(each.level, each.fix) for each in examine() if each.name == "database"]

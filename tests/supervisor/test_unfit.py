@@ -96,6 +96,7 @@ def test_one_that_ticks_is_no_silent_one_however_long_it_has_run(
     assert holders[0].poll() is None
 
 
+@pytest.mark.slow
 def test_one_whose_work_does_not_go_on_stops_ticking(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flash_home.mkdir()
     monkeypatch.setattr(process, "TICK_EVERY_S", 0.01)

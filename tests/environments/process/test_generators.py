@@ -33,8 +33,9 @@ async def play(host: EnvironmentHost, index: int) -> list[str]:
     return [*said, str(score.reward)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("drawn", [pytest.param(name, marks=[pytest.mark.slow] * (name == "torch")) for name in DRAWS])
+@pytest.mark.parametrize("drawn", DRAWS)
 async def test_episodes_at_once_draw_what_they_draw_one_by_one(tmp_path: Path, drawn: str, kind: str) -> None:
     pytest.importorskip("numpy")
     source = f"""
