@@ -20,8 +20,9 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 
-CLOSING_S = 10.0
-"""Time that the trackers have to send what is left when the run ends."""
+CLOSING_S = 30.0
+"""Time that the trackers have to send what is left when the run ends: on a busy machine a short run
+may be over before the tracker's package is imported."""
 PROJECT = "flash-mcp"
 """What the run is filed under."""
 VARIABLES = {
