@@ -18,10 +18,10 @@ LIMITS = ("Umask", "Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Se
 
 
 def confinement() -> str:
-    """A digest of what this process may do, and of how Python starts here. A fork has its server's."""
+    """A digest of what this process may do, and of its Python. A fork has its server's."""
     process = Path("/proc/self")
     lines = Path(process, "status").read_text().splitlines()
-    state = [line for line in lines if line.startswith(LIMITS)]
+    state = [sys.prefix, *(line for line in lines if line.startswith(LIMITS))]
     state += [Path(process, name).read_text() for name in ("limits", "cgroup")]
     state += sorted(str(namespace.readlink()) for namespace in Path(process, "ns").iterdir())
     state += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON"))

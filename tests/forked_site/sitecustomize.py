@@ -4,12 +4,15 @@ they are confined in another way than the server that forks."""
 import os
 import sys
 
+TESTS = __file__.rpartition("/forked_site/")[0]
+SMALL = ("-m flash_mcp.cli", "-m flash_mcp.supervisor.process")
+
 words = [word for word in sys.orig_argv[1:] if word not in ("-P", "-u")] or [""]
 program = " ".join(words[:2])
 packages = None
 if program == "-m worker.main" and "--rank" not in words:
     packages = "workers"
-elif program in ("-m flash_mcp.cli", "-m flash_mcp.supervisor.process") or words[0].endswith("_worker.py"):
+elif program in SMALL or (words[0].startswith(TESTS) and words[0].endswith("_worker.py")):
     packages = "small"
 if packages and "FLASH_FORKS" in os.environ:
     from forked_start import become_fork, confinement

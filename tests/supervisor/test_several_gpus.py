@@ -71,6 +71,7 @@ def place(flash_home: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unforked")  # the second process is a child of the first
 def test_a_run_of_two_processes_goes_on_after_one_is_killed(place: Place) -> None:
     run = place.train(VOWELS, steps=3, batch_size=2, group_size=4, max_tokens=8, save_every=1)
     folder = RunFolder(place.now(run).folder)
