@@ -13,6 +13,7 @@ from typing import Any
 
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
+from tests import forked
 from tests.forked import Forked
 from tests.places import VOWELS
 
@@ -102,6 +103,7 @@ class Attempt:
         self.process: Forked | subprocess.Popen[bytes]
         with self.log_path.open("wb") as log:
             if fresh:
+                environment.pop(forked.VARIABLE, None)
                 self.process = subprocess.Popen(
                     [sys.executable, *arguments],
                     stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
