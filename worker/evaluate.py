@@ -33,11 +33,7 @@ SHARD_EVERY_S = 2.0
 
 
 def evaluate(
-    job: Json,
-    spec: EvalSpec,
-    writer: RunWriter,
-    heartbeat: Heartbeat,
-    cards: Sequence[str] = ("",),
+    job: Json, spec: EvalSpec, writer: RunWriter, heartbeat: Heartbeat, cards: Sequence[str] = ("",)
 ) -> int:
     """Make the attempts that are not recorded yet; the total number of attempts. The engine is
     shared by `cards`, as CUDA_VISIBLE_DEVICES names them.

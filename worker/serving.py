@@ -249,9 +249,7 @@ def make_certificate(folder: Path, addresses: list[str]) -> str:
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     certificate = created.public_bytes(serialization.Encoding.PEM).decode()
     write_private(folder / "key.pem", private.decode())

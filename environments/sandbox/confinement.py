@@ -18,12 +18,7 @@ import os
 import resource
 import sys
 
-from environments.sandbox.kernel import (
-    PR_SET_NO_NEW_PRIVS,
-    keep_capabilities,
-    libc,
-    set_dumpable,
-)
+from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, keep_capabilities, libc, set_dumpable
 from environments.sandbox.landlock import knows_ports, restrict_files
 from environments.sandbox.namespaces import Own, become
 from environments.sandbox.needs import FILE, Bounds

@@ -339,16 +339,10 @@ CLIENTS = {
     "claude": Client(_claude, shape=_as_stdio, command=_by_claude, remote=_as_http),
     "cursor": Client(lambda: Path.home() / ".cursor" / "mcp.json"),
     "codex": Client(
-        _codex,
-        "mcp_servers",
-        command=_by_codex,
-        remote=partial(_renamed, headers="http_headers"),
+        _codex, "mcp_servers", command=_by_codex, remote=partial(_renamed, headers="http_headers")
     ),
     "opencode": Client(
-        _opencode,
-        "mcp",
-        _as_opencode,
-        remote=lambda server: {"type": "remote", **server},
+        _opencode, "mcp", _as_opencode, remote=lambda server: {"type": "remote", **server}
     ),
     "vscode": Client(_vscode, "servers", _as_stdio, command=_by_vscode, remote=_as_http),
     "windsurf": Client(

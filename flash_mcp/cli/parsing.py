@@ -64,12 +64,7 @@ JSON = flag("--json", "print the result as JSON")
 
 
 def add_command(
-    commands: Any,
-    name: str,
-    text: str,
-    examples: str,
-    run: Run | None,
-    **settings: Any,
+    commands: Any, name: str, text: str, examples: str, run: Run | None, **settings: Any
 ) -> Parser:
     """A command. `text` is its description; the list of commands shows the first sentence."""
     first = " ".join(text.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")

@@ -247,11 +247,7 @@ COMMANDS: dict[str, Command | Group] = {
     "report": Command(
         report,
         ("flash-mcp report run-2f9k1c8d --out report.html",),
-        (
-            RUN_ID,
-            option("--out", "file to write (default ./RUN_ID.html)", "FILE", type=Path),
-            JSON,
-        ),
+        (RUN_ID, option("--out", "file to write (default ./RUN_ID.html)", "FILE", type=Path), JSON),
     ),
     "export": Command(
         export,

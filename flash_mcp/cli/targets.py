@@ -157,5 +157,5 @@ COMMANDS: dict[str, Command | Group] = {
             "check": Command(check, ("flash-mcp target check lab",), (TARGET, WAIT, JSON)),
             "remove": Command(remove, ("flash-mcp target remove lab",), (TARGET, JSON)),
         },
-    ),
+    )
 }

@@ -89,5 +89,5 @@ COMMANDS: dict[str, Command | Group] = {
                 (option("reference", "id of a token, or name of an owner", "ID_OR_NAME"), JSON),
             ),
         },
-    ),
+    )
 }

@@ -85,12 +85,7 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
             plot.ylim(0, 1, yside="right")
             plot.ylabel("loss")
             plot.ylabel("success", yside="right")
-        plot.scatter(
-            *curve.measured(),
-            label="held-out success",
-            marker="x",
-            yside=side,
-        )
+        plot.scatter(*curve.measured(), label="held-out success", marker="x", yside=side)
     return str(plot.uncolorize(plot.build())).rstrip()
 
 

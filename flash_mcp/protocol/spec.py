@@ -13,14 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean

@@ -221,11 +221,7 @@ def _nothing_deployed(store: Store, *, to_end: bool) -> FlashError:
 
 def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:
     """An id before any name, what is served before what was, the caller's own before others'."""
-    return (
-        row.id != reference,
-        row.state not in LIVE_DEPLOYMENT,
-        row.owner != caller().owner,
-    )
+    return (row.id != reference, row.state not in LIVE_DEPLOYMENT, row.owner != caller().owner)
 
 
 def fetch_adapter(store: Store, run: Run, step: int) -> Path:

@@ -28,11 +28,7 @@ class Reader:
     """Reads a run folder into the store, each version of a file once; again changes nothing."""
 
     def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        folder: RunFolder,
-        alive: Callable[[], None] = lambda: None,
+        self, store: Store, run_id: str, folder: RunFolder, alive: Callable[[], None] = lambda: None
     ) -> None:
         self.store, self.run_id, self.folder = store, run_id, folder
         self._seen: dict[tuple[str, int | str], str] = {}

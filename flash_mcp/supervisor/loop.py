@@ -140,10 +140,7 @@ class Supervisor(RunReconciler):
 
 
 def supervise(
-    base: Path,
-    make: Callable[[Path], Supervisor] = Supervisor,
-    *,
-    is_foreground: bool = False,
+    base: Path, make: Callable[[Path], Supervisor] = Supervisor, *, is_foreground: bool = False
 ) -> bool:
     """Be the state directory's supervisor until idle; False where another one is already."""
     while True:

@@ -19,11 +19,7 @@ class TargetThread(threading.Thread):
     """Looks after a target's runs until none is active, and clears up behind them."""
 
     def __init__(
-        self,
-        store: Store,
-        name: str,
-        reconciler_of: Callable[[str], RunReconciler],
-        poll_s: float,
+        self, store: Store, name: str, reconciler_of: Callable[[str], RunReconciler], poll_s: float
     ) -> None:
         super().__init__(name=f"target {name}", daemon=True)
         self.store = store

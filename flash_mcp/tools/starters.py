@@ -28,11 +28,7 @@ Template = Literal[
 Scorer = Literal["tolerant", "exact", "judge"]
 
 TEMPLATES = Path(environments.__file__).parent / "examples"
-FOLDERS = {
-    "multi_turn": "calculator",
-    "tool_use": "tool_calculator",
-    "agent": "agent_calculator",
-}
+FOLDERS = {"multi_turn": "calculator", "tool_use": "tool_calculator", "agent": "agent_calculator"}
 """The folder of a template, where it has another name."""
 PROGRAMS = {".py": "python", ".js": "node", ".mjs": "node", ".cjs": "node"}
 BUNDLE = (

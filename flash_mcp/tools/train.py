@@ -146,8 +146,7 @@ Seeds = Annotated[list[int], COUNT]
 """As the tool's schema has it; `_seeds_of` checks each."""
 VALID = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], COUNT])
 Settings = Annotated[
-    dict[str, Any] | None,
-    Field(description=f"Rarer fields by name: {', '.join(RARE)}."),
+    dict[str, Any] | None, Field(description=f"Rarer fields by name: {', '.join(RARE)}.")
 ]
 
 

@@ -21,13 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from flash_mcp.protocol.base_models import (
-    MODELS,
-    ModelCard,
-    check_without_gpu,
-    find,
-    folder_card,
-)
+from flash_mcp.protocol.base_models import MODELS, ModelCard, check_without_gpu, find, folder_card
 from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import models_dir

@@ -439,9 +439,7 @@ def _pack_experts_at_each_load_on_cpu() -> None:
     """Bring the experts' weights into the form of the CPU's kernel whenever they are loaded.
 
     vLLM 0.31 does so at the first load alone: what is loaded later would be read as packed."""
-    from vllm.model_executor.layers.fused_moe import (  # noqa: PLC0415
-        unquantized_fused_moe_method as experts,
-    )
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts  # noqa: PLC0415
 
     method = cast(Any, experts).UnquantizedFusedMoEMethod
     own = method._setup_kernel

@@ -49,11 +49,7 @@ class Host(Protocol):
 
     async def open(self, split: str, index: int) -> Opening: ...
     async def step(
-        self,
-        episode: int,
-        assistant_text: str,
-        tool_calls: Sequence[Json] = (),
-        usage: Usage = ...,
+        self, episode: int, assistant_text: str, tool_calls: Sequence[Json] = (), usage: Usage = ...
     ) -> Step: ...
     async def next_call(self, episode: int) -> AgentCall | Literal["done", "max_turns"]: ...
     async def answer_call(
@@ -95,10 +91,7 @@ class Task:
 
 
 def task_groups(
-    split: str,
-    examples: Iterable[Example],
-    size: int,
-    seed_of: Callable[[int, int, int], int],
+    split: str, examples: Iterable[Example], size: int, seed_of: Callable[[int, int, int], int]
 ) -> list[Task]:
     """`size` tasks for each example in a row, with seeds `seed_of(number, index, attempt)`."""
     tasks: list[Task] = []

@@ -63,9 +63,7 @@ class CallReader:
 
     def __init__(self, tokenizer: Any, form: ToolForm, schemas: Sequence[Json]) -> None:
         # Imported here: vLLM reads the environment when it is imported, and SFT does without it.
-        from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415
-            ChatCompletionRequest,
-        )
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
         from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415
 
         # A call that does not parse is counted by us. vLLM writes a traceback for each.

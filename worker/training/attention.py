@@ -183,12 +183,7 @@ def _own(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
 
 def _over_prompt(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
     """As `_own`, of the completions over the prompt."""
-    return (
-        segments.completion_ends,
-        segments.prompt_ends,
-        segments.completions,
-        segments.prompt,
-    )
+    return (segments.completion_ends, segments.prompt_ends, segments.completions, segments.prompt)
 
 
 def _weight(part_HC: Tensor, both_HC: Tensor) -> Tensor:

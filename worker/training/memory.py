@@ -21,14 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_mcp.protocol.errors import FlashError
-from worker.capacity import (
-    GIB,
-    GPU_PROCESS_BYTES,
-    MIB,
-    cache_room,
-    capacity_bytes,
-    kv_cache_bytes,
-)
+from worker.capacity import GIB, GPU_PROCESS_BYTES, MIB, cache_room, capacity_bytes, kv_cache_bytes
 from worker.model_files import auto_class, config_of, has_experts
 
 PROCESS_BYTES = 1050 * MIB

@@ -12,13 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from environments import (
-    EnvironmentSingleTurn,
-    JudgeRubric,
-    RewardResult,
-    TaskExample,
-    load_dataset,
-)
+from environments import EnvironmentSingleTurn, JudgeRubric, RewardResult, TaskExample, load_dataset
 
 DATASETS = Path(__file__).parent / "datasets"
 INSTRUCTIONS = "Write your answer as <answer>...</answer>."

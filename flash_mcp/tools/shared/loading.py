@@ -107,11 +107,7 @@ def check_logins(names: Iterable[str]) -> None:
 
 @asynccontextmanager
 async def hosted(
-    folder: Path,
-    name: str,
-    *,
-    fix: str,
-    **options: Any,
+    folder: Path, name: str, *, fix: str, **options: Any
 ) -> AsyncGenerator[EnvironmentHost]:
     """A folder's environment in a child process that is started with these options. A fault of its
     code becomes a FlashError.

@@ -314,12 +314,7 @@ RULES = (
         lambda item: item.is_blocked,
         lambda item: f"do what the first of warnings says; then {item.waiting}",
     ),
-    Rule(
-        "an evaluation that has not ended",
-        "wait for its end",
-        _is_evaluation(*ACTIVE),
-        _awaited,
-    ),
+    Rule("an evaluation that has not ended", "wait for its end", _is_evaluation(*ACTIVE), _awaited),
     Rule(
         "an evaluation that failed or was cancelled",
         "`evaluate` with the same values",
@@ -365,12 +360,7 @@ RULES = (
         lambda item: _is(*ACTIVE)(item) and item.flags,
         _warning,
     ),
-    Rule(
-        "under way",
-        "wait for news",
-        _is(*ACTIVE),
-        lambda item: item.waiting,
-    ),
+    Rule("under way", "wait for news", _is(*ACTIVE), lambda item: item.waiting),
     Rule(
         "succeeded with a problem, and held-out success was not measured or is `underpowered`",
         "`rollouts`, train again with the remedy",

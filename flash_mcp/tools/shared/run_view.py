@@ -15,14 +15,7 @@ from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
-from flash_mcp.protocol.records import (
-    ACTIVE,
-    Evaluation,
-    Rollout,
-    Run,
-    RunState,
-    StepMetrics,
-)
+from flash_mcp.protocol.records import ACTIVE, Evaluation, Rollout, Run, RunState, StepMetrics
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET
 from flash_mcp.state import costs, queue

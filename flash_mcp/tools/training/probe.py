@@ -48,11 +48,7 @@ class Probe:
         """The first overlap of splits, as a run's lineage has it."""
         for item in self.shared:
             if item.shared:
-                return {
-                    "shared": item.shared,
-                    "eval_tasks": item.eval_tasks,
-                    "evidence": str(item),
-                }
+                return {"shared": item.shared, "eval_tasks": item.eval_tasks, "evidence": str(item)}
         return None
 
     def __add__(self, other: Probe) -> Probe:
