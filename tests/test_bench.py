@@ -94,6 +94,7 @@ def test_runs_with_and_without_staleness_are_measured(tiny_model: Path, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unforked")  # it measures the server's process
 def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     result = control.run(tmp_path, repeat=1, quick=True)
     agents = result["agents"]
