@@ -51,7 +51,7 @@ def start_servers() -> list[subprocess.Popen[bytes]]:
 
 def fork_of(pid: int) -> int:
     """The fork that does what the process `pid` was started for, or `pid` if it does that itself."""
-    forks = (each.pid for each in psutil.process_iter(["name"]) if each.name() == f"for {pid}")
+    forks = (process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == f"for {pid}")
     return next(forks, pid)
 
 
