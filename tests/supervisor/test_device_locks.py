@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -83,7 +82,7 @@ def test_a_run_waits_for_a_card_that_another_state_directory_uses(benches: list[
         assert f"every GPU is used by the state directory {one.base}" in warning
         assert two.store.run(second.id).state == "queued"
         assert devices_in_use(one.base) == []
-        os.kill(one.pid(first), signal.SIGKILL)
+        one.kill(first)
         wait_for(lambda: two.store.run(second.id).state == "succeeded")
         assert two.told(second) == [(1, "launched")]
         assert supervisor.wait(TIMEOUT_S) == 0

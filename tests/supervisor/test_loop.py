@@ -90,6 +90,11 @@ class Bench:
         assert record
         return record.pid
 
+    def kill(self, run: Run) -> None:
+        """Kill the worker of the first attempt, which has made a step; after that it writes nothing."""
+        os.kill(fork_of(self.pid(run)), signal.SIGKILL)
+        wait_for(lambda: not is_running(self.pid(run)))
+
     def step(self, run: Run, attempt: int = 1) -> int:
         """The step of the attempt's last beat; 0 before."""
         beat = RunFolder(run.folder).beat()
@@ -182,7 +187,7 @@ def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_
 def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench: Bench) -> None:
     run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 3)
-    os.kill(bench.pid(run), signal.SIGKILL)
+    bench.kill(run)
     ended = bench.finish(run)
     assert (ended.state, ended.attempt, ended.step, ended.error) == ("succeeded", 2, 5, None)
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched")]
@@ -369,7 +374,7 @@ def test_a_run_whose_secret_was_lost_while_it_ran_is_found_or_waits_without_its_
     bench.until(lambda: bench.step(run) == 2)
     monkeypatch.delenv("CALC_KEY")
     if was_killed:
-        os.kill(bench.pid(run), signal.SIGKILL)
+        bench.kill(run)
     later = bench.new_supervisor()
     if was_killed:
         assert bench.finish(other, supervisor=later).state == "succeeded"
@@ -505,7 +510,7 @@ def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(b
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)
     queue.request_cancel(bench.store, run.id)
-    os.kill(bench.pid(run), signal.SIGKILL)
+    bench.kill(run)
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("cancelled", 1)
 
@@ -568,7 +573,7 @@ def test_a_worker_that_died_with_its_supervisor_is_replaced_by_the_next(bench: B
     wait_for(lambda: bench.step(run) == 2)
     first.kill()
     first.wait()
-    os.kill(bench.pid(run), signal.SIGKILL)
+    bench.kill(run)
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("succeeded", 2)
 
