@@ -12,7 +12,6 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from tests.damage import DAMAGES
-from tests.forked import fork_of
 from tests.grids import thinned
 from tests.supervisor.test_loop import Bench, bench
 from tests.waiting import wait_for
@@ -73,7 +72,7 @@ def test_a_damaged_result_is_written_anew_by_another_attempt(bench: Bench, damag
 def test_a_cancelled_run_with_a_damaged_beat_ends(bench: Bench, damage: str) -> None:
     run = bench.train({"1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
-    os.kill(fork_of(bench.pid(run)), signal.SIGSTOP)
+    os.kill(bench.worker(run), signal.SIGSTOP)
     DAMAGES[damage](Path(run.folder, "beat.json"))
     queue.request_cancel(bench.store, run.id)
     ended = bench.finish(run)

@@ -90,9 +90,13 @@ class Bench:
         assert record
         return record.pid
 
+    def worker(self, run: Run) -> int:
+        """The process of the first attempt's worker, which has made a step: `pid`, or its fork."""
+        return fork_of(self.pid(run))
+
     def kill(self, run: Run) -> None:
-        """Kill the worker of the first attempt, which has made a step; after that it writes nothing."""
-        os.kill(fork_of(self.pid(run)), signal.SIGKILL)
+        """Kill the first attempt's worker; after that it writes nothing."""
+        os.kill(self.worker(run), signal.SIGKILL)
         wait_for(lambda: not is_running(self.pid(run)))
 
     def step(self, run: Run, attempt: int = 1) -> int:
@@ -252,7 +256,7 @@ def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None
 def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
-    worker = fork_of(bench.pid(run))
+    worker = bench.worker(run)
     os.kill(worker, signal.SIGSTOP)
     wait_for(lambda: psutil.Process(worker).status() == psutil.STATUS_STOPPED)
     bench.supervisor.tick()  # which takes in the last beat
@@ -260,7 +264,8 @@ def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("succeeded", 2)
     assert "gave no sign" in bench.store.events(run.id, kinds=["attempt"])[1].message
-    wait_for(lambda: not is_running(worker))
+    assert not is_running(bench.pid(run))
+    wait_for(lambda: not is_running(worker))  # a fork ends with it
 
 
 def test_a_worker_that_does_not_leave_after_its_result_is_ended(bench: Bench) -> None:
@@ -309,7 +314,7 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     supervisor = bench.new_supervisor(launcher)
     run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}, "2": {"at": 4, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 3, supervisor=supervisor)
-    zombie = fork_of(bench.pid(run))
+    zombie = bench.worker(run)
     launcher.slandered = {f"{run.id}-1"}
     os.kill(zombie, signal.SIGSTOP)
     bench.until(

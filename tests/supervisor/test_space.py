@@ -27,7 +27,6 @@ from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.process import take_lock
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.waiting import obstacles
-from tests.forked import fork_of
 from tests.places import ROOT
 from tests.samples import finished_run
 from tests.supervisor.test_loop import Bench
@@ -159,7 +158,7 @@ def test_a_worker_that_cannot_write_its_heartbeat_is_not_replaced(bench: Bench, 
     supervisor = bench.supervisor
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
-    worker = fork_of(bench.pid(run))
+    worker = bench.worker(run)
     os.kill(worker, signal.SIGSTOP)
     fill(disk)
     ticks(bench, count=1)

@@ -24,7 +24,6 @@ from flash_mcp.supervisor.loop import supervise
 from flash_mcp.supervisor.process import LockOwner, ensure_supervisor
 from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
-from tests.forked import fork_of
 from tests.samples import finished_run, push_echo
 from tests.supervisor.test_loop import HASTE, Bench, bench, start_supervisor
 from tests.waiting import PATIENCE_S, wait_for
@@ -142,7 +141,7 @@ def test_a_pause_of_the_machine_is_no_silence_of_the_attempt(
     supervisor = bench.new_supervisor(cancel_grace_s=20.0)
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}}, stall_timeout_s=60.0)
     bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
-    worker = fork_of(bench.pid(run))
+    worker = bench.worker(run)
     os.kill(worker, signal.SIGSTOP)  # it wakes after the supervisor has, and hears of a cancel then
     if is_cancelled:
         queue.request_cancel(bench.store, run.id)
@@ -162,7 +161,7 @@ def test_a_supervisor_and_a_worker_that_were_stopped_go_on(bench: Bench) -> None
     supervisor = start_supervisor(bench, beat_silent_s=4.0, max_gap_s=0.5)
     wait_for(lambda: bench.store.run(run.id).step == 2)
     for act in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in (supervisor.pid, fork_of(bench.pid(run))):
+        for pid in (supervisor.pid, bench.worker(run)):
             os.kill(pid, act)
         if act == signal.SIGSTOP:
             time.sleep(6)  # longer than the supervisor waits for a silent attempt
