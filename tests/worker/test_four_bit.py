@@ -18,7 +18,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.supervisor.launch.memory_need import memory_need
-from tests import forked
+from tests import reaper
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT, WHEELS
 from worker.adapter import merged_weights
@@ -40,7 +40,7 @@ def test_those_that_need_bitsandbytes_pass_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     command += ["-k", "in_nf4_has or in_nf4_trains"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages"), "PYTEST_ADDOPTS": ""}
-    environment.pop(forked.VARIABLE, None)  # a server of its own, which has the package too
+    environment.pop(reaper.VARIABLE)  # a run of its own, whose workers have the package too
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 
