@@ -2,9 +2,10 @@
 
     python -m tests.forked NAME PARENT_PID PACKAGES
 
-A server imports tests.forked_PACKAGES once for a test run, and forks. There are two: workers and
-processes of pytest-xdist have torch and vLLM, servers, supervisors and workers that are scripts have
-not. Any process of a test that would be one of these is a fork: PYTHONPATH names forked_site."""
+A server imports tests.forked_PACKAGES once for a test run, and forks. There are two servers. `workers`
+has torch and vLLM; it forks workers and the processes of pytest-xdist. `small` has neither; it forks
+flash-mcp's commands, supervisors, and workers that are scripts. PYTHONPATH names tests/forked_site,
+which makes a fork of each such process that a test or the product starts."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ class _Fork(socketserver.BaseRequestHandler):
         with suppress(OSError):
             while number := self.request.recv(1):
                 signal.pidfd_send_signal(descriptor, number[0])
-            if not self._has_ended:  # the one that asked has, and its group with it
+            if not self._has_ended:  # its starter was killed: a launcher kills the whole group
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 os.killpg(pid, signal.SIGKILL)
 
