@@ -14,7 +14,6 @@ from typing import Any
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests import forked
-from tests.forked import Forked
 from tests.places import VOWELS
 
 
@@ -100,7 +99,7 @@ class Attempt:
         # Environments of tests wait for what stands in the run's folder.
         environment = {**os.environ, "FLASH_READABLE": run.path(""), **variables}
         self.log_path = Path(run.path(f"log.{number}"))
-        self.process: Forked | subprocess.Popen[bytes]
+        self.process: forked.Forked | subprocess.Popen[bytes]
         with self.log_path.open("wb") as log:
             if fresh:
                 environment.pop(forked.VARIABLE, None)
@@ -110,7 +109,7 @@ class Attempt:
                     env=environment,
                 )  # fmt: skip
             else:
-                self.process = Forked(arguments, self.log_path, environment)
+                self.process = forked.Forked(arguments, self.log_path, environment)
 
     def __enter__(self) -> Attempt:
         return self

@@ -1,5 +1,5 @@
-"""What Python runs first where PYTHONPATH names this folder. It makes our processes forks, unless
-they are confined in another way than the server that forks."""
+"""What Python runs first where PYTHONPATH names this folder. It makes a fork of a process that runs
+one of our programs, unless the process is confined in another way than the server that forks."""
 
 import os
 import sys
@@ -17,5 +17,5 @@ elif program in SMALL or (words[0].startswith(TESTS) and words[0].endswith("_wor
 if packages and "FLASH_FORKS" in os.environ:
     from forked_start import become_fork, confinement
 
-    if confinement() in os.environ["FLASH_FORKS"]:
+    if confinement() == os.environ["FLASH_FORKS"].split()[1]:
         become_fork(packages, words)
