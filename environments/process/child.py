@@ -48,6 +48,7 @@ from environments.base import (
     Environment,
     EnvironmentAgent,
     EnvironmentEpisode,
+    EnvironmentSingleTurn,
     EnvironmentStepResult,
     Json,
     RewardResult,
@@ -75,6 +76,13 @@ EXPECTED_CHARACTERS = 2000
 PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
 """Size of one page of the task list. In JSON a character takes up to 12 bytes."""
 CANCEL_TIMEOUT_S = 1.0
+RETURNING = {
+    Environment.episode_tools,
+    Environment.normalize_response_text,
+    Environment.sft_completion,
+    EnvironmentSingleTurn.max_episode_turns,
+}
+"""Methods of ours that only return what is there: a thread would take longer than the call."""
 ALONE = "score_episode must return a RewardResult"
 
 
@@ -465,6 +473,8 @@ class Child:
                 if pool is self._main_thread or getattr(owner, "main_thread", False):
                     return await self._main_thread.result(method(*args))
                 return await method(*args)
+            if getattr(method, "__func__", None) in RETURNING:
+                return method(*args)
             value, error = await self._in_thread(
                 pool or self._pool, task, functools.partial(method, *args)
             )
