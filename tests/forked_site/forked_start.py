@@ -1,6 +1,6 @@
 """As python, in a process that the tests fork (tests/forked.py).
 
-    python tests/forked_site/forked_start.py -c CODE
+    python tests/forked_site/forked_start.py PACKAGES -c CODE
 
 It imports no package: it may run before the paths of packages are known."""
 
@@ -61,4 +61,4 @@ def become_fork(packages: str, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    become_fork("workers", [word for word in sys.argv[1:] if word not in ("-P", "-u")])
+    become_fork(sys.argv[1], [word for word in sys.argv[2:] if word not in ("-P", "-u")])
