@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,13 @@ from flash_mcp.protocol.listening import Listening, free_port
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import find_target
-from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.server import Server, idle_error, idle_minutes, server_here
 from flash_mcp.supervisor.serving_health import EVERY_S, FAILURES, examine, idle_seconds
-from flash_mcp.supervisor.targets import launcher_of
+from flash_mcp.supervisor.serving_places import ServingPlace, place_of
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +71,9 @@ class ModelServers:
         # First: a run is written together with the deployment that needs it.
         running = self.store.active_servers()
         live = self.store.deployments(LIVE_DEPLOYMENT)
-        here = [row for row in live if row.target == LOCAL_TARGET and row.state != "stopping"]
-        for model in {row.model for row in here if row.server_run is None}:
-            self._share(model, [row for row in here if row.model == model])
+        shared = [row for row in live if row.state != "stopping" and self._place(row).is_shared]
+        for model in {row.model for row in shared if row.server_run is None}:
+            self._share(model, [row for row in shared if row.model == model])
         rows_of: dict[str, list[Deployment]] = {}
         for row in self.store.deployments(LIVE_DEPLOYMENT):
             if row.server_run:
@@ -91,10 +87,14 @@ class ModelServers:
             del self._servers[run_id]
         for run_id, rows in rows_of.items():
             if run_id not in self._servers:
-                self._servers[run_id] = ModelServer(self.store, self.home, run_id)
+                place = self._place(rows[0])
+                self._servers[run_id] = ModelServer(self.store, self.home, run_id, place)
             server = self._servers[run_id]
             if server.is_due(rows):
                 server.looking = self._pool.submit(server.look_after, rows)
+
+    def _place(self, row: Deployment) -> ServingPlace:
+        return place_of(self.home, row.target)
 
     def _share(self, model: str, rows: Rows) -> None:
         """Give a model's deployments on this machine one server; to all of them another one if an
@@ -132,11 +132,12 @@ def end_server(store: Store, run: Run) -> Run:
 class ModelServer:
     """The way to one server, from its first attempt to its end."""
 
-    def __init__(self, store: Store, home: Path, name: str) -> None:
+    def __init__(self, store: Store, home: Path, name: str, place: ServingPlace) -> None:
         self.store = store
         self.home = home
         self.name = name
         """The id of its run."""
+        self.place = place
         self.tunnel: subprocess.Popen[bytes] | None = None
         self.looking: Future[None] | None = None
         self._seen: tuple[object, float] = (None, 0.0)
@@ -186,8 +187,8 @@ class ModelServer:
                 return AGAIN_S
             self._close_tunnel()
             end_server(self.store, run)
-            if run.target == LOCAL_TARGET:
-                error.values.setdefault("log", f"{run.folder}/log.{run.attempt}")
+            if log_file := self.place.log(run):
+                error.values.setdefault("log", log_file)
             for row in requested:
                 self._update(row, state="failed", error=error.to_dict(), base_url=None)
             return LOOK_S
@@ -221,7 +222,7 @@ class ModelServer:
             self._listened, self._since = run.attempt, time.monotonic()
             self._failures = 0
         listening = Listening.checked(response, server_here(self.home, run).admin_key)
-        for address in self._allowed(run, listening):
+        for address in self.place.addresses(run, listening):
             server = self._by(run, address, listening)
             if server is None:
                 continue
@@ -236,13 +237,14 @@ class ModelServer:
             self._since = time.monotonic()
             return
         if is_first and time.monotonic() - self._since > REACH_S:
-            raise _unreachable(run, listening)
+            ways = f"{', '.join(listening.addresses)}, port {listening.port}"
+            raise self.place.unreachable(ways, REACH_S)
 
     def _load(self, row: Deployment, run: Run, server: Server, adapter: str) -> None:
         try:
             server.load(row.id, adapter)
         except FlashError as error:
-            if run.target != LOCAL_TARGET:  # it has no other
+            if not self.place.is_shared:
                 raise
             server.unload(row.id)
             self._update(row, state="failed", error=error.to_dict())
@@ -255,7 +257,7 @@ class ModelServer:
         """The server by one of its addresses, if it answers there."""
         existing = server_here(self.home, run)
         host, port = address, listening.port
-        if ssh := self._ssh(run):
+        if ssh := self.place.ssh():
             host, port = "127.0.0.1", existing.port or free_port()
             self._open_tunnel(ssh, port, f"{address}:{listening.port}")
         server = replace(existing, host=host, port=port, certificate=listening.certificate)
@@ -263,30 +265,6 @@ class ModelServer:
             if server.call("/models", timeout_s=PING_S).is_success:
                 return server
         return None
-
-    def _ssh(self, run: Run) -> str:
-        """The host through which the nodes are reached."""
-        return "" if run.target == LOCAL_TARGET else find_target(self.home, run.target).ssh
-
-    def _allowed(self, run: Run, listening: Listening) -> list[str]:
-        """Those of the addresses that the target's settings let a node name; without such settings
-        those that the engine knows of the node, which might name any.
-        """
-        if run.target == LOCAL_TARGET:
-            return listening.addresses
-        settings = find_target(self.home, run.target)
-        allowed: Sequence[IPv4Network | str] | None = settings.nodes
-        if not allowed:
-            handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
-            allowed = launcher_of(settings).addresses_of(handle)
-        if allowed is None:
-            return listening.addresses
-        networks = list(map(IPv4Network, allowed))
-        return [
-            address
-            for address in listening.addresses
-            if any(IPv4Address(address) in network for network in networks)
-        ]
 
     def _open_tunnel(self, ssh: str, port: int, there: str) -> None:
         """Forward a port of loopback through the target's host. It ends with this process."""
@@ -317,7 +295,7 @@ class ModelServer:
     def _check(self, rows: Rows, run: Run) -> float:
         """Whether a ready server computes and is used; seconds until the next check."""
         has_tunnel = self.tunnel is not None and self.tunnel.poll() is None
-        if self._ssh(run) and not has_tunnel:
+        if self.place.ssh() and not has_tunnel:
             self._reach(rows, run, is_first=True)
         server = server_here(self.home, run)
         idle_s = examine(server, rows[0].id)
@@ -345,22 +323,6 @@ class ModelServer:
 
 def _states(rows: Rows) -> list[tuple[str, str]]:
     return [(row.id, row.state) for row in rows]
-
-
-def _unreachable(run: Run, listening: Listening) -> FlashError:
-    name = run.target
-    ways = f"{', '.join(listening.addresses)}, port {listening.port}"
-    if name == LOCAL_TARGET:
-        what = f"its server did not answer within {REACH_S:.0f} s: {ways}"
-        fix = "call deploy again; the machine may have too much to do, see catalog(kind='health')"
-        return FlashError("unresponsive", what, fix=fix)
-    what = f"its server runs on a node of {name}, which cannot be reached from here: {ways}"
-    fix = (
-        f"name a host that reaches the nodes: ssh of {name} in targets.toml; if nodes is set "
-        "there, let it hold their network; or leave target out, and the checkpoint is served on "
-        "the server's machine"
-    )
-    return FlashError("target_refused", what, target=name, fix=fix)
 
 
 def _end_of(run: Run) -> FlashError:

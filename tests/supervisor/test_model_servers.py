@@ -27,7 +27,6 @@ import pytest
 from anyio.to_thread import run_sync
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import Listening
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.run_folder import RunFolder
@@ -37,7 +36,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import model_servers, serving_health
+from flash_mcp.supervisor import model_servers, serving_health, serving_places
 from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import WORKER, Supervisor
@@ -49,7 +48,7 @@ from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.snippets import calls_of
 from tests.forked import fork_of
 from tests.places import TESTS
-from tests.samples import queued_run, sample_rollout
+from tests.samples import sample_rollout
 from tests.supervisor.test_loop import HASTE
 from tests.waiting import PATIENCE_S, wait_for
 from tests.watch import is_running, listening_ports
@@ -917,8 +916,7 @@ def _group(pid: int) -> int | None:
         return None
 
 
-def test_a_server_of_this_machine_that_does_not_answer_is_slow_and_on_no_node(tmp_path: Path) -> None:
-    silent = Listening(["127.0.0.1"], 1, "", "")
-    error = model_servers._unreachable(queued_run(tmp_path), silent)
+def test_a_server_of_this_machine_that_does_not_answer_is_slow_and_on_no_node() -> None:
+    error = serving_places.Here().unreachable("127.0.0.1, port 1", 60.0)
     assert error.code == "unresponsive" and "did not answer" in error.what
     assert "targets.toml" not in error.fix and "ssh" not in error.fix
