@@ -23,7 +23,6 @@ from typing import Any
 
 import httpx
 
-from environments.sandbox.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening, free_port
 from flash_mcp.protocol.paths import write_private
@@ -33,6 +32,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.store import Store
+from flash_mcp.supervisor.process import PYTHON
 from flash_mcp.supervisor.server import Server, idle_error, idle_minutes, server_here
 from flash_mcp.supervisor.serving_health import EVERY_S, FAILURES, examine, idle_seconds
 from flash_mcp.supervisor.serving_places import ServingPlace, place_of
@@ -271,13 +271,12 @@ class ModelServer:
         self._close_tunnel()
         options = ["-N", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes"]
         options += ["-o", f"ConnectTimeout={PING_S:.0f}", "-o", "ServerAliveInterval=15"]
-        parent = os.getpid()
+        tied = [*PYTHON, "flash_mcp.supervisor.tied", str(os.getpid())]
         self.tunnel = subprocess.Popen(
-            ["ssh", *options, "-L", f"127.0.0.1:{port}:{there}", ssh],
+            [*tied, "ssh", *options, "-L", f"127.0.0.1:{port}:{there}", ssh],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: die_with_parent(parent),
         )
         deadline = time.monotonic() + PING_S
         while self.tunnel.poll() is None and time.monotonic() < deadline:
