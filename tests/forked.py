@@ -33,7 +33,7 @@ import psutil
 from environments.sandbox.kernel import die_with_parent
 from tests.forked_site import forked_start
 from tests.places import ROOT
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 VARIABLE = "FLASH_FORKS"
 """Names the servers of this process and of those that it starts, and what confines them."""
@@ -121,7 +121,7 @@ def forked(code: str, log: Path, **variables: str) -> Generator[None]:
     process = Forked(["-c", code], log, {**os.environ, **variables})
     try:
         yield
-        assert process.wait(PATIENCE_S) == 0, log.read_text()
+        assert process.wait(WAIT_S) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

@@ -25,7 +25,7 @@ from tests.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "hubs.md"
 HELD_OUT = 24
-PATIENCE_S = 1800.0
+WAIT_S = 1800.0
 """What the packages of an environment may take to be installed."""
 COMMON: dict[str, Any] = {
     "lora_rank": 16,
@@ -123,7 +123,7 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
 async def _begun(session: Session, tool: str, **wanted: Any) -> str:
     """The id of a new run. Until the environment's packages are installed, and while others
     compute, it takes longer to load than a call may."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + WAIT_S
     while True:
         try:
             return (await session.call(tool, **wanted))["run_id"]

@@ -19,7 +19,7 @@ from flash_mcp.server.mcp_server import build_server
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import NOBODY, Access, Limits, acting_as
 from flash_mcp.state.store import open_store
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 
 
 @dataclass
@@ -74,7 +74,7 @@ def team_server(limits: Limits | None = None, *, authenticate: bool = True) -> G
         yield Team(server.servers[0].sockets[0].getsockname()[1])
     finally:
         server.should_exit = True
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_S)
         assert not thread.is_alive()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "vllm", "transformers", "trl", "peft", "datasets", "worker", "ray"}
@@ -51,7 +51,7 @@ def loaded_by(module: str) -> set[str]:
     """What a fresh process has imported after `import module`."""
     code = f"import json, sys; old = {{*sys.modules}}; import {module}; print(json.dumps([*({{*sys.modules}} - old)]))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=WAIT_S
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 

@@ -13,7 +13,7 @@ from mcp import Client, StdioServerParameters
 from tests.folders import allow, environment_folder
 from tests.places import ROOT, TESTS
 from tests.teams import text_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 IMPORT_ALL = """
@@ -45,14 +45,14 @@ def variables(tmp_path: Path, flash_home: Path) -> dict[str, str]:
 
 def test_every_module_of_the_control_plane_imports(variables: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-c", IMPORT_ALL], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_doctor_says_in_one_line_what_is_missing(variables: dict[str, str]) -> None:
     command = [sys.executable, "-m", "flash_mcp.cli", "doctor"]
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     [line] = [line for line in done.stdout.splitlines() if " sandbox: " in line]
     assert line.startswith("PROBLEM") and "freebsd14" in line and "no environment loads" in line
     assert "--ssh" in done.stdout

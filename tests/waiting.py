@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE_S = 500.0
+WAIT_S = 500.0
 """The bound of a wait. It only ends a test that hangs: a machine with many times as much to do as it
 has cores must not reach it."""
 
 
 def wait_for(
     condition: Callable[[], Any],
-    timeout_s: float = PATIENCE_S,
+    timeout_s: float = WAIT_S,
     *,
     tick: Callable[[], object] = lambda: None,
     evidence: Callable[[], object] = lambda: "",
@@ -37,6 +37,6 @@ def pause_s(waited_s: float) -> float:
 async def until(condition: Callable[[], object]) -> None:
     """As `wait_for`, while the event loop goes on."""
     began = time.monotonic()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110  other processes are waited for
             await asyncio.sleep(pause_s(time.monotonic() - began))

@@ -27,7 +27,7 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import machine
 from tests.places import ROOT
 from tests.samples import finished_run, learn, push_echo, queued_run, read_in, sample_rollout, started_run, supervised
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -229,7 +229,7 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
             assert "step 2/20" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             rest = process.stderr.read()
-            assert process.wait(PATIENCE_S) == 130, rest
+            assert process.wait(WAIT_S) == 130, rest
         assert f"flash-mcp status {started.id} --follow" in rest
         assert open_store().run(started.id).state == "running"
 
@@ -446,4 +446,4 @@ def test_a_reader_that_stops_early_is_no_failure(tmp_path: Path):
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert (process.stderr.read(), process.wait(PATIENCE_S)) == ("", 0)
+        assert (process.stderr.read(), process.wait(WAIT_S)) == ("", 0)

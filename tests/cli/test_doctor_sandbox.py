@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.places import ROOT
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 POWERLESS = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
@@ -19,7 +19,7 @@ POWERLESS = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admi
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
 def test_doctor_says_in_one_line_what_a_container_without_namespaces_leaves_out(flash_home: object) -> None:
     command = [*POWERLESS, sys.executable, "-m", "flash_mcp.cli", "doctor"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     (line,) = [line for line in done.stdout.splitlines() if "sandbox:" in line]
     assert "no namespaces can be had, as in most containers" in line and "Landlock and seccomp" in line
     assert "process_tree, proc, attributes" in line and "Errno" not in line

@@ -22,7 +22,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
 from tests.samples import evaluate, finished_run, learn, push_echo, queued_run, read_in, started_run, supervised
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
             wait_for(store.deployments)
             waiting.send_signal(signal.SIGINT)
-            assert "goes on" in waiting.communicate(timeout=PATIENCE_S)[1]
+            assert "goes on" in waiting.communicate(timeout=WAIT_S)[1]
             assert waiting.returncode == 130
         assert store.deployments()[0].state == "starting"
 
@@ -104,7 +104,7 @@ def test_wait_returns_when_the_run_ends(tmp_path: Path):
             with pytest.raises(subprocess.TimeoutExpired):
                 waiting.wait(2)
             queue.finish(open_store(), run.id, run.attempt, "succeeded")
-            assert waiting.wait(PATIENCE_S) == 0
+            assert waiting.wait(WAIT_S) == 0
 
 
 def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tmp_path: Path):
@@ -155,14 +155,14 @@ def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
             assert b"F\x1b[J" in drawn_over
             process.send_signal(signal.SIGINT)
             rest = _read_until(ours, b"flash-mcp cancel")
-            assert process.wait(PATIENCE_S) == 130
+            assert process.wait(WAIT_S) == 130
         os.close(ours)
         assert f"flash-mcp status {run.id} --follow".encode() in rest
         assert open_store().run(run.id).state == "running"
 
 
 def _read_until(terminal: int, wanted: bytes) -> bytes:
-    found, deadline = b"", time.monotonic() + PATIENCE_S
+    found, deadline = b"", time.monotonic() + WAIT_S
     while wanted not in found:
         assert time.monotonic() < deadline, found
         if select.select([terminal], [], [], 0.1)[0]:

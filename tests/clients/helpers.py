@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".venv" / "clients"
@@ -97,7 +97,7 @@ def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(PATIENCE_S)
+            process.wait(WAIT_S)
 
 
 def _answers(port: int) -> bool:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE_S = 500.0
+WAIT_S = 500.0
 """As in tests.waiting: it only ends a test that hangs."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LIMITS = ("Umask", "Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
@@ -38,7 +38,7 @@ def request_fork(
     request = {"arguments": arguments, "environment": environment, "folder": str(folder or Path.cwd()),
                "starter": os.getpid()}  # fmt: skip
     link = socket.socket(socket.AF_UNIX)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + WAIT_S
     while link.connect_ex(f"\0{os.environ['FLASH_FORKS'].split()[0]} {packages}"):
         assert time.monotonic() < deadline, "no server forks"
         time.sleep(0.01)

@@ -15,7 +15,7 @@ import pytest
 
 from flash_mcp.protocol.artifacts import _IN_USE, Artifacts, packed, placed, trim
 from flash_mcp.protocol.errors import FlashError
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -129,7 +129,7 @@ sys.stdin.read()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as first:
         assert first.stdout and first.stdout.readline() == b"fetched\n"
-        second = subprocess.run(command, input=b"", capture_output=True, timeout=PATIENCE_S, check=True)
+        second = subprocess.run(command, input=b"", capture_output=True, timeout=WAIT_S, check=True)
         assert second.stdout == b"fetched\n"
         assert first.poll() is None
 

@@ -31,7 +31,7 @@ from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.targets import on_node
 from tests.places import ROOT
 from tests.protocol.test_run_folder import BUCKET, ObjectStore
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ class Node:
 
     def run(self, *module: str, **variables: str) -> tuple[int, str]:
         process = self.start(*module, **variables)
-        said, _ = process.communicate(timeout=PATIENCE_S)
+        said, _ = process.communicate(timeout=WAIT_S)
         return process.returncode, said
 
 
@@ -93,7 +93,7 @@ def test_attempts_at_once_share_one_installation_of_the_servers_version(node: No
     longest = node.start("http.server", "0")
     processes = [node.start("inspect", "--details", "worker.node") for _ in range(2)]
     for process in processes:
-        said, _ = process.communicate(timeout=PATIENCE_S)
+        said, _ = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, said
         assert f"Origin: {node.caches}/code/{node.digest[:16]}-cpu/venv/lib/" in said
     assert longest.poll() is None

@@ -26,7 +26,7 @@ from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, read_beats
 from flash_mcp.protocol.run_writer import RunWriter
 from tests.damage import DAMAGES
 from tests.places import TESTS
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 WORKER = TESTS / "scripted_worker.py"
 SECRET_KEY = "s3cret-key-that-nobody-must-see"
@@ -244,7 +244,7 @@ def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: 
 
     def claim(number: int) -> None:
         contender = RunFolder(url)
-        barrier.wait(PATIENCE_S)
+        barrier.wait(WAIT_S)
         try:
             RunWriter(contender, 3)
             owners.append(number)
@@ -255,7 +255,7 @@ def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_S)
     assert len(owners) == 1
 
 
@@ -735,7 +735,7 @@ def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
             with object_store.away():
                 time.sleep(0.5)  # the time that the store is away
         folder.request_cancel()
-        assert worker.wait(PATIENCE_S) == 0, log.read_text()
+        assert worker.wait(WAIT_S) == 0, log.read_text()
     finally:
         worker.kill()
     result = folder.result() or {}

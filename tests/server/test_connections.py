@@ -15,7 +15,7 @@ from flash_mcp.server import connections
 from tests.samples import queued_run, supervised
 from tests.server.test_mcp_server import body_of
 from tests.teams import Team, team_server
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 HALF = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "
@@ -32,7 +32,7 @@ def limited(home: Path, **settings: int) -> Generator[Team]:
 
 
 def connect(team: Team, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", team.port), timeout=PATIENCE_S)
+    connection = socket.create_connection(("127.0.0.1", team.port), timeout=WAIT_S)
     connection.sendall(data)
     return connection
 

@@ -37,7 +37,7 @@ from tests.places import ROOT
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
 from tests.server.test_mcp_server import body_of, free_port, serving
 from tests.teams import Team, code_of, team_server, text_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 MARK = "only-alice-knows"
 TABLES = ("runs", "environments", "deployments", "checkpoints", "rollouts", "metrics", "evals", "events")
@@ -633,7 +633,7 @@ def test_a_client_that_only_listens_does_not_keep_a_server_from_ending(flash_hom
             server.send_signal(signal.SIGTERM)
             started = time.monotonic()
             list(lines)
-        assert server.wait(PATIENCE_S) in (0, -signal.SIGTERM) and time.monotonic() - started < 40
+        assert server.wait(WAIT_S) in (0, -signal.SIGTERM) and time.monotonic() - started < 40
 
 
 def test_what_holds_the_state_up_is_told_over_http(flash_home: Path) -> None:
@@ -649,7 +649,7 @@ async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Pat
     text = tokens.create(open_store(), "alice")[1]
     give("alice", "echo")
     port, results, begun = free_port(), list[str](), anyio.Event()
-    with supervised(), serving_everywhere(port) as server, anyio.fail_after(PATIENCE_S):
+    with supervised(), serving_everywhere(port) as server, anyio.fail_after(WAIT_S):
         # A client of the handshake era holds a stream open beside its calls.
         async with Team(port).client(text, "legacy") as client, anyio.create_task_group() as group:
             await client.list_tools()  # which a client does after its first call otherwise

@@ -31,7 +31,7 @@ from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text
 from tests.places import ROOT
 from tests.samples import finished_run, supervised
 from tests.teams import Team
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 START_TIMEOUT_S = 60
 
@@ -189,7 +189,7 @@ def talks() -> Said:
 
 def hangs() -> Said:
     """Block its thread until the test lets it go."""
-    RELEASE.wait(2 * PATIENCE_S)
+    RELEASE.wait(2 * WAIT_S)
     return Said(next="nothing")
 
 
@@ -249,7 +249,7 @@ async def test_a_call_that_hangs_is_left_while_others_are_served(odd: Client, mo
     async def call(name: str) -> None:
         results[name] = await odd.call_tool(name, {})
 
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(WAIT_S):
         async with anyio.create_task_group() as group:
             group.start_soon(call, "hangs")
             await call("refuses")
@@ -402,7 +402,7 @@ def test_a_client_over_stdio_that_vanishes_is_an_end_and_no_failure(flash_home: 
             send(number, "tools/list", {})
         process.stdin.close()
         said = process.stderr.read()
-        assert process.wait(PATIENCE_S) == 0, said
+        assert process.wait(WAIT_S) == 0, said
     assert b"unexpectedly" not in said and b"Traceback" not in said
     assert not (flash_home / "logs" / "server.log").exists()
 
@@ -434,7 +434,7 @@ def serving(port: int) -> Generator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
-            process.wait(PATIENCE_S)
+            process.wait(WAIT_S)
 
 
 def _wait_for_port(port: int) -> None:

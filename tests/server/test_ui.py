@@ -23,7 +23,7 @@ from tests.samples import finished_run, learn, read_in, started_run, supervised
 from tests.server.test_http_server import give
 from tests.server.test_mcp_server import free_port
 from tests.teams import Team, team_server
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 __all__ = ["browser"]
 pytestmark = pytest.mark.slow
@@ -246,7 +246,7 @@ def test_the_command_prints_an_address_that_opens_the_pages(flash_home: Path) ->
                 assert http.get(address).status_code == 401, "the code is used up"
         finally:
             server.terminate()
-            server.wait(PATIENCE_S)
+            server.wait(WAIT_S)
 
 
 def test_in_a_browser_a_page_follows_its_run(team: Team, tmp_path: Path, browser: Any) -> None:

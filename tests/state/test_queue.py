@@ -26,7 +26,7 @@ from flash_mcp.protocol.spec import ResolvedSpec, RunSpec, resolve
 from flash_mcp.state import costs, queue
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import Store
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 LOST = FlashError("worker_failed", "gone")
 """Fields of a run that the first version did not have."""
@@ -283,7 +283,7 @@ for run in iter(lambda: queue.claim(store), None):
         assert child.stdin
         child.stdin.close()
         child.stdin = None
-    claimed = [line for child in children for line in child.communicate(timeout=PATIENCE_S)[0].split()]
+    claimed = [line for child in children for line in child.communicate(timeout=WAIT_S)[0].split()]
     assert [child.returncode for child in children] == [0] * 8
     assert len(claimed) == 120
     assert set(claimed) == ids

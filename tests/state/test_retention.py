@@ -23,7 +23,7 @@ from flash_mcp.tools.checkpoints import _listed
 from tests.places import ROOT
 from tests.samples import end, evaluate, learn, read_in, started_run
 from tests.supervisor.test_local_maintenance import clear, ended_days_ago
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 STEPS = range(1, 11)
 
@@ -174,7 +174,7 @@ print(kills)
 @pytest.mark.slow
 def test_a_kill_between_any_two_file_operations_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
 

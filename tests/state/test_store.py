@@ -18,7 +18,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import database, queue, tokens
 from flash_mcp.state.store import Store, open_store
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def put_metrics(store: Store, run_id: str, step: int, epoch: int = 1, **metrics:
 def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
     code = "import sys, pathlib; from flash_mcp.state.store import Store; Store(pathlib.Path(sys.argv[1])).runs()"
     children = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(6)]
-    assert [child.wait(PATIENCE_S) for child in children] == [0] * 6
+    assert [child.wait(WAIT_S) for child in children] == [0] * 6
     assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [{"name": "0.1.0"}]
 
 

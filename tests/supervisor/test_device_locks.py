@@ -24,7 +24,7 @@ from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
 from tests.supervisor.test_launcher import local, state
 from tests.supervisor.test_loop import TIMEOUT_S, Bench
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 SUPERVISE = """
@@ -206,7 +206,7 @@ sys.stdin.read()
         taker.stdin.write("\n")
     outcomes = [taker.stdout.readline().strip() for taker in takers if taker.stdout]
     for taker in takers:
-        taker.communicate(timeout=PATIENCE_S)
+        taker.communicate(timeout=WAIT_S)
     assert sorted(outcomes) == ["not_ready"] * 4 + ["taken"]
 
 

@@ -28,7 +28,7 @@ from tests.accounts import ACCOUNT, stand_in_for_sudo
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT
 from tests.refuse import refusing
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 from tests.watch import is_running
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -577,7 +577,7 @@ print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({st
         for _ in range(6)
     ]
     let_go_at_once(starters)
-    pids = {starter.communicate(timeout=PATIENCE_S)[0].strip() for starter in starters}
+    pids = {starter.communicate(timeout=WAIT_S)[0].strip() for starter in starters}
     record = Record.read(here.logs.parent / "records" / "run-1-1")
     assert record and pids == {str(record.pid)}
     assert record.is_alive()
@@ -638,7 +638,7 @@ launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
 launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r})))
 os.killpg(0, signal.SIGKILL)
 """
-    starter = subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=PATIENCE_S, check=False)
+    starter = subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=WAIT_S, check=False)
     assert starter.returncode == -signal.SIGKILL
     launcher = here.reopen()
     handle = launcher.submit(here.launch())

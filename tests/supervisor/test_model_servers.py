@@ -50,7 +50,7 @@ from tests.forked import fork_of
 from tests.places import TESTS
 from tests.samples import sample_rollout
 from tests.supervisor.test_loop import HASTE
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 from tests.watch import is_running, listening_ports
 from worker import serving
 from worker.rollouts.transcript import ChatTemplate
@@ -163,7 +163,7 @@ def test_a_deployment_is_ready_once_its_adapter_has_answered(
 
 def printed(command: Sequence[str]) -> str:
     """What a command that a person pasted prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -20,7 +20,7 @@ from tests.crash import seen_in
 from tests.places import ROOT
 from tests.supervisor.test_model_servers import make_run
 from tests.supervisor.test_slurm import Lab, commands_of, installed_python
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def test_a_worker_that_outlives_its_raylet_writes_nothing_once_it_was_replaced(
         process.resume()
     for process in (worker, wrapper):
         with suppress(psutil.NoSuchProcess):
-            process.wait(PATIENCE_S)
+            process.wait(WAIT_S)
     assert seen_in(folder) == before
     lab.supervisor.tick()
     assert lab.now(run) == ended

@@ -41,7 +41,7 @@ from tests.accounts import ACCOUNT, AS_ACCOUNT, stand_in_for_sudo
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_node_code import without_packages
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -212,7 +212,7 @@ def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab
     wrapper = worker.parent()
     assert wrapper
     wrapper.kill()
-    assert worker.wait(PATIENCE_S) is None
+    assert worker.wait(WAIT_S) is None
     queue.request_cancel(lab.store, run.id)
     assert lab.finish(run).state == "cancelled"
 
@@ -391,7 +391,7 @@ def flash(*words: str) -> Any:
     """What a command prints as JSON."""
     done = subprocess.run(
         [sys.executable, "-m", "flash_mcp.cli", *words, "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (words, done.stdout, done.stderr)
     return json.loads(done.stdout)
@@ -468,7 +468,7 @@ def test_python_may_be_a_command_that_enters_a_container(
     later = lab.train(steps=400, save_every=200)
     worker = lab.until_step(later, 1)
     queue.request_cancel(lab.store, later.id)
-    assert lab.finish(later).state == "cancelled" and worker.wait(PATIENCE_S) is None
+    assert lab.finish(later).state == "cancelled" and worker.wait(WAIT_S) is None
 
 
 def test_a_run_goes_on_on_a_node_whose_caches_are_its_own(hidden: Path, tmp_path: Path, tiny_model: Path) -> None:

@@ -31,7 +31,7 @@ from tests.places import ROOT
 from tests.samples import finished_run
 from tests.supervisor.test_loop import Bench
 from tests.supervisor.test_model_servers import make_adapter, make_run, new_supervisor, settle, stop_all
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
@@ -291,7 +291,7 @@ def command_line(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "FLASH_HOME": str(home)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=WAIT_S,
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr

@@ -5,7 +5,7 @@ import sys
 
 import psutil
 
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 
 STARTER = """
 import os, subprocess, sys, threading
@@ -26,4 +26,4 @@ def test_a_program_ends_with_the_process_whose_thread_started_it() -> None:
         program = psutil.Process(int(starter.stdout.readline()))
         wait_for(lambda: program.cmdline() == ["sleep", "1000"])
         starter.kill()
-        program.wait(PATIENCE_S)
+        program.wait(WAIT_S)

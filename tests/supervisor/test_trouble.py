@@ -26,7 +26,7 @@ from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
 from tests.samples import finished_run, push_echo
 from tests.supervisor.test_loop import HASTE, Bench, bench, start_supervisor
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_supervisor_and_a_worker_that_were_stopped_go_on(bench: Bench) -> None
     wait_for(lambda: bench.store.run(run.id).ended)
     ended = bench.store.run(run.id)
     assert (ended.state, ended.attempt) == ("succeeded", 1)
-    assert supervisor.wait(PATIENCE_S) == 0
+    assert supervisor.wait(WAIT_S) == 0
 
 
 # -- damage on the disk ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from flash_mcp.tools.shared import machine
 from flash_mcp.tools.shared.waiting import obstacle
 from tests.places import ROOT
 from tests.supervisor.test_keeper import end_supervisors, waiting_run
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 from tests.watch import is_running
 
 __all__ = ["waiting_run"]
@@ -153,7 +153,7 @@ def test_a_stopped_one_in_a_terminal_is_replaced(
     monkeypatch.setattr(process, "SILENT_S", 0.5)
     wait_for(lambda: unfit(flash_home))
     assert process.replace_unfit(flash_home)
-    assert holders[0].wait(PATIENCE_S) == -signal.SIGKILL
+    assert holders[0].wait(WAIT_S) == -signal.SIGKILL
 
 
 def test_a_newer_one_is_told_and_stays(flash_home: Path, holders: list[subprocess.Popen[bytes]]) -> None:

@@ -23,7 +23,7 @@ from flash_mcp.tools.shared import tool_base
 from flash_mcp.tools.shared.truncation import to_text
 from tests.calls import named_calls, tokens
 from tests.samples import end, evaluate, learn, queued_run, read_in, save_adapter, started_run, supervised
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -209,7 +209,7 @@ async def test_a_wait_ends_with_the_run_and_reports_its_share_of_the_steps(
     async def wait() -> None:
         found.append(await status(run_id=run.id, until="end", wait_s=30))
 
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(WAIT_S):
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
             await looked.wait()

@@ -49,7 +49,7 @@ from tests.samples import (
     started_run,
     supervised,
 )
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_supervisor")]
 
@@ -637,13 +637,13 @@ async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pyt
 
 async def test_waiting_for_a_run_that_has_ended_returns_at_once(tmp_path: Path):
     run = finished_run(tmp_path)
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(WAIT_S):
         assert (await call("status", run_id=run.id, wait_s=45))["changed"] is False
 
 
 async def test_waiting_in_vain_ends_in_time(tmp_path: Path):
     run = queued_run(tmp_path)
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(WAIT_S):
         assert (await call("status", run_id=run.id, wait_s=0.5))["changed"] is False
 
 

@@ -18,7 +18,7 @@ from flash_mcp.state.references import Subject
 from flash_mcp.tools.shared import resolve
 from tests.attempts import VOWELS, Attempt
 from tests.model_rows import make_model
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 from worker.evaluate import Recorder
 from worker.heartbeat import Heartbeat
 from worker.rollouts.scheduler import Rollout, Task
@@ -161,7 +161,7 @@ def test_attempts_end_while_a_shard_of_them_is_being_written(tmp_path: Path, mon
     writer, is_back, shards = RunWriter(run, 1), threading.Event(), list[int]()
 
     def slowly(step: int, rows: list[dict[str, Any]]) -> None:
-        assert is_back.wait(PATIENCE_S)
+        assert is_back.wait(WAIT_S)
         shards.append(len(rows))
         RunWriter.attempts(writer, step, rows)
 

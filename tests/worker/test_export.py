@@ -35,7 +35,7 @@ from tests.forked import ForkedOutput, run_forked
 from tests.model_rows import make_model
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 from worker import gguf_file
 
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
 
 async def exported(run: Run, *, kind: str = "adapter", **arguments: Any) -> dict[str, Any]:
     """The result of the tool, once the export is ready."""
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(WAIT_S):
         async with Client(server) as client:
             while True:
                 given = {"run_id": run.id, "export": kind, **arguments}
@@ -247,7 +247,7 @@ def contents(body: dict[str, Any]) -> dict[str, bytes]:
 async def refused(run_id: str, **arguments: Any) -> str:
     """The error of the tool, at once or of an export that has failed."""
     given = {"run_id": run_id, **arguments}
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(WAIT_S):
         async with Client(server) as client:
             while True:
                 result = await client.call_tool("checkpoints", given)

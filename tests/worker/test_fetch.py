@@ -39,7 +39,7 @@ from tests.forked import forked
 from tests.memory_launcher import MemoryLauncher
 from tests.places import VOWELS
 from tests.tiny import CHATML
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 from worker.engine import fetch
 from worker.engine.fetch import ensure
 from worker.heartbeat import Heartbeat
@@ -186,9 +186,7 @@ def test_a_local_folder_is_used_where_it_lies(tiny_model: Path) -> None:
 
 def run_ensure(model: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "worker.engine.fetch", "ensure", model]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=WAIT_S)
 
 
 def test_an_unreachable_hub_is_told_at_once_with_the_alternatives(tmp_path: Path) -> None:

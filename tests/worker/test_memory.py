@@ -16,7 +16,7 @@ import torch
 
 from flash_mcp.protocol.errors import FlashError
 from tests.attempts import VOWELS, Attempt, make_run
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 from tests.watch import watch
 from worker.capacity import GIB, MIB, _control_group_rooms, kv_cache_bytes
 from worker.lack_of_memory import memory_state
@@ -321,5 +321,5 @@ def test_a_thread_without_memory_for_its_stack_is_a_lack_of_memory(limit: str, c
         except RuntimeError as error:
             print(_explain(error, "train").code)
     """
-    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout.strip() == code, done.stderr

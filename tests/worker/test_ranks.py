@@ -23,7 +23,7 @@ from flash_mcp.protocol.spec import validate
 from tests.attempts import Attempt, held, make_run
 from tests.forked import forked
 from tests.tiny import make_tiny_model, make_tokenizer
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 from tests.watch import listening_ports
 from tests.worker.test_grpo import MAX_COMPLETION, SIZE, make_policy, make_rollouts, settings_of
 from worker.heartbeat import Cancelled, Heartbeat
@@ -177,7 +177,7 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     result = run.result()
     assert result and result["retryable"] and result["state"] == "failed"
     assert result["error"]["code"] == "worker_failed" and "SIGKILL" in result["error"]["what"]
-    psutil.wait_procs(environments, timeout=PATIENCE_S)
+    psutil.wait_procs(environments, timeout=WAIT_S)
     assert not any(each.is_running() for each in environments)
 
     flag.unlink()
@@ -225,7 +225,7 @@ def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.M
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_S)
     threading.Timer(0.1, heartbeat.cancelled.set).start()
     with pytest.raises(Cancelled):
         ranks[0].gather("the other rank never comes")

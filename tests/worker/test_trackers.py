@@ -13,7 +13,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from tests.attempts import make_run, messages_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 from worker.training import trackers
 from worker.training.trackers import Trackers
 
@@ -46,7 +46,7 @@ class Hanging(TrainerCallback):
     let_go = threading.Event()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.let_go.wait(PATIENCE_S)
+        self.let_go.wait(WAIT_S)
 
 
 @pytest.fixture

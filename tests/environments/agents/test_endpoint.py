@@ -28,7 +28,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost, Score
 from environments.sandbox.landlock import knows_ports
 from tests.folders import environment_folder
 from tests.places import ROOT
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -857,7 +857,7 @@ def played_as(
     environment = {"PYTHONPATH": str(place), "PATH": os.environ["PATH"], "HOME": f"{place}/home"}
     done = subprocess.run(
         [*rights, python, "-c", PLAY, folder],
-        capture_output=True, text=True, cwd=place, env=environment, timeout=PATIENCE_S, check=False,
+        capture_output=True, text=True, cwd=place, env=environment, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

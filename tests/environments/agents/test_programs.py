@@ -19,7 +19,7 @@ from environments.process.host import EnvironmentHost
 from environments.sandbox.landlock import knows_ports
 from tests.folders import environment_folder
 from tests.places import ROOT
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -252,7 +252,7 @@ def attack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if os.getuid() != 0 or not shutil.which("setpriv") or not knows_ports():
         pytest.skip("only root can give powers up, and agents without namespaces need Linux 6.7")
     command = [*CONTAINER, sys.executable, "-c", PLAY, folder]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert "no PID namespace can be had" in told["sandbox"]["process_tree"]

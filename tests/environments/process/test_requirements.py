@@ -30,7 +30,7 @@ from environments.process import requirements
 from environments.process.host import EnvironmentHost
 from environments.sandbox import kernel
 from tests.folders import environment_folder
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SMALL = "six==1.17.0\n"
@@ -234,7 +234,7 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     command = (sys.executable, "-c", textwrap.dedent(code))
     both = started(command, command)
     for process in both:
-        process.communicate(timeout=PATIENCE_S)
+        process.communicate(timeout=WAIT_S)
     assert [process.returncode for process in both] == [0, 0]
     assert (tmp_path / "venv" / "installed").read_text() == "once "
     assert (tmp_path / "ready").read_text() == "one==1"

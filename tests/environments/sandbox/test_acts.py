@@ -22,7 +22,7 @@ import pytest
 from tests import acts
 from tests.folders import environment_folder
 from tests.places import CALCULATOR, TESTS
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,7 +98,7 @@ def tried(base: Path, before: list[str], python: list[str], *more: str, **variab
             cwd=TESTS.parent,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=WAIT_S,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]

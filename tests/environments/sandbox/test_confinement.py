@@ -28,7 +28,7 @@ from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
 from tests.folders import allow, environment_folder
 from tests.places import CALCULATOR, ROOT
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import WAIT_S, until
 from tests.watch import is_running, outer_pid
 
 pytestmark = [
@@ -228,7 +228,7 @@ async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path
     environment_folder(tmp_path / "folder", ATTACKER)
     server = [home / "bin" / "python3", "-c", AS_A_USER, tmp_path / "folder", f"open({str(home / 'secret')!r})"]
     repository = {"PYTHONPATH": str(CALCULATOR.parents[2])}
-    told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=PATIENCE_S)  # noqa: ASYNC221
+    told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=WAIT_S)  # noqa: ASYNC221
     assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
 
 
@@ -256,7 +256,7 @@ told = [sys.prefix, rows, subprocess.check_output([sys.executable, "-c", ""])]
         "FLASH_READABLE": str(tmp_path / "rows"),
         "FLASH_HOME": str(tmp_path / "state"),
     }
-    told = subprocess.check_output(server, cwd=tmp_path, env=variables, timeout=PATIENCE_S)  # noqa: ASYNC221
+    told = subprocess.check_output(server, cwd=tmp_path, env=variables, timeout=WAIT_S)  # noqa: ASYNC221
     assert json.loads(told.splitlines()[-1])[1] == [str([str(venv), "42", b""])]
 
 
@@ -842,13 +842,13 @@ async def test_no_code_runs_where_files_cannot_be_protected_unless_the_operator_
     elif os.getuid() != 0:
         pytest.skip("this is another user already")
     command = [*refusing, sys.executable, "-c", START, tmp_path / "folder"]
-    told = subprocess.check_output(command, timeout=PATIENCE_S, text=True, cwd=ROOT)  # noqa: ASYNC221
+    told = subprocess.check_output(command, timeout=WAIT_S, text=True, cwd=ROOT)  # noqa: ASYNC221
     assert told.startswith("environment_unprotected "), told
     assert "Landlock" in told and "it ran" not in told
     if user == "another":
         return  # without powers it cannot start this Python
     allow(flash_home, "without_file_protection = true")
-    told = subprocess.check_output(command, timeout=PATIENCE_S, text=True, cwd=ROOT)  # noqa: ASYNC221
+    told = subprocess.check_output(command, timeout=WAIT_S, text=True, cwd=ROOT)  # noqa: ASYNC221
     assert told.startswith("loaded; this kernel has no Landlock"), told
 
 
@@ -863,7 +863,7 @@ async def test_where_no_root_of_its_own_can_be_had_landlock_keeps_files_out_of_r
     attacks += ["import os; told = os.listdir()", "import tempfile; told = tempfile.TemporaryFile().write(b'x')"]
     refusing = [sys.executable, "-m", "tests.refusing", refused]
     command = [*refusing, sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
-    told = subprocess.check_output(command, timeout=PATIENCE_S, cwd=ROOT)  # noqa: ASYNC221
+    told = subprocess.check_output(command, timeout=WAIT_S, cwd=ROOT)  # noqa: ASYNC221
     sandbox, told = json.loads(told.splitlines()[-1])
     assert "can be had" in sandbox["attributes"] and not sandbox["files"]
     assert told == ["environment_access", str(tmp_path / "folder"), "['environment.py']", "1"]
@@ -922,7 +922,7 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         done = subprocess.run(  # noqa: ASYNC221
             ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
              f"{place}/folder", *attacks],
-            capture_output=True, text=True, cwd=place, timeout=PATIENCE_S, check=False,
+            capture_output=True, text=True, cwd=place, timeout=WAIT_S, check=False,
             env={"PYTHONPATH": place, "PATH": os.environ["PATH"], "HOME": f"{place}/home"},
         )  # fmt: skip
         assert victim.poll() is None
@@ -944,7 +944,7 @@ async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are
     attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
     attacks += [limits_of(0)]
     server = [sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
-    told = subprocess.check_output([*POWERLESS, *server], timeout=PATIENCE_S)  # noqa: ASYNC221
+    told = subprocess.check_output([*POWERLESS, *server], timeout=WAIT_S)  # noqa: ASYNC221
     walls, told = json.loads(told.splitlines()[-1])
     assert told == ["True", "environment_access", "environment_access", "[]"]
     assert "no PID namespace can be had" in walls["process_tree"]
@@ -1018,7 +1018,7 @@ while time.monotonic() < deadline:
 told = len(names)
 """
     server = [*POWERLESS, sys.executable, "-c", BOMB_HOST, tmp_path / "folder", bomb]
-    done = subprocess.run(server, capture_output=True, text=True, timeout=PATIENCE_S, check=False)  # noqa: ASYNC221
+    done = subprocess.run(server, capture_output=True, text=True, timeout=WAIT_S, check=False)  # noqa: ASYNC221
     sandbox, told = json.loads(done.stdout.splitlines()[-1])
     assert "no PID namespace can be had" in sandbox["process_tree"]
     assert int(told) > depth + 100, told

@@ -13,7 +13,7 @@ import pytest
 
 from environments.sandbox import scratch
 from tests.places import ROOT
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def outside(tmp_path: Path) -> Path:
 
 def fill(folder: Path, outside: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(HOSTILE), folder, outside]
-    subprocess.run(command, check=True, timeout=PATIENCE_S)
+    subprocess.run(command, check=True, timeout=WAIT_S)
 
 
 @pytest.mark.hostile("scratch")
@@ -91,7 +91,7 @@ def test_a_user_without_rights_removes_it_too(tmp_path: Path) -> None:
         print(os.listdir(place))
         scratch.remove(place)
     """
-    told = subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], timeout=PATIENCE_S, text=True)
+    told = subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], timeout=WAIT_S, text=True)
     assert told == "['outside']\n"
 
 

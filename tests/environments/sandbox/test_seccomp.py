@@ -15,7 +15,7 @@ from environments.process.host import EnvironmentHost
 from environments.sandbox.system_calls import allowed_calls
 from tests import acts
 from tests.folders import environment_folder
-from tests.waiting import PATIENCE_S
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel")]
 HEADERS = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
@@ -43,7 +43,7 @@ def test_every_call_that_is_not_on_the_list_is_refused() -> None:
     allowed = set(allowed_calls()[1].values())
     unlisted = sorted(set(range(HIGHEST)) - allowed - UNFILTERED)
     command = [sys.executable, "-c", UNLISTED, json.dumps(unlisted)]
-    told = json.loads(subprocess.check_output(command, timeout=PATIENCE_S))
+    told = json.loads(subprocess.check_output(command, timeout=WAIT_S))
     expected = {str(n): "ENOSYS" if n == 435 or n > max(allowed) else "EPERM" for n in unlisted}
     assert told == expected
 
