@@ -62,7 +62,7 @@ def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(be
     bench.start(run)
     over = ("run-of-a-lost-row-1", f"{run.id}-0")  # the latter: an attempt that was replaced
     hints |= dict.fromkeys(over, JobStatus("alive")) | {"run-pending-1": JobStatus("pending")}
-    bench.attendant.maintenance.clear()
+    bench.reconciler.maintenance.clear()
     assert [hints[key].state for key in (*over, "run-pending-1")] == ["gone"] * 3
     assert hints[f"{run.id}-1"].state == "alive"
 
@@ -70,12 +70,12 @@ def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(be
 def test_a_target_leaves_the_jobs_of_another_target_on_the_same_engine(bench: Bench) -> None:
     near = Lab()
     near.name, near.launcher = "near", bench.lab.launcher
-    attendant = RunReconciler(bench.store, near, Vault(bench.store.base), HASTE)
+    reconciler = RunReconciler(bench.store, near, Vault(bench.store.base), HASTE)
     run, other = bench.train("lab"), bench.train("near")
     bench.until(lambda: bench.now(run).handle)
-    attendant.attend(bench.store.taken_runs("near"))
+    reconciler.attend(bench.store.taken_runs("near"))
     keys = [f"{run.id}-1", f"{other.id}-1"]
-    for maintenance in (bench.attendant.maintenance, attendant.maintenance):
+    for maintenance in (bench.reconciler.maintenance, reconciler.maintenance):
         maintenance.clear()
         assert [bench.lab.engine.hints[key].state for key in keys] == ["pending"] * 2
     assert {handle.key for handle in near.launcher.under_way()} == set(keys)
@@ -102,7 +102,7 @@ def test_the_folder_of_a_removed_run_goes_though_the_remover_was_killed_and_an_a
         with pytest.raises(SystemExit):
             removal.remove(bench.store, run.id)
     assert files(run)
-    maintenance = bench.attendant.maintenance
+    maintenance = bench.reconciler.maintenance
     maintenance.clear()
     assert not Path(run.folder).exists()
 
@@ -130,9 +130,9 @@ def test_a_storage_that_does_not_answer_keeps_a_removed_folder_for_later(
         with pytest.raises(FlashError):
             removal.remove(bench.store, run.id)
         with pytest.raises(FlashError):
-            bench.attendant.maintenance.clear()
+            bench.reconciler.maintenance.clear()
     assert [place for place, _ in due_folders(bench.store, "lab")] == [run.folder]
-    bench.attendant.maintenance.clear()
+    bench.reconciler.maintenance.clear()
     assert not Path(run.folder).exists()
 
 

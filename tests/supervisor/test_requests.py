@@ -54,7 +54,7 @@ def started(bench: Bench, number: int = RUNS) -> tuple[list[Run], list[RunWriter
 
 def cost(s3: ObjectStore, bench: Bench) -> int:
     """Requests of one look at all runs."""
-    for attempt in bench.attendant._attempts.values():
+    for attempt in bench.reconciler._attempts.values():
         attempt.beat_due_at = 0.0
     before = s3.requests()
     bench.tick()
@@ -111,7 +111,7 @@ def test_a_run_with_a_step_a_minute_costs_at_most_7_requests_in_10_seconds(s3: O
     reads: list[int] = []
     steps: list[int] = []
     for step in range(1, 5):
-        bench.attendant._attempts[run.id].read_at = -100.0
+        bench.reconciler._attempts[run.id].read_at = -100.0
         reads.append(cost(s3, bench) - RUNS)
         before = s3.requests()
         writer.metrics(step, {"loss": 1.0})
@@ -199,8 +199,8 @@ def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(s3: Obj
 
     def overdue_s() -> float:
         """For how long the target's thread did not ask for heartbeats that it should have."""
-        attendant = supervisor._threads["lab"]._reconciler
-        attempts = list(attendant._attempts.values()) if attendant else []
+        reconciler = supervisor._threads["lab"]._reconciler
+        attempts = list(reconciler._attempts.values()) if reconciler else []
         if len(attempts) < RUNS or not all(each.read_beat for each in attempts):
             return -1.0
         return time.monotonic() - max(each.beat_due_at for each in attempts)

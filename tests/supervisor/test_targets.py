@@ -79,7 +79,7 @@ class Lab(Target):
 
 
 class Bench:
-    """A state directory and the attendant of a target, whose attempts the test plays."""
+    """A state directory and the reconciler of a target, whose attempts the test plays."""
 
     def __init__(self, base: Path) -> None:
         self.store = Store(base)
@@ -87,9 +87,9 @@ class Bench:
             fields = {"engine": "slurm", "storage": f"{base.parent}/shared"}
             write_target(base, name, new_target(base, name, fields))
         self.lab = Lab()
-        self.attendant = self.new_attendant()
+        self.reconciler = self.new_reconciler()
 
-    def new_attendant(self) -> RunReconciler:
+    def new_reconciler(self) -> RunReconciler:
         return RunReconciler(self.store, self.lab, Vault(self.store.base), HASTE)
 
     def train(self, target: str = "lab", **fields: object) -> Run:
@@ -102,10 +102,10 @@ class Bench:
         wait_for(condition, TIMEOUT_S, tick=self.tick, evidence=lambda: [vars(run) for run in self.store.runs()])
 
     def tick(self) -> None:
-        self.attendant.attend(self.store.taken_runs("lab"))
+        self.reconciler.attend(self.store.taken_runs("lab"))
 
     def close(self) -> None:
-        self.attendant.close()
+        self.reconciler.close()
         self.store.close()
 
     def now(self, run: Run) -> Run:
@@ -135,7 +135,7 @@ def test_an_attempt_is_replaced_once_however_long_ago_its_run_was_read(bench: Be
     taken = bench.store.taken_runs("lab")
     bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone", "NODE_FAIL")
     bench.until(lambda: bench.now(run).state == "queued")
-    bench.attendant.attend(taken)  # the engine took long to answer, and a thread ended the attempt meanwhile
+    bench.reconciler.attend(taken)  # the engine took long to answer, and a thread ended the attempt meanwhile
     assert RunFolder(run.folder).result() is None
     bench.until(lambda: bench.now(run).attempt == 2)
     bench.start(run)
@@ -147,7 +147,7 @@ def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_
     bench.until(lambda: bench.now(run).pending_reason)
     waiting = bench.now(run)
     assert (waiting.state, waiting.pending_reason) == ("starting", "Resources")
-    attempt = bench.attendant._attempts[run.id]
+    attempt = bench.reconciler._attempts[run.id]
     bench.until(lambda: attempt.watched_s > 10 * 0.1)
     assert bench.now(run).attempt == 1
     bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("pending", "Priority")
@@ -165,7 +165,7 @@ def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_
 def test_an_attempt_that_waits_too_long_is_submitted_anew_and_no_attempt_is_counted(bench: Bench) -> None:
     run = bench.train(max_attempts=1)
     bench.until(lambda: bench.now(run).pending_reason)
-    attempt = bench.attendant._attempts[run.id]
+    attempt = bench.reconciler._attempts[run.id]
     assert attempt.pending_at is not None
     attempt.pending_at -= HASTE.pending_s
     bench.until(lambda: bench.now(run).attempt == 2)
@@ -209,7 +209,7 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
     writer.commit_result("failed", 1, FlashError("preempted", "its machine is taken away"), retryable=True)
     writer.beat(1, "train")
     bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("pending", "Slurm: BeginTime")
-    attempt = bench.attendant._attempts[run.id]
+    attempt = bench.reconciler._attempts[run.id]
     bench.until(lambda: attempt.left_at is not None)
     attempt.beat_at -= 100  # it has been silent for long
     bench.until(lambda: bench.now(run).pending_reason == "Slurm: BeginTime")
@@ -221,10 +221,10 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
     after = bench.now(run)
     assert (after.state, after.preemptions, after.max_attempts, after.pending_reason) == ("running", 1, 2, None)
     assert bench.lab.engine.submitted == [f"{run.id}-1"] and not bench.lab.engine.cancelled
-    bench.attendant.maintenance.clear()
+    bench.reconciler.maintenance.clear()
     # A later supervisor finds it by the engine's name for it.
-    bench.attendant = bench.new_attendant()
-    bench.until(lambda: bench.attendant._attempts.get(run.id))
+    bench.reconciler = bench.new_reconciler()
+    bench.until(lambda: bench.reconciler._attempts.get(run.id))
     bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("alive")
     again.commit_result("succeeded", 2)
     bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("gone")
@@ -242,7 +242,7 @@ def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
     # What dies first may make the worker say something else.
     killed = FlashError("environment_error", "the environment's process ended: killed by SIGKILL")
     writer.commit_result("failed", 1, killed, retryable=True)
-    attempt = bench.attendant._attempts[run.id]
+    attempt = bench.reconciler._attempts[run.id]
     bench.until(lambda: attempt.left_at is not None)
     assert bench.now(run).state == "running"
     by_hand = JobStatus("gone", "Slurm job 7: CANCELLED", is_preempted=True, is_by_hand=True)
@@ -255,16 +255,16 @@ def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
     (why,) = waiting.obstacles(bench.store, bench.now(run))
     assert "Slurm job 7: CANCELLED" in why and f"train(resume='{run.id}')" in why
     # A later supervisor holds it too.
-    bench.attendant.close()
-    bench.attendant = bench.new_attendant()
+    bench.reconciler.close()
+    bench.reconciler = bench.new_reconciler()
     bench.tick()
     assert queue.is_held(bench.now(run))
     assert resume_run(bench.store, run.id, None, fresh_optimizer=False).run.state == "queued"
     bench.until(lambda: bench.now(run).attempt == 2 and bench.now(run).handle)
     # What an earlier supervisor ended was nobody's decision.
     bench.lab.engine.hints[f"{run.id}-2"] = by_hand
-    bench.attendant.close()
-    bench.attendant = bench.new_attendant()
+    bench.reconciler.close()
+    bench.reconciler = bench.new_reconciler()
     bench.until(lambda: bench.now(run).attempt == 3)
     assert bench.now(run).preemptions == 1
 
@@ -318,9 +318,9 @@ def test_what_an_engine_took_is_not_submitted_again_by_the_next_supervisor(bench
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
     assert bench.now(run).handle == "job 1"
-    bench.attendant = bench.new_attendant()
-    bench.until(lambda: bench.attendant._attempts.get(run.id))
-    assert bench.attendant._attempts[run.id].handle == Handle(f"{run.id}-1", "job 1")
+    bench.reconciler = bench.new_reconciler()
+    bench.until(lambda: bench.reconciler._attempts.get(run.id))
+    assert bench.reconciler._attempts[run.id].handle == Handle(f"{run.id}-1", "job 1")
     assert bench.lab.engine.submitted == [f"{run.id}-1"]
 
 
@@ -428,7 +428,7 @@ def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt
         raise FlashError("target_refused", "sbatch refused: Requested partition is inactive")
 
     monkeypatch.setattr(bench.lab.engine, "submit", refuse)
-    bench.attendant.patience = replace(HASTE, trouble_s=0.1, refused_s=0.1)
+    bench.reconciler.patience = replace(HASTE, trouble_s=0.1, refused_s=0.1)
     run = bench.train()
     bench.until(lambda: len(refusals) == 5)
     assert refusals[4] - refusals[0] >= 0.4
@@ -445,7 +445,7 @@ def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt
 def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.attendant.patience = replace(HASTE, beat_silent_s=0.1, trouble_s=0.1)
+    bench.reconciler.patience = replace(HASTE, beat_silent_s=0.1, trouble_s=0.1)
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
@@ -453,7 +453,7 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     def refuse(_: object) -> None:
         raise FlashError("store_refused", "the run folder's store refuses: Access Denied")
 
-    folder = bench.attendant._attempts[run.id].folder
+    folder = bench.reconciler._attempts[run.id].folder
     with monkeypatch.context() as patch:
         patch.setattr(folder, "is_local", False)  # else its heartbeat is read despite the refusal
         patch.setattr("flash_mcp.supervisor.reconciler.read_beats", refuse)
@@ -473,12 +473,12 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
 @pytest.mark.slow
 def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker writes its next heartbeat only some seconds after the store has come back."""
-    bench.attendant.patience = replace(HASTE, beat_silent_s=0.5)
+    bench.reconciler.patience = replace(HASTE, beat_silent_s=0.5)
     monkeypatch.setattr(bench.lab, "beat_every_s", 0.02)
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
-    attempt = bench.attendant._attempts[run.id]
+    attempt = bench.reconciler._attempts[run.id]
     monkeypatch.setattr(attempt.folder, "is_local", False)
     is_refused = True
 
@@ -506,7 +506,7 @@ def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monk
 def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thousands of them, each heartbeat is asked for every few minutes."""
     monkeypatch.setattr(bench.lab, "beats_per_s", 1.0, raising=False)
-    bench.attendant.patience = replace(HASTE, beat_silent_s=0.2)
+    bench.reconciler.patience = replace(HASTE, beat_silent_s=0.2)
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
@@ -551,7 +551,7 @@ def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_th
     assert "planted" not in f"{launch}"
     receiver = Receiver(f"{run.id}-1", launch.environment[TOKEN])
 
-    bench.attendant = bench.new_attendant()  # a later supervisor, which was not given the value
+    bench.reconciler = bench.new_reconciler()  # a later supervisor, which was not given the value
     with monkeypatch.context() as patch:
         patch.delenv("PLANTED_KEY")
         writer = bench.start(run)
