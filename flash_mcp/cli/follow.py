@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from flash_mcp.cli.output import visible
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.keeper import look_after
+from flash_mcp.supervisor.ensure import ensure_supervised
 
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status
@@ -52,7 +52,7 @@ def until_ended(
     try:
         while True:
             with suppress(FlashError):  # status says what holds the run up
-                look_after(open_store())
+                ensure_supervised(open_store())
             report = run(functools.partial(status, run_id, wait_s=wait_s))
             view = cast("dict[str, Any]", report.model_dump(mode="json")["run"])
             if not quiet:

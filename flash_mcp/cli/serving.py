@@ -15,7 +15,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.keeper import kept
+from flash_mcp.supervisor.ensure import supervised
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -36,7 +36,7 @@ def serve(arguments: Arguments) -> None:
 
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
-    with kept():
+    with supervised():
         try:
             server.run()
         except* (BrokenPipeError, BrokenResourceError):  # its client has vanished
@@ -76,7 +76,7 @@ def _serve_http(arguments: Arguments) -> None:
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
     )
     allow_hosts = arguments.allow_host
-    with kept():
+    with supervised():
         http_server.serve(
             server,
             host,
@@ -104,7 +104,7 @@ def ui(arguments: Arguments) -> None:
     sys.stderr.write(f"Open {address}\n{by_token}\nCtrl-C ends it.\n")
     if not arguments.no_browser:
         webbrowser.open(address)
-    with kept():
+    with supervised():
         http_server.serve(server, host, port, authenticate=True, on_loopback=True, code=code)
 
 

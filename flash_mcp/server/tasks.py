@@ -35,7 +35,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.serving import request_stop
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.keeper import look_after
+from flash_mcp.supervisor.ensure import ensure_supervised
 from flash_mcp.tools.deploy import Deployed, describe, failure
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.scores import scores
@@ -252,7 +252,7 @@ class Runs:
     async def cancel(self, task_id: str) -> None:
         store = open_store()
         await run_sync(queue.request_cancel, store, task_id)
-        await run_sync(look_after, store)
+        await run_sync(ensure_supervised, store)
 
 
 class Deployments:
@@ -287,4 +287,4 @@ class Deployments:
     async def cancel(self, task_id: str) -> None:
         store = open_store()
         await run_sync(request_stop, store, task_id)
-        await run_sync(look_after, store)
+        await run_sync(ensure_supervised, store)

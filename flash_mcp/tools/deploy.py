@@ -22,7 +22,7 @@ from flash_mcp.state import costs, serving
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import find_target
-from flash_mcp.supervisor.keeper import look_after
+from flash_mcp.supervisor.ensure import ensure_supervised
 from flash_mcp.supervisor.launch.memory_need import cards_for
 from flash_mcp.supervisor.server import Server, check_port, error_message, server_of
 from flash_mcp.supervisor.server import idle_minutes as idle_limit
@@ -168,7 +168,7 @@ async def deploy(
             gpus=gpus,
         )
     )
-    await run_sync(look_after, store)
+    await run_sync(ensure_supervised, store)
     row = await _settled(store, row.id, ("ready", "failed", "stopped"), deadline)
     if row.state == "failed":
         raise failure(row)
@@ -208,7 +208,7 @@ async def undeploy(
     row = await run_sync(functools.partial(serving.find_deployment, to_end=True), store, deployment)
     row = await run_sync(serving.request_stop, store, row.id)
     if row.state == "stopping":
-        await run_sync(look_after, store)
+        await run_sync(ensure_supervised, store)
     return describe(store, await _settled(store, row.id, ("stopped",), deadline))
 
 

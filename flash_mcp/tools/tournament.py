@@ -17,7 +17,7 @@ from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, EvalSpec, explain
 from flash_mcp.state import references, tournaments
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import keeper
+from flash_mcp.supervisor import ensure
 from flash_mcp.tools.evaluate import SystemPrompt, environment_of, place, task_names
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_target
@@ -155,7 +155,7 @@ async def tournament(
             store, environment, arms, settings or {}, common, idempotency_key
         )
         tournament_id = row.id
-        await run_sync(keeper.look_after, store)
+        await run_sync(ensure.ensure_supervised, store)
     row = await wait_until(
         lambda: tournaments.find_tournament(store, tournament_id),
         lambda row: row.state != "running",

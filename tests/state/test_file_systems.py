@@ -17,7 +17,7 @@ from flash_mcp.supervisor.process import is_supervised
 from tests.places import ROOT, TESTS
 from tests.refuse import refusing
 from tests.samples import ENVIRONMENT
-from tests.supervisor.test_keeper import end_supervisors
+from tests.supervisor.test_ensure import end_supervisors
 
 STEPS = 4
 LOOP = """

@@ -25,7 +25,7 @@ from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor import keeper, secrets
+from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
 from tests.places import ROOT, TESTS
@@ -186,7 +186,7 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     still, _ = await call(client, "status", run_id=run_id)
     assert still["run"]["warnings"] == [warning]  # a reader hands nothing over
-    keeper.look_after(open_store())
+    ensure.ensure_supervised(open_store())
     assert "warnings" not in (await call(client, "status", run_id=run_id))[0]["run"]
     assert (await ended(client, run_id))[0]["run"]["state"] == "succeeded"
 

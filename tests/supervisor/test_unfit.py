@@ -17,12 +17,12 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.sqlite import sqlite3
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import keeper, process
+from flash_mcp.supervisor import ensure, process
 from flash_mcp.supervisor.process import LockOwner, ensure_supervisor, take_lock, unfit
 from flash_mcp.tools.shared import machine
 from flash_mcp.tools.shared.waiting import obstacle
 from tests.places import ROOT
-from tests.supervisor.test_keeper import end_supervisors, waiting_run
+from tests.supervisor.test_ensure import end_supervisors, waiting_run
 from tests.waiting import WAIT_S, wait_for
 from tests.watch import is_running
 
@@ -67,7 +67,7 @@ def test_a_stopped_supervisor_is_told_and_replaced(
     flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
-    keeper.look_after(store)
+    ensure.ensure_supervised(store)
     wait_for(lambda: LockOwner.read(flash_home))
     stopped = LockOwner.read(flash_home)
     assert stopped and not unfit(flash_home) and not ensure_supervisor(flash_home)
@@ -77,7 +77,7 @@ def test_a_stopped_supervisor_is_told_and_replaced(
     level, detail, fix = machine.supervisor()
     assert level == "problem" and f"pid {stopped.pid}" in detail and "supervise" in fix
     assert "has done nothing" in str(obstacle(store))
-    keeper.look_after(store)
+    ensure.ensure_supervised(store)
     assert not is_running(stopped.pid)
     wait_for(lambda: LockOwner.read(flash_home) not in (None, stopped))
     assert not unfit(flash_home) and machine.supervisor()[0] == "ok"

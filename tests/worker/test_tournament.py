@@ -9,11 +9,11 @@ import pytest
 
 from flash_mcp.state.store import open_store
 from flash_mcp.state.tournaments import find_tournament
-from flash_mcp.supervisor import keeper
+from flash_mcp.supervisor import ensure
 from tests.calls import call
 from tests.crash import processes
 from tests.places import VOWELS
-from tests.supervisor.test_keeper import end_supervisors
+from tests.supervisor.test_ensure import end_supervisors
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +39,7 @@ async def test_it_goes_on_after_its_supervisor_and_its_worker_were_killed(base: 
     for process in killed:
         process.kill()
     assert len(killed) == 2
-    with keeper.kept(every_s=0.5):  # as a server does
+    with ensure.supervised(every_s=0.5):  # as a server does
         wait_for(lambda: store.run(first).state == "succeeded")
         wait_for(lambda: len(find_tournament(store, body["tournament_id"]).rounds) == 2)
         wait_for(lambda: find_tournament(store, body["tournament_id"]).state != "running")
@@ -81,7 +81,7 @@ async def test_arms_that_learn_are_trained_on_after_their_supervisor_and_a_worke
     for kind in ("supervisor", "worker"):
         for process in processes(base)[kind]:
             process.kill()
-    with keeper.kept(every_s=0.5):
+    with ensure.supervised(every_s=0.5):
         for count in (2, 3, 4):  # each has a bound of its own
             wait_for(lambda count=count: len(find_tournament(store, body["tournament_id"]).rounds) == count)
         wait_for(lambda: find_tournament(store, body["tournament_id"]).state != "running")

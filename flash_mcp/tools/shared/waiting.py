@@ -21,7 +21,7 @@ from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
-from flash_mcp.supervisor import keeper, secrets
+from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
 from flash_mcp.tools.shared.tool_base import longest_wait_s, report
@@ -108,7 +108,7 @@ async def look_after(store: Store, run: Run) -> FlashError | None:
     """
     if run.ended is None:
         try:
-            await run_sync(keeper.look_after, store)
+            await run_sync(ensure.ensure_supervised, store)
         except FlashError as error:
             return error
     return None

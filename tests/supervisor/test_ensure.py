@@ -12,7 +12,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor import keeper, secrets
+from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.places import ROOT
 from tests.samples import finished_run, queued_run
@@ -40,7 +40,7 @@ def end_supervisors(base: Path) -> None:
 def test_it_starts_what_was_killed_and_hands_secrets_over(
     flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with keeper.kept(every_s=0.05):
+    with ensure.supervised(every_s=0.05):
         wait_for(lambda: is_supervised(flash_home))
         end_supervisors(flash_home)
         wait_for(lambda: is_supervised(flash_home))
@@ -51,7 +51,7 @@ def test_it_starts_what_was_killed_and_hands_secrets_over(
 
 def test_it_starts_nothing_where_nothing_is_to_be_done(flash_home: Path, tmp_path: Path) -> None:
     finished_run(tmp_path)
-    keeper.look_after(open_store())
+    ensure.ensure_supervised(open_store())
     assert not is_supervised(flash_home)
     assert not (flash_home / "supervisor.log").exists()
 
@@ -65,8 +65,8 @@ def test_it_goes_on_after_trouble_and_tells_it_once(
         tried.append(base)
         raise FlashError("internal", "the supervisor did not start")
 
-    monkeypatch.setattr(keeper, "ensure_supervisor", fail)
-    with keeper.kept(every_s=0.01):
+    monkeypatch.setattr(ensure, "ensure_supervisor", fail)
+    with ensure.supervised(every_s=0.01):
         wait_for(lambda: len(tried) >= 3)
     assert caplog.text.count("no supervisor could be started") == 1
 

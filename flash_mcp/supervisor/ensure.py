@@ -1,7 +1,7 @@
 """Keeps a supervisor running while there is work.
 
-Tools that change something call `look_after`. A server also calls it every few seconds on its own
-thread (`kept`), so that `status` need not start a process for an agent that only polls."""
+Tools that change something call `ensure_supervised`. A server also calls it every few seconds on
+a thread (`supervised`), so that `status` starts no process for an agent that only polls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_DELAY_S = 60.0
 """The longest pause after attempts that failed."""
 
 
-def look_after(store: Store) -> None:
+def ensure_supervised(store: Store) -> None:
     """Start the supervisor if a run is active or a deployment is live, and give it the secrets that
     active runs lack and this process's environment has, and its keys of the targets' stores.
 
@@ -43,22 +43,24 @@ def look_after(store: Store) -> None:
 
 
 @contextmanager
-def kept(every_s: float = EVERY_S) -> Generator[None, None, None]:
-    """Call `look_after` every few seconds within, on a daemon thread."""
+def supervised(every_s: float = EVERY_S) -> Generator[None, None, None]:
+    """Call `ensure_supervised` every few seconds within, on a daemon thread."""
     stop = threading.Event()
-    threading.Thread(target=_keep, args=(stop, every_s), name="keeper", daemon=True).start()
+    threading.Thread(
+        target=_ensure_until, args=(stop, every_s), name="supervised", daemon=True
+    ).start()
     try:
         yield
     finally:
         stop.set()
 
 
-def _keep(stop: threading.Event, every_s: float) -> None:
+def _ensure_until(stop: threading.Event, every_s: float) -> None:
     delay_s = every_s
     trouble = ""
     while not stop.wait(delay_s):
         try:
-            look_after(open_store())
+            ensure_supervised(open_store())
         except Exception as error:
             delay_s = min(2 * delay_s, MAX_DELAY_S)
             if repr(error) != trouble:
