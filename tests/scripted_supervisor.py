@@ -23,13 +23,13 @@ ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
 @contextmanager
 def scripted(home: Path) -> Generator[None]:
     with supervised():
-        patience = Timeouts(poll_s=0.05, leave_s=0.5, retry_delay_s=0.01)
+        timeouts = Timeouts(poll_s=0.05, leave_s=0.5, retry_delay_s=0.01)
         launcher = LocalLauncher(home / "attempts", gpus=[])
-        made = Supervisor(home, launcher=launcher, worker=WORKER, patience=patience)
+        made = Supervisor(home, launcher=launcher, worker=WORKER, timeouts=timeouts)
         done = threading.Event()
 
         def work() -> None:
-            while not done.wait(patience.poll_s):
+            while not done.wait(timeouts.poll_s):
                 made.tick()
 
         thread = threading.Thread(target=work)

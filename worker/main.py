@@ -36,7 +36,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
-from flash_mcp.protocol.storage import PATIENCE_S
+from flash_mcp.protocol.storage import RETRY_S
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
 from worker.lack_of_memory import is_memory_error, memory_state
@@ -198,7 +198,7 @@ def _with_artifacts(job: Json, heartbeat: Heartbeat) -> Json:
     heartbeat.enter("artifacts")
     cache = machine_directory() / "artifacts"
     try:
-        job = placed(job, Artifacts(storage["url"], patience_s=PATIENCE_S), cache)
+        job = placed(job, Artifacts(storage["url"], retry_s=RETRY_S), cache)
     except OSError as error:
         raise disk_error(error, cache) from error
     trim(cache, storage["cache_bytes"])

@@ -38,7 +38,7 @@ from flash_mcp.tools.shared.truncation import shorten
 
 MOST_READ_BYTES = 1 << 30
 """A larger database takes long to read."""
-WRITER_PATIENCE_S = 0.5
+WRITER_TIMEOUT_S = 0.5
 """The supervisor's own writes take less."""
 FIXED_SQLITE = (3, 51, 3)
 """Older versions may damage a database when two connections checkpoint at once."""
@@ -85,7 +85,7 @@ def _settings() -> Outcome:
 
 def _database() -> Outcome:
     """A program that keeps a write transaction open holds up every change, but no reader."""
-    deadline = time.monotonic() + WRITER_PATIENCE_S
+    deadline = time.monotonic() + WRITER_TIMEOUT_S
     while True:
         try:
             store = open_store()

@@ -18,7 +18,7 @@ from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.recordings import Recording, pseudonym, rating_of
 from flash_mcp.protocol.records import Json, text_of
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.state.runs import REMOTE_PATIENCE_S
+from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.truncation import shorten, utc
 
@@ -96,7 +96,7 @@ def logs(arguments: Arguments) -> None:
     attempt, before = 0, ""
     while True:
         run = store.run(arguments.run_id)
-        folder = RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
+        folder = RunFolder(run.folder, retry_s=REMOTE_RETRY_S)
         tail = folder.log_tail(run.attempt, LOG_BYTES)
         news = _after(before if attempt == run.attempt else "", tail)
         if news:

@@ -131,12 +131,12 @@ def supervise(arguments: Arguments) -> int:
     from flash_mcp.supervisor.process import replace_unfit, unfit  # noqa: PLC0415
 
     logging.getLogger().setLevel(logging.INFO)
-    patience = Timeouts()
+    timeouts = Timeouts()
     if arguments.idle_exit_s is not None:
-        patience = Timeouts(idle_exit_s=arguments.idle_exit_s)
+        timeouts = Timeouts(idle_exit_s=arguments.idle_exit_s)
     replace_unfit(home())
     is_foreground = sys.stdin.isatty()  # False for a service
-    if run(home(), lambda base: Supervisor(base, patience=patience), is_foreground=is_foreground):
+    if run(home(), lambda base: Supervisor(base, timeouts=timeouts), is_foreground=is_foreground):
         return 0
     sys.stderr.write("another supervisor already looks after this state directory\n")
     if result := unfit(home()):

@@ -43,14 +43,14 @@ _IN_USE: dict[Path, int] = {}
 
 
 class Artifacts:
-    """The artifacts of a storage; `patience_s` as of RunFolder."""
+    """The artifacts of a storage; `retry_s` as of RunFolder."""
 
-    def __init__(self, storage: str, *, patience_s: float) -> None:
+    def __init__(self, storage: str, *, retry_s: float) -> None:
         self.url = f"{storage}/artifacts"
-        self._fs, self._root, self._is_local = connect(self.url, patience_s)
+        self._fs, self._root, self._is_local = connect(self.url, retry_s)
         self._known: dict[Path, tuple[str, str]] = {}
         """(fingerprint, digest) of folders that were stored."""
-        self._patience_s = patience_s
+        self._retry_s = retry_s
 
     def put(self, folder: Path, run_id: str) -> str:
         """Store a folder for a run unless it is there; its digest. Runs that need the same one wait
@@ -109,7 +109,7 @@ class Artifacts:
         """Whole or not at all: object stores replace whole objects, disks rename."""
         if not self._is_local:
             # A store may think about a large object for longer than about a question.
-            connect(self.url, self._patience_s, UPLOAD_S)[0].put_file(str(archive), path)
+            connect(self.url, self._retry_s, UPLOAD_S)[0].put_file(str(archive), path)
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ def placed(job: Json, artifacts: Artifacts, cache: Path) -> Json:
     return _replaced(needed, lambda text: text.startswith(MARK), fetched)
 
 
-def delete_run(folder: RunFolder, patience_s: float) -> None:
+def delete_run(folder: RunFolder, retry_s: float) -> None:
     """Delete a run's folder, and what only this run needed. Calling it again does the rest."""
     storage, _, run_id = folder.url.rstrip("/").rpartition(f"/{RUN_FOLDERS}/")
     job = folder.read_object(StoredJob, "job.json") or {}
@@ -238,7 +238,7 @@ def delete_run(folder: RunFolder, patience_s: float) -> None:
         if isinstance(name, str) and ARTIFACT.fullmatch(name)
     ]
     if storage and digests:
-        artifacts = Artifacts(storage, patience_s=patience_s)
+        artifacts = Artifacts(storage, retry_s=retry_s)
         for digest in digests:
             artifacts.release(digest, run_id)
     folder.remove()

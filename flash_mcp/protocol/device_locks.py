@@ -26,7 +26,7 @@ from flash_mcp.protocol.errors import FlashError
 SHARED_FOLDERS = ("/run/lock", "/tmp")
 PREFIX = "flash-mcp-"
 GUARD = "lock"
-PATIENCE_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 MAX_PATH_BYTES = 4096
 
 
@@ -108,7 +108,7 @@ def _guarded(folder: Path, device: str) -> Generator[None]:
     with suppress(FileExistsError), _opened(path, os.O_CREAT | os.O_EXCL | os.O_RDWR) as descriptor:
         os.fchmod(descriptor, 0o644)  # whatever the umask
     with _opened(path) as descriptor:
-        if not lock(descriptor, PATIENCE_S):
+        if not lock(descriptor, LOCK_TIMEOUT_S):
             raise OSError(f"another process holds {path}")
         yield
 
@@ -121,7 +121,7 @@ def _hold(path: Path, home: Path) -> int:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, os.fsencode(os.path.realpath(home)), 0)
         # Someone who only looks holds it for an instant.
-        if not lock(descriptor, PATIENCE_S, shared=True):
+        if not lock(descriptor, LOCK_TIMEOUT_S, shared=True):
             raise OSError(f"another process holds {path}")
         return os.dup(descriptor)
 

@@ -62,7 +62,7 @@ from flash_mcp.protocol.run_files import (
     RolloutLine,
     number,
 )
-from flash_mcp.protocol.storage import PATIENCE_S, Storage, dump, read_of_all, this_process
+from flash_mcp.protocol.storage import RETRY_S, Storage, dump, read_of_all, this_process
 
 STEP_FILE = re.compile(r"(?P<step>[0-9]{1,15})\.(?P<epoch>[0-9]{1,9})(?P<suffix>\.[a-z]+)")
 """STEP.N.json or STEP.N.jsonl: what attempt N wrote of a step."""
@@ -78,8 +78,8 @@ it again: it claims a number of its own then."""
 class RunFolder(Storage):
     """All reads, and the few writes of the server. RunWriter has the worker's."""
 
-    def __init__(self, url: str | Path, *, patience_s: float = PATIENCE_S) -> None:
-        super().__init__(url, patience_s=patience_s)
+    def __init__(self, url: str | Path, *, retry_s: float = RETRY_S) -> None:
+        super().__init__(url, retry_s=retry_s)
         self.checkpoints = Checkpoints(self)
         self._files: dict[tuple[str, int], str] = {}
         """The file of a step in a folder: by the newest attempt, as last listed."""

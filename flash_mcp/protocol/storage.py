@@ -39,14 +39,14 @@ from flash_mcp.protocol.run_files import (
 )
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 600.0
+RETRY_S = 600.0
 READ_S = 10.0
 """A store that is reached answers within this time."""
 RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
 
 
-def connect(url: str, patience_s: float, read_s: float | None = None) -> tuple[Any, str, bool]:
+def connect(url: str, retry_s: float, read_s: float | None = None) -> tuple[Any, str, bool]:
     """(the file system of a path or an fsspec URL, the path there, whether it is this machine's).
     The store answers each request within `read_s`, by default READ_S.
 
@@ -54,7 +54,7 @@ def connect(url: str, patience_s: float, read_s: float | None = None) -> tuple[A
     try:
         core: Any = fsspec.core  # untyped
         # Listings are never cached: other machines write there too.
-        limits = _limits(url, patience_s, read_s or READ_S)
+        limits = _limits(url, retry_s, read_s or READ_S)
         filesystem, root = core.url_to_fs(url, use_listings_cache=False, **limits)
         if limits:
             filesystem.retries = 1  # s3fs repeats calls too
@@ -64,8 +64,8 @@ def connect(url: str, patience_s: float, read_s: float | None = None) -> tuple[A
     protocols: str | tuple[str, ...] = filesystem.protocol
     is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
     # A disk that fails does so for good; a store comes back.
-    patient = filesystem if is_local else _Patient(filesystem, patience_s)
-    return patient, root.rstrip("/"), is_local
+    retrying = filesystem if is_local else _Retrying(filesystem, retry_s)
+    return retrying, root.rstrip("/"), is_local
 
 
 def forget_stores() -> None:
@@ -74,13 +74,13 @@ def forget_stores() -> None:
         kind.clear_instance_cache()
 
 
-def _limits(url: str, patience_s: float, read_s: float) -> Json:
-    """Options of a file system for those that have little patience: S3's client waits for minutes
+def _limits(url: str, retry_s: float, read_s: float) -> Json:
+    """Options of a file system for those that retry for short: S3's client waits for minutes
     otherwise where the store says nothing, and asks for the size of each file before it reads it.
     """
-    if patience_s >= PATIENCE_S or not url.startswith("s3://"):
+    if retry_s >= RETRY_S or not url.startswith("s3://"):
         return {}
-    times = {"connect_timeout": patience_s, "read_timeout": max(patience_s, read_s)}
+    times = {"connect_timeout": retry_s, "read_timeout": max(retry_s, read_s)}
     return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
 
 
@@ -97,14 +97,14 @@ class Storage:
     """The files under `url`, a local path or any fsspec URL. Names of files and folders are paths
     below it.
 
-    While an object store is unreachable or refuses us, each call is retried for `patience_s`; then
+    While an object store is unreachable or refuses us, each call is retried for `retry_s`; then
     it raises FlashError(store_unreachable | store_refused). FlashError(engine_missing) if packages
     for the URL are missing.
     """
 
-    def __init__(self, url: str | Path, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str | Path, *, retry_s: float = RETRY_S) -> None:
         self.url = str(url)
-        self.filesystem, self.root, self.is_local = connect(self.url, patience_s)
+        self.filesystem, self.root, self.is_local = connect(self.url, retry_s)
         self.damaged: dict[str, str] = {}
         """Files that were found damaged when they were last read, and what is wrong with them."""
         self._look = _Look()
@@ -395,20 +395,20 @@ def read_of_all(storages: Sequence[Storage], name: str) -> list[bytes | None]:
     return contents
 
 
-class _Patient:
+class _Retrying:
     """A remote file system. While it is unreachable, or refuses us, each call is retried with a
     growing delay: keys that have expired are replaced.
     """
 
-    def __init__(self, filesystem: Any, patience_s: float) -> None:
+    def __init__(self, filesystem: Any, retry_s: float) -> None:
         self._filesystem = filesystem
-        self._patience_s = patience_s
+        self._retry_s = retry_s
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         call = getattr(self._filesystem, name)
 
         @functools.wraps(call)
-        def patient(*arguments: Any, **options: Any) -> Any:
+        def retried(*arguments: Any, **options: Any) -> Any:
             began = time.monotonic()
             delay_s, most_s = RETRY_DELAY_S
             while True:
@@ -418,7 +418,7 @@ class _Patient:
                     trouble = _trouble(arguments[0], error)
                     if trouble is None:
                         raise
-                    if time.monotonic() - began + delay_s > self._patience_s:
+                    if time.monotonic() - began + delay_s > self._retry_s:
                         raise trouble from error
                     log.warning("%s %s is tried again: %s", name, arguments[0], error)
                 # Not all workers at once: a store that comes back would be
@@ -426,7 +426,7 @@ class _Patient:
                 time.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(2 * delay_s, most_s)
 
-        return patient
+        return retried
 
 
 NO_KEYS = (

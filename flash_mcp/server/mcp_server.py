@@ -43,7 +43,7 @@ from flash_mcp.judgement.curve import Curve, png
 from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import explain
-from flash_mcp.server.patience import Patience
+from flash_mcp.server.call_timeouts import CallTimeouts
 from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks
 from flash_mcp.state.history import read_log
 from flash_mcp.state.owners import (
@@ -117,7 +117,7 @@ class FlashServer(MCPServer[Any]):
             tools=[_registered(tool) for tool in tools.values()],
         )
         self.known = tools
-        self.patience = Patience()
+        self.call_timeouts = CallTimeouts()
         self.contributed: set[str] = set()
         for extension in extensions:
             self.contributed.update(binding.fn.__name__ for binding in extension.tools())
@@ -142,7 +142,7 @@ class FlashServer(MCPServer[Any]):
         if context is not None:
             listen(_progress_of(context))
             if name == WAITS:
-                limit_s = self.patience.limit_s(context)
+                limit_s = self.call_timeouts.limit_s(context)
             allow(limit_s)
         curves = illustrations()
         try:
@@ -156,7 +156,7 @@ class FlashServer(MCPServer[Any]):
             raise FlashError("not_ready", what, fix=fix)
         except anyio.get_cancelled_exc_class():
             if context is not None:
-                self.patience.gave_up(context, time.monotonic() - began)
+                self.call_timeouts.gave_up(context, time.monotonic() - began)
             raise
         except FlashError as error:
             raise ToolError(str(error)) from error

@@ -30,7 +30,7 @@ from flash_mcp.state.database import marks
 from flash_mcp.state.disk import size_of
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.removed_folders import add_removed
-from flash_mcp.state.runs import REMOTE_PATIENCE_S, folder_of
+from flash_mcp.state.runs import REMOTE_RETRY_S, folder_of
 from flash_mcp.state.store import Store
 
 OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments", "logs")
@@ -102,7 +102,7 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     if not dry_run:
         empty_away(store)
         if stored:
-            delete_run(stored, REMOTE_PATIENCE_S)
+            delete_run(stored, REMOTE_RETRY_S)
     return Removed(
         result.kind, result.reference, result.owner, freed, result.used_by, result.elsewhere
     )

@@ -30,7 +30,7 @@ ORDERS: dict[str, str] = {
     "longest": "used_s DESC",
 }
 RECENT_S = 7 * 86_400.0
-REMOTE_PATIENCE_S = 5.0
+REMOTE_RETRY_S = 5.0
 """How long the control plane retries while a store elsewhere does not answer."""
 
 COUNTED = f"used_s > 0 AND (serves IS NULL OR target <> '{LOCAL_TARGET}')"
@@ -41,7 +41,7 @@ def folder_of(run: Run) -> RunFolder:
     """The run's folder, for the control plane: it waits for no store for long."""
     if run.target == LOCAL_TARGET:
         return RunFolder(run.folder)
-    return RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
+    return RunFolder(run.folder, retry_s=REMOTE_RETRY_S)
 
 
 class RunTable(Connection):

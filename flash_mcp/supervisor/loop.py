@@ -55,12 +55,12 @@ class Supervisor(RunReconciler):
         *,
         launcher: Launcher | None = None,
         worker: Sequence[str] = WORKER,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         open_target: Callable[[Path, str], Target] = open_target,
     ) -> None:
         store = Store(base)
         target = LocalTarget(base, launcher or LocalLauncher(base / "attempts"), worker)
-        super().__init__(store, target, Vault(base), patience or Timeouts())
+        super().__init__(store, target, Vault(base), timeouts or Timeouts())
         self.maintenance = LocalMaintenance(store, target)
         self._open_target = open_target
         self._threads: dict[str, TargetThread] = {}
@@ -75,9 +75,9 @@ class Supervisor(RunReconciler):
             is_busy = self._tick_unless_held_up()
             if self.maintain() or is_busy:
                 busy_at = time.monotonic()
-            elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
+            elif time.monotonic() - busy_at >= self.timeouts.idle_exit_s:
                 return
-            time.sleep(self.patience.poll_s)
+            time.sleep(self.timeouts.poll_s)
 
     def _tick_unless_held_up(self) -> bool:
         """As `tick`, but waits out a locked database or a full disk: the folders keep all."""
@@ -111,14 +111,14 @@ class Supervisor(RunReconciler):
             targets |= self.store.recent_targets()
         for name in targets - {LOCAL_TARGET}:
             if name not in self._threads or not self._threads[name].is_alive():
-                poll_s = self.patience.remote_poll_s
+                poll_s = self.timeouts.remote_poll_s
                 thread = TargetThread(self.store, name, self._reconciler_of, poll_s)
                 self._threads[name] = thread
                 thread.start()
 
     def _reconciler_of(self, name: str) -> RunReconciler:
         target = self._open_target(self.base, name)
-        return RunReconciler(self.store, target, self.vault, self.patience)
+        return RunReconciler(self.store, target, self.vault, self.timeouts)
 
     def _serve(self) -> bool:
         """Look after deployments; whether there are any."""
@@ -200,5 +200,5 @@ def main() -> None:
     )
     for chatty in ("httpx", "botocore", "aiobotocore"):  # a line for each look at a target
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    patience = Timeouts(idle_exit_s=arguments.idle_exit_s)
-    supervise(arguments.home or home(), lambda base: Supervisor(base, patience=patience))
+    timeouts = Timeouts(idle_exit_s=arguments.idle_exit_s)
+    supervise(arguments.home or home(), lambda base: Supervisor(base, timeouts=timeouts))

@@ -78,8 +78,8 @@ class Maintenance:
 
     def _delete_folders(self) -> None:
         for place, looks in due_folders(self.store, self.target.name)[:MAX_FOLDERS]:
-            patience_s = self.target.patience_s
-            delete_run(RunFolder(place, patience_s=patience_s), patience_s)
+            retry_s = self.target.retry_s
+            delete_run(RunFolder(place, retry_s=retry_s), retry_s)
             was_deleted(self.store, place, looks)
             log.info("deleted the folder of a removed run: %s", place)
 

@@ -30,7 +30,7 @@ from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.removed_folders import add_removed
-from flash_mcp.state.runs import REMOTE_PATIENCE_S
+from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.process import PYTHON
 from flash_mcp.supervisor.server import Server, idle_error, idle_minutes, server_here
@@ -214,7 +214,7 @@ class ModelServer:
 
     def _reach(self, rows: Rows, run: Run, *, is_first: bool) -> None:
         """Connect to the newest attempt once it listens. `is_first`: no other is ready."""
-        folder = RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
+        folder = RunFolder(run.folder, retry_s=REMOTE_RETRY_S)
         response = folder.listening(run.attempt)
         if response is None:
             return

@@ -15,7 +15,7 @@ from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.run_files import ProbeFile
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.state.runs import REMOTE_PATIENCE_S
+from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher
@@ -39,8 +39,8 @@ def probe(
     FlashError(target_unreachable | target_refused | store_unreachable).
     """
     key = f"probe-{secrets.token_hex(4)}"
-    folder = RunFolder(settings.folder_of(key), patience_s=REMOTE_PATIENCE_S)
-    artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
+    folder = RunFolder(settings.folder_of(key), retry_s=REMOTE_RETRY_S)
+    artifacts = Artifacts(settings.storage, retry_s=REMOTE_RETRY_S)
     launcher = launcher_of(settings)
     with ExitStack() as cleanup:  # whatever one of them raises, the others are called
         cleanup.callback(folder.remove)

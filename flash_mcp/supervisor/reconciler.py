@@ -72,7 +72,7 @@ class RunReconciler:
         store: Store,
         target: Target,
         vault: Vault,
-        patience: Timeouts,
+        timeouts: Timeouts,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.base = store.base
@@ -80,7 +80,7 @@ class RunReconciler:
         self.target = target
         self.launcher = target.launcher
         self.vault = vault
-        self.patience = patience
+        self.timeouts = timeouts
         self.maintenance = Maintenance(store, target)
         self.alive = alive
         """Called again and again while it works."""
@@ -248,12 +248,12 @@ class RunReconciler:
             if isinstance(error, FlashError):
                 self.is_refused |= error.code == "store_refused"
                 if error.code == "target_refused":
-                    trouble.again_at = now + self.patience.refused_s
+                    trouble.again_at = now + self.timeouts.refused_s
             if is_new:
                 log.exception("%s: trouble with attempt %s", run.id, run.attempt)
                 with suppress(FlashError):  # a full disk, which others may not mind
                     self._note_trouble(run, error)
-            if now - trouble.since > self.patience.trouble_s:
+            if now - trouble.since > self.timeouts.trouble_s:
                 self._give_up(run, error)
         else:
             self._troubles.pop((run.id, what), None)
@@ -293,7 +293,7 @@ class RunReconciler:
         self._attempts[run.id] = attempt
 
     def _new_attempt(self, run: Run) -> Attempt:
-        folder = RunFolder(run.folder, patience_s=self.target.patience_s)
+        folder = RunFolder(run.folder, retry_s=self.target.retry_s)
         handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
         reader = Reader(self.store, run.id, folder, self.alive)
         return Attempt(run.id, run.attempt, folder, handle, reader)
@@ -312,7 +312,7 @@ class RunReconciler:
         is_full = self.target.shares_disk and not has_space([self.base], LEAST_FREE_BYTES)
         for run in taken:
             if attempt := self._attempt_of(run):
-                attempt.look(self.patience.max_gap_s)
+                attempt.look(self.timeouts.max_gap_s)
                 attempt.is_short_of_space |= is_full
                 self._follow(run, attempt)
                 is_new, moved = attempt.observe(attempt.read_beat)
@@ -482,11 +482,11 @@ class RunReconciler:
 
     def _diagnose(self, run: Run, attempt: Attempt, hint: JobStatus) -> tuple[str, str] | None:
         """(code, what is wrong) if the attempt has to be given up. Its folder is not looked at."""
-        now, patience = attempt.watched_s, self.patience
+        now, timeouts = attempt.watched_s, self.timeouts
         # Counted to when it was last asked: with many runs, each is asked less often.
         silent_s = attempt.asked_at - attempt.beat_at
         still_s = attempt.asked_at - attempt.progress_at
-        stale_s = patience.beat_stale_s + self._beat_every_s(attempt)
+        stale_s = timeouts.beat_stale_s + self._beat_every_s(attempt)
         if hint.state == "gone" and (
             not attempt.beat or run.cancel_requested or silent_s > stale_s
         ):
@@ -498,20 +498,20 @@ class RunReconciler:
                 return "out_of_memory", f"{what}; {shortage}"
             return "worker_failed", what
         if attempt.cancelled_at is not None:
-            grace_s = patience.cancel_grace_s + 2 * self.store.slowest_step_s(run.id)
+            grace_s = timeouts.cancel_grace_s + 2 * self.store.slowest_step_s(run.id)
             if now - attempt.cancelled_at > grace_s:
                 what = f"attempt {attempt.number} did not end within {grace_s:.0f} s of the cancel"
                 return "stalled", what
         if attempt.pending_at is not None:
             waited_s = now - attempt.pending_at
-            if not run.cancel_requested and waited_s <= patience.pending_s:
+            if not run.cancel_requested and waited_s <= timeouts.pending_s:
                 return None
             what = f"attempt {attempt.number} waited {waited_s:.0f} s for {hint.detail}"
             return "preempted", what
         # On a full disk it can write no beat.
         if hint.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
             return None
-        if attempt.beat and silent_s > patience.beat_silent_s:
+        if attempt.beat and silent_s > timeouts.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
             return "stalled", what
         if still_s > run.spec.stall_timeout_s:
@@ -554,7 +554,7 @@ class RunReconciler:
             error = self._out_of_space(run, error)
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run.id, error.what)
-        delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
+        delay_s = self.timeouts.retry_delay_s * 2 ** (attempt.number - 1)
         counts_as = COUNTS_AS.get(error.code, "attempt")
         if error.code == "disk_full" and not self.target.shares_disk:
             counts_as = "attempt"  # nobody here sees when that disk has space again
@@ -599,7 +599,7 @@ class RunReconciler:
         """The folder's result ends the run, once the attempt has left or had the time to."""
         if attempt.result_at is None:
             attempt.result_at = attempt.watched_s
-        if hint.state == "alive" and attempt.watched_s - attempt.result_at < self.patience.leave_s:
+        if hint.state == "alive" and attempt.watched_s - attempt.result_at < self.timeouts.leave_s:
             return
         try:
             self.launcher.cancel(attempt.handle)

@@ -22,9 +22,9 @@ from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
-from flash_mcp.protocol.storage import PATIENCE_S
+from flash_mcp.protocol.storage import RETRY_S
 from flash_mcp.state import queue
-from flash_mcp.state.runs import REMOTE_PATIENCE_S
+from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
 from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
@@ -40,7 +40,7 @@ class LocalTarget(Target):
     """This machine. Its attempts share the supervisor's environment, state directory and files."""
 
     name = LOCAL_TARGET
-    patience_s = PATIENCE_S
+    retry_s = RETRY_S
     # Looking at files here costs little.
     threads = 0
     shares_disk = True
@@ -69,7 +69,7 @@ class LocalTarget(Target):
 class RemoteTarget(Target):
     """Machines that see nothing of this one: what a run needs travels through the storage."""
 
-    patience_s = REMOTE_PATIENCE_S
+    retry_s = REMOTE_RETRY_S
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RemoteTarget(Target):
         """The state directory's own, from which launch tokens are made."""
         self.settings = settings
         self.launcher = launcher
-        self.artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
+        self.artifacts = Artifacts(settings.storage, retry_s=REMOTE_RETRY_S)
         self.code = code
         """The folder with the wheel, if attempts bring it."""
         self._code_digest = ""
@@ -92,7 +92,7 @@ class RemoteTarget(Target):
     def job(self, run: Run) -> Json:
         job = queue.job(run)
         if self.settings.models == "server":
-            job = _with_models(job, RunFolder(run.folder, patience_s=self.patience_s))
+            job = _with_models(job, RunFolder(run.folder, retry_s=self.retry_s))
         cache_bytes = int(self.settings.cache_gib * 2**30)
         storage = {"url": self.settings.storage, "cache_bytes": cache_bytes}
         if self.code:

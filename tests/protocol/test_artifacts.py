@@ -21,7 +21,7 @@ from tests.waiting import WAIT_S
 @pytest.fixture(params=["file", "memory"])
 def artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Artifacts:
     where = str(tmp_path / "storage") if request.param == "file" else f"memory://{uuid4().hex}"
-    return Artifacts(where, patience_s=1)
+    return Artifacts(where, retry_s=1)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_runs_of_several_targets_wait_for_one_upload(
     artifacts: Artifacts, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = artifacts.url.removesuffix("/artifacts")
-    targets = [artifacts, Artifacts(storage, patience_s=1)]
+    targets = [artifacts, Artifacts(storage, retry_s=1)]
     upload, uploads = Artifacts._upload, list[str]()
 
     def upload_late(target: Artifacts, archive: Path, path: str) -> None:
@@ -112,7 +112,7 @@ def test_an_artifact_stays_until_the_last_run_that_needs_it_is_removed(artifacts
 
 @pytest.mark.slow
 def test_an_attempt_takes_what_others_on_its_node_use(folder: Path, tmp_path: Path) -> None:
-    artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
+    artifacts = Artifacts(str(tmp_path / "storage"), retry_s=1)
     digest = artifacts.put(folder, "run-1")
     code = """
 import sys
@@ -120,7 +120,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from flash_mcp.protocol.artifacts import Artifacts
-Artifacts(sys.argv[1], patience_s=1).fetch(sys.argv[2], Path(sys.argv[3]))
+Artifacts(sys.argv[1], retry_s=1).fetch(sys.argv[2], Path(sys.argv[3]))
 print("fetched", flush=True)
 sys.stdin.read()
 """
@@ -135,7 +135,7 @@ sys.stdin.read()
 
 
 def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(folder: Path, tmp_path: Path) -> None:
-    artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
+    artifacts = Artifacts(str(tmp_path / "storage"), retry_s=1)
     cache = tmp_path / "cache"
     digests: list[str] = []
     for number in range(3):
@@ -149,7 +149,7 @@ from pathlib import Path
 from flash_mcp.protocol.artifacts import Artifacts, trim
 storage, cache, limit, *digests = sys.argv[1:]
 for digest in digests:
-    Artifacts(storage, patience_s=1).fetch(digest, Path(cache))
+    Artifacts(storage, retry_s=1).fetch(digest, Path(cache))
 trim(Path(cache), float(limit))
 """
     storage = [str(tmp_path / "storage"), str(cache)]
@@ -164,7 +164,7 @@ trim(Path(cache), float(limit))
 
 
 def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(folder: Path, tmp_path: Path) -> None:
-    artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
+    artifacts = Artifacts(str(tmp_path / "storage"), retry_s=1)
     job = {
         "run_id": "run-1",
         "environment": {"name": "e", "path": str(folder)},

@@ -180,7 +180,7 @@ def test_no_hostile_run_folder_writes_elsewhere_or_fails_without_a_code(
         storage = f"memory://{uuid4().hex}" if kind == "memory" else str(tmp_path / "storage")
         url = f"{storage}/{RUN_FOLDERS}/{RUN_ID}"
         write(hostile(honest, chance), url)
-        folder = RunFolder(url, patience_s=0.1)
+        folder = RunFolder(url, retry_s=0.1)
         for act in acts(store, folder, adapters):
             try:
                 act()

@@ -50,7 +50,7 @@ class Node:
         programs.mkdir()
         (programs / "uv").symlink_to(UV)
         flash_home.mkdir(exist_ok=True)
-        artifacts = Artifacts(self.storage, patience_s=5)
+        artifacts = Artifacts(self.storage, retry_s=5)
         self.digest = artifacts.put(code_folder(flash_home), "run-1")
         self.archive = artifacts.url_of(self.digest)
         self.variables = {"PATH": f"{programs}:/usr/bin:/bin", "FLASH_HOME": str(self.home), "UV_OFFLINE": "1",

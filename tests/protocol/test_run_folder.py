@@ -636,7 +636,7 @@ def test_a_claim_whose_answer_was_lost_finds_itself(far_url: str, monkeypatch: p
 
 
 def test_files_in_a_store_are_read_within_limits_also_empty_ones(far_url: str) -> None:
-    folder = RunFolder(far_url, patience_s=0.2)
+    folder = RunFolder(far_url, retry_s=0.2)
     for name in ("beat.json", "log.1"):
         folder.write(name, b"")
     assert folder.read("beat.json") == "" and folder.log_tail(1) == ""
@@ -652,7 +652,7 @@ def test_files_in_a_store_are_read_within_limits_also_empty_ones(far_url: str) -
 def test_a_store_that_stays_away_is_named(
     far_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RunFolder(far_url, patience_s=0.2)
+    folder = RunFolder(far_url, retry_s=0.2)
     writer = RunWriter(folder, 1)
     with object_store.away(), pytest.raises(FlashError, match="store_unreachable") as caught:
         writer.metrics(1, {"loss": 1.0})
@@ -664,7 +664,7 @@ def test_a_store_that_stays_away_is_named(
 def test_a_store_that_refuses_our_keys_or_has_no_such_bucket_is_named(
     far_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RunFolder(far_url, patience_s=0.2)
+    folder = RunFolder(far_url, retry_s=0.2)
     writer = RunWriter(folder, 1)
 
     def refuse(*_: object, **__: object) -> None:
@@ -677,7 +677,7 @@ def test_a_store_that_refuses_our_keys_or_has_no_such_bucket_is_named(
             with pytest.raises(FlashError, match=r"store_refused.*token has expired"):
                 ask()
     writer.metrics(1, {"loss": 1.0})
-    nowhere = RunFolder("s3://no-such-bucket/run", patience_s=0.2)
+    nowhere = RunFolder("s3://no-such-bucket/run", retry_s=0.2)
     with pytest.raises(FlashError, match="store_refused"):
         nowhere.beat()
     with pytest.raises(FlashError, match="store_refused"):
@@ -693,7 +693,7 @@ def test_a_store_that_says_nothing_is_given_up_in_the_time_that_the_control_plan
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         began = time.monotonic()
         with pytest.raises(FlashError, match="store_unreachable"):
-            RunFolder(far_url, patience_s=0.2).beat()
+            RunFolder(far_url, retry_s=0.2).beat()
     assert time.monotonic() - began < 30  # S3's client alone takes minutes
 
 

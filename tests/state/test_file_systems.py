@@ -122,7 +122,7 @@ from flash_mcp.tools.exporting import Exporter
 home = pathlib.Path(sys.argv[1])
 (home / "made").mkdir()
 (home / "made" / "file").write_text("text")
-artifacts = Artifacts(str(home / "storage"), patience_s=5)
+artifacts = Artifacts(str(home / "storage"), retry_s=5)
 fetched = artifacts.fetch(artifacts.put(home / "made", "run-1"), home / "cache")
 print((fetched / "file").read_text())
 trim(home / "cache", 0)

@@ -37,7 +37,7 @@ from tests.supervisor.test_loop import HASTE, WORKER
 
 def make(base):
     launcher = LocalLauncher(base / "attempts", gpus=["0"])
-    return Supervisor(base, launcher=launcher, worker=WORKER, patience=HASTE)
+    return Supervisor(base, launcher=launcher, worker=WORKER, timeouts=HASTE)
 
 supervise(Path(sys.argv[1]), make)
 """

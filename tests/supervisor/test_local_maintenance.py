@@ -174,15 +174,15 @@ def test_a_broken_settings_file_stops_nothing_and_deletes_nothing(
 ) -> None:
     run = ended_days_ago(store, finished_run(tmp_path), 1000)
     (store.base / "settings.toml").write_text("[disk]\nrun_days = 'soon'")
-    patience = Timeouts(poll_s=0.01, idle_exit_s=0.05)
-    Supervisor(store.base, patience=patience).run()
+    timeouts = Timeouts(poll_s=0.01, idle_exit_s=0.05)
+    Supervisor(store.base, timeouts=timeouts).run()
     assert has_files(run) and "run_days" in caplog.text
 
 
 def test_the_supervisor_applies_the_limits_while_it_is_idle(store: Store, tmp_path: Path) -> None:
     run = ended_days_ago(store, finished_run(tmp_path), 1000)
     allow(store, run_days=1)
-    Supervisor(store.base, patience=Timeouts(poll_s=0.01, idle_exit_s=0.05)).run()
+    Supervisor(store.base, timeouts=Timeouts(poll_s=0.01, idle_exit_s=0.05)).run()
     assert not has_files(run)
 
 

@@ -63,10 +63,10 @@ class Bench:
         self.store = Store(base)
         self.supervisor = self.new_supervisor()
 
-    def new_supervisor(self, launcher: LocalLauncher | None = None, **patience: float) -> Supervisor:
-        timing = Timeouts(**{**HASTE.__dict__, **patience})
+    def new_supervisor(self, launcher: LocalLauncher | None = None, **timeouts: float) -> Supervisor:
+        timing = Timeouts(**{**HASTE.__dict__, **timeouts})
         launcher = launcher or LocalLauncher(self.base / "attempts", gpus=[])
-        return Supervisor(self.base, launcher=launcher, worker=WORKER, patience=timing)
+        return Supervisor(self.base, launcher=launcher, worker=WORKER, timeouts=timing)
 
     def train(self, script: dict[str, Any] | None = None, **fields: Any) -> Run:
         environment = self.store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
@@ -538,16 +538,16 @@ from flash_mcp.supervisor.loop import Supervisor, supervise
 logging.basicConfig(level=logging.INFO)
 import json
 base = Path(sys.argv[1])
-patience = Timeouts(**{{**{HASTE.__dict__!r}, **json.loads(sys.argv[2])}})
+timeouts = Timeouts(**{{**{HASTE.__dict__!r}, **json.loads(sys.argv[2])}})
 launcher = LocalLauncher(base / "attempts", gpus=[])
-supervise(base, lambda base: Supervisor(base, launcher=launcher, worker={WORKER!r}, patience=patience))
+supervise(base, lambda base: Supervisor(base, launcher=launcher, worker={WORKER!r}, timeouts=timeouts))
 """
 
 
-def start_supervisor(bench: Bench, **patience: float) -> subprocess.Popen[bytes]:
+def start_supervisor(bench: Bench, **timeouts: float) -> subprocess.Popen[bytes]:
     with (bench.base / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", SUPERVISE, str(bench.base), json.dumps(patience)],
+            [sys.executable, "-c", SUPERVISE, str(bench.base), json.dumps(timeouts)],
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -689,7 +689,7 @@ def test_a_run_enqueued_while_the_supervisor_was_leaving_is_not_forgotten(bench:
 
     def make(base: Path) -> Supervisor:
         launcher = LocalLauncher(base / "attempts", gpus=[])
-        made.append(Leaver(base, launcher=launcher, worker=WORKER, patience=HASTE))
+        made.append(Leaver(base, launcher=launcher, worker=WORKER, timeouts=HASTE))
         return made[-1]
 
     assert supervise(bench.base, make)

@@ -84,7 +84,7 @@ def test_a_target_leaves_the_jobs_of_another_target_on_the_same_engine(bench: Be
 def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_runs(bench: Bench, folder: Path) -> None:
     ended(bench, folder)
     bench.lab.engine.hints["run-of-a-lost-row-1"] = JobStatus("alive")
-    supervisor = Supervisor(bench.store.base, launcher=Lab().launcher, patience=HASTE, open_target=lambda *_: bench.lab)
+    supervisor = Supervisor(bench.store.base, launcher=Lab().launcher, timeouts=HASTE, open_target=lambda *_: bench.lab)
 
     def is_gone() -> bool:
         supervisor.tick()

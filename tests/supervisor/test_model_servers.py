@@ -95,10 +95,10 @@ def deployments(store: Store) -> Iterator[Supervisor]:
     stop_all(store.base)
 
 
-def new_supervisor(base: Path, worker: Sequence[str] = SCRIPTED, **patience: float) -> Supervisor:
-    timing = dataclasses.replace(HASTE, **patience)
+def new_supervisor(base: Path, worker: Sequence[str] = SCRIPTED, **timeouts: float) -> Supervisor:
+    timing = dataclasses.replace(HASTE, **timeouts)
     launcher = LocalLauncher(base / "attempts", gpus=[])
-    return Supervisor(base, launcher=launcher, worker=worker, patience=timing)
+    return Supervisor(base, launcher=launcher, worker=worker, timeouts=timing)
 
 
 def stop_all(base: Path) -> None:

@@ -40,7 +40,7 @@ def bench(s3: ObjectStore, tmp_path: Path) -> Iterator[Bench]:
     remove_target(made.store.base, "lab")
     fields = {"engine": "slurm", "storage": f"s3://{BUCKET}/{tmp_path.name}"}
     write_target(made.store.base, "lab", new_target(made.store.base, "lab", fields))
-    made.lab.patience_s = 30.0  # a busy machine is no store that is away
+    made.lab.retry_s = 30.0  # a busy machine is no store that is away
     yield made
     made.close()
 
@@ -150,11 +150,11 @@ def test_keys_that_a_later_shell_has_are_used_once_the_store_refuses_those_befor
     monkeypatch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
     key = "AWS_ACCESS_KEY_ID"
     monkeypatch.setenv(key, os.environ[key])  # it is that of before again after the test
-    bench.lab.patience_s = 1.0
+    bench.lab.retry_s = 1.0
     (run,), (writer,) = started(bench, 1)
     local = Lab()
     local.name = "local"
-    supervisor = Supervisor(bench.store.base, launcher=local.launcher, patience=HASTE, open_target=lambda *_: bench.lab)
+    supervisor = Supervisor(bench.store.base, launcher=local.launcher, timeouts=HASTE, open_target=lambda *_: bench.lab)
     supervisor.vault.open()
 
     def until(condition: Callable[[], object]) -> None:
@@ -189,7 +189,7 @@ def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(s3: Obj
     local.name = "local"
     runs, _ = started(bench)
     here = bench.train("local")
-    supervisor = Supervisor(bench.store.base, launcher=local.launcher, patience=HASTE, open_target=lambda *_: bench.lab)
+    supervisor = Supervisor(bench.store.base, launcher=local.launcher, timeouts=HASTE, open_target=lambda *_: bench.lab)
 
     def until(condition: Callable[[], object]) -> float:
         """Seconds until then."""

@@ -40,10 +40,10 @@ from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.loop import Supervisor, supervise
 
-patience = Timeouts(poll_s=0.02, leave_s=2.0, idle_exit_s=60.0)
+timeouts = Timeouts(poll_s=0.02, leave_s=2.0, idle_exit_s=60.0)
 worker = (sys.executable, sys.argv[2])
 supervise(Path(sys.argv[1]), lambda base: Supervisor(
-    base, launcher=LocalLauncher(base / "attempts", gpus=[]), worker=worker, patience=patience))
+    base, launcher=LocalLauncher(base / "attempts", gpus=[]), worker=worker, timeouts=timeouts))
 """
 LEAKY = """
 import base64, os, subprocess, sys, tempfile, threading

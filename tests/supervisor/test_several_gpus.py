@@ -33,8 +33,8 @@ class Place:
         self.model = model
         self.store = Store(home)
         launcher = LocalLauncher(home / "attempts", gpus=[])
-        patience = Timeouts(poll_s=0.05, retry_delay_s=0.01)
-        self.supervisor = Supervisor(home, launcher=launcher, patience=patience)
+        timeouts = Timeouts(poll_s=0.05, retry_delay_s=0.01)
+        self.supervisor = Supervisor(home, launcher=launcher, timeouts=timeouts)
 
     def train(self, environment: Path, **fields: object) -> Run:
         version = self.store.add_environment(

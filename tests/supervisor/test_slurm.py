@@ -84,7 +84,7 @@ class Lab:
             write_target(home, name, settings)
         # Another target on the same engine, which is looked after as long as this run waits.
         self.train(target="near", secrets=["NOBODY_HAS_IT"])
-        self.supervisor = Supervisor(home, patience=Timeouts(remote_poll_s=0.2))
+        self.supervisor = Supervisor(home, timeouts=Timeouts(remote_poll_s=0.2))
 
     def train(self, **fields: object) -> Run:
         spec = {"environment": "vowels", "model": str(self.model), "target": "lab"}

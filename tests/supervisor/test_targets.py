@@ -65,7 +65,7 @@ class Engine(MemoryLauncher):
 
 class Lab(Target):
     name = "lab"
-    patience_s = 1.0
+    retry_s = 1.0
     look_s = TIMEOUT_S  # a look is over once all is done that it began
 
     def __init__(self) -> None:
@@ -396,7 +396,7 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
     local = Lab()
     local.name = "local"
     supervisor = Supervisor(
-        bench.store.base, launcher=local.launcher, patience=HASTE, open_target=lambda _, name: targets[name]
+        bench.store.base, launcher=local.launcher, timeouts=HASTE, open_target=lambda _, name: targets[name]
     )
     runs = {name: bench.train(name) for name in ("lab", "near", "local")}
 
@@ -428,7 +428,7 @@ def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt
         raise FlashError("target_refused", "sbatch refused: Requested partition is inactive")
 
     monkeypatch.setattr(bench.lab.engine, "submit", refuse)
-    bench.reconciler.patience = replace(HASTE, trouble_s=0.1, refused_s=0.1)
+    bench.reconciler.timeouts = replace(HASTE, trouble_s=0.1, refused_s=0.1)
     run = bench.train()
     bench.until(lambda: len(refusals) == 5)
     assert refusals[4] - refusals[0] >= 0.4
@@ -445,7 +445,7 @@ def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt
 def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.reconciler.patience = replace(HASTE, beat_silent_s=0.1, trouble_s=0.1)
+    bench.reconciler.timeouts = replace(HASTE, beat_silent_s=0.1, trouble_s=0.1)
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
@@ -473,7 +473,7 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
 @pytest.mark.slow
 def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker writes its next heartbeat only some seconds after the store has come back."""
-    bench.reconciler.patience = replace(HASTE, beat_silent_s=0.5)
+    bench.reconciler.timeouts = replace(HASTE, beat_silent_s=0.5)
     monkeypatch.setattr(bench.lab, "beat_every_s", 0.02)
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
@@ -506,7 +506,7 @@ def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monk
 def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thousands of them, each heartbeat is asked for every few minutes."""
     monkeypatch.setattr(bench.lab, "beats_per_s", 1.0, raising=False)
-    bench.reconciler.patience = replace(HASTE, beat_silent_s=0.2)
+    bench.reconciler.timeouts = replace(HASTE, beat_silent_s=0.2)
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)

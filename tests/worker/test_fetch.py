@@ -364,7 +364,7 @@ def test_the_server_sends_models_at_one_commit_where_nodes_reach_no_hub(
     assert target.job(run)["model"] == job["model"]
 
     caches = tmp_path / "node"
-    there = placed(job, Artifacts(lab["storage"], patience_s=5), caches)
+    there = placed(job, Artifacts(lab["storage"], retry_s=5), caches)
     writer = RunWriter(folder, 1)
     spec = stored_spec(there["spec"])
     assert load_model(there, spec, writer, Heartbeat(writer), trains=False).path.parent == caches

@@ -115,7 +115,7 @@ class Target(ABC):
 
     name: str
     launcher: Launcher
-    patience_s: float
+    retry_s: float
     """How long the supervisor retries while the place of the run folders does not answer."""
     threads: int = 8
     """Attempts that are submitted at once, and run folders that are read at once."""

@@ -148,17 +148,17 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)
 
 
-_patience_s: ContextVar[float] = ContextVar("patience_s", default=CALL_TIMEOUT_S)
+_timeout_s: ContextVar[float] = ContextVar("timeout_s", default=CALL_TIMEOUT_S)
 
 
 def allow(seconds: float) -> None:
     """Let the call of this context take so long: its client waits longer than others."""
-    _patience_s.set(seconds)
+    _timeout_s.set(seconds)
 
 
 def longest_wait_s() -> float:
     """How long the call of this context may wait before it answers."""
-    return _patience_s.get() - ANSWER_S
+    return _timeout_s.get() - ANSWER_S
 
 
 Progress = Callable[[str, float | None], Awaitable[None]]

@@ -12,7 +12,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 
-PATIENCE_S = 10.0
+RETRY_S = 10.0
 """How long an object store may not answer before the call fails."""
 
 
@@ -37,7 +37,7 @@ def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer:
         total = _total(run, steps)
         if run.ended is None or (run.state == "succeeded" and total == run.steps):
             return Resumed(run, run.step, [f"it is {run.state} already: nothing was changed"])
-        folder = RunFolder(run.folder, patience_s=PATIENCE_S)
+        folder = RunFolder(run.folder, retry_s=RETRY_S)
         step = folder.checkpoints.newest_good() or 0
         notes = _loss(folder, step, fresh_optimizer=fresh_optimizer)
         if step and total == step:
@@ -59,7 +59,7 @@ def _total(run: Run, steps: int | None) -> int | None:
         raise FlashError("not_ready", what, run_id=run_id, steps=steps, fix=fix)
     if steps is None and run.state == "succeeded":
         what = f"{run_id} has made all its {run.steps} steps"
-        checkpoints = RunFolder(run.folder, patience_s=PATIENCE_S).checkpoints
+        checkpoints = RunFolder(run.folder, retry_s=RETRY_S).checkpoints
         fresh = ""
         if not checkpoints.has_optimizer(checkpoints.newest_good() or 0):
             fresh = ", fresh_optimizer=true"

@@ -16,7 +16,7 @@ CAUTION = 0.8
 """Of the time after which a client gave up, the next call takes this share."""
 
 
-class Patience:
+class CallTimeouts:
     def __init__(self) -> None:
         self._given_up_s: dict[str, float] = {}
 

@@ -14,7 +14,7 @@ from mcp import Client
 
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.server import mcp_server, patience
+from flash_mcp.server import call_timeouts, mcp_server
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import tool_base, waiting
 from tests.samples import end, learn, read_in, started_run, supervised
@@ -28,7 +28,7 @@ CALL_S = 4.0
 @pytest.fixture
 def running(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run, RunWriter]]:
     monkeypatch.setattr(mcp_server, "CALL_TIMEOUT_S", CALL_S)
-    monkeypatch.setattr(patience, "CALL_TIMEOUT_S", CALL_S)
+    monkeypatch.setattr(call_timeouts, "CALL_TIMEOUT_S", CALL_S)
     monkeypatch.setattr(tool_base, "ANSWER_S", 1.0)
     monkeypatch.setattr(waiting, "PROGRESS_S", 0.5)
     with supervised():
@@ -88,7 +88,7 @@ async def test_a_client_that_gave_up_gets_its_next_answer_before_it_gives_up_aga
         with anyio.move_on_after(2 * CALL_S):
             await waited(client, run.id, first["since"], progress_callback=ignore)
             pytest.fail("it waited for less than it may")
-        with anyio.fail_after(patience.LONG_CALL_S / 10):  # without what it learnt it would wait ten times as long
+        with anyio.fail_after(call_timeouts.LONG_CALL_S / 10):  # without what it learnt it would wait ten times as long
             answer = await waited(client, run.id, first["since"], progress_callback=ignore)
         assert "now" in answer
 
@@ -97,12 +97,12 @@ def test_the_next_call_ends_before_the_time_after_which_its_client_gave_up() -> 
     request = SimpleNamespace(meta={"progress_token": 1})
     client = SimpleNamespace(client_params=SimpleNamespace(client_info=SimpleNamespace(name="impatient")))
     context: Any = SimpleNamespace(request_context=request, session=client)
-    remembered = patience.Patience()
-    assert remembered.limit_s(context) == patience.LONG_CALL_S
+    remembered = call_timeouts.CallTimeouts()
+    assert remembered.limit_s(context) == call_timeouts.LONG_CALL_S
     remembered.gave_up(context, 300.0)
-    assert patience.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
+    assert call_timeouts.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
     remembered.gave_up(context, 1.0)  # no call is that quick: its user stopped it
-    assert patience.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
+    assert call_timeouts.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
 
 
 async def test_waits_end_with_the_server(running: tuple[Run, RunWriter], server: Team) -> None:
