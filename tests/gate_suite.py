@@ -273,7 +273,7 @@ BAD = {
         """
         class Sample(Hinted):
             def hint(self, example):
-                return f"JobStatus: the answer is {example.output}."
+                return f"Hint: the answer is {example.output}."
         """,
         "prompt_echo",
     ),
