@@ -98,9 +98,9 @@ class Attempt:
         self.watched_s += min(now - self.looked_at, max_gap_s)
         self.looked_at = now
 
-    def has_news(self, hint: JobStatus, read_every_s: float) -> bool:
+    def has_news(self, status: JobStatus, read_every_s: float) -> bool:
         """Whether its folder is to be read: looking at one elsewhere costs requests."""
-        if self.read_at is None or self.result_at is not None or hint.state == "gone":
+        if self.read_at is None or self.result_at is not None or status.state == "gone":
             return True
         silent_s = self.watched_s - self.read_at
         if silent_s >= read_every_s:

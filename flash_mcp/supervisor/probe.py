@@ -76,11 +76,11 @@ def _answer(
     while True:
         if result := folder.probe():
             return result
-        hint = launcher.poll([handle])[handle.key]
-        if hint.state == "gone" and gone_at is None:
+        status = launcher.poll([handle])[handle.key]
+        if status.state == "gone" and gone_at is None:
             gone_at = time.monotonic()
         if gone_at is not None and time.monotonic() - gone_at > GONE_S:
-            what = f"the probe of {name} ended without an answer ({hint.detail})"
+            what = f"the probe of {name} ended without an answer ({status.detail})"
             if said := folder.log_tail(1):
                 raise FlashError("target_refused", f"{what}: {said}", fix=SETUP_FIX)
             needs = "python must exist there, with flash-mcp, and reach the storage with its keys"
@@ -88,7 +88,7 @@ def _answer(
             raise FlashError("target_refused", what, fix=fix)
         if time.monotonic() > deadline:
             what = f"the probe of {name} did not answer within {wait_s:.0f} s"
-            where = hint.detail or hint.state
+            where = status.detail or status.state
             fix = f"the engine says: {where}; wait longer with --wait-s, or correct the target"
             raise FlashError("target_unreachable", what, fix=fix)
         time.sleep(POLL_S)

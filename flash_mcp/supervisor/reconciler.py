@@ -126,11 +126,11 @@ class RunReconciler:
                 self._start(run)
         attempts = list(self._attempts.values())  # others may come meanwhile
         handles = [attempt.handle for attempt in attempts]
-        hints = self.launcher.poll(handles) if handles else {}
+        statuses = self.launcher.poll(handles) if handles else {}
         self._read_beats(taken)
         self._take_beats(taken)
         for run in taken:
-            self._guarded("look", run, partial(self._advance_if_due, hints=hints))
+            self._guarded("look", run, partial(self._advance_if_due, statuses=statuses))
         self._claim_all(taken)
         for crew in (self._starting, self._reading):
             crew.wait(self.target.look_s)
@@ -338,32 +338,32 @@ class RunReconciler:
             attempt.restart(number)
             self._note(run, "restarted", what)
 
-    def _advance_if_due(self, run: Run, hints: Mapping[str, JobStatus]) -> None:
+    def _advance_if_due(self, run: Run, statuses: Mapping[str, JobStatus]) -> None:
         """Look into the run's folder, or end its attempt, if there is a reason to."""
         attempt = self._attempt_of(run)
         if attempt is None:
             return
-        hint = hints.get(attempt.handle.key, JobStatus("unknown"))
-        self._note_wait(run, attempt, hint)
+        status = statuses.get(attempt.handle.key, JobStatus("unknown"))
+        self._note_wait(run, attempt, status)
         is_due = (
-            attempt.has_news(hint, self.target.read_every_s)
+            attempt.has_news(status, self.target.read_every_s)
             or run.cancel_requested is not None
             or run.reported_error is not None
             or self._waits_for_secrets(run, attempt)
             or costs.used_up(run, self.base) is not None
-            or self._diagnose(run, attempt, hint) is not None
+            or self._diagnose(run, attempt, status) is not None
         )
         if is_due and self._reading.is_free(run.id):
-            act = partial(self._advance, hint=hint)
+            act = partial(self._advance, status=status)
             self._reading.do(run.id, lambda: self._guarded("advance", run, act))
 
     def _waits_for_secrets(self, run: Run, attempt: Attempt) -> bool:
         has_any = bool(run.spec.secrets or run.serves)
         return has_any and attempt.beat is not None and not attempt.has_secrets
 
-    def _advance(self, run: Run, hint: JobStatus) -> None:
-        """Resolve the run's state from its folder. The hint is older: who was gone has written its
-        last word.
+    def _advance(self, run: Run, status: JobStatus) -> None:
+        """Resolve the run's state from its folder. The status is older: who was gone has written
+        its last word.
         """
         attempt = self._attempt_of(run)
         # While an engine took long to answer, another look may have ended the attempt.
@@ -380,28 +380,28 @@ class RunReconciler:
                 attempt.folder.request_cancel(run.cancel_reason or "")
             attempt.cancelled_at = attempt.watched_s
         result = retryable = None
-        if attempt.has_news(hint, self.target.read_every_s):
+        if attempt.has_news(status, self.target.read_every_s):
             with attempt.folder.listed():
                 self._read(run, attempt)
                 result = final_result(attempt.folder)
                 retryable = None if result else self._retryable_error(run, attempt)
         if result:
-            self._settle(run, attempt, result, hint)
-        elif retryable and self._may_be_restarted(attempt, retryable, hint):
+            self._settle(run, attempt, result, status)
+        elif retryable and self._may_be_restarted(attempt, retryable, status):
             return
-        elif error := retryable or self._fault(run, attempt, hint):
-            self._replace(run, attempt, _held(run, attempt, hint) or error)
+        elif error := retryable or self._fault(run, attempt, status):
+            self._replace(run, attempt, _held(run, attempt, status) or error)
 
-    def _may_be_restarted(self, attempt: Attempt, error: FlashError, hint: JobStatus) -> bool:
+    def _may_be_restarted(self, attempt: Attempt, error: FlashError, status: JobStatus) -> bool:
         """Whether the engine, which took the attempt's machine away, may start its job again. Other
         errors may come of that too: an engine says later how the job ended.
         """
-        if hint.state == "gone" or (error.code != "preempted" and self.target.shares_disk):
+        if status.state == "gone" or (error.code != "preempted" and self.target.shares_disk):
             return False
         if attempt.left_at is None:
             attempt.left_at = attempt.watched_s
         has_left = attempt.watched_s - attempt.left_at > RESTART_S
-        return hint.state == "pending" or not has_left
+        return status.state == "pending" or not has_left
 
     def _read(self, run: Run, attempt: Attempt) -> None:
         # Where each read is due by its news, the reader need not hold back.
@@ -436,15 +436,15 @@ class RunReconciler:
         if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
             self.store.put_log(attempt.run_id, attempt.number, tail)
 
-    def _note_wait(self, run: Run, attempt: Attempt, hint: JobStatus) -> None:
+    def _note_wait(self, run: Run, attempt: Attempt, status: JobStatus) -> None:
         """Store what the attempt waits for, and hold its clocks meanwhile."""
-        if hint.state == "unknown":
+        if status.state == "unknown":
             return
-        attempt.was_under_way |= hint.state != "gone"
+        attempt.was_under_way |= status.state != "gone"
         # An engine that starts a job again has it wait first.
         is_silent = attempt.beat is None or attempt.asked_at - attempt.beat_at > STALE_S
-        is_pending = hint.state == "pending" and is_silent
-        reason = (hint.detail or "a machine") if is_pending else None
+        is_pending = status.state == "pending" and is_silent
+        reason = (status.detail or "a machine") if is_pending else None
         if reason != run.pending_reason:
             queue.record_wait(self.store, run.id, attempt.number, reason)
         if not is_pending:
@@ -473,26 +473,26 @@ class RunReconciler:
             return FlashError.from_dict(result["error"])
         return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
 
-    def _fault(self, run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
+    def _fault(self, run: Run, attempt: Attempt, status: JobStatus) -> FlashError | None:
         if run.reported_error:
             return FlashError.from_dict(run.reported_error)
-        if diagnosis := self._diagnose(run, attempt, hint):
+        if diagnosis := self._diagnose(run, attempt, status):
             return self._error(*diagnosis, run, attempt)
         return None
 
-    def _diagnose(self, run: Run, attempt: Attempt, hint: JobStatus) -> tuple[str, str] | None:
+    def _diagnose(self, run: Run, attempt: Attempt, status: JobStatus) -> tuple[str, str] | None:
         """(code, what is wrong) if the attempt has to be given up. Its folder is not looked at."""
         now, timeouts = attempt.watched_s, self.timeouts
         # Counted to when it was last asked: with many runs, each is asked less often.
         silent_s = attempt.asked_at - attempt.beat_at
         still_s = attempt.asked_at - attempt.progress_at
         stale_s = timeouts.beat_stale_s + self._beat_every_s(attempt)
-        if hint.state == "gone" and (
+        if status.state == "gone" and (
             not attempt.beat or run.cancel_requested or silent_s > stale_s
         ):
-            how = f" ({hint.detail})" if hint.detail else ""
+            how = f" ({status.detail})" if status.detail else ""
             what = f"attempt {attempt.number} ended without a result{how}"
-            if hint.is_preempted:
+            if status.is_preempted:
                 return "preempted", what
             if shortage := _memory_shortage(attempt.beat):
                 return "out_of_memory", f"{what}; {shortage}"
@@ -506,10 +506,10 @@ class RunReconciler:
             waited_s = now - attempt.pending_at
             if not run.cancel_requested and waited_s <= timeouts.pending_s:
                 return None
-            what = f"attempt {attempt.number} waited {waited_s:.0f} s for {hint.detail}"
+            what = f"attempt {attempt.number} waited {waited_s:.0f} s for {status.detail}"
             return "preempted", what
         # On a full disk it can write no beat.
-        if hint.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
+        if status.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
             return None
         if attempt.beat and silent_s > timeouts.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
@@ -595,11 +595,14 @@ class RunReconciler:
                 raise
             log.exception("%s: trouble while attempt %s is ended", run.id, run.attempt)
 
-    def _settle(self, run: Run, attempt: Attempt, result: FinalResult, hint: JobStatus) -> None:
+    def _settle(self, run: Run, attempt: Attempt, result: FinalResult, status: JobStatus) -> None:
         """The folder's result ends the run, once the attempt has left or had the time to."""
         if attempt.result_at is None:
             attempt.result_at = attempt.watched_s
-        if hint.state == "alive" and attempt.watched_s - attempt.result_at < self.timeouts.leave_s:
+        if (
+            status.state == "alive"
+            and attempt.watched_s - attempt.result_at < self.timeouts.leave_s
+        ):
             return
         try:
             self.launcher.cancel(attempt.handle)
@@ -644,11 +647,11 @@ class RunReconciler:
         self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
 
 
-def _held(run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
+def _held(run: Run, attempt: Attempt, status: JobStatus) -> FlashError | None:
     """Why the run waits for its owner, if somebody ended its job while this supervisor looked."""
-    if run.serves or not hint.is_by_hand or not attempt.was_under_way:
+    if run.serves or not status.is_by_hand or not attempt.was_under_way:
         return None
-    what = f"somebody ended it on the target: {hint.detail}"
+    what = f"somebody ended it on the target: {status.detail}"
     fix = f"train(resume={run.id!r}) lets it go on, and cancel ends it"
     return FlashError("held", what, fix=fix)
 

@@ -112,7 +112,7 @@ class Simulation:
             self._until(lambda: self._count("running") == self.runs - later, timeout_s)
             self.engine.capacity = self.runs
             began = time.monotonic()
-            self._until(lambda: len(self.engine.hints) == self.runs, timeout_s)
+            self._until(lambda: len(self.engine.statuses) == self.runs, timeout_s)
             seen.submitted_s = time.monotonic() - began
             self._until(lambda: self._count("running") == self.runs, timeout_s)
             self._watch(seen, hold_s)

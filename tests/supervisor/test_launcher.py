@@ -69,10 +69,10 @@ class Harness:
 
 
 def memory(tmp_path: Path) -> Harness:
-    hints: dict[str, JobStatus] = {}
+    statuses: dict[str, JobStatus] = {}
     return Harness(
-        lambda: MemoryLauncher(hints),
-        lambda handle: hints.update({handle.key: JobStatus("gone", "exit code 0")}),
+        lambda: MemoryLauncher(statuses),
+        lambda handle: statuses.update({handle.key: JobStatus("gone", "exit code 0")}),
         tmp_path,
     )
 
@@ -251,14 +251,14 @@ def test_a_job_of_ray_gets_its_own_variables_and_a_failure_of_its_own_is_no_pree
 
     failed = launcher.submit(harness_of_ray.launch(2, ["/bin/false"]))
     wait_for(lambda: is_gone(launcher, failed))
-    hint = launcher.poll([failed])[failed.key]
-    assert (hint.is_preempted, "exit code 1" in hint.detail) == (False, True)
+    status = launcher.poll([failed])[failed.key]
+    assert (status.is_preempted, "exit code 1" in status.detail) == (False, True)
     stopped = harness_of_ray.submit(launcher, 3)
     wait_for(lambda: state(launcher, stopped) == "alive")
     launcher.cancel(stopped)
     wait_for(lambda: is_gone(launcher, stopped))
-    hint = launcher.poll([stopped])[stopped.key]
-    assert hint.is_preempted and hint.is_by_hand
+    status = launcher.poll([stopped])[stopped.key]
+    assert status.is_preempted and status.is_by_hand
 
 
 @pytest.mark.slow
@@ -360,12 +360,12 @@ def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_n
     wait_for(lambda: state(launcher, handle) == "alive")
     subprocess.run(["scancel", handle.id], check=True)
     wait_for(lambda: is_gone(launcher, handle))
-    hint = launcher.poll([handle])[handle.key]
-    assert hint.is_preempted and hint.is_by_hand
+    status = launcher.poll([handle])[handle.key]
+    assert status.is_preempted and status.is_by_hand
     failed = launcher.submit(there.launch(2, ["/bin/false"]))
     wait_for(lambda: is_gone(launcher, failed))
-    hint = launcher.poll([failed])[failed.key]
-    assert (hint.is_preempted, hint.detail) == (False, f"Slurm job {failed.id}: FAILED")
+    status = launcher.poll([failed])[failed.key]
+    assert (status.is_preempted, status.detail) == (False, f"Slurm job {failed.id}: FAILED")
 
 
 @pytest.mark.slow

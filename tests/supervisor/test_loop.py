@@ -285,7 +285,7 @@ class Slanderer(LocalLauncher):
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         return {
-            key: JobStatus("gone") if key in self.slandered else hint for key, hint in super().poll(handles).items()
+            key: JobStatus("gone") if key in self.slandered else status for key, status in super().poll(handles).items()
         }
 
     def cancel(self, handle: Handle) -> None:

@@ -42,7 +42,7 @@ def ended(bench: Bench, folder: Path, **fields: object) -> Run:
     """A run whose second attempt saved checkpoints and ended."""
     run = bench.train("lab", **fields)
     bench.until(lambda: bench.now(run).handle)
-    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone", "NODE_FAIL", is_preempted=True)
+    bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("gone", "NODE_FAIL", is_preempted=True)
     bench.until(lambda: bench.now(run).attempt == 2)
     writer = bench.start(run)
     (folder / OPTIMIZER).write_bytes(b"moments")
@@ -50,21 +50,21 @@ def ended(bench: Bench, folder: Path, **fields: object) -> Run:
         writer.metrics(step, {"loss": 1.0})
         writer.commit_checkpoint(step, folder, {})
     writer.commit_result("succeeded", 4)
-    bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("gone", "COMPLETED")
+    bench.lab.engine.statuses[f"{run.id}-2"] = JobStatus("gone", "COMPLETED")
     bench.until(lambda: bench.now(run).ended)
     return bench.now(run)
 
 
 def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(bench: Bench) -> None:
-    hints = bench.lab.engine.hints
+    statuses = bench.lab.engine.statuses
     run = bench.train()
     bench.until(lambda: bench.now(run).handle)
     bench.start(run)
     over = ("run-of-a-lost-row-1", f"{run.id}-0")  # the latter: an attempt that was replaced
-    hints |= dict.fromkeys(over, JobStatus("alive")) | {"run-pending-1": JobStatus("pending")}
+    statuses |= dict.fromkeys(over, JobStatus("alive")) | {"run-pending-1": JobStatus("pending")}
     bench.reconciler.maintenance.clear()
-    assert [hints[key].state for key in (*over, "run-pending-1")] == ["gone"] * 3
-    assert hints[f"{run.id}-1"].state == "alive"
+    assert [statuses[key].state for key in (*over, "run-pending-1")] == ["gone"] * 3
+    assert statuses[f"{run.id}-1"].state == "alive"
 
 
 def test_a_target_leaves_the_jobs_of_another_target_on_the_same_engine(bench: Bench) -> None:
@@ -77,18 +77,18 @@ def test_a_target_leaves_the_jobs_of_another_target_on_the_same_engine(bench: Be
     keys = [f"{run.id}-1", f"{other.id}-1"]
     for maintenance in (bench.reconciler.maintenance, reconciler.maintenance):
         maintenance.clear()
-        assert [bench.lab.engine.hints[key].state for key in keys] == ["pending"] * 2
+        assert [bench.lab.engine.statuses[key].state for key in keys] == ["pending"] * 2
     assert {handle.key for handle in near.launcher.under_way()} == set(keys)
 
 
 def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_runs(bench: Bench, folder: Path) -> None:
     ended(bench, folder)
-    bench.lab.engine.hints["run-of-a-lost-row-1"] = JobStatus("alive")
+    bench.lab.engine.statuses["run-of-a-lost-row-1"] = JobStatus("alive")
     supervisor = Supervisor(bench.store.base, launcher=Lab().launcher, timeouts=HASTE, open_target=lambda *_: bench.lab)
 
     def is_gone() -> bool:
         supervisor.tick()
-        return bench.lab.engine.hints["run-of-a-lost-row-1"].state == "gone"
+        return bench.lab.engine.statuses["run-of-a-lost-row-1"].state == "gone"
 
     wait_for(is_gone)
 

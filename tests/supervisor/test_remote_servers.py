@@ -65,7 +65,7 @@ class Engine(MemoryLauncher):
         if self.is_down:
             raise FlashError("target_unreachable", "the engine does not answer", fix="wait")
         self.launches[launch.key] = launch
-        self.hints.setdefault(launch.key, JobStatus("pending", "Slurm: Resources"))
+        self.statuses.setdefault(launch.key, JobStatus("pending", "Slurm: Resources"))
         return Handle(launch.key, f"job of {launch.key}")
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
@@ -87,7 +87,7 @@ class Node:
         self.receiver = Receiver(self.key, token)
         self.writer.offer(self.receiver.offer)
         self.writer.beat(0, "secrets")
-        bench.engine.hints[self.key] = JobStatus("alive")
+        bench.engine.statuses[self.key] = JobStatus("alive")
         bench.nodes.append(self)
         self.process: subprocess.Popen[bytes] | None = None
         (self.port,) = slurm.free_ports(1)
@@ -122,7 +122,7 @@ class Node:
         if self.process:
             self.process.terminate()
             self.process.wait()
-        self.bench.engine.hints[self.key] = JobStatus("gone", "Slurm job 7: NODE_FAIL")
+        self.bench.engine.statuses[self.key] = JobStatus("gone", "Slurm job 7: NODE_FAIL")
 
 
 class Bench:
@@ -234,7 +234,7 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
     with pytest.raises(FlashError, match="is ending on lab"):
         request(bench.store, str(asked.run_id), target="lab")
     await run_sync(bench.settle, asked, "stopped")
-    assert bench.engine.hints[node.key].state == "gone"
+    assert bench.engine.statuses[node.key].state == "gone"
     await run_sync(bench.until, lambda: stored_files(tmp_path) == [])
     assert not (bench.home / "servers" / str(ready.server_run)).exists()
     again = request(bench.store, str(asked.run_id), target="lab")
@@ -271,7 +271,7 @@ def test_a_node_that_fails_is_replaced_once_in_a_while(
     second.die()
     failed = bench.settle(asked, "failed")
     assert failed.error and "NODE_FAIL" in failed.error["what"]
-    assert all(hint.state == "gone" for hint in bench.engine.hints.values())
+    assert all(status.state == "gone" for status in bench.engine.statuses.values())
 
 
 def test_a_server_that_was_lost_after_it_had_served_well_is_replaced_each_time(
@@ -299,7 +299,7 @@ def test_a_server_that_answers_no_more_on_a_node_that_lives_is_replaced(
     bench.submitted(asked, 2)
     row = bench.settle(asked, "starting")
     assert row.error and row.error["code"] == "unresponsive"
-    assert bench.engine.hints[node.key].state == "gone"
+    assert bench.engine.statuses[node.key].state == "gone"
 
 
 def test_a_server_takes_no_slot_and_is_in_no_list_of_runs(bench: Bench, asked: Deployment) -> None:
@@ -343,7 +343,7 @@ def test_a_node_that_cannot_be_reached_is_given_back(
     assert failed.error and failed.error["code"] == "target_refused"
     assert f"cannot be reached from here: 127.0.0.1, port {node.port}" in failed.error["what"]
     assert "ssh of lab in targets.toml" in failed.error["fix"]
-    bench.until(lambda: bench.engine.hints[node.key].state == "gone")
+    bench.until(lambda: bench.engine.statuses[node.key].state == "gone")
 
 
 def test_a_node_names_no_address_outside_the_networks_of_its_target(
@@ -437,7 +437,7 @@ def test_a_deployment_that_nobody_uses_ends(bench: Bench, asked: Deployment, tmp
     node.listen(node.get_keys(), model="idle")
     stopped = bench.settle(asked, "stopped")
     assert stopped.error and "stopped after 60 minutes" in stopped.error["what"]
-    assert bench.engine.hints[node.key].state == "gone"
+    assert bench.engine.statuses[node.key].state == "gone"
 
 
 def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(

@@ -209,7 +209,7 @@ def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(s3: Obj
     with s3.frozen():
         until(lambda: overdue_s() > 1)
         RunWriter(RunFolder(here.folder), 1).commit_result("succeeded", 1)
-        local.engine.hints[f"{here.id}-1"] = JobStatus("gone")
+        local.engine.statuses[f"{here.id}-1"] = JobStatus("gone")
         ended_s = until(lambda: bench.now(here).ended)
         began = time.monotonic()
         assert report_on(bench.store, runs[0].id, detailed=True).view.state == "running"

@@ -59,9 +59,9 @@ def test_a_job_of_skypilot_from_its_launch_to_its_end(cluster: sky_cluster.Clust
     assert mine.poll([first, unknown])[unknown.key].state == "gone"
 
     def has_begun() -> bool:
-        hint = mine.poll([first])[first.key]
-        assert hint.state != "gone", hint
-        return hint == JobStatus("alive") and log.exists()
+        status = mine.poll([first])[first.key]
+        assert status.state != "gone", status
+        return status == JobStatus("alive") and log.exists()
 
     wait_for(has_begun, TIMEOUT_S)
     wait_for(lambda: log.read_text() == "it's mine\n", TIMEOUT_S)

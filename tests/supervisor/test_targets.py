@@ -51,7 +51,7 @@ class Engine(MemoryLauncher):
 
     def submit(self, launch: Launch) -> Handle:
         self.submitted.append(launch.key)
-        self.hints.setdefault(launch.key, JobStatus("pending", "Resources"))
+        self.statuses.setdefault(launch.key, JobStatus("pending", "Resources"))
         return Handle(launch.key, f"job {len(self.submitted)}")
 
     def cancel(self, handle: Handle) -> None:
@@ -116,7 +116,7 @@ class Bench:
         attempt = self.now(run).attempt
         writer = RunWriter(RunFolder(run.folder), attempt)
         writer.beat(1, "train")
-        self.lab.engine.hints[f"{run.id}-{attempt}"] = JobStatus("alive")
+        self.lab.engine.statuses[f"{run.id}-{attempt}"] = JobStatus("alive")
         self.until(lambda: self.now(run).state == "running")
         return writer
 
@@ -133,7 +133,7 @@ def test_an_attempt_is_replaced_once_however_long_ago_its_run_was_read(bench: Be
     bench.until(lambda: bench.now(run).pending_reason)
     bench.start(run)
     taken = bench.store.taken_runs("lab")
-    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone", "NODE_FAIL")
+    bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("gone", "NODE_FAIL")
     bench.until(lambda: bench.now(run).state == "queued")
     bench.reconciler.attend(taken)  # the engine took long to answer, and a thread ended the attempt meanwhile
     assert RunFolder(run.folder).result() is None
@@ -150,7 +150,7 @@ def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_
     attempt = bench.reconciler._attempts[run.id]
     bench.until(lambda: attempt.watched_s > 10 * 0.1)
     assert bench.now(run).attempt == 1
-    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("pending", "Priority")
+    bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("pending", "Priority")
     bench.until(lambda: bench.now(run).pending_reason == "Priority")
     waited_s = time.time() - waiting.created
     writer = bench.start(run)
@@ -179,7 +179,7 @@ def test_a_run_that_waits_is_cancelled_without_the_time_that_a_worker_has_to_sav
     queue.request_cancel(bench.store, run.id, "not needed")
     bench.until(lambda: bench.now(run).ended)
     assert (bench.now(run).state, bench.now(run).pending_reason) == ("cancelled", None)
-    assert bench.lab.engine.hints[f"{run.id}-1"].state == "gone"
+    assert bench.lab.engine.statuses[f"{run.id}-1"].state == "gone"
 
 
 def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
@@ -189,13 +189,13 @@ def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
         bench.until(lambda: bench.now(run).handle)
         bench.start(run)
         gone = JobStatus("gone", "NODE_FAIL", is_preempted=True)
-        bench.lab.engine.hints[f"{run.id}-{attempt}"] = gone
+        bench.lab.engine.statuses[f"{run.id}-{attempt}"] = gone
     bench.until(lambda: bench.now(run).attempt == 4)
     assert bench.now(run).preemptions == 3
     for attempt in (4, 5):
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt)
         bench.until(lambda: bench.now(run).handle)
-        bench.lab.engine.hints[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 1")
+        bench.lab.engine.statuses[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 1")
     bench.until(lambda: bench.now(run).ended)
     error = bench.now(run).error
     assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 5)
@@ -208,14 +208,14 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
     writer = bench.start(run)
     writer.commit_result("failed", 1, FlashError("preempted", "its machine is taken away"), retryable=True)
     writer.beat(1, "train")
-    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("pending", "Slurm: BeginTime")
+    bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("pending", "Slurm: BeginTime")
     attempt = bench.reconciler._attempts[run.id]
     bench.until(lambda: attempt.left_at is not None)
     attempt.beat_at -= 100  # it has been silent for long
     bench.until(lambda: bench.now(run).pending_reason == "Slurm: BeginTime")
     again = RunWriter(RunFolder(run.folder), 2)
     again.beat(1, "train")
-    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("alive")
+    bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("alive")
     bench.until(lambda: bench.now(run).attempt == 2)
     bench.until(lambda: bench.now(run).beat)
     after = bench.now(run)
@@ -225,9 +225,9 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
     # A later supervisor finds it by the engine's name for it.
     bench.reconciler = bench.new_reconciler()
     bench.until(lambda: bench.reconciler._attempts.get(run.id))
-    bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("alive")
+    bench.lab.engine.statuses[f"{run.id}-2"] = JobStatus("alive")
     again.commit_result("succeeded", 2)
-    bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("gone")
+    bench.lab.engine.statuses[f"{run.id}-2"] = JobStatus("gone")
     bench.until(lambda: bench.now(run).ended)
     assert bench.now(run).state == "succeeded"
 
@@ -246,7 +246,7 @@ def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
     bench.until(lambda: attempt.left_at is not None)
     assert bench.now(run).state == "running"
     by_hand = JobStatus("gone", "Slurm job 7: CANCELLED", is_preempted=True, is_by_hand=True)
-    bench.lab.engine.hints[f"{run.id}-1"] = by_hand
+    bench.lab.engine.statuses[f"{run.id}-1"] = by_hand
     bench.until(lambda: queue.is_held(bench.now(run)))
     for _ in range(3):
         bench.tick()
@@ -262,7 +262,7 @@ def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
     assert resume_run(bench.store, run.id, None, fresh_optimizer=False).run.state == "queued"
     bench.until(lambda: bench.now(run).attempt == 2 and bench.now(run).handle)
     # What an earlier supervisor ended was nobody's decision.
-    bench.lab.engine.hints[f"{run.id}-2"] = by_hand
+    bench.lab.engine.statuses[f"{run.id}-2"] = by_hand
     bench.reconciler.close()
     bench.reconciler = bench.new_reconciler()
     bench.until(lambda: bench.now(run).attempt == 3)
@@ -276,7 +276,7 @@ def test_a_full_disk_of_a_node_is_named_and_counts_as_an_attempt(bench: Bench) -
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt and bench.now(run).handle)
         writer = bench.start(run)
         writer.commit_result("failed", 1, full, retryable=True)
-        bench.lab.engine.hints[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 0")
+        bench.lab.engine.statuses[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 0")
     bench.until(lambda: bench.now(run).ended)
     error = bench.now(run).error
     assert bench.now(run).state == "failed" and error
@@ -287,7 +287,7 @@ def test_a_run_that_is_preempted_without_end_fails(bench: Bench, monkeypatch: py
     monkeypatch.setattr("flash_mcp.state.queue.MAX_PREEMPTIONS", 2)
     run = bench.train()
     gone = JobStatus("gone", "PREEMPTED", is_preempted=True)
-    bench.lab.engine.hints |= {f"{run.id}-{attempt}": gone for attempt in (1, 2, 3)}
+    bench.lab.engine.statuses |= {f"{run.id}-{attempt}": gone for attempt in (1, 2, 3)}
     bench.until(lambda: bench.now(run).ended)
     assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 3)
 
@@ -308,7 +308,7 @@ def test_an_attempt_that_ends_while_it_is_given_up_is_read_to_its_end(
         return found
 
     monkeypatch.setattr(Reader, "read", read_too_early)
-    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone", "CANCELLED", is_preempted=True)
+    bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("gone", "CANCELLED", is_preempted=True)
     bench.until(lambda: bench.now(run).ended)
     assert bench.now(run).state == "succeeded"
     assert [row.step for row in bench.store.metrics(run.id)] == [1]
@@ -377,7 +377,7 @@ def test_a_folder_that_does_not_answer_and_an_upload_that_takes_long_hold_up_no_
         writer = bench.start(run)
         writer.metrics(1, {"loss": 1.0})
         writer.commit_result("succeeded", 1)
-        bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone")
+        bench.lab.engine.statuses[f"{run.id}-1"] = JobStatus("gone")
     try:
         bench.until(lambda: bench.now(quick).ended and bench.now(later).ended)
         small = bench.train()
@@ -408,13 +408,13 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
         bench.lab.engine.answers.clear()
         for name in ("near", "local"):
             RunWriter(RunFolder(runs[name].folder), 1).commit_result("succeeded", 1)
-        near.engine.hints[f"{runs['near'].id}-1"] = JobStatus("gone")
+        near.engine.statuses[f"{runs['near'].id}-1"] = JobStatus("gone")
         until(lambda: bench.now(runs["near"]).ended and bench.now(runs["local"]).ended)
         assert bench.now(runs["lab"]).state == "starting"
     finally:
         bench.lab.engine.answers.set()
     RunWriter(RunFolder(runs["lab"].folder), 1).commit_result("succeeded", 1)
-    bench.lab.engine.hints[f"{runs['lab'].id}-1"] = JobStatus("gone")
+    bench.lab.engine.statuses[f"{runs['lab'].id}-1"] = JobStatus("gone")
     until(lambda: bench.now(runs["lab"]).ended)
 
 

@@ -82,8 +82,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
-        """{key: hint} of each; an attempt that the engine never heard of is gone, one it cannot ask
-        about unknown.
+        """{key: status} of each; an attempt that the engine never heard of is gone, one it cannot
+        ask about unknown.
         """
 
     @abstractmethod

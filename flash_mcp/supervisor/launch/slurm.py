@@ -46,7 +46,7 @@ class Job:
     user: str
     reason: str
 
-    def hint(self) -> JobStatus:
+    def status(self) -> JobStatus:
         if self.state in PENDING and self.reason not in GIVEN_UP:
             return JobStatus("pending", f"Slurm: {self.reason}")
         if self.state in ALIVE:
@@ -126,7 +126,7 @@ class SlurmLauncher(Launcher):
 
     def _hint(self, handle: Handle, job: Job | None) -> JobStatus:
         if job:
-            return job.hint()
+            return job.status()
         if self._submitted_at.get(handle.key, -math.inf) >= self._queue.listed_at:
             return JobStatus("pending", "Slurm: submitted")
         return JobStatus("gone", "Slurm does not list its job")
@@ -144,7 +144,7 @@ class SlurmLauncher(Launcher):
     def under_way(self) -> list[Handle]:
         jobs = self._jobs(time.monotonic() - LIST_EVERY_S)
         mine = [job for job in jobs if self.tag and job.comment == self.tag]
-        return [Handle(job.name, job.id) for job in mine if job.hint().state != "gone"]
+        return [Handle(job.name, job.id) for job in mine if job.status().state != "gone"]
 
     def cancel(self, handle: Handle) -> None:
         if not handle.id:
