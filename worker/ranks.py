@@ -271,7 +271,7 @@ def _progress(scratch: Path) -> list[int]:
     return list(memoryview((scratch / PROGRESS).read_bytes()).cast("q"))
 
 
-class RankPulse(Heartbeat):
+class RankHeartbeat(Heartbeat):
     """The heartbeat of the other ranks: rank 0 writes it, with their progress."""
 
     def __init__(self, writer: RunWriter, rank: int, scratch: Path) -> None:
@@ -306,7 +306,7 @@ def serve_rank(
     arguments: Json = json.loads((scratch / JOB).read_text())
     die_with_parent(arguments["parent"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 decides
-    heartbeat = RankPulse(ReadingWriter(folder, attempt), rank, scratch)
+    heartbeat = RankHeartbeat(ReadingWriter(folder, attempt), rank, scratch)
     own = scratch / f"rank-{rank}"
     own.mkdir()
     try:

@@ -51,7 +51,7 @@ class Removed:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Item:
     kind: Kind
     reference: str
     owner: str
@@ -135,7 +135,7 @@ def empty_away(store: Store) -> None:
     shutil.rmtree(store.base / "removed", ignore_errors=True)
 
 
-def _find(store: Store, reference: str) -> _Found:
+def _find(store: Store, reference: str) -> _Item:
     owner, _, version = reference.rpartition("/")
     name, at, digest = version.partition("@")
     versions = _versions(store, name)
@@ -165,7 +165,7 @@ def _versions(store: Store, name: str) -> list[_Version]:
     return sorted(results, key=lambda version: version.owner != LOCAL_OWNER)
 
 
-def _run(store: Store, run_id: str) -> _Found:
+def _run(store: Store, run_id: str) -> _Item:
     run = store.run(run_id)
     if run.state in ACTIVE:
         raise _in_use(run_id, f"it is {run.state}", f"flash-mcp cancel {run_id} ends it")
@@ -188,7 +188,7 @@ def _run(store: Store, run_id: str) -> _Found:
         recorded = store.base / recordings.FOLDER / row.id
         if row.run_id == run_id and recorded.exists():
             folders.append(recorded)
-    result = _Found("run", run_id, run.owner, folders, deletions, used_by)
+    result = _Item("run", run_id, run.owner, folders, deletions, used_by)
     if run.target != LOCAL_TARGET:
         return replace(result, on_target=run)
     return replace(result, elsewhere=elsewhere(store, run.folder))
@@ -203,21 +203,21 @@ def exports_of(store: Store, run_id: str) -> list[Path]:
     return list(exports_dir(store.base).glob(f"{run_id}-*"))
 
 
-def _export(store: Store, name: str) -> _Found | None:
+def _export(store: Store, name: str) -> _Item | None:
     """The export whose folder has this name. That of an export under way is not there yet."""
     for folder in exports_dir(store.base).glob("*/"):
         if folder.name == name:
             result, lock = folder.with_name(f"{name}.json"), folder.with_name(f"{name}.lock")
-            return _Found("export", name, LOCAL_OWNER, own(store, [folder, result, lock]), [])
+            return _Item("export", name, LOCAL_OWNER, own(store, [folder, result, lock]), [])
     return None
 
 
-def _version(store: Store, item: _Version) -> _Found:
+def _version(store: Store, item: _Version) -> _Item:
     stored = store.encode("path", item.path)
     if item.kind == "dataset":
         sql = "SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?"
         _check_unused(item.reference, store.column(sql, [stored]))
-        return _Found("dataset", item.reference, item.owner, [item.path], [])
+        return _Item("dataset", item.reference, item.owner, [item.path], [])
     sql = """SELECT id FROM runs WHERE environment_path = ?1 OR EXISTS (
              SELECT 1 FROM json_each(lineage, '$.mixture')
              WHERE json_extract(value, '$.path') = ?1)"""
@@ -225,7 +225,7 @@ def _version(store: Store, item: _Version) -> _Found:
     values = [item.owner, item.name, item.digest]
     deletion = ("DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?", values)
     folders, outside = own(store, [item.path]), elsewhere(store, item.path)
-    return _Found("environment", item.reference, item.owner, folders, [deletion], elsewhere=outside)
+    return _Item("environment", item.reference, item.owner, folders, [deletion], elsewhere=outside)
 
 
 def own(store: Store, folders: Iterable[Path]) -> list[Path]:

@@ -34,8 +34,8 @@ from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.process import PYTHON
 from flash_mcp.supervisor.server import Server, idle_error, idle_minutes, server_here
+from flash_mcp.supervisor.serving_access import ServingAccess, access_to
 from flash_mcp.supervisor.serving_health import EVERY_S, FAILURES, examine, idle_seconds
-from flash_mcp.supervisor.serving_places import ServingPlace, place_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ModelServers:
         # First: a run is written together with the deployment that needs it.
         running = self.store.active_servers()
         live = self.store.deployments(LIVE_DEPLOYMENT)
-        shared = [row for row in live if row.state != "stopping" and self._place(row).is_shared]
+        shared = [row for row in live if row.state != "stopping" and self._access(row).is_shared]
         for model in {row.model for row in shared if row.server_run is None}:
             self._share(model, [row for row in shared if row.model == model])
         rows_of: dict[str, list[Deployment]] = {}
@@ -87,14 +87,14 @@ class ModelServers:
             del self._servers[run_id]
         for run_id, rows in rows_of.items():
             if run_id not in self._servers:
-                place = self._place(rows[0])
-                self._servers[run_id] = ModelServer(self.store, self.home, run_id, place)
+                access = self._access(rows[0])
+                self._servers[run_id] = ModelServer(self.store, self.home, run_id, access)
             server = self._servers[run_id]
             if server.is_due(rows):
                 server.looking = self._pool.submit(server.look_after, rows)
 
-    def _place(self, row: Deployment) -> ServingPlace:
-        return place_of(self.home, row.target)
+    def _access(self, row: Deployment) -> ServingAccess:
+        return access_to(self.home, row.target)
 
     def _share(self, model: str, rows: Rows) -> None:
         """Give a model's deployments on this machine one server; to all of them another one if an
@@ -132,12 +132,12 @@ def end_server(store: Store, run: Run) -> Run:
 class ModelServer:
     """The way to one server, from its first attempt to its end."""
 
-    def __init__(self, store: Store, home: Path, name: str, place: ServingPlace) -> None:
+    def __init__(self, store: Store, home: Path, name: str, access: ServingAccess) -> None:
         self.store = store
         self.home = home
         self.name = name
         """The id of its run."""
-        self.place = place
+        self.access = access
         self.tunnel: subprocess.Popen[bytes] | None = None
         self.looking: Future[None] | None = None
         self._seen: tuple[object, float] = (None, 0.0)
@@ -187,7 +187,7 @@ class ModelServer:
                 return AGAIN_S
             self._close_tunnel()
             end_server(self.store, run)
-            if log_file := self.place.log(run):
+            if log_file := self.access.log(run):
                 error.values.setdefault("log", log_file)
             for row in requested:
                 self._update(row, state="failed", error=error.to_dict(), base_url=None)
@@ -222,7 +222,7 @@ class ModelServer:
             self._listened, self._since = run.attempt, time.monotonic()
             self._failures = 0
         listening = Listening.checked(response, server_here(self.home, run).admin_key)
-        for address in self.place.addresses(run, listening):
+        for address in self.access.addresses(run, listening):
             server = self._by(run, address, listening)
             if server is None:
                 continue
@@ -238,13 +238,13 @@ class ModelServer:
             return
         if is_first and time.monotonic() - self._since > REACH_S:
             ways = f"{', '.join(listening.addresses)}, port {listening.port}"
-            raise self.place.unreachable(ways, REACH_S)
+            raise self.access.unreachable(ways, REACH_S)
 
     def _load(self, row: Deployment, run: Run, server: Server, adapter: str) -> None:
         try:
             server.load(row.id, adapter)
         except FlashError as error:
-            if not self.place.is_shared:
+            if not self.access.is_shared:
                 raise
             server.unload(row.id)
             self._update(row, state="failed", error=error.to_dict())
@@ -257,7 +257,7 @@ class ModelServer:
         """The server by one of its addresses, if it answers there."""
         existing = server_here(self.home, run)
         host, port = address, listening.port
-        if ssh := self.place.ssh():
+        if ssh := self.access.ssh():
             host, port = "127.0.0.1", existing.port or free_port()
             self._open_tunnel(ssh, port, f"{address}:{listening.port}")
         server = replace(existing, host=host, port=port, certificate=listening.certificate)
@@ -294,7 +294,7 @@ class ModelServer:
     def _check(self, rows: Rows, run: Run) -> float:
         """Whether a ready server computes and is used; seconds until the next check."""
         has_tunnel = self.tunnel is not None and self.tunnel.poll() is None
-        if self.place.ssh() and not has_tunnel:
+        if self.access.ssh() and not has_tunnel:
             self._reach(rows, run, is_first=True)
         server = server_here(self.home, run)
         idle_s = examine(server, rows[0].id)

@@ -141,12 +141,12 @@ async def evaluate(
     values |= {"max_tokens": max_tokens, "max_length": max_length}
     values |= {"stop_sequences": stop_sequences, "system_prompt": system_prompt, "gpus": gpus}
     values |= {"environment_args": environment_args, "secrets": secrets, "target": target}
-    request = Asked(split, task_ids, limit, attempts, again, Label(name, note))
+    request = EvaluationRequest(split, task_ids, limit, attempts, again, Label(name, note))
     return await _measure(environment, model, request, values, idempotency_key, wait_s)
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """Which attempts are asked for."""
 
     split: str
@@ -161,7 +161,7 @@ class Asked:
 async def _measure(
     environment: str | None,
     model: str,
-    request: Asked,
+    request: EvaluationRequest,
     arguments: Json,
     idempotency_key: str | None,
     wait_s: float,
@@ -254,7 +254,7 @@ async def task_names(
     return [name for name, _ in tasks]
 
 
-def _chosen(names: list[str], request: Asked) -> list[int]:
+def _chosen(names: list[str], request: EvaluationRequest) -> list[int]:
     """Places of the tasks in the split. FlashError(invalid_argument) for unknown or too many."""
     places = {name: place for place, name in enumerate(names)}
     unknown = [name for name in request.task_ids or () if name not in places]

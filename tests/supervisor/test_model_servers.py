@@ -36,7 +36,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import model_servers, serving_health, serving_places
+from flash_mcp.supervisor import model_servers, serving_access, serving_health
 from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import WORKER, Supervisor
@@ -917,6 +917,6 @@ def _group(pid: int) -> int | None:
 
 
 def test_a_server_of_this_machine_that_does_not_answer_is_slow_and_on_no_node() -> None:
-    error = serving_places.Here().unreachable("127.0.0.1, port 1", 60.0)
+    error = serving_access.LocalAccess().unreachable("127.0.0.1, port 1", 60.0)
     assert error.code == "unresponsive" and "did not answer" in error.what
     assert "targets.toml" not in error.fix and "ssh" not in error.fix

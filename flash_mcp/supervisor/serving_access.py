@@ -1,4 +1,4 @@
-"""Where model servers run: on this machine, or on the nodes of a target."""
+"""The way to model servers: those of this machine, and those on the nodes of a target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.targets import launcher_of
 
 
-class ServingPlace(Protocol):
+class ServingAccess(Protocol):
     is_shared: bool
     """Whether the deployments of a base model share a server."""
 
@@ -37,7 +37,7 @@ class ServingPlace(Protocol):
         ...
 
 
-class Here(ServingPlace):
+class LocalAccess(ServingAccess):
     """This machine."""
 
     is_shared = True
@@ -57,7 +57,7 @@ class Here(ServingPlace):
         return FlashError("unresponsive", what, fix=fix)
 
 
-class Nodes(ServingPlace):
+class TargetAccess(ServingAccess):
     """The nodes of a target. Its settings are read when they are needed: they may change."""
 
     is_shared = False
@@ -101,5 +101,5 @@ class Nodes(ServingPlace):
         return FlashError("target_refused", what, target=name, fix=fix)
 
 
-def place_of(home: Path, target: str) -> ServingPlace:
-    return Here() if target == LOCAL_TARGET else Nodes(home, target)
+def access_to(home: Path, target: str) -> ServingAccess:
+    return LocalAccess() if target == LOCAL_TARGET else TargetAccess(home, target)
