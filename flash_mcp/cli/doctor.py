@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
 from flash_mcp.state.disk import in_words
 from flash_mcp.state.locks import try_lock
-from flash_mcp.state.store import Store, open_store
+from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.tools.shared import machine
@@ -85,20 +84,9 @@ def _settings() -> Outcome:
 
 def _database() -> Outcome:
     """A program that keeps a write transaction open holds up every change, but no reader."""
-    deadline = time.monotonic() + WRITER_TIMEOUT_S
-    while True:
-        try:
-            store = open_store()
-            with store.transaction(wait_s=0):
-                pass
-            return _whole(store)
-        except FlashError as error:
-            if error.code != "state_busy" or time.monotonic() > deadline:
-                raise
-        time.sleep(0.02)
-
-
-def _whole(store: Store) -> Outcome:
+    store = open_store()
+    with store.transaction(wait_s=WRITER_TIMEOUT_S):
+        pass
     size = store.path.stat().st_size
     if size > MOST_READ_BYTES:
         return ok(f"can be written; {in_words(size)}, which were not read through")
