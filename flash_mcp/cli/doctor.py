@@ -138,7 +138,7 @@ def file_system_of(path: Path) -> str:
 
 
 def _privacy() -> Outcome:
-    if os.name == "nt" or not home().stat().st_mode & 0o077:
+    if not home().stat().st_mode & 0o077:
         return ok("only the owner may read the state directory")
     what = "others on this machine may read the state directory"
     return "warning", what, f"chmod 700 {home()}"
