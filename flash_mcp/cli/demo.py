@@ -111,10 +111,9 @@ async def run(
     arguments: Json,
     environment: str | None = None,
 ) -> Json:
-    """Play the demo with `environment`, or with the one that it writes to `folder`, and with what
-    is `given` to `train`; the figures of --json.
+    """Play the demo with `environment`, or with the one that it writes to `folder`, and with
+    `arguments` of `train`; the figures of --json.
     """
-    started = time.monotonic()
     async with connected(console) as session:
         with session.timed("environment"):
             environment = await _prepare(session, folder, environment)
@@ -139,7 +138,6 @@ async def run(
         await session.call("undeploy", deployment=deployment)
         with session.timed("cancel"):
             await _cancel_another(session, requested)
-        session.seconds["all"] = round(time.monotonic() - started, 1)
         return _figures(session, view, talk)
 
 
@@ -166,10 +164,9 @@ async def _train(session: Session, requested: Json) -> Json:
 
 
 async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json:
-    """Train the agent of the example agent_calculator with what is `given` to `train`: a warm-up on
+    """Train the agent of the example agent_calculator with `arguments` of `train`: a warm-up on
     gold calls, then GRPO; the figures of --json.
     """
-    started = time.monotonic()
     folder = TEMPLATES / "agent_calculator"
     async with connected(console) as session:
         with session.timed("environment"):
@@ -195,7 +192,6 @@ async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json
         console.print(f"  [bold]{verdict['verdict']}[/]: {explanation}", highlight=False)
         await _show_rollout(session, run_id)
         await _draw(session, run_id, curve_path)
-        session.seconds["all"] = round(time.monotonic() - started, 1)
         return {
             "run_id": run_id,
             "warm_up": begun,
@@ -360,6 +356,7 @@ def play(
 ) -> int:
     """Play the demo, write its figures and return the exit code."""
     console = Console(soft_wrap=True)
+    started = time.monotonic()
     if agent:
         figures = outcome(console, run_agent, curve_path, arguments)
     else:
@@ -368,9 +365,10 @@ def play(
             figures = outcome(console, run, target, curve_path, arguments, environment)
     if figures is None:
         return 1
+    seconds = round(time.monotonic() - started, 1)
+    figures["seconds"]["all"] = seconds
     if figures_path:
         figures_path.write_text(json.dumps(figures, indent=2) + "\n")
-    seconds = figures["seconds"]["all"]
     console.print(f"\n{seconds:.0f} s in all. Show it again: flash-mcp status {figures['run_id']}")
     return 0
 
