@@ -33,7 +33,7 @@ from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, visible
 from flash_mcp.judgement import curve
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE
+from flash_mcp.protocol.records import ACTIVE, Json
 from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.starters import TEMPLATES
@@ -44,8 +44,6 @@ INSTALL_S = 600.0
 AGAIN_S = 15.0
 HELD_OUT = ("n", "success", "low", "high")
 SIDE = ("tasks", "success", "low", "high")
-
-Json = dict[str, Any]
 
 
 class Session:

@@ -25,8 +25,8 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
 
-Json = dict[str, Any]
 PASSED_ON = ("FLASH_HOME", "FLASH_MODELS", "FLASH_DEVICE_LOCKS")
 """Variables that the entry sets, because agents start the server with their own environment."""
 TOKEN = "FLASH_TOKEN"
