@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -135,6 +136,14 @@ def check_known(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     what = f"{option!r} is a word too many: {command} takes {takes}{named}"
     fix = f"give it by its option, a list as A,B; see flash-mcp {command} --help"
     raise FlashError("unknown_argument", what, fix=fix)
+
+
+def toml_value(text: str) -> Any:
+    """The value that `text` has in a TOML file; where it has none, the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _filled(text: str) -> str:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from typing import TYPE_CHECKING, Any, get_args
 
 from flash_mcp.cli.output import answer, render
-from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option, repeated
+from flash_mcp.cli.parsing import (
+    JSON,
+    Arguments,
+    Command,
+    Group,
+    flag,
+    option,
+    repeated,
+    toml_value,
+)
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.state.targets import (
@@ -37,7 +45,7 @@ def add(arguments: Arguments) -> None:
     fields["options"] = shlex.split(" ".join(arguments.option))
     fields["env"] = dict(_pair("--env", text) for text in arguments.env)
     pairs = [_pair("--resource", text) for text in arguments.resource]
-    fields["resources"] = {name: _value(text) for name, text in pairs}
+    fields["resources"] = {name: toml_value(text) for name, text in pairs}
     chosen = {name: value for name, value in fields.items() if value not in (None, [], {})}
     settings = new_target(home(), arguments.name, chosen)
     result = None if arguments.unproved else _prove(arguments.name, settings, arguments.wait_s)
@@ -107,14 +115,6 @@ def _pair(option: str, text: str) -> tuple[str, str]:
         what = f"{option} takes NAME=VALUE, not {text!r}"
         raise FlashError("invalid_argument", what, fix=f"write it as {option} NAME=VALUE")
     return name, value
-
-
-def _value(text: str) -> Any:
-    """A number, true or false as targets.toml has them; all else is a text."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 ENGINES = get_args(Engine)

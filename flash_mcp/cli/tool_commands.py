@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import sys
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, visible
-from flash_mcp.cli.parsing import Parser, add_command, example
+from flash_mcp.cli.parsing import JSON, Parser, add_command, example, toml_value
 from flash_mcp.cli.shell import POSITIONAL
 from flash_mcp.protocol.errors import FlashError
 
@@ -63,9 +62,8 @@ def add_tool(commands: Any, tool: Tool) -> None:
     words = [*POSITIONAL.get(tool.name, required)]
     for parameter in parameters:
         _add_argument(parser, parameter, parameter.name in words)
-    parser.add_argument(
-        "--json", action="store_true", dest="as_json", help="print the result as JSON"
-    )
+    flag, settings = JSON
+    parser.add_argument(flag, **settings)
     _add_extras(parser, tool.name)
     parser.set_defaults(
         options=[_flag(item.name) for item in parameters],
@@ -211,9 +209,9 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
         if run_id is None:
             fix = "name a run: flash-mcp status RUN_ID --follow"
             raise FlashError("invalid_argument", "there is no one run to follow", fix=fix)
-        return _stay_with_seeds(run_id, arguments.as_json)
-    show(result, arguments.as_json)
-    if not arguments.as_json:
+        return _stay_with_seeds(run_id, arguments.json)
+    show(result, arguments.json)
+    if not arguments.json:
         for points in curves:
             say(drawing.terminal(points))
     # So that `flash-mcp env-test && flash-mcp train` does not go on.
@@ -314,11 +312,7 @@ def _assignments(texts: Sequence[str]) -> dict[str, Any]:
         if not equals:
             what = f"--set {text}: there is no '='"
             raise FlashError("invalid_argument", what, fix="write --set steps=300")
-        field = name.strip().rpartition(".")[2]
-        try:
-            results[field] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            results[field] = value
+        results[name.strip().rpartition(".")[2]] = toml_value(value)
     return results
 
 
