@@ -160,7 +160,7 @@ COMMANDS: dict[str, Command | Group] = {
             option("--model", "base model (default: the config's)"),
             option("--environment", "a published environment (default: the calculator)"),
             option("--target", "a target of Slurm or Ray (default: this machine)"),
-            option("--agent", "train an agent that uses OpenAI's package", action="store_true"),
+            flag("--agent", "train an agent that uses OpenAI's package"),
         ),
     ),
     "doctor": Command(doctor, ("flash-mcp doctor",), (JSON,)),

@@ -48,8 +48,7 @@ class Group:
 
 
 def option(name: str, text: str, metavar: str | None = None, **settings: Any) -> Option:
-    named = {} if metavar is None else {"metavar": metavar}
-    return name, {"help": text, **named, **settings}
+    return name, {"help": text, "metavar": metavar, **settings}
 
 
 def flag(name: str, text: str, **settings: Any) -> Option:
@@ -57,8 +56,7 @@ def flag(name: str, text: str, **settings: Any) -> Option:
 
 
 def repeated(name: str, text: str, metavar: str) -> Option:
-    settings: dict[str, Any] = {"action": "append", "default": []}
-    return option(name, f"{text}; may be repeated", metavar, **settings)
+    return option(name, f"{text}; may be repeated", metavar, action="append", default=[])
 
 
 JSON = flag("--json", "print the result as JSON")

@@ -6,15 +6,15 @@ import sys
 from typing import Any
 
 from flash_mcp.cli.output import answer, render_all
-from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, Option, option, repeated
+from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, Option, flag, option, repeated
 from flash_mcp.state import tokens
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.truncation import utc
 
 
 def _access(name: str, access: str, text: str) -> Option:
-    kept: dict[str, Any] = {"dest": "access", "const": access, "default": "write"}
-    return option(name, text, action="store_const", **kept)
+    settings = {"dest": "access", "const": access, "default": "write"}
+    return flag(name, text, action="store_const", **settings)
 
 
 def create_token(arguments: Arguments) -> None:
