@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flash_mcp.cli.install import CLIENTS, check_name
 from flash_mcp.cli.install import install as install_server
-from flash_mcp.cli.output import answer, render
+from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
 from flash_mcp.cli.service import LINGER, install_service, remove_service
 from flash_mcp.protocol.errors import FlashError
@@ -107,16 +107,12 @@ def _install_service(arguments: Arguments) -> None:
 
 def backup(arguments: Arguments) -> None:
     """Save runs, environments and the database to one file, while in use."""
-    _show_archive(arguments, archives.backup(home(), arguments.file.absolute()))
+    answer(arguments, vars(archives.backup(home(), arguments.file.absolute())))
 
 
 def restore(arguments: Arguments) -> None:
     """Restore a backup into an empty state directory; runs go on from there."""
-    _show_archive(arguments, archives.restore(home(), arguments.file.absolute()))
-
-
-def _show_archive(arguments: Arguments, held: archives.Summary) -> None:
-    answer(arguments, vars(held), "\n".join(render(vars(held))))
+    answer(arguments, vars(archives.restore(home(), arguments.file.absolute())))
 
 
 def recover(arguments: Arguments) -> None:

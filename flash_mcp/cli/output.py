@@ -3,11 +3,11 @@ visible, because a terminal would obey them."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
 import sys
+from argparse import Namespace
 from typing import Any, cast
 
 from environments.untrusted_text import visible
@@ -34,8 +34,10 @@ def to_json(body: Any, **options: Any) -> str:
     return UNESCAPED.sub(lambda item: f"\\u{ord(item[0]):04x}", json.dumps(body, **options))
 
 
-def answer(arguments: argparse.Namespace, body: Any, text: str, **options: Any) -> None:
-    """Print `body` as JSON where --json was given, else `text`."""
+def answer(arguments: Namespace, body: Any, text: str | None = None, **options: Any) -> None:
+    """Print `body` as JSON where --json was given, else `text`, by default what `render` makes."""
+    if text is None:
+        text = "\n".join(render(body))
     say(to_json(body, default=str, **options) if arguments.json else text)
 
 

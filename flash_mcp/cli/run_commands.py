@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flash_mcp.cli import follow
-from flash_mcp.cli.output import answer, render, render_all, say, to_json
+from flash_mcp.cli.output import answer, render_all, say, to_json
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option, repeated
 from flash_mcp.cli.tool_commands import stay
 from flash_mcp.judgement import curve as drawing
@@ -85,7 +85,7 @@ def export(arguments: Arguments) -> None:
     if written.pushed:
         body["pushed"] = written.pushed
     body["warnings"] = written.warnings
-    answer(arguments, body, "\n".join(render(body)))
+    answer(arguments, body)
 
 
 def logs(arguments: Arguments) -> None:

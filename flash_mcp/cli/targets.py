@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any, get_args
 
-from flash_mcp.cli.output import answer, render
+from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import (
     JSON,
     Arguments,
@@ -56,7 +56,7 @@ def add(arguments: Arguments) -> None:
     # Last: a target that could not run the job is not written.
     write_target(home(), arguments.name, settings)
     body = {"target": arguments.name, "file": str(home() / FILE), **(result or {})}
-    answer(arguments, body, "\n".join(render(body)))
+    answer(arguments, body)
 
 
 def check(arguments: Arguments) -> None:
@@ -65,8 +65,7 @@ def check(arguments: Arguments) -> None:
     result = _prove(arguments.name, settings, arguments.wait_s)
     if _shows_cards(settings):
         note_cards(home(), arguments.name, Cards(**result["cards"]))
-    body = {"target": arguments.name, **result}
-    answer(arguments, body, "\n".join(render(body)))
+    answer(arguments, {"target": arguments.name, **result})
 
 
 def _prove(name: str, settings: TargetSettings, wait_s: float) -> ProbeFile:
