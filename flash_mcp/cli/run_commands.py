@@ -182,7 +182,10 @@ def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
         texts = map(text_of, [*line["messages"], line["answer"]])
         metadata: Json = line.get("metadata") or {}
         return (
-            (arguments.user is None or line.get("user") in _names_of(arguments.user))
+            (
+                arguments.user is None
+                or line.get("user") in (arguments.user, pseudonym(arguments.user))
+            )
             and (arguments.id is None or line.get("id") == arguments.id)
             and (arguments.rating is None or line["rating"] == rating)
             and all(str(metadata.get(name)) == value for name, _, value in pairs)
@@ -190,10 +193,6 @@ def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
         )
 
     return matches
-
-
-def _names_of(user: str) -> tuple[str, str]:
-    return user, pseudonym(user)
 
 
 COMMANDS: dict[str, Command | Group] = {

@@ -44,8 +44,7 @@ def serve(arguments: Arguments) -> None:
 
 
 def _serve_http(arguments: Arguments) -> None:
-    host = str(arguments.host)
-    port = int(arguments.port)
+    host, port = arguments.host, arguments.port
     store = open_store()
     # With a reverse proxy in front, others reach the loopback address too.
     on_loopback = host in LOOPBACK and not arguments.allow_host
@@ -75,7 +74,6 @@ def _serve_http(arguments: Arguments) -> None:
     limits = Limits(
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
     )
-    allow_hosts = arguments.allow_host
     with supervised():
         http_server.serve(
             server,
@@ -83,7 +81,7 @@ def _serve_http(arguments: Arguments) -> None:
             port,
             authenticate=authenticate,
             on_loopback=on_loopback,
-            allow_hosts=allow_hosts,
+            allow_hosts=arguments.allow_host,
             limits=limits,
         )
 
@@ -93,7 +91,7 @@ def ui(arguments: Arguments) -> None:
 
     Only you can open the pages: the address that is printed signs you in, once. `serve --http` has
     the same pages at /ui, behind its tokens."""
-    host, port = LOOPBACK[0], int(arguments.port)
+    host, port = LOOPBACK[0], arguments.port
     _check_port(host, port)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
