@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -25,6 +25,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 
 PASSED_ON = ("FLASH_HOME", "FLASH_MODELS", "FLASH_DEVICE_LOCKS")
@@ -68,7 +69,7 @@ def install(
     path = Path(os.path.realpath(agent.locate()))  # keeps a link, as dotfile managers make one
     old = ""
     if path.exists():
-        old = path.read_text()
+        old = path.read_text(encoding="utf-8")
     try:
         new = agent.merged(old, name, server)
     except ValueError as error:
@@ -84,7 +85,7 @@ def install(
         shutil.copy2(path, backup)
     if not _added(agent, path, name, server):
         _replace(path, new)
-    return Installed(client, path, changed, path.read_text(), backup)
+    return Installed(client, path, changed, path.read_text(encoding="utf-8"), backup)
 
 
 def _added(agent: Client, path: Path, name: str, server: Json) -> bool:
@@ -101,7 +102,7 @@ def _added(agent: Client, path: Path, name: str, server: Json) -> bool:
         subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_S, check=True
         )
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         return agent.merged(text, name, server) == text
     return False
 
@@ -282,15 +283,9 @@ def _table(name: str, values: Json) -> str:
 def _replace(path: Path, text: str) -> None:
     """Write `text` atomically, with the permissions of the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    part.touch(mode=0o600)
-    try:
-        part.write_text(text)
-        if path.exists():
-            shutil.copymode(path, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600
+    write_private(path, text)
+    path.chmod(mode)
 
 
 def _by_claude(name: str, server: Json) -> list[str]:
