@@ -159,10 +159,7 @@ def entry_at(url: str, token: str) -> Json:
 
 
 def _claude() -> Path:
-    folder = os.environ.get("CLAUDE_CONFIG_DIR")
-    if folder:
-        return Path(folder) / ".claude.json"
-    return Path.home() / ".claude.json"
+    return Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home()) / ".claude.json"
 
 
 def _codex() -> Path:
@@ -170,7 +167,7 @@ def _codex() -> Path:
 
 
 def _opencode() -> Path:
-    folder = _settings_home() / "opencode"
+    folder = settings_home() / "opencode"
     commented = folder / "opencode.jsonc"
     if commented.exists():
         return commented
@@ -178,13 +175,13 @@ def _opencode() -> Path:
 
 
 def _vscode() -> Path:
-    folder = _settings_home()
+    folder = settings_home()
     if sys.platform == "darwin":
         folder = Path.home() / "Library" / "Application Support"
     return folder / "Code" / "User" / "mcp.json"
 
 
-def _settings_home() -> Path:
+def settings_home() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
@@ -195,12 +192,8 @@ def _as_opencode(server: Json) -> Json:
     return results
 
 
-def _as_stdio(server: Json) -> Json:
-    return {"type": "stdio", **server}
-
-
-def _as_http(server: Json) -> Json:
-    return {"type": "http", **server}
+def _typed(kind: str) -> Callable[[Json], Json]:
+    return lambda server: {"type": kind, **server}
 
 
 def _renamed(server: Json, *, url: str = "url", headers: str = "headers") -> Json:
@@ -331,20 +324,20 @@ class Client:
 
 
 CLIENTS = {
-    "claude": Client(_claude, shape=_as_stdio, command=_by_claude, remote=_as_http),
+    "claude": Client(_claude, shape=_typed("stdio"), command=_by_claude, remote=_typed("http")),
     "cursor": Client(lambda: Path.home() / ".cursor" / "mcp.json"),
     "codex": Client(
         _codex, "mcp_servers", command=_by_codex, remote=partial(_renamed, headers="http_headers")
     ),
-    "opencode": Client(
-        _opencode, "mcp", _as_opencode, remote=lambda server: {"type": "remote", **server}
+    "opencode": Client(_opencode, "mcp", _as_opencode, remote=_typed("remote")),
+    "vscode": Client(
+        _vscode, "servers", _typed("stdio"), command=_by_vscode, remote=_typed("http")
     ),
-    "vscode": Client(_vscode, "servers", _as_stdio, command=_by_vscode, remote=_as_http),
     "windsurf": Client(
         lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json",
         remote=partial(_renamed, url="serverUrl"),
     ),
-    "zed": Client(lambda: _settings_home() / "zed" / "settings.json", "context_servers"),
+    "zed": Client(lambda: settings_home() / "zed" / "settings.json", "context_servers"),
     "gemini": Client(
         lambda: Path.home() / ".gemini" / "settings.json",
         command=_by_gemini,

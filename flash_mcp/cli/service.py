@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_mcp.cli.install import entry
+from flash_mcp.cli.install import entry, settings_home
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 
@@ -92,8 +91,7 @@ def service_units() -> list[Path]:
 
 
 def _folder() -> Path:
-    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(folder) / "systemd" / "user"
+    return settings_home() / "systemd" / "user"
 
 
 def _unit(name: str) -> Path:
