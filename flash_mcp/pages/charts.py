@@ -114,32 +114,44 @@ def series_of(store: Store, view: RunView) -> dict[str, list[Series]]:
     def series(name: str, label: str) -> Series:
         return Series(label, store.series(view.run_id, name, POINTS))
 
-    held_out = view.held_out or []
-    points: list[tuple[int, float]] = []
-    intervals: list[Interval] = []
-    for point in held_out:
-        points.append((point.step, point.success))
-        intervals.append(Interval(point.low, point.high))
     evaluated: dict[str, list[Series]] = {}
     if view.algorithm in ("grpo", "distill"):
         evaluated["Reward and success"] = [
             series("reward/mean", "reward, training"),
             series("success/rate", "success, training"),
-            Series("success, held out (95 %)", points, intervals),
+            held_out("success, held out (95 %)", view),
         ]
     for title, names in CHARTS.items():
         evaluated[title] = [series(name, label) for name, label in names.items()]
     if view.algorithm == "sft":
         loss = evaluated.pop("Loss")
-        success = [Series("held out (95 %)", points, intervals)]
+        success = [held_out("held out (95 %)", view)]
         evaluated = {"Loss": loss, "Success": success, **evaluated}
     parts: list[Series] = []
     for name in view.metrics or {}:
         if name.startswith("reward/") and name not in ("reward/mean", "reward/std"):
             parts.append(series(name, name.removeprefix("reward/")))
     evaluated["Parts of the reward"] = parts[:PARTS]
-    drawn = {title: [line for line in lines if line.points] for title, lines in evaluated.items()}
-    return {title: lines for title, lines in drawn.items() if lines}
+    return drawn(evaluated)
+
+
+def held_out(name: str, view: RunView) -> Series:
+    """The success of the run's evaluations."""
+    points: list[tuple[int, float]] = []
+    intervals: list[Interval] = []
+    for point in view.held_out or []:
+        points.append((point.step, point.success))
+        intervals.append(Interval(point.low, point.high))
+    return Series(name, points, intervals)
+
+
+def drawn(charts: Mapping[str, Sequence[Series]]) -> dict[str, list[Series]]:
+    """The charts without lines that have no points, and without charts that have no lines."""
+    results: dict[str, list[Series]] = {}
+    for title, lines in charts.items():
+        if filled := [line for line in lines if line.points]:
+            results[title] = filled
+    return results
 
 
 def as_data(charts: Mapping[str, Sequence[Series]]) -> list[dict[str, Any]]:
@@ -158,12 +170,10 @@ def as_data(charts: Mapping[str, Sequence[Series]]) -> list[dict[str, Any]]:
 
 
 def chart(title: str, lines: Sequence[Series]) -> Chart:
-    drawn = [(colour, series) for colour, series in enumerate(lines, 1) if series.points]
-    if not drawn:
-        return Chart(title, [], [], [])
+    """`lines` and their points are not empty."""
     steps: list[int] = []
     values: list[float] = []
-    for _, series in drawn:
+    for series in lines:
         steps += (step for step, _ in series.points)
         values += series.reach
     low = min(values)
@@ -175,7 +185,7 @@ def chart(title: str, lines: Sequence[Series]) -> Chart:
     y = Axis(ticks[0], ticks[-1], Chart.bottom, Chart.top)
     return Chart(
         title,
-        [_line(colour, series, x, y) for colour, series in drawn],
+        [_line(colour, series, x, y) for colour, series in enumerate(lines, 1)],
         [(y(tick), f"{tick:.4g}") for tick in ticks],
         [(x(step), step, anchor) for step, anchor in _step_ticks(min(steps), max(steps))],
     )

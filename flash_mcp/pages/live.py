@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from flash_mcp.judgement.failures import failure_modes
-from flash_mcp.judgement.statistics import Interval
-from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, spark
+from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, drawn, held_out, spark
 from flash_mcp.pages.dialogue import nodes_of
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
@@ -94,38 +93,26 @@ def together(store: Store, live: str, run_ids: Sequence[str]) -> str:
             "invalid_argument", "these are too many for one chart", run=run_ids, fix=fix
         )
     runs = [store.run(run_id) for run_id in run_ids]
-    series = {title: _together(store, name, runs) for title, name in LINES.items()}
-    series["Success, held out (95 %)"] = _held_out(store, runs)
-    drawn = {title: lines for title, lines in series.items() if lines}
+    views = [view_of(store, run.id) for run in runs]
+    series: dict[str, list[Series]] = {}
+    for title, name in LINES.items():
+        series[title] = [Series(_label(run), store.series(run.id, name, POINTS)) for run in runs]
+    pairs = zip(runs, views, strict=True)
+    series["Success, held out (95 %)"] = [held_out(_label(run), view) for run, view in pairs]
+    charts = drawn(series)
     return render(
         "together.html.j2",
         live=live,
-        runs=[(run, headline(view_of(store, run.id))) for run in runs],
+        runs=list(zip(runs, map(headline, views), strict=True)),
         labels=list(map(_label, runs)),
-        charts=[chart(title, lines) for title, lines in drawn.items()],
-        data=as_data(drawn),
+        charts=[chart(title, lines) for title, lines in charts.items()],
+        data=as_data(charts),
         differing=differing_values([run.spec.model_dump() for run in runs]),
     )
 
 
 def _label(run: Run) -> str:
     return f"{run.name} ({run.id})" if run.name else run.id
-
-
-def _together(store: Store, name: str, runs: Sequence[Run]) -> list[Series]:
-    series = [Series(_label(run), store.series(run.id, name, POINTS)) for run in runs]
-    return [line for line in series if line.points]
-
-
-def _held_out(store: Store, runs: Sequence[Run]) -> list[Series]:
-    series: list[Series] = []
-    for run in runs:
-        points = view_of(store, run.id).held_out or []
-        places = [(point.step, point.success) for point in points]
-        intervals = [Interval(point.low, point.high) for point in points]
-        if places:
-            series.append(Series(_label(run), places, intervals))
-    return series
 
 
 @dataclass(frozen=True, kw_only=True)
