@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from flash_mcp.tools.shared.run_view import RunView
+from collections.abc import Sequence
+
+from flash_mcp.tools.shared.run_view import HeldOut, RunView
 
 
 def headline(view: RunView) -> str:
     """Such as "3 % → 100 % of 200 held-out tasks: improved"."""
-    if view.state in ("failed", "cancelled", "queued") and not view.held_out:
-        return f"{_subject(view)}: {view.state}"
     if view.held_out:
-        return _held_out(view)
+        return _held_out(view, view.held_out)
+    subject = "Evaluation" if view.algorithm == "eval" else "Training"
+    if view.state in ("failed", "cancelled", "queued"):
+        return f"{subject}: {view.state}"
     if view.scores and view.scores.success is not None:
         return f"{percent(view.scores.success)} of {view.scores.tasks} tasks solved"
     if view.success:
@@ -20,15 +23,10 @@ def headline(view: RunView) -> str:
         return f"Held-out loss {view.held_out_loss.first:.3g} → {view.held_out_loss.last:.3g}"
     if view.loss:
         return f"Training loss {view.loss.first:.3g} → {view.loss.last:.3g}"
-    return f"{_subject(view)}: {view.state}"
+    return f"{subject}: {view.state}"
 
 
-def _subject(view: RunView) -> str:
-    return "Evaluation" if view.algorithm == "eval" else "Training"
-
-
-def _held_out(view: RunView) -> str:
-    points = view.held_out or []
+def _held_out(view: RunView, points: Sequence[HeldOut]) -> str:
     newest = points[-1]
     text = percent(newest.success)
     if len(points) > 1 and points[0].step == 0:
