@@ -34,10 +34,11 @@ def in_shell(text: str) -> str:
     done = ""
     while start := starts.search(text):
         call = _call_at(text, start.start())
-        command = call and _command(TOOLS[start[1]].required, start[1], call)
-        end = start.start() + len(call) if call and command else start.end()
-        done += text[: start.start()] + (command or text[start.start() : end])
-        text = text[end:]
+        command = _command(TOOLS[start[1]].required, start[1], call)
+        if command is None:
+            call = command = start[0]
+        done += text[: start.start()] + command
+        text = text[start.start() + len(call) :]
     return done + text
 
 
@@ -61,7 +62,7 @@ def _parsed(call: str) -> ast.Call | None:
 
 
 def _command(required: list[str], tool: str, call: str) -> str | None:
-    """None if an argument is no literal, or has no name."""
+    """None if `call` is empty, or an argument is no literal or has no name."""
     tree = _parsed(call)
     if tree is None or tree.args:
         return None
