@@ -9,6 +9,7 @@ from flash_mcp.cli.install import CLIENTS, check_name
 from flash_mcp.cli.install import install as install_server
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
+from flash_mcp.cli.remove import remove
 from flash_mcp.cli.service import LINGER, install_service, remove_service
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
@@ -130,16 +131,6 @@ def recover(arguments: Arguments) -> None:
     lines += [f"not taken in: {problem}" for problem in result.problems]
     lines += [f"lost: {what}" for what in result.lost]
     answer(arguments, dataclasses.asdict(result), "\n".join(lines))
-
-
-def remove(arguments: Arguments) -> None:
-    """Delete runs, exports, environment versions and datasets that nothing else depends on.
-
-    On a terminal, and for --older-than and --failed, it shows first what goes and asks; --yes
-    answers. With these options it leaves out what is in use. Afterwards the database shrinks."""
-    from flash_mcp.cli.remove import remove_all  # noqa: PLC0415
-
-    remove_all(arguments)
 
 
 COMMANDS: dict[str, Command | Group] = {

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from flash_mcp.cli.output import answer, say
+from flash_mcp.cli.parsing import Arguments
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
+from flash_mcp.state import removal
 from flash_mcp.state.disk import in_words, spend_reserve
 from flash_mcp.state.owners import LOCAL_OWNER
-from flash_mcp.state.removal import Removed, ended_runs, remove
+from flash_mcp.state.removal import Removed, ended_runs
 from flash_mcp.state.store import Store, open_store
 
 AGE = re.compile(r"(\d+)([hdw])")
@@ -22,7 +23,11 @@ NAMED = 5
 """Ids that are named in a line."""
 
 
-def remove_all(arguments: argparse.Namespace) -> None:
+def remove(arguments: Arguments) -> None:
+    """Delete runs, exports, environment versions and datasets that nothing else depends on.
+
+    On a terminal, and for --older-than and --failed, it shows first what goes and asks; --yes
+    answers. With these options it leaves out what is in use. Afterwards the database shrinks."""
     spend_reserve(home())
     store = open_store()
     age_s = _seconds(arguments.older_than)
@@ -63,7 +68,7 @@ def _removed(
     """Remove them one by one; say of those in `skips` that are in use that they stay."""
     for reference in references:
         try:
-            gone = remove(store, reference, dry_run=dry_run)
+            gone = removal.remove(store, reference, dry_run=dry_run)
         except FlashError as error:
             if error.code != "in_use" or reference not in skips:
                 raise
