@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,11 @@ class Written:
     result: Exported | None
     """None for files that were there before, and were only pushed."""
     warnings: list[str]
-    pushed: str | None = None
-    """Its address at the hub."""
 
 
-def pushed(written: Written, name: str) -> Written:
-    """Upload the files to the model `name` (OWNER/NAME) at the hub; private if it is new.
+def push(folder: Path, name: str) -> str:
+    """Upload the files to the model `name` (OWNER/NAME) at the hub; private if it is new. Returns
+    its address.
 
     FlashError(hub_unreachable)."""
     from httpx import HTTPError  # noqa: PLC0415
@@ -54,15 +53,16 @@ def pushed(written: Written, name: str) -> Written:
     hub = HfApi()
     try:
         hub.create_repo(name, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=written.folder, commit_message="Add the model")
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Add the model")
     except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
-        what = f"{written.folder} is written, but the hub did not take it: {error!s:.300}"
+        what = f"{folder} is written, but the hub did not take it: {error!s:.300}"
         fix = "set HF_TOKEN to a token that may write there, HF_ENDPOINT to your hub, and repeat"
         raise FlashError("hub_unreachable", what, push_to=name, fix=fix) from error
-    return replace(written, pushed=f"{hub.endpoint}/{name}")
+    return f"{hub.endpoint}/{name}"
 
 
-def found(folder: Path) -> Written | None:
+def written_before(folder: Path) -> Written | None:
+    """The files of an earlier export."""
     if (folder / "README.md").is_file():
         return Written(folder, None, [])
     return None

@@ -74,16 +74,14 @@ def export(arguments: Arguments) -> None:
 
     written = None
     if arguments.push_to and arguments.to:
-        written = exports.found(arguments.to.absolute())
+        written = exports.written_before(arguments.to.absolute())
     if written is None:
         written = exports.export(open_store(), arguments.reference, arguments.format, arguments.to)
-    if arguments.push_to:
-        written = exports.pushed(written, arguments.push_to)
     body: dict[str, Any] = {"folder": str(written.folder)}
     if written.result:
         body |= written.result.model_dump()
-    if written.pushed:
-        body["pushed"] = written.pushed
+    if arguments.push_to:
+        body["pushed"] = exports.push(written.folder, arguments.push_to)
     body["warnings"] = written.warnings
     answer(arguments, body)
 
