@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from flash_mcp import __version__
 from flash_mcp.cli.output import visible
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
@@ -196,7 +196,7 @@ def _model_card(
         figures=[point for point in view.held_out or () if point.step <= subject.step],
         result=result,
         warnings=warnings,
-        version=metadata.version("flash-mcp"),
+        version=__version__,
         day=time.strftime("%Y-%m-%d", time.gmtime()),
     )
     return f"{page}\n"
