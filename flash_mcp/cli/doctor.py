@@ -207,7 +207,8 @@ def _sandbox() -> Outcome:
         detail = shorten(done.stderr.strip(), 500)
         return "problem", detail, "report this error; no environment will load"
     missing: dict[str, str] = json.loads(done.stdout)
-    if not any(missing.values()):
+    lacking = [name for name, why in missing.items() if why]
+    if not lacking:
         return ok(describe(missing))
     level = "warning"
     if missing["files"]:
@@ -223,12 +224,11 @@ def _sandbox() -> Outcome:
             what,
             "let agents use a Linux machine: flash-mcp install CLIENT --ssh USER@BOX",
         )
-    fixes = {FIXES[name]: None for name, why in missing.items() if why and name in FIXES}
     if missing["process_tree"] and missing["attributes"] and not missing["files"]:
         what = "no namespaces can be had, as in most containers: environments run all the same, "
-        what += "held by Landlock and seccomp; not protected: "
-        what += ", ".join(name for name, why in missing.items() if why)
+        what += f"held by Landlock and seccomp; not protected: {', '.join(lacking)}"
         return "warning", what, NAMESPACES
+    fixes = dict.fromkeys(FIXES[name] for name in lacking if name in FIXES)
     return level, describe(missing), "; ".join(fixes)
 
 
