@@ -85,16 +85,15 @@ class Page:
     def line(self, text: str = "", style: Style | None = None) -> None:
         self.lines.append(self.styled(text, style))
 
-    def prose(self, text: str, style: Style | None = None, label: str = "") -> None:
-        """Sentences, folded at the width; the first line begins with `label`, and the others are
-        indented as far.
+    def prose(self, text: str | None, style: Style | None = None, label: str = "") -> None:
+        """Sentences, if there are any, folded at the width; the first line begins with `label`, and
+        the others are indented as far.
         """
         rest = " " * len(label)
         first = label
+        width = max(20, self.width - len(label))
         for paragraph in visible(text).split("\n") if text else ():
-            options: Any = {"break_on_hyphens": False}
-            folded = textwrap.wrap(paragraph, max(20, self.width - len(label)), **options)
-            for line in folded or [""]:
+            for line in textwrap.wrap(paragraph, width, break_on_hyphens=False) or [""]:
                 start = self.styled(first, "dim") if first.strip() else first
                 self.lines.append(f"{start}{self.styled(line.rstrip(), style)}".rstrip())
                 first = rest
@@ -208,13 +207,12 @@ def _run(page: Page, view: RunView) -> None:
     style = STATES.get(view.state) if view.state == "failed" else None
     if view.verdict:
         style = OUTCOMES.get(view.verdict.outcome)
-    page.lines.append(page.styled(headline(view), style or "bold"))
+    page.line(headline(view), style or "bold")
     subject = f"{view.algorithm} of {view.model} on {view.environment.partition('@')[0]}"
     page.prose(": ".join(filter(None, [view.run_id, view.name, subject])), "dim")
     page.prose(_progress(view), STATES.get(view.state))
-    page.prose(view.last_step or "")
-    if view.note:
-        page.prose(view.note, label="note  ")
+    page.prose(view.last_step)
+    page.prose(view.note, label="note  ")
     if view.cancel_reason:
         page.prose(f"Cancelled: {view.cancel_reason}")
     if view.pending_reason:
@@ -223,7 +221,7 @@ def _run(page: Page, view: RunView) -> None:
         page.line()
         page.prose(f"[{view.error.code}] {view.error.what}", "bad")
         page.prose(in_shell(view.error.fix or ""), label="Fix: ")
-        page.prose(view.error.log_tail or "", "dim", label="  | ")
+        page.prose(view.error.log_tail, "dim", label="  | ")
     _numbers(page, view)
     for flag in view.flags or ():
         _flag(page, flag)
@@ -272,11 +270,11 @@ def _numbers(page: Page, view: RunView) -> None:
         page.table(("HELD OUT", *COLUMNS), rows)
     if view.verdict:
         page.prose(view.verdict.explanation)
-    page.prose(view.best or "", label="best  ")
+    page.prose(view.best, label="best  ")
     for line in view.mixture or ():
         page.prose(line, label="- ")
-    page.prose(view.regression or "", label="elsewhere  ")
-    page.prose(view.seeds or "")
+    page.prose(view.regression, label="elsewhere  ")
+    page.prose(view.seeds)
     if view.scores:
         _scores(page, view.scores)
     if view.newest:
@@ -302,7 +300,7 @@ def _scores(page: Page, scores: Scores) -> None:
     rates = [f"{name} {percent(share)}" for name, share in (scores.pass_at or {}).items()]
     page.table(("TASKS", *COLUMNS), [[str(scores.tasks), *_measured(scores)]])
     page.prose(", ".join(rates))
-    page.prose(scores.doubt or "", "warn")
+    page.prose(scores.doubt, "warn")
 
 
 def _trend(name: str, trend: Trend | None, form: Any) -> list[Cell]:
@@ -389,13 +387,12 @@ def _rollout(page: Page, row: RolloutView) -> None:
         parts.append(f"reward {number(row.reward)}")
     parts += [f"{name} {number(value)}" for name, value in (row.metrics or {}).items()]
     parts.append(f"{row.completion_tokens} tokens")
-    parts += filter(None, [row.finish if row.finish != "done" else ""])
+    if row.finish and row.finish != "done":
+        parts.append(row.finish)
     page.line()
     page.prose(", ".join(parts), style if row.success is not None else "bold")
-    if row.reason:
-        page.prose(row.reason, label="scorer     ")
-    if row.error:
-        page.prose(row.error, "bad", label="error      ")
+    page.prose(row.reason, label="scorer     ")
+    page.prose(row.error, "bad", label="error      ")
     for call, count in (row.refused or {}).items():
         page.prose(f"{call}, {count} times", "warn", label="refused    ")
     for message in row.messages:
@@ -456,6 +453,6 @@ def _checks(page: Page, result: EnvTest) -> None:
         if probe.fix and probe.result:
             page.prose(in_shell(probe.fix), label=f"  {'fix':{CHECK}} ")
     page.prose(", ".join(result.accepted or ()), label=f"{'accepted':{CHECK + 3}}")
-    page.prose(result.sandbox or "", "dim", label=f"{'sandbox':{CHECK + 3}}")
+    page.prose(result.sandbox, "dim", label=f"{'sandbox':{CHECK + 3}}")
     if result.sample:
         page.lines += map(visible, render({"sample": result.sample.model_dump(mode="json")}))
