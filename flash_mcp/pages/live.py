@@ -137,7 +137,6 @@ def transcripts(store: Store, run_id: str, choice: Choice) -> str:
     total = store.rollout_count(*only, contains)
     return render(
         "transcripts.html.j2",
-        live="",
         run=run,
         choice=choice,
         split=split,
@@ -204,7 +203,6 @@ def talk(
     message."""
     return render(
         "chat.html.j2",
-        live="",
         row=store.first("SELECT * FROM deployments WHERE id = ?", [deployment]),
         deployment=deployment,
         message=message,
@@ -215,8 +213,8 @@ def talk(
 
 
 def problem(error: FlashError) -> str:
-    return render("problem.html.j2", live="", error=error)
+    return render("problem.html.j2", error=error)
 
 
 def sign_in(problem: str | None = None) -> str:
-    return render("sign_in.html.j2", live="", problem=problem)
+    return render("sign_in.html.j2", problem=problem)

@@ -29,7 +29,7 @@ UPLOT = Path(__file__).with_name("uplot")
 MESSAGE_CHARACTERS = 4000
 
 
-def render(template: str, *, live: str | None = None, **values: object) -> str:
+def render(template: str, *, live: str | None = "", **values: object) -> str:
     """The page. `live` is None for a file; on a server it is the address of the events that tell
     the page to load itself anew, or empty where it should not.
     """
