@@ -74,8 +74,7 @@ def until_ended(
 class Lines:
     """A line at every change, for logs and pipes."""
 
-    def __init__(self) -> None:
-        self._seen = ""
+    _seen = ""
 
     def __call__(self, view: dict[str, Any]) -> None:
         line = progress_line(view)
@@ -87,8 +86,7 @@ class Lines:
 class Screen:
     """The curve and the newest line below it, each drawn over the one before."""
 
-    def __init__(self) -> None:
-        self._height = 0
+    _height = 0
 
     def __call__(self, view: dict[str, Any]) -> None:
         from flash_mcp.judgement import curve  # noqa: PLC0415
