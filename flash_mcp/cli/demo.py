@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -46,16 +47,19 @@ HELD_OUT = ("n", "success", "low", "high")
 SIDE = ("tasks", "success", "low", "high")
 
 
+@dataclass
 class Session:
     """Calls tools, shows calls and results, and measures the time."""
 
-    def __init__(self, client: Client, console: Console) -> None:
-        self.client = client
-        self.console = console
-        self.tools_called: list[str] = []
-        self.seconds: dict[str, float] = {}
-        self.results: list[tuple[str, str]] = []
-        """(tool, text of its result) of every call."""
+    client: Client
+    console: Console
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    results: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """(tool, text of its result) of every call."""
+
+    @property
+    def tools_called(self) -> list[str]:
+        return list(dict.fromkeys(tool for tool, _ in self.results))
 
     async def call(
         self, tool: str, *, quiet: bool = False, waits: bool = False, **arguments: Any
@@ -63,8 +67,6 @@ class Session:
         """The tool's structured result. FlashError with the error's text if it failed. With
         `waits` it takes progress, so that `until` may last an hour.
         """
-        if tool not in self.tools_called:
-            self.tools_called.append(tool)
         if not quiet:
             shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items())
             self.console.print(f"\n[bold cyan]{tool}[/]({_escaped(shown)})", highlight=False)
