@@ -117,15 +117,14 @@ async def run(
     async with connected(console) as session:
         with session.timed("environment"):
             environment = await _prepare(session, folder, environment)
-        requested: Json = {
-            "config": str(folder / "configs" / "rl.toml"),
-            "environment": environment,
-        }
-        requested |= arguments
+        config = str(folder / "configs" / "rl.toml")
+        requested = {"config": config, "environment": environment, **arguments}
         with session.timed("train"):
             view = await _train(session, requested)
         run_id: str = view["run_id"]
-        _show_verdict(console, view)
+        for row in view["held_out"]:
+            _show_success(console, f"step {row['step']}", row, row["n"])
+        _show_verdict(console, view["verdict"]["outcome"], view["verdict"]["explanation"])
         await _show_rollout(session, run_id)
         saved = (await session.call("checkpoints", run_id=run_id))["checkpoints"]
         newest = f"the newest at step {saved[0]['step']} in {saved[0]['path']}"
@@ -180,16 +179,14 @@ async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json
         begun = f"{warmed['run_id']}@{warmed['step']}"
         with session.timed("grpo"):
             config = str(folder / "configs" / "rl.toml")
-            view = await _train(
-                session, {**requested, "config": config, "init_from_adapter": begun}
-            )
+            continued = {**requested, "config": config, "init_from_adapter": begun}
+            view = await _train(session, continued)
         run_id: str = view["run_id"]
         base = f"{warmed['run_id']}@0"
         verdict = await session.call("compare", base=base, other=run_id)
         for side in (verdict["base"], verdict["other"]):
             _show_success(console, _escaped(side["of"]), side, side["tasks"])
-        explanation = _escaped(verdict["success"]["explanation"])
-        console.print(f"  [bold]{verdict['verdict']}[/]: {explanation}", highlight=False)
+        _show_verdict(console, verdict["verdict"], verdict["success"]["explanation"])
         await _show_rollout(session, run_id)
         await _draw(session, run_id, curve_path)
         return {
@@ -270,12 +267,8 @@ def _show_probes(console: Console, checked: Json) -> None:
         console.print(f"  {text}", highlight=False)
 
 
-def _show_verdict(console: Console, view: Json) -> None:
-    for row in view["held_out"]:
-        _show_success(console, f"step {row['step']}", row, row["n"])
-    verdict = view["verdict"]
-    text = f"[bold]{verdict['outcome']}[/]: {_escaped(verdict['explanation'])}"
-    console.print(f"  {text}", highlight=False)
+def _show_verdict(console: Console, outcome: str, explanation: str) -> None:
+    console.print(f"  [bold]{outcome}[/]: {_escaped(explanation)}", highlight=False)
 
 
 async def _show_rollout(session: Session, run_id: str) -> None:
