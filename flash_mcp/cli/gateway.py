@@ -71,16 +71,12 @@ class Player:
     async def play(self) -> None:
         """Play tasks until the run has ended, so many at once."""
         async with httpx.AsyncClient(timeout=ASK_S, trust_env=bool(self._url)) as http:
-            players = [asyncio.create_task(self._play(http)) for _ in range(self._at_once)]
-            done: set[asyncio.Task[None]] = set()
             try:
-                done, _ = await asyncio.wait(players, return_when=asyncio.FIRST_EXCEPTION)
-            finally:
-                for player in players:
-                    player.cancel()
-                await asyncio.wait(players)
-            for player in done:
-                player.result()
+                async with asyncio.TaskGroup() as players:
+                    for _ in range(self._at_once):
+                        players.create_task(self._play(http))
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
 
     async def _play(self, http: httpx.AsyncClient) -> None:
         while self.state not in ENDED:
