@@ -39,7 +39,7 @@ class Service:
     text: str
 
 
-def install_service(name: str = "flash", *, write: bool = True) -> Service:
+def install_service(name: str, *, write: bool) -> Service:
     """Write NAME-mcp.service, enable and start it. FlashError(invalid_argument) without systemd."""
     path, text = _unit(name), unit_text()
     changed = not path.exists() or path.read_text() != text
@@ -53,19 +53,18 @@ def install_service(name: str = "flash", *, write: bool = True) -> Service:
     return Service(path, changed, text)
 
 
-def remove_service(name: str = "flash", *, write: bool = True) -> Service:
+def remove_service(name: str, *, write: bool) -> Service:
     """Stop and remove it. What the supervisor started goes on."""
     path = _unit(name)
-    exists = path.exists()
-    text = ""
-    if exists:
-        text = path.read_text()
-    if write and exists:
+    if not path.exists():
+        return Service(path, changed=False, text="")
+    text = path.read_text()
+    if write:
         _check_systemd()
         _systemctl("disable", "--now", path.name)
         path.unlink()
         _systemctl("daemon-reload")
-    return Service(path, exists, text)
+    return Service(path, changed=True, text=text)
 
 
 def unit_text() -> str:
