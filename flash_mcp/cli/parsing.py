@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.tools.shared.truncation import unwrapped
 
 HELP_WIDTH = 100
 Arguments = argparse.Namespace
@@ -66,11 +67,13 @@ def add_command(
     commands: Any, name: str, text: str, examples: str, run: Run | None, **settings: Any
 ) -> Parser:
     """A command. `text` is its description; the list of commands shows the first sentence."""
-    first = " ".join(text.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
+    paragraphs = unwrapped(text).split("\n\n")
+    first = paragraphs[0].split(". ")[0].removesuffix(".")
+    folded = "\n\n".join(textwrap.fill(paragraph, HELP_WIDTH) for paragraph in paragraphs)
     parser: Parser = commands.add_parser(
         name,
         help=_literal(first),
-        description=_literal(_filled(text)),
+        description=_literal(folded),
         epilog=_literal(examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -142,11 +145,6 @@ def toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _filled(text: str) -> str:
-    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-    return "\n\n".join(textwrap.fill(paragraph, HELP_WIDTH) for paragraph in paragraphs)
 
 
 def _literal(text: str) -> str:
