@@ -42,15 +42,13 @@ def remove(arguments: Arguments) -> None:
     asks = (is_filtered or sys.stdin.isatty()) and not arguments.yes
     if arguments.dry_run or asks:
         skips = references if is_filtered or asks else []
-        total = 0
-        count = 0
+        sizes: list[int] = []
         for gone in _removed(store, references, skips, dry_run=True):
-            total += gone.freed_bytes
-            count += 1
+            sizes.append(gone.freed_bytes)
             answer(arguments, asdict(gone), f"would remove {_line(gone)}")
         if len(references) > 1 and not arguments.json:
-            say(f"{count} of {len(references)}, {in_words(total)}")
-        if arguments.dry_run or not count:
+            say(f"{len(sizes)} of {len(references)}, {in_words(sum(sizes))}")
+        if arguments.dry_run or not sizes:
             return
         _ask(len(references))
     freed = 0
