@@ -12,6 +12,7 @@ import webbrowser
 from flash_mcp.cli.parsing import Arguments, Command, Group, Option, flag, option, repeated
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
+from flash_mcp.protocol.records import without_none
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
@@ -129,9 +130,7 @@ def supervise(arguments: Arguments) -> int:
     from flash_mcp.supervisor.process import replace_unfit, unfit  # noqa: PLC0415
 
     logging.getLogger().setLevel(logging.INFO)
-    timeouts = Timeouts()
-    if arguments.idle_exit_s is not None:
-        timeouts = Timeouts(idle_exit_s=arguments.idle_exit_s)
+    timeouts = Timeouts(**without_none({"idle_exit_s": arguments.idle_exit_s}))
     replace_unfit(home())
     is_foreground = sys.stdin.isatty()  # False for a service
     if run(home(), lambda base: Supervisor(base, timeouts=timeouts), is_foreground=is_foreground):

@@ -21,7 +21,7 @@ POSITIONAL: dict[str, tuple[str, ...]] = {
     "undeploy": ("deployment",),
 }
 """The arguments that read better without their names; for other tools the required one."""
-CONSTANTS = {"true": True, "false": False, "null": None}
+CONSTANTS = ("true", "false", "null")
 WORDS = re.compile(r"=(\w+(?: \w+)+)(?=[,)])")
 """A value in words, such as `base=its run_id`."""
 
