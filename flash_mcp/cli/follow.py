@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import shutil
 import sys
 import time
@@ -46,7 +47,7 @@ def until_ended(
     Ctrl-C only detaches. Progress goes to stderr. FlashError(unknown_run)."""
     from flash_mcp.tools.status import status  # noqa: PLC0415
 
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     show = Screen() if sys.stderr.isatty() else Lines()
     wait_s = 0.0
     try:
@@ -59,7 +60,7 @@ def until_ended(
                 show(view)
             if view["state"] in ENDED:
                 return ENDED[view["state"]], report
-            left = WAIT_S if deadline is None else deadline - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
                 return TIMED_OUT, report
             wait_s = min(WAIT_S, left)
