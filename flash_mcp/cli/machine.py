@@ -36,8 +36,8 @@ def demo(arguments: Arguments) -> int:
     from flash_mcp.cli.demo import play  # noqa: PLC0415
 
     overrides = without_none({"model": arguments.model, "target": arguments.target})
-    chosen = (arguments.json, arguments.curve, overrides, arguments.environment)
-    return play(*chosen, agent=arguments.agent)
+    environment = arguments.environment
+    return play(arguments.json, arguments.curve, overrides, environment, agent=arguments.agent)
 
 
 def doctor(arguments: Arguments) -> int:
@@ -80,30 +80,29 @@ def install(arguments: Arguments) -> None:
         ssh=arguments.ssh,
         url=arguments.url,
     )
-    lines = [f"wrote {done.path}", f"restart {done.client}, and ask it to train a model"]
-    if done.backup:
-        lines[0] += f"; the old one is {done.backup}"
-    if not done.changed:
-        lines = [f"{done.path} has it already"]
     if arguments.only_print:
-        lines = [done.text.rstrip()]
-    answer(arguments, dataclasses.asdict(done), "\n".join(lines))
+        text = done.text.rstrip()
+    elif done.changed:
+        backup = f"; the old one is {done.backup}" if done.backup else ""
+        text = f"wrote {done.path}{backup}\nrestart {done.client}, and ask it to train a model"
+    else:
+        text = f"{done.path} has it already"
+    answer(arguments, dataclasses.asdict(done), text)
 
 
 def _install_service(arguments: Arguments) -> None:
     check_name(arguments.name)
-    act = remove_service if arguments.remove else install_service
-    done = act(arguments.name, write=not arguments.only_print)
-    lines = [f"{done.path} is there already; it is enabled and started", LINGER]
-    if done.changed:
-        lines[0] = f"wrote {done.path}; it is enabled and started"
+    change = remove_service if arguments.remove else install_service
+    done = change(arguments.name, write=not arguments.only_print)
     if arguments.remove:
-        lines = [f"removed {done.path}" if done.changed else f"there is no {done.path}"]
-        if done.changed and arguments.only_print:
-            lines = [f"would remove {done.path}"]
+        act = "would remove" if arguments.only_print else "removed"
+        text = f"{act} {done.path}" if done.changed else f"there is no {done.path}"
     elif arguments.only_print:
-        lines = [done.text.rstrip()]
-    answer(arguments, dataclasses.asdict(done), "\n".join(lines))
+        text = done.text.rstrip()
+    else:
+        state = f"wrote {done.path}" if done.changed else f"{done.path} is there already"
+        text = f"{state}; it is enabled and started\n{LINGER}"
+    answer(arguments, dataclasses.asdict(done), text)
 
 
 def backup(arguments: Arguments) -> None:
