@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_for(arguments: Sequence[str]) -> Parser:
-    """A parser that knows the command in `given`. FlashError where there is no such command."""
+    """A parser that knows the command in `arguments`. FlashError where there is none such."""
     parser = Parser(
         prog="flash-mcp",
         description="Train language models on your own hardware.",
