@@ -63,19 +63,12 @@ def drivers() -> list[Driver]:
 
 def free_memory() -> dict[str, float]:
     """{UUID: GiB} of each GPU, as nvidia-smi knows it."""
-    results: dict[str, float] = {}
-    for line in ask("uuid,memory.free"):
-        uuid, _, free = line.partition(",")
-        results[uuid.strip()] = _from_mib(free.strip())
-    return results
+    return {uuid: _from_mib(free) for uuid, free in _pairs("uuid,memory.free").items()}
 
 
 def names_of(cards: Sequence[str]) -> list[str]:
     """The UUID of each GPU that is named by its number; others keep their names."""
-    uuids: dict[str, str] = {}
-    for line in ask("index,uuid", 30.0):
-        index, _, uuid = line.partition(",")
-        uuids[index.strip()] = uuid.strip()
+    uuids = _pairs("index,uuid", 30.0)
     return [uuids.get(card, card) for card in cards]
 
 
@@ -104,6 +97,12 @@ def numbers(version: str) -> tuple[int, ...]:
 def ask(query: str, timeout_s: float = 10.0) -> list[str]:
     """One line for each GPU; none where nvidia-smi is missing or fails."""
     return nvidia_smi([f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
+
+
+def _pairs(query: str, timeout_s: float = 10.0) -> dict[str, str]:
+    """{first column: second column} of a query for two."""
+    rows = [line.partition(",") for line in ask(query, timeout_s)]
+    return {first.strip(): second.strip() for first, _, second in rows}
 
 
 def installed(package: str) -> str | None:
