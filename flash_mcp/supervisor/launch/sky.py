@@ -122,7 +122,7 @@ class SkyLauncher(ApiLauncher):
             raise
         return cast("list[Json]", answer["jobs"])
 
-    def _ask(self, path: str, body: Json, timeout_s: float | None = None) -> Json:
+    def _ask(self, path: str, body: Json, timeout_s: float = TIMEOUT_S) -> Json:
         """What a request returns, once it has ended.
 
         FlashError(target_unreachable | target_refused).
@@ -133,7 +133,7 @@ class SkyLauncher(ApiLauncher):
             what = f"{posted.url} answered {posted.status_code}: {posted.text[:200]}"
             fix = "name the address of SkyPilot's API server: `sky api info` prints it"
             raise FlashError("target_refused", what, fix=fix)
-        answer = self.ask("GET", f"api/get?request_id={number}", None, timeout_s or TIMEOUT_S)
+        answer = self.ask("GET", f"api/get?request_id={number}", None, timeout_s)
         result = cast("Json", answer.json())
         if answer.is_success:
             return json.loads(result["return_value"] or "null") or {}
