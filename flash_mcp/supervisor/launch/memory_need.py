@@ -99,9 +99,7 @@ def memory_need(
         return None
     full = parameters * WEIGHT_BYTES / GIB
     one = parameters * FOUR_BIT_BYTES / GIB if four_bit else full
-    copies = 0
-    if has_engine:
-        copies = COPIES[device.kind] - 1
+    copies = COPIES[device.kind] - 1 if has_engine else 0
     every = (one if trains else 0.0) + copies * full
     if device.kind == "gpu" and not four_bit:
         every /= gpus
