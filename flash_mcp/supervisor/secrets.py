@@ -142,9 +142,8 @@ class Vault:
 def give(base: Path, run_id: str, values: Mapping[str, str]) -> bool:
     """Whether the supervisor has them now. One that has just been started is waited for."""
     deadline = time.monotonic() + TIMEOUT_S
-    while (
-        absent := _ask(base, {"run_id": run_id, "names": list(values), "values": dict(values)})
-    ) is None:
+    request = {"run_id": run_id, "names": list(values), "values": dict(values)}
+    while (absent := _ask(base, request)) is None:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
