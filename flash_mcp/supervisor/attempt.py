@@ -130,8 +130,9 @@ class Attempt:
         """It waits for a machine: that is neither silence nor a stall."""
         self.beat_at = self.progress_at = self.asked_at = self.waited_s = self.watched_s
 
-    def observe(self, beat: Beat | None) -> tuple[bool, bool]:
-        """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
+    def observe(self) -> tuple[bool, bool]:
+        """Take in `read_beat`: (it is a new one of this attempt, something moved)."""
+        beat = self.read_beat
         if self.is_beat_read:
             self.asked_at, self.is_beat_read = self.watched_s, False
         if beat is None or beat["epoch"] != self.number or beat == self.beat:

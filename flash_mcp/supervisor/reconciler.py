@@ -315,7 +315,7 @@ class RunReconciler:
                 attempt.look(self.timeouts.max_gap_s)
                 attempt.is_short_of_space |= is_full
                 self._follow(run, attempt)
-                is_new, moved = attempt.observe(attempt.read_beat)
+                is_new, moved = attempt.observe()
                 if is_new:
                     new.append((run, attempt, moved))
         if not new:
