@@ -140,7 +140,7 @@ class Supervisor(RunReconciler):
 
 
 def supervise(
-    base: Path, make: Callable[[Path], Supervisor] = Supervisor, *, is_foreground: bool = False
+    base: Path, make: Callable[[Path], Supervisor], *, is_foreground: bool = False
 ) -> bool:
     """Be the state directory's supervisor until idle; False where another one is already."""
     while True:
@@ -158,9 +158,8 @@ def supervise(
                 supervisor.vault.close()
                 ticker.close()
         # Whoever enqueued while the lock was held saw it held and started no other.
-        if not supervisor.store.active_targets() and not supervisor.store.deployments(
-            LIVE_DEPLOYMENT
-        ):
+        store = supervisor.store
+        if not store.active_targets() and not store.deployments(LIVE_DEPLOYMENT):
             return True
 
 

@@ -614,13 +614,7 @@ class RunReconciler:
         self._finish(run, result["state"], result["step"], result["error"])
 
     def _end(
-        self,
-        run: Run,
-        folder: RunFolder,
-        state: queue.EndState,
-        *,
-        step: int = 0,
-        error: Json | None = None,
+        self, run: Run, folder: RunFolder, state: queue.EndState, *, step: int, error: Json | None
     ) -> None:
         """Write the result in the worker's stead, as a new owner: no attempt can write any more."""
         with self._despite_trouble(run):
