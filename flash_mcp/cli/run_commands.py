@@ -171,6 +171,8 @@ def recordings(arguments: Arguments) -> None:
 
 def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
     pairs = [pair.partition("=") for pair in arguments.metadata]
+    user = arguments.user
+    names = None if user is None else (user, pseudonym(user))
     rating = rating_of(arguments.rating)
     if arguments.rating not in (None, "none") and rating is None:
         what = f"--rating: {arguments.rating!r:.40} is no rating"
@@ -180,10 +182,7 @@ def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
         texts = map(text_of, [*line["messages"], line["answer"]])
         metadata: Json = line.get("metadata") or {}
         return (
-            (
-                arguments.user is None
-                or line.get("user") in (arguments.user, pseudonym(arguments.user))
-            )
+            (names is None or line.get("user") in names)
             and (arguments.id is None or line.get("id") == arguments.id)
             and (arguments.rating is None or line["rating"] == rating)
             and all(str(metadata.get(name)) == value for name, _, value in pairs)
