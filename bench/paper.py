@@ -94,7 +94,9 @@ def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Co
     counted = torch.zeros(sum(lengths), dtype=torch.long, device=device)
     with FlopCounterMode(display=False) as flops, _Moved() as moved:
         hidden = packing.hidden_states(causal_lm, ids, layout)
-        logps, _ = kernels.token_logps(kernels.Head.of(causal_lm), hidden[counted], counted, 1.0)
+        logps, _ = kernels.token_logps(
+            kernels.Head.from_model(causal_lm), hidden[counted], counted, 1.0
+        )
         logps.sum().backward()
     return Cost(flops.get_total_flops(), moved.total)
 

@@ -28,7 +28,7 @@ MAX_BYTES = 32 << 20
 MAX_NAMES = 16
 
 _version: Path | None = None
-_made: dict[str, Sequence[Any]] = {}
+_generated: dict[str, Sequence[Any]] = {}
 
 
 def use(folder: Path) -> None:
@@ -46,8 +46,8 @@ def rows(name: str, generate: Callable[[], Sequence[Any]]) -> Sequence[Any]:
             path = _version / FOLDER / name
             return [_row(line, path) for line in path.read_text("ascii").splitlines()]
     rows = generate()
-    if len(_made) < MAX_NAMES:
-        _made[name] = rows
+    if len(_generated) < MAX_NAMES:
+        _generated[name] = rows
     return rows
 
 
@@ -62,14 +62,14 @@ def is_name(text: str) -> bool:
 
 def names() -> list[str]:
     """Under what names rows were generated."""
-    return list(_made)
+    return list(_generated)
 
 
-def made(name: str) -> str:
+def text_of(name: str) -> str:
     """The text of the generated rows; "" if it is too long, or if a row has no equal literal."""
     lines: list[str] = []
     size = 0
-    for row in _made[name]:
+    for row in _generated[name]:
         line = ascii(row)
         size += len(line) + 1
         if size > MAX_BYTES or not _is_literal(line, row):

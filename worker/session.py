@@ -158,7 +158,7 @@ class Session(Generic[S]):
             hosts = start_environments(job, spec, writer, heartbeat, runner, ranks, opened)
             session = cls(spec, writer, heartbeat, model, hosts, runner, at_once, ranks)
             try:
-                if Needs.of(session.host.folder).gateway:
+                if Needs.from_folder(session.host.folder).gateway:
                     session.open_gateway()
                 yield session
             except Exception as error:
@@ -183,7 +183,7 @@ class Session(Generic[S]):
 
             self.gateway = self.runner.run(opened())
             port = self.gateway.endpoint.port
-        ports = [each for each in self.ranks.gather(port) if each]
+        ports = [number for number in self.ranks.gather(port) if number]
         self.writer.opens_gateway(ports, key)
         self.writer.event("gateway", f"rollouts wait for agents outside: {PLAYS_OUTSIDE}")
 

@@ -121,7 +121,7 @@ class AgentEpisode(EnvironmentMultiTurn):
         """The agent's next request; None once the agent has ended."""
         assert self._running is not None
         session = self._session
-        asking = asyncio.ensure_future(session.asked.get())
+        asking = asyncio.ensure_future(session.requests.get())
         try:
             await asyncio.wait((asking, self._running), return_when=asyncio.FIRST_COMPLETED)
             if not self._running.done():

@@ -128,7 +128,7 @@ class Session:
         """What the API refused or left out, by what it was."""
         self.last_refusal = ""
         """The newest of them, in words."""
-        self.asked: asyncio.Queue[AgentCall] = asyncio.Queue()
+        self.requests: asyncio.Queue[AgentCall] = asyncio.Queue()
         self.kept: dict[str, list[ChatMessage]] = {}
         """The conversation up to each reply of OpenAI's responses, by its id."""
         self.connections = 0
@@ -192,7 +192,7 @@ class Session:
         answer = asyncio.get_running_loop().create_future()
         call = Call(request, messages, asks, essences, answer)
         self._calls.append(call)
-        self.asked.put_nowait(request)
+        self.requests.put_nowait(request)
         return call
 
     def _limit(self) -> ApiError | None:

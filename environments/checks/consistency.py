@@ -154,8 +154,8 @@ async def determinism(trial: Trial) -> str:
                 what = f"two processes disagree on the {split} tasks or their order"
                 fix = "build the dataset without unseeded randomness, the clock or the network"
                 raise ProbeFailed(what, fix)
-        ours = await trial.each([partial(trial.replay, task, trial.host) for task in trial.tasks])
-        theirs = await trial.each([partial(trial.replay, task, second) for task in trial.tasks])
+        ours = await trial.gather([partial(trial.replay, task, trial.host) for task in trial.tasks])
+        theirs = await trial.gather([partial(trial.replay, task, second) for task in trial.tasks])
         for task, one, other in zip(trial.tasks, ours, theirs, strict=True):
             if not one.goes_as(other):
                 what = f"two processes disagree on {task}: {difference(one, other)}"
@@ -168,7 +168,7 @@ async def draws(trial: Trial) -> str:
     """The same conversation earns the same when the episode draws other random numbers."""
     calls = [partial(trial.replay, task, trial.host, 1) for task in trial.tasks]
     compared = 0
-    for task, other in zip(trial.tasks, await trial.each(calls), strict=True):
+    for task, other in zip(trial.tasks, await trial.gather(calls), strict=True):
         one = trial.played.get(task) or await trial.replay(task, trial.host)
         # A game that deals other cards is another conversation.
         if one.said != other.said:

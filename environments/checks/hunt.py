@@ -109,7 +109,7 @@ class View:
     calls: Sequence[str] = ()
 
     @property
-    def asked(self) -> str:
+    def question(self) -> str:
         """What follows the last colon, else the last line."""
         return re.split(r":\s|\n", self.prompt.strip())[-1].strip(" .?")
 
@@ -483,7 +483,7 @@ def _emptied(gold: str) -> str:
 
 PARTS: tuple[Make, ...] = (
     lambda view: view.prompt,
-    lambda view: view.asked,
+    lambda view: view.question,
     lambda view: view.words[0],
     lambda view: view.words[-1],
     lambda view: " ".join(view.words[-3:]),

@@ -35,7 +35,7 @@ class Turn(str):
         return turn
 
     @classmethod
-    def of(cls, message: ChatMessage, *, task_id: str | None = None) -> Self:
+    def from_message(cls, message: ChatMessage, *, task_id: str | None = None) -> Self:
         return cls(message["content"], message.get("tool_calls", []), task_id=task_id)
 
 
@@ -103,7 +103,7 @@ class Conversation:
         text = self.answers[min(self.taken, len(self.answers) - 1)]
         if isinstance(text, Turn) and text.task_id == self.opening.task_id:
             gold = await self.host.gold_turn(episode, self.taken)
-            text = text if gold is None else Turn.of(gold)
+            text = text if gold is None else Turn.from_message(gold)
         self.taken += 1
         calls = text.tool_calls if isinstance(text, Turn) else []
         step = await self.watch("step_episode", self.host.step(episode, text, calls))
@@ -197,7 +197,7 @@ async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     messages = [message for message in gold if message["role"] == "assistant"]
     # A turn without calls is a plain text: probes compare and cut it.
     return tuple(
-        Turn.of(message) if message.get("tool_calls") else message["content"]
+        Turn.from_message(message) if message.get("tool_calls") else message["content"]
         for message in messages
     )
 
@@ -208,7 +208,7 @@ async def _played_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     turns: list[str] = []
     try:
         while gold := await host.gold_turn(opening.episode, len(turns)):
-            turns.append(Turn.of(gold, task_id=opening.task_id))
+            turns.append(Turn.from_message(gold, task_id=opening.task_id))
             step = await host.step(opening.episode, gold["content"], gold.get("tool_calls", []))
             if step.done or len(turns) >= opening.max_turns:
                 break

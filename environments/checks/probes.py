@@ -94,14 +94,14 @@ async def tasks(trial: Trial) -> str:
 async def prompts(trial: Trial) -> str:
     # The first one tells whether the environment is slow, and the others may come at once.
     await trial.open(trial.tasks[0])
-    await trial.each([partial(trial.open, task) for task in trial.tasks[1:]])
+    await trial.gather([partial(trial.open, task) for task in trial.tasks[1:]])
     most = max(opening.max_turns for opening in trial.openings.values())
     return f"{len(trial.openings)} tasks opened; turns per task: at most {most}"
 
 
 async def gold(trial: Trial) -> str:
     calls = [partial(_gold_turns, trial, task) for task in trial.tasks]
-    plans = list(zip(trial.tasks, await trial.each(calls), strict=True))
+    plans = list(zip(trial.tasks, await trial.gather(calls), strict=True))
     for task, answers in plans:
         limit = trial.openings[task].max_turns
         if len(answers) > limit:
@@ -162,7 +162,7 @@ async def every_gold(trial: Trial) -> str:
     wrong: dict[Task, str] = {}
     while rest and time.monotonic() < ends:
         batch, rest = rest[: trial.at_once], rest[trial.at_once :]
-        answers = await trial.each([partial(_gold_turns, trial, task) for task in batch])
+        answers = await trial.gather([partial(_gold_turns, trial, task) for task in batch])
         plans = list(zip(batch, answers, strict=True))
         for (task, turns), played in zip(plans, await trial.play_all(plans), strict=True):
             if not played.score.success:
@@ -273,11 +273,11 @@ async def prompt_echo(trial: Trial) -> str:
     """Parts of the prompt must not win, and it must not give the gold answer away."""
     plans: list[Plan] = []
     for task, opening in trial.openings.items():
-        texts = [opening.messages[-1]["content"], trial.prompt(task), trial.asked(task)]
+        texts = [opening.messages[-1]["content"], trial.prompt(task), trial.question(task)]
         plans += [(task, [text]) for text in texts if text]
     earned = _Earned()
     hits: dict[Task, str] = {}
-    wins = await earned.play(trial, plans, lambda plan: plan[1] == [trial.asked(plan[0])])
+    wins = await earned.play(trial, plans, lambda plan: plan[1] == [trial.question(plan[0])])
     for (task, _), win in wins:
         hits.setdefault(task, win)
     count = len(trial.tasks)

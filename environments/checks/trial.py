@@ -92,7 +92,7 @@ class Trial:
     def prompt(self, task: Task) -> str:
         return prompt_text(self.openings[task].messages)
 
-    def asked(self, task: Task) -> str:
+    def question(self, task: Task) -> str:
         """What the prompt asks about, such as the words to sort; "" if that is the gold answer."""
         _, colon, question = self.openings[task].messages[-1]["content"].rpartition(":")
         question = question.strip(" .\n")
@@ -108,7 +108,7 @@ class Trial:
         self.openings[task] = opening
         await self.timed(task, (), "close_episode", self.host.close(opening.episode))
 
-    async def each(self, calls: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+    async def gather(self, calls: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
         """The results of these calls, one by one, or many at once if the environment is slow."""
         results: list[T] = []
         while len(results) < len(calls):
@@ -131,7 +131,7 @@ class Trial:
 
     async def play_all(self, plans: Sequence[Plan], *, repeat: bool = False) -> list[Played]:
         """The same with several conversations, in their order."""
-        return await self.each([partial(self.play, *plan, repeat=repeat) for plan in plans])
+        return await self.gather([partial(self.play, *plan, repeat=repeat) for plan in plans])
 
     async def replay(self, task: Task, host: EnvironmentHost, draw: int = 0) -> Played:
         """Play the gold conversation of a task, or one with junk if it has none."""

@@ -250,7 +250,7 @@ class Child:
     async def op_generated(self, name: str, first: int) -> str:
         """A page of the text of generated rows from `first` on; "" after the last one."""
         if name not in self._generated:
-            self._generated[name] = await asyncio.to_thread(task_cache.made, name)
+            self._generated[name] = await asyncio.to_thread(task_cache.text_of, name)
         return self._generated[name][first : first + PAGE_CHARACTERS]
 
     async def op_start_episode(self, episode: int, split: str, index: int, draw: int = 0) -> Json:

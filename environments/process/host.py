@@ -530,7 +530,7 @@ class EnvironmentHost:
 def _granted(folder: Path, known_as: str) -> tuple[Needs, EnvironmentSettings]:
     operator = _allowed()
     try:
-        needs = Needs.of(folder).within(operator)
+        needs = Needs.from_folder(folder).within(operator)
     except ValueError as error:
         raise EnvironmentFault("environment_invalid", str(error), is_foreign=True) from error
     if needs.network and not operator.grants_network(known_as):

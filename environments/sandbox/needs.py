@@ -1,6 +1,6 @@
 """What an environment asks for in environment.toml, and the limits of one child process.
 
-needs = Needs.of(folder)    # the defaults, if the folder has no environment.toml
+needs = Needs.from_folder(folder)    # the defaults, if the folder has no environment.toml
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Needs:
     """Names of the server's variables that it needs. A caller has to pass each one."""
 
     @classmethod
-    def of(cls, folder: Path) -> Needs:
+    def from_folder(cls, folder: Path) -> Needs:
         """Read the folder's environment.toml. ValueError explains a file that cannot be used."""
         return read_toml(cls, folder / FILE)
 

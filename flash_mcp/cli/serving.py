@@ -50,7 +50,7 @@ def _serve_http(arguments: Arguments) -> None:
     # With a reverse proxy in front, others reach the loopback address too.
     on_loopback = host in LOOPBACK and not arguments.allow_host
     authenticate = not arguments.unauthenticated
-    if authenticate and not on_loopback and not tokens.made(store):
+    if authenticate and not on_loopback and not tokens.list_tokens(store):
         fix = (
             "make a token with `flash-mcp token create NAME` and start again, listen on 127.0.0.1 "
             "and reach it through `ssh -L`, or accept the risk with --unauthenticated"

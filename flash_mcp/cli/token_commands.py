@@ -38,7 +38,7 @@ def create_token(arguments: Arguments) -> None:
 
 def list_tokens(arguments: Arguments) -> None:
     """List all tokens, without their text."""
-    result = tokens.made(open_store())
+    result = tokens.list_tokens(open_store())
     if not result and not arguments.json:
         sys.stderr.write("no tokens: `flash-mcp token create NAME` makes one\n")
         return

@@ -119,7 +119,7 @@ def worker_of(store: Store, run_id: str) -> tuple[Run, GatewayFile | None]:
     where = None
     if run.state in ACTIVE:
         folder = Path(references.environment(store, run.environment_reference).path)
-        if run.target != LOCAL_TARGET or not Needs.of(folder).gateway:
+        if run.target != LOCAL_TARGET or not Needs.from_folder(folder).gateway:
             what = "this run plays its rollouts itself"
             fix = "for a run that agents outside play, put gateway = true into environment.toml"
             raise FlashError("invalid_argument", what, run_id=run_id, fix=fix)

@@ -116,7 +116,7 @@ class FlashServer(MCPServer[Any]):
             extensions=extensions,
             tools=[_registered(tool) for tool in tools.values()],
         )
-        self.known = tools
+        self.tool_forms = tools
         self.call_timeouts = CallTimeouts()
         self.contributed: set[str] = set()
         for extension in extensions:
@@ -127,8 +127,8 @@ class FlashServer(MCPServer[Any]):
         tools = await super().list_tools()
         for tool in tools:
             tool.input_schema = plain(tool.input_schema) | {"additionalProperties": False}
-            if known := self.known.get(tool.name):
-                for name in known.unlisted:
+            if form := self.tool_forms.get(tool.name):
+                for name in form.unlisted:
                     del tool.input_schema["properties"][name]
             tool.output_schema = outline(plain(tool.output_schema))
         return tools
@@ -166,10 +166,10 @@ class FlashServer(MCPServer[Any]):
     def _check(self, name: str, arguments: dict[str, Any]) -> None:
         if name in self.contributed:
             return
-        tool = self.known.get(name)
+        tool = self.tool_forms.get(name)
         if tool is None:
-            fix = f"call one of: {', '.join(self.known)}"
-            what = f"there is no tool {name!r}{did_you_mean(name, self.known, count=1)}"
+            fix = f"call one of: {', '.join(self.tool_forms)}"
+            what = f"there is no tool {name!r}{did_you_mean(name, self.tool_forms, count=1)}"
             raise FlashError("invalid_argument", what, tool=name, fix=fix)
         check_arguments(tool, arguments)
         if not tool.is_reading(arguments):

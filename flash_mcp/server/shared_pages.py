@@ -29,7 +29,7 @@ class _Shared:
     lock: anyio.Lock = field(default_factory=anyio.Lock)
     mark: Any = None
     value: Any = None
-    made: float = float("-inf")
+    made_at: float = float("-inf")
 
 
 class SharedPages:
@@ -40,13 +40,13 @@ class SharedPages:
 
     async def mark(self, run_id: str | None, max_age_s: float = MARK_S) -> object:
         """What differs once something about a run changed, or about anything of the caller's."""
-        asked = time.monotonic()
+        requested_at = time.monotonic()
         shared = self._of("mark", run_id or "")
         async with shared.lock:
-            if asked - shared.made > max_age_s:
+            if requested_at - shared.made_at > max_age_s:
                 began = time.monotonic()
                 shared.value = await run_sync(lambda: open_store().change_mark(run_id))
-                shared.made = began
+                shared.made_at = began
             return shared.value
 
     async def page(self, address: str, run_id: str | None, render: Callable[[], str]) -> bytes:
@@ -55,12 +55,12 @@ class SharedPages:
         # No older than the request: a page has to show what was there before it was opened.
         mark = await self.mark(run_id, max_age_s=0.0)
         async with shared.lock:
-            is_old = time.monotonic() - shared.made > PAGE_S
+            is_old = time.monotonic() - shared.made_at > PAGE_S
             if is_old or shared.mark != mark:
                 # What changes meanwhile has another mark.
                 text = await run_sync(render)
                 shared.value = text.encode()
-                shared.mark, shared.made = mark, time.monotonic()
+                shared.mark, shared.made_at = mark, time.monotonic()
             return shared.value
 
     def _of(self, *key: str) -> _Shared:

@@ -41,7 +41,7 @@ class Dataset:
         return f"{self.name}@{self.digest}"
 
     @property
-    def made(self) -> float:
+    def created(self) -> float:
         """When, as of time.time()."""
         return self.path.stat().st_mtime
 
@@ -109,7 +109,7 @@ def locate(reference: str, base: Path | None = None) -> Path:
 def newest_first(base: Path | None = None) -> list[Dataset]:
     """Every version of every dataset of the caller's."""
     results = map(_read, chain.from_iterable(_known(base).values()))
-    return sorted(results, key=lambda dataset: dataset.made, reverse=True)
+    return sorted(results, key=lambda dataset: dataset.created, reverse=True)
 
 
 def everyones(base: Path | None = None) -> list[tuple[str, Path]]:

@@ -75,7 +75,7 @@ def create(
     return token, text
 
 
-def made(store: Store) -> list[Token]:
+def list_tokens(store: Store) -> list[Token]:
     return cast("list[Token]", store.query(f"SELECT {_COLUMNS} FROM tokens ORDER BY created"))
 
 

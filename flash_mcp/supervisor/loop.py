@@ -149,7 +149,7 @@ def supervise(
         if lock is None:
             return False
         with lock:
-            LockOwner.here(is_foreground=is_foreground).write(lock)
+            LockOwner.current(is_foreground=is_foreground).write(lock)
             ticker = Ticker(base)
             supervisor = _made(base, make, ticker)
             try:

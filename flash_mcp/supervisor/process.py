@@ -94,7 +94,7 @@ class LockOwner:
     """Somebody started it in a terminal."""
 
     @classmethod
-    def here(cls, *, is_foreground: bool = False) -> LockOwner:
+    def current(cls, *, is_foreground: bool = False) -> LockOwner:
         pid, now = os.getpid(), time.monotonic()
         ticks = started_ticks(pid) or 0
         return cls(pid, __version__, schema(), boot_id(), ticks, now, is_foreground)

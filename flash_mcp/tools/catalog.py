@@ -280,8 +280,8 @@ def _models(store: Store, contains: str, steps: ReadSteps) -> list[Model]:
         with suppress(FlashError):
             card = find(contains.strip())
             cards[card.name] = card
-    here = places(store)
-    return [_model(card, here, steps()) for card in cards.values()]
+    machines = places(store)
+    return [_model(card, machines, steps()) for card in cards.values()]
 
 
 def _fitting(models: Sequence[Any]) -> tuple[list[Model], list[str] | None]:
@@ -319,15 +319,15 @@ def _billions(parameters: float) -> str:
 
 def _fits(card: ModelCard, places: Sequence[Place]) -> str:
     """For GRPO on one card; this machine is the first of the places."""
-    here, *others = places
+    local, *others = places
     need_on = partial(memory_need, card, has_engine=True)
-    refusal = here.refusal(need_on, 1)
-    if not refusal and card.needs_gpu and here.cards and here.cards.kind != "gpu":
+    refusal = local.refusal(need_on, 1)
+    if not refusal and card.needs_gpu and local.cards and local.cards.kind != "gpu":
         refusal = "it needs a GPU"
     fits = "yes"
     if refusal:
         fits = f"no: {refusal}"
-    elif here.cards and need_on(here.cards) is None:
+    elif local.cards and need_on(local.cards) is None:
         fits = "not known: neither the catalog nor its name says how large it is"
     for place in others:
         if not place.refusal(need_on, 1):
@@ -464,7 +464,7 @@ def _datasets(store: Store) -> list[Dataset]:
             rows=dataset.manifest["counts"]["train_rows"],
             holdout=dataset.manifest["counts"]["holdout_rows"],
             environment="{name}@{digest}".format(**dataset.manifest["environment"]),
-            created=utc(dataset.made),
+            created=utc(dataset.created),
         )
         for dataset in datasets.newest_first(store.base)
     ]

@@ -247,7 +247,7 @@ async def _splits(
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="nothing was published: correct it and push again; load=false skips the loading",
     ) as host:
-        needs = Needs.of(stage.folder)
+        needs = Needs.from_folder(stage.folder)
         opening_s = LOAD_TIMEOUT_S
         if needs.endpoint or needs.call_timeout_s > CALL_TIMEOUT_S:
             opening_s = SLOW_OPENING_S  # an agent may work for longer before it asks the model
@@ -259,7 +259,7 @@ async def _splits(
 
 def _asks(folder: Path) -> dict[str, Any]:
     try:
-        return Needs.of(folder).requested()
+        return Needs.from_folder(folder).requested()
     except ValueError as error:
         fix = "correct it, or leave it out: most environments need none"
         what = "its environment.toml cannot be used"
@@ -507,7 +507,7 @@ async def _sampled(
     model: str,
     environment: str | None,
     path: Path,
-    found: GateReport,
+    result: GateReport,
     arguments: Json,
     deadline: float,
 ) -> preflight.Sample:
@@ -518,9 +518,9 @@ async def _sampled(
         store,
         await run_sync(_version, environment, path),
         subject,
-        tasks=found.splits["train"],
+        tasks=result.splits["train"],
         group_size=preflight.GROUP_SIZE,
-        given=arguments,
+        arguments=arguments,
         deadline=deadline,
     )
 

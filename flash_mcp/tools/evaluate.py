@@ -179,7 +179,7 @@ async def _measure(
         row,
         split=request.split,
         attempts=request.attempts,
-        given=arguments,
+        arguments=arguments,
     )
     # Resolved once without tasks, for what the environment is loaded with.
     values = resolved(tasks=[]).spec

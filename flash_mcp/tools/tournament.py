@@ -214,7 +214,7 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
     for arm, subject in zip(arms, subjects, strict=True):
         arguments = {**common, **arm}
         resolved = resolve.resolve_eval(
-            subject, row, split=split, tasks=[], attempts=1, given=arguments
+            subject, row, split=split, tasks=[], attempts=1, arguments=arguments
         )
         resolved, _ = await run_sync(place, store, resolved)
         entry = {"name": arm["name"], "of": subject.name, "adapter": subject.adapter}

@@ -302,7 +302,7 @@ async def _sampled(plan: Plan, price_per_hour: float | None, deadline: float) ->
         Subject(plan.card.name, plan.card.context, adapter=plan.adapter),
         tasks=plan.probe.splits["train"],
         group_size=spec.group_size or GROUP_SIZE,
-        given=spec.model_dump(),
+        arguments=spec.model_dump(),
         deadline=deadline,
         env_files=plan.env_files,
     )

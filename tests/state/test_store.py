@@ -128,8 +128,8 @@ def test_the_use_of_a_token_is_not_waited_for(store: Store) -> None:
         assert found and found["used"] is None
         assert time.monotonic() - began < database.BUSY_TIMEOUT_S / 2
     assert tokens.find(other, tokens.digest_of(text))
-    (made,) = tokens.made(store)
-    assert made["used"]
+    (token,) = tokens.list_tokens(store)
+    assert token["used"]
 
 
 def test_an_unknown_run_names_the_nearest(store: Store, run_id: str) -> None:

@@ -34,7 +34,7 @@ from pathlib import Path
 from flash_mcp.supervisor.process import LockOwner, Ticker, take_lock
 base = Path(sys.argv[1])
 lock = take_lock(base)
-replace(LockOwner.here(is_foreground=sys.argv[2] == "True"), version=sys.argv[3]).write(lock)
+replace(LockOwner.current(is_foreground=sys.argv[2] == "True"), version=sys.argv[3]).write(lock)
 ticker = Ticker(base)
 while True:
     ticker()
@@ -100,7 +100,7 @@ def test_one_that_ticks_is_no_silent_one_however_long_it_has_run(
 def test_one_whose_work_does_not_go_on_stops_ticking(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flash_home.mkdir()
     monkeypatch.setattr(process, "TICK_EVERY_S", 0.01)
-    here = LockOwner.here()
+    here = LockOwner.current()
     ticker = process.Ticker(flash_home)
     try:
         began = time.monotonic()
@@ -118,7 +118,7 @@ def test_a_process_that_was_given_the_pid_of_a_silent_supervisor_is_left_alone(f
     with lock, subprocess.Popen(["/bin/sleep", "100"]) as other:
         ticks = process.started_ticks(other.pid)
         assert ticks
-        here = replace(LockOwner.here(), pid=other.pid, since=0.0)
+        here = replace(LockOwner.current(), pid=other.pid, since=0.0)
         for started in (ticks, ticks - 1):  # it holds no lock file; it started later
             replace(here, started_ticks=started).write(lock)
             found = unfit(flash_home)

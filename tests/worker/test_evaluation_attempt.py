@@ -35,7 +35,7 @@ def make_evaluation(
     )
     tasks, attempts = fields.pop("tasks", range(5)), fields.pop("attempts", 1)
     given = {"max_tokens": 16, "max_length": 256, **fields}
-    spec = resolve.resolve_eval(subject, row, split="eval", tasks=list(tasks), attempts=attempts, given=given).spec
+    spec = resolve.resolve_eval(subject, row, split="eval", tasks=list(tasks), attempts=attempts, arguments=given).spec
     run = RunFolder(folder)
     run.create(
         {"run_id": folder.name, "spec": spec.model_dump(), "environment": vars(row), "init_adapter": subject.adapter}

@@ -378,7 +378,7 @@ async def collect(
             if isinstance(host, Mapping):
                 host = host[group[0].environment]
             begun = [Rollout(task, task.named(f"{task.split}/{task.example}")) for task in group]
-            talks = [_Conversation(each, host, generator, template, limits) for each in begun]
+            talks = [_Conversation(rollout, host, generator, template, limits) for rollout in begun]
             rollouts += begun
             units = [talks]
             if not host.scores_groups:

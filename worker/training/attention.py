@@ -100,7 +100,7 @@ class Segments:
     """int32: 0 and `prompt`."""
 
     @classmethod
-    def of(cls, prompt: int, completions: list[int], device: torch.device) -> Self:
+    def from_lengths(cls, prompt: int, completions: list[int], device: torch.device) -> Self:
         lengths = [length for length in (prompt, *completions) if length]
         rest = sum(completions)
 
@@ -225,7 +225,7 @@ class Layout:
         if flash and not forks:
             # Only its attribute is read; an expanded tensor takes no memory.
             every = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, len(at), len(at))
-            segments = Segments.of(prompt, [*completions, self.filler], device)
+            segments = Segments.from_lengths(prompt, [*completions, self.filler], device)
             for kind, window in windows.items():
                 if window is None:
                     by_kind[kind] = every.view_as(every)

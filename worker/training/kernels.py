@@ -99,7 +99,7 @@ class Head:
     """Whether products are computed in fp32, with a copy of one tile of the weights at a time."""
 
     @classmethod
-    def of(cls, causal_lm: Any) -> Self:
+    def from_model(cls, causal_lm: Any) -> Self:
         """The head of a transformers model, by what its config says."""
         config = causal_lm.config.get_text_config()
 

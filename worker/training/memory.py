@@ -363,7 +363,7 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
                     pack = packing.Pack(ids(work.prompt), completions, trained, *places, way)
                     hidden = pack.hidden(causal_lm)
                 before_head = alive.now
-                head = kernels.Head.of(causal_lm)
+                head = kernels.Head.from_model(causal_lm)
                 logps, _ = kernels.token_logps(head, hidden, ids(count), 1.0)
             held = alive.now
             logits = held - before_head

@@ -133,7 +133,7 @@ class Pack:
         count = len(targets_N)
         filler = -count % HEAD_STEP
         values, entropies = token_logps(
-            Head.of(causal_lm),
+            Head.from_model(causal_lm),
             pad(hidden_NH, (0, 0, 0, filler)),
             pad(targets_N, (0, filler)),
             temperature,
@@ -505,7 +505,7 @@ def _eager_states(causal_lm: Any, pack: Pack) -> Tensor:
             ids = torch.cat([pack.prompt, completion])[None]
             hidden_TH = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
             logits_TV = causal_lm(input_ids=ids, use_cache=False).logits[0]
-            off = max(off, _off(Head.of(causal_lm).logits(hidden_TH), logits_TV))
+            off = max(off, _off(Head.from_model(causal_lm).logits(hidden_TH), logits_TV))
             states.append(hidden_TH[PROBE_PROMPT - 1 : -1])
     if not off < (1e-3 if causal_lm.dtype == torch.float32 else 2e-2):
         raise FlashError(

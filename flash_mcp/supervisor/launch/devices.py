@@ -54,11 +54,11 @@ def gpus() -> list[Device]:
 
 def drivers() -> list[Driver]:
     """What `gpus` are driven by, in the same order."""
-    found: list[Driver] = []
+    results: list[Driver] = []
     for line in ask("driver_version,compute_cap,name"):
         version, capability, name = (part.strip() for part in line.split(",", 2))
-        found.append(Driver(name, version, capability))
-    return found
+        results.append(Driver(name, version, capability))
+    return results
 
 
 def free_memory() -> dict[str, float]:

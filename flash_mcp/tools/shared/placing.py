@@ -115,7 +115,7 @@ def check_architecture(model: str) -> None:
 def check_gateway(environment: EnvironmentVersion, target: str) -> None:
     """FlashError(invalid_argument) if agents outside could not ask a run there for tasks."""
     try:
-        is_outside = Needs.of(Path(environment.path)).gateway
+        is_outside = Needs.from_folder(Path(environment.path)).gateway
     except ValueError:  # loading the environment says so
         return
     if is_outside and target != LOCAL_TARGET:

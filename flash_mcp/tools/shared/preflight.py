@@ -61,14 +61,16 @@ async def sample_groups(
     *,
     tasks: int,
     group_size: int,
-    given: Json,
+    arguments: Json,
     deadline: float,
     env_files: Sequence[str] = (),
 ) -> Sample:
     """GROUPS groups of the train split's `tasks`; waits until `deadline` (of time.monotonic)."""
-    chosen = sorted(random.Random(given.get("seed") or 0).sample(range(tasks), min(GROUPS, tasks)))
+    chosen = sorted(
+        random.Random(arguments.get("seed") or 0).sample(range(tasks), min(GROUPS, tasks))
+    )
     resolved = resolve.resolve_eval(
-        subject, environment, split="train", tasks=chosen, attempts=group_size, given=given
+        subject, environment, split="train", tasks=chosen, attempts=group_size, arguments=arguments
     )
     lineage: Json = {"env_files": env_files}
     run, created, trouble = await submit(

@@ -68,10 +68,10 @@ def resolve_eval(
     split: str,
     tasks: Sequence[int],
     attempts: int,
-    given: Json,
+    arguments: Json,
 ) -> ResolvedEval:
-    """Every value of the evaluation: from `given`, else from the checkpoint's run, else from the
-    recipe. Without a temperature, a single attempt per task is greedy; several are sampled at 1.
+    """Every value of the evaluation: from `arguments`, else from the checkpoint's run, else from
+    the recipe. Without a temperature one attempt per task is greedy; several are sampled at 1.
     """
     run = subject.run.spec.model_dump() if subject.run else {}
     if subject.run and (part := subject.run.part(environment.name)):
@@ -81,8 +81,8 @@ def resolve_eval(
     values: Json = {}
     sources: dict[str, Source] = {}
     for name in SHARED_FIELDS:
-        if given.get(name) is not None:
-            values[name] = given[name]
+        if arguments.get(name) is not None:
+            values[name] = arguments[name]
             sources[name] = "argument"
         elif name in TAKEN_FROM_RUN and name in run:
             values[name] = run[name]
@@ -90,8 +90,8 @@ def resolve_eval(
         else:
             values[name] = default_of(name)
             sources[name] = "recipe"
-    values["system_prompt"] = given.get("system_prompt")
-    if given.get("temperature") is None:
+    values["system_prompt"] = arguments.get("system_prompt")
+    if arguments.get("temperature") is None:
         values["temperature"] = 0.0 if attempts == 1 else 1.0
     room: int | None = values["max_length"] or (
         subject.context and min(subject.context, DEFAULT_MAX_LENGTH)
@@ -176,7 +176,7 @@ def for_environment(resolved: ResolvedSpec, environment: EnvironmentVersion) -> 
     if spec.algorithm == "sft" or resolved.sources["loss_type"] != "recipe":
         return resolved
     try:
-        needs = Needs.of(Path(environment.path))
+        needs = Needs.from_folder(Path(environment.path))
     except ValueError:  # loading the environment says so
         return resolved
     if not needs.endpoint and not needs.gateway:

@@ -135,16 +135,16 @@ async def wait_until(
     `progress` says what to report of it meanwhile: a message and a share in 0..1."""
     result = await run_sync(read)
     began = time.monotonic()
-    told = None
-    told_at = began
+    reported = None
+    reported_at = began
     while not done(result) and time.monotonic() < deadline and not closing.is_set():
         now = time.monotonic()
         await anyio.sleep(POLL_S if now - began < 60 else SLOW_POLL_S)
         result = await run_sync(read)
         reached = progress(result)
-        if reached != told or now - told_at > PROGRESS_S:
+        if reached != reported or now - reported_at > PROGRESS_S:
             await report(*reached)
-            told, told_at = reached, now
+            reported, reported_at = reached, now
     return result
 
 

@@ -56,7 +56,7 @@ def _of_tasks(plan: Plan) -> list[str]:
     dataset = plan.dataset
     estimate = plan.estimate
     for part in plan.parts:
-        needs = Needs.of(Path(part.environment.path))
+        needs = Needs.from_folder(Path(part.environment.path))
         if request := needs.requested():
             notes.append(f"{part.environment.name}'s {NEEDS_FILE} asks for {to_text(request)}")
         if needs.gateway:

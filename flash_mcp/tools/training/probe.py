@@ -211,7 +211,7 @@ def _check_mixture(parts: Iterable[Part]) -> None:
             fix = "name each environment once; one with other arguments needs a push of its own"
             raise FlashError("invalid_argument", f"the mixture has {name} twice", fix=fix)
         names.add(name)
-        if Needs.of(Path(part.environment.path)).gateway:
+        if Needs.from_folder(Path(part.environment.path)).gateway:
             what = f"{name} is played by agents outside, through a gateway"
             fix = "train on it alone: a mixture has one engine and many environments"
             raise FlashError("invalid_argument", what, fix=fix)

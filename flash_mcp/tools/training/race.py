@@ -95,7 +95,7 @@ def _entry(name: str, plan: Plan) -> Json:
         split="eval",
         tasks=[],
         attempts=1,
-        given=same,
+        arguments=same,
     )
     shape = {"lora_rank": spec.lora_rank, "lora_alpha": spec.lora_alpha}
     resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=shape)})

@@ -367,7 +367,7 @@ async def test_what_is_sent_is_valid_and_has_the_id_of_its_request(place: str, m
 
         async def ask(end: Any, **more: Any) -> httpx.Response:
             reply = asyncio.ensure_future(http.post(place, json={**body, **more}))
-            call = await session.asked.get()
+            call = await session.requests.get()
             await asyncio.sleep(0.1)  # a stream begins with comments
             end(call.number)
             return await reply
