@@ -81,11 +81,11 @@ class TargetAccess(ServingAccess):
         if allowed is None:
             return listening.addresses
         networks = list(map(IPv4Network, allowed))
-        return [
-            address
-            for address in listening.addresses
-            if any(IPv4Address(address) in network for network in networks)
-        ]
+        reachable: list[str] = []
+        for address in listening.addresses:
+            if any(IPv4Address(address) in network for network in networks):
+                reachable.append(address)
+        return reachable
 
     def log(self, run: Run) -> str | None:
         return None

@@ -458,16 +458,18 @@ def _environments(store: Store) -> list[Environment]:
 
 
 def _datasets(store: Store) -> list[Dataset]:
-    return [
-        Dataset(
+    results: list[Dataset] = []
+    for dataset in datasets.newest_first(store.base):
+        manifest = dataset.manifest
+        result = Dataset(
             name=dataset.reference,
-            rows=dataset.manifest["counts"]["train_rows"],
-            holdout=dataset.manifest["counts"]["holdout_rows"],
-            environment="{name}@{digest}".format(**dataset.manifest["environment"]),
+            rows=manifest["counts"]["train_rows"],
+            holdout=manifest["counts"]["holdout_rows"],
+            environment="{name}@{digest}".format(**manifest["environment"]),
             created=utc(dataset.created),
         )
-        for dataset in datasets.newest_first(store.base)
-    ]
+        results.append(result)
+    return results
 
 
 def _ledger(store: Store) -> list[Spent]:

@@ -482,8 +482,9 @@ async def _task(host: EnvironmentHost, task_id: str | None) -> Task:
 def _best_of_n(sample: preflight.Sample) -> GateProbe:
     store = open_store()
     step = store.run(sample.run_id).evaluation.step
-    groups = by_task(store.tries(sample.run_id, step)).values()
-    scored = [[(item.reward, item.success) for item in group] for group in groups]
+    scored: list[list[tuple[float, bool]]] = []
+    for group in by_task(store.tries(sample.run_id, step)).values():
+        scored.append([(item.reward, item.success) for item in group])
     return hunting.best_of_n(scored, f"rollouts(run_id={sample.run_id!r}, which='best')")
 
 

@@ -106,11 +106,12 @@ class SkyLauncher(ApiLauncher):
     def under_way(self) -> list[Handle]:
         if not self._prefix:
             return []
-        jobs = self._list(name_match=self._prefix, skip_finished=True)
-        mine = [job for job in jobs if job["job_name"].startswith(self._prefix)]
-        return [
-            Handle(job["job_name"].removeprefix(self._prefix), str(job["job_id"])) for job in mine
-        ]
+        handles: list[Handle] = []
+        for job in self._list(name_match=self._prefix, skip_finished=True):
+            name: str = job["job_name"]
+            if name.startswith(self._prefix):
+                handles.append(Handle(name.removeprefix(self._prefix), str(job["job_id"])))
+        return handles
 
     def _list(self, **which: Any) -> list[Json]:
         """Jobs of this user of SkyPilot's; none if no controller was started for any."""
