@@ -5,7 +5,7 @@ import atexit
 import os
 from types import SimpleNamespace
 
-from tests import forked, forked_small
+from tests import forked
 from worker.imports import quick_imports
 from worker.process import prepare_process
 
@@ -44,4 +44,4 @@ worker.gguf_file.subprocess = SimpleNamespace(run=forked.run_forked)
 
 atexit.register(os._exit, 0)  # what triton finds wrong with the end of the server concerns no test
 
-__all__ = ["EngineArgs", "forked_small", "trl", "vllm", "worker"]
+__all__ = ["EngineArgs", "trl", "vllm", "worker"]
