@@ -206,8 +206,9 @@ def note_cards(base: Path, name: str, cards: Cards) -> None:
     path = base / FILE
     line = _line("cards", cards.model_dump(exclude_defaults=True))
     lines = path.read_text().splitlines(keepends=True)
+    header = re.compile(rf"""\s*\[\s*["']?{name}["']?\s*\]""")  # not [lab.env]
     for number, text in enumerate(lines):
-        if _begun(text) == name:
+        if header.match(text):
             lines[number] = f"{text.rstrip()}\n{line}\n"
     write_private(path, "".join(lines))
 

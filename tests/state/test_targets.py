@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,16 @@ def test_what_the_nodes_have_is_noted_in_the_table_and_all_else_stays(tmp_path: 
     assert find_target(tmp_path, "lab") == TargetSettings(**SLURM, cards=cards)
     assert find_target(tmp_path, "other") == TargetSettings(**SLURM)
     assert path.read_text().startswith("[lab]  # ours\ncards = ")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_the_nodes_have_is_noted_in_no_table_below_that_of_a_target(tmp_path: Path, order: Sequence[int]) -> None:
+    tables = ('[lab]\nengine = "slurm"\nstorage = "/shared/flash"\n', '[lab.env]\nNAME = "value"\n')
+    (tmp_path / FILE).write_text("".join(tables[number] for number in order))
+    cards = Cards(name="A100", memory_gib=80.0)
+    note_cards(tmp_path, "lab", cards)
+    lab = find_target(tmp_path, "lab")
+    assert (lab.cards, lab.env) == (cards, {"NAME": "value"})
 
 
 def test_the_commands_add_list_and_remove(flash_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
