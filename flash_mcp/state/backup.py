@@ -24,7 +24,6 @@ from typing import IO
 from environments import settings
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import targets
 from flash_mcp.state.locks import backing_up
@@ -34,7 +33,10 @@ FOLDERS = ("environments", "datasets", "runs")
 SETTINGS = (settings.FILE, targets.FILE, targets.KEY_FILE)
 """Files that are restored where they are missing: a machine may have its own."""
 LABEL = "backup.json"
-DAMAGE = (tarfile.TarError, zlib.error, BadGzipFile, EOFError, FileNotFoundError, ValueError)
+DAMAGE = (
+    tarfile.TarError, zlib.error, BadGzipFile, EOFError, FileNotFoundError, ValueError, KeyError,
+    TypeError,
+)  # fmt: skip
 """What reading a damaged archive raises."""
 
 
@@ -106,7 +108,7 @@ def restore(base: Path, file: Path) -> Summary:
     try:
         with tempfile.TemporaryDirectory(dir=base, prefix=".restore-") as scratch:
             staged = Path(scratch)
-            label = _extract(file, staged)
+            saved = _extract(file, staged)
             store = Store(staged)
             store.check()
             store.close()
@@ -117,7 +119,7 @@ def restore(base: Path, file: Path) -> Summary:
                     (staged / name).rename(base / name)
     except OSError as error:
         raise disk_error(error, base) from error
-    return replace(_summary(base, file, label["time"], _damaged(base)), left=left)
+    return replace(_summary(base, file, saved, _damaged(base)), left=left)
 
 
 def _files(base: Path) -> Iterator[Path]:
@@ -160,11 +162,12 @@ def _add_file(archive: tarfile.TarFile, name: str, stream: IO[bytes]) -> None:
     archive.addfile(info, stream)
 
 
-def _extract(file: Path, into: Path) -> Json:
+def _extract(file: Path, into: Path) -> float:
+    """Unpack a backup; when it was made."""
     try:
         with tarfile.open(file) as archive:
             archive.extractall(into, filter="data")
-        label = json.loads((into / LABEL).read_text())
+        saved = float(json.loads((into / LABEL).read_text())["time"])
         (into / LABEL).unlink()
         if not (into / "flash.db").exists():
             raise FileNotFoundError("it holds no flash.db")
@@ -172,7 +175,7 @@ def _extract(file: Path, into: Path) -> Json:
         what = f"that is no whole backup: {error}"
         fix = "name a file that `flash-mcp backup` wrote; a damaged one cannot be used"
         raise FlashError("upload_invalid", what, file=file, fix=fix) from error
-    return label
+    return saved
 
 
 def _summary(base: Path, file: Path, saved: float, damaged: list[str]) -> Summary:

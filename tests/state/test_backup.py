@@ -142,6 +142,7 @@ def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path
     damages = {
         "cut": whole[: len(whole) // 2],
         "text": b"not an archive",
+        "another label": whole.replace(b'"time"', b'"tame"', 1),
         "cut while packed": packed[: len(packed) // 2],
         "bits while packed": packed[:2000] + bytes(b ^ 0xA5 for b in packed[2000:2100]) + packed[2100:],
         "page": whole[:page] + bytes(b ^ 0xA5 for b in whole[page : page + 4096]) + whole[page + 4096 :],
