@@ -91,8 +91,9 @@ def _command(order: Order) -> list[str]:
     caches = Path(os.environ["FLASH_HOME"], "machines", os.environ["FLASH_MACHINE"])
     folder = caches / "code" / f"{order['digest'][:16]}-{extra}"
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = folder.with_suffix(".lock").open("a+")
-    os.set_inheritable(lock.fileno(), True)  # held until the module has ended
+    # Never closed: it is held until the module has ended.
+    lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    os.set_inheritable(lock, True)
 
     def install() -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +101,7 @@ def _command(order: Order) -> list[str]:
         _install(folder, extra)
         (folder / READY).touch()
 
-    locks.make_once(lock.fileno(), (folder / READY).exists, install)
+    locks.make_once(lock, (folder / READY).exists, install)
     os.utime(folder.with_suffix(".lock"))
     _clear(folder)
     return [str(folder / "venv" / "bin" / "python"), "-P"]

@@ -97,6 +97,8 @@ def test_attempts_at_once_share_one_installation_of_the_servers_version(node: No
         assert process.returncode == 0, said
         assert f"Origin: {node.caches}/code/{node.digest[:16]}-cpu/venv/lib/" in said
     assert longest.poll() is None
+    with (node.caches / "code" / f"{node.digest[:16]}-cpu.lock").open("a") as lock:
+        assert not locks.try_lock(lock), "an attempt of another version could remove it"
     (unchanged := next(node.caches.glob("code/*/venv")) / "unchanged").touch()
     assert node.run("inspect", "flash_mcp")[0] == 0
     assert unchanged.exists()
