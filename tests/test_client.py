@@ -76,9 +76,9 @@ def test_the_example_in_the_readme_runs(tmp_path: Path, flash_home: Path, monkey
         exec(code, {})
 
 
-@pytest.mark.parametrize("value", ["plain", "with space", "a ] in it", 3, None])
+@pytest.mark.parametrize("value", ["plain", "with space", "a ] in it", "a] b", 'it\'s "a] b"', "it's", [1, 2], 3, None])
 def test_an_error_is_read_back_from_its_text(value: Any) -> None:
     error = FlashError("unknown_run", "there is no run [x]: look", fix="call status. Fix: nothing", run_id=value)
     again = FlashError.from_text(str(error))
-    assert again.code == "unknown_run" and "there is no run [x]: look" in again.what and "call status" in again.fix
+    assert (again.code, again.what) == ("unknown_run", "there is no run [x]: look.") and "call status" in again.fix
     assert FlashError.from_text("no such form").code == "internal"

@@ -103,6 +103,13 @@ CODES: dict[str, str] = {
 }
 
 
+QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+SHOWN = re.compile(rf"\[(\w+)(?:(?:[^'\"]|{QUOTED})*?|.*?)\] (.*?)(?: Fix: (.*))?", re.DOTALL)
+"""An error as text. Its values may hold brackets, in quotes and as lists."""
+PLAIN = re.compile(r"[^\s\]'\"]+")
+"""A text that is shown without quotes."""
+
+
 class FlashError(Exception):
     """An anticipated failure.
 
@@ -162,7 +169,7 @@ class FlashError(Exception):
     @classmethod
     def from_text(cls, text: str) -> FlashError:
         """The inverse of `str`, but for `values`. A text of another form is an internal error."""
-        match = re.fullmatch(r"\[(\w+)[^\]]*\] (.*?)(?: Fix: (.*))?", text, re.DOTALL)
+        match = SHOWN.fullmatch(text)
         if match is None or match[1] not in CODES:
             return cls("internal", text)
         return cls(match[1], match[2], fix=match[3] or "")
@@ -188,7 +195,7 @@ def encodable(value: Any) -> Any:
 
 
 def _short(value: Any, limit: int = 120) -> str:
-    is_quoted = isinstance(value, str) and (value.split() != [value] or "]" in value)
+    is_quoted = isinstance(value, str) and not PLAIN.fullmatch(value)
     text = encodable(repr(value) if is_quoted else str(value))
     if len(text) <= limit:
         return text
