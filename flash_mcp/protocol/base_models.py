@@ -269,11 +269,20 @@ def _looks_like_path(name: str) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return cast("dict[str, Any]", json.loads(path.read_text()))
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         raise _unusable(path.parent, f"it has no {path.name}") from None
     except ValueError as error:
         raise _unusable(path.parent, f"its {path.name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise _unusable(path.parent, f"its {path.name} is no JSON object")
+    return cast("dict[str, Any]", value)
+
+
+NO_SAFETENSORS = (
+    struct.error, ValueError, OverflowError, MemoryError, LookupError, TypeError, AttributeError,
+)  # fmt: skip
+"""What reading another file as one of safetensors raises."""
 
 
 def _weight_counts(folder: Path) -> Iterator[int]:
@@ -286,14 +295,15 @@ def _weight_counts(folder: Path) -> Iterator[int]:
             try:
                 (length,) = struct.unpack("<Q", stream.read(8))
                 header: dict[str, Any] = json.loads(stream.read(length))
-            except (struct.error, ValueError, OverflowError, MemoryError) as error:
+                tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+                end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+                counts = [math.prod(entry["shape"]) for entry in tensors]
+                is_cut = path.stat().st_size < 8 + length + end
+            except NO_SAFETENSORS as error:
                 raise _unusable(folder, f"{path.name} is not a safetensors file") from error
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-        if path.stat().st_size < 8 + length + end:
+        if is_cut:
             raise _unusable(folder, f"{path.name} is cut short")
-        for entry in tensors:
-            yield math.prod(entry["shape"])
+        yield from counts
 
 
 def _unusable(folder: Path, why: str) -> FlashError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,11 @@ def overwrite(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
 
 
+def without_places(folder: Path) -> None:
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [2, 2]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
 def without_template(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
 
@@ -166,11 +172,13 @@ def without_template(folder: Path) -> None:
         (lambda folder: shutil.rmtree(folder), "there is no such folder"),
         (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "its config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "its config.json is no JSON object"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "it has no tokenizer"),
         (lambda folder: (folder / "model.safetensors").unlink(), "it has no weights"),
         (without_template, "no chat template"),
         (cut_short, "model.safetensors is cut short"),
         (overwrite, "model.safetensors is not a safetensors file"),
+        (without_places, "model.safetensors is not a safetensors file"),
     ],
 )
 def test_a_folder_that_lacks_something_is_refused_by_name(tiny_model: Path, tmp_path: Path, damage, why: str) -> None:
