@@ -156,9 +156,10 @@ class Recording:
             for part in parts(self.folder):
                 kept = list(filter(stays, _lines(part)))
                 if removed:
-                    written = part.stat().st_mtime
-                    write_private(part, b"".join(map(_packed, kept)))
-                    os.utime(part, (written, written))  # its time is not over later
+                    with suppress(FileNotFoundError):  # its time was over meanwhile
+                        written = part.stat().st_mtime
+                        write_private(part, b"".join(map(_packed, kept)))
+                        os.utime(part, (written, written))  # its time is not over later
         return len(removed)
 
     def _ratings(self) -> dict[str, float]:
