@@ -127,7 +127,11 @@ class Tasks(Extension):
         except FlashError as error:
             raise MCPError(code=INVALID_PARAMS, message=str(error)) from error
         if job.status == "working":
-            await jobs.cancel(params.task_id)
+            try:
+                await jobs.cancel(params.task_id)
+            except FlashError as error:
+                if error.code != "run_finished":  # it ended meanwhile
+                    raise
         return {"resultType": "complete"}
 
     async def update(
