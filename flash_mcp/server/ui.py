@@ -6,6 +6,7 @@ loads itself anew."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
@@ -268,7 +269,7 @@ async def talk(request: Request) -> Response:
     """A form, and what the deployment answers to it."""
     deployment = request.path_params["deployment"]
     if request.method == "GET":
-        return HTMLResponse(live.talk(open_store(), deployment), headers=HEADERS)
+        return HTMLResponse(await run_sync(live.talk, open_store(), deployment), headers=HEADERS)
     form = await _form(request)
     message = form.get("message", "")
     try:
@@ -278,9 +279,9 @@ async def talk(request: Request) -> Response:
     answers = {deployment: result.adapter.text}
     if result.base:
         answers["base model"] = result.base.text
-    text = live.talk(
-        open_store(), deployment, message, answers, opening=result.opening, raw="raw" in form
-    )
+    options = {"opening": result.opening, "raw": "raw" in form}
+    page = functools.partial(live.talk, open_store(), deployment, message, answers, **options)
+    text = await run_sync(page)
     return HTMLResponse(text, headers=HEADERS)
 
 
