@@ -14,7 +14,7 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult
 
-from flash_mcp.server.http_server import HttpServer, application, names_of
+from flash_mcp.server.http_server import Admission, HttpServer, application
 from flash_mcp.server.mcp_server import build_server
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import NOBODY, Access, Limits, acting_as
@@ -54,12 +54,8 @@ class Team:
 
 @contextmanager
 def team_server(limits: Limits | None = None, *, authenticate: bool = True) -> Generator[Team]:
-    gate = application(
-        build_server(),
-        authenticate=authenticate,
-        hosts=names_of("127.0.0.1"),
-        limits=limits or Limits(requests_per_minute=1_000_000),
-    )
+    admission = Admission(authenticate, limits=limits or Limits(requests_per_minute=1_000_000))
+    gate = application(build_server(), "127.0.0.1", admission)
     server = HttpServer(gate, "127.0.0.1", 0)
 
     def run() -> None:

@@ -75,16 +75,10 @@ def _serve_http(arguments: Arguments) -> None:
     limits = Limits(
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
     )
+    hosts = arguments.allow_host
+    admission = http_server.Admission(authenticate, on_loopback, hosts, limits)
     with supervised():
-        http_server.serve(
-            server,
-            host,
-            port,
-            authenticate=authenticate,
-            on_loopback=on_loopback,
-            allow_hosts=arguments.allow_host,
-            limits=limits,
-        )
+        http_server.serve(server, host, port, admission)
 
 
 def ui(arguments: Arguments) -> None:
@@ -103,8 +97,9 @@ def ui(arguments: Arguments) -> None:
     sys.stderr.write(f"Open {address}\n{by_token}\nCtrl-C ends it.\n")
     if not arguments.no_browser:
         webbrowser.open(address)
+    admission = http_server.Admission(authenticate=True, on_loopback=True, code=code)
     with supervised():
-        http_server.serve(server, host, port, authenticate=True, on_loopback=True, code=code)
+        http_server.serve(server, host, port, admission)
 
 
 def _check_port(host: str, port: int) -> None:

@@ -1,6 +1,6 @@
 """Streamable HTTP for teams: MCP at /mcp behind tokens, uploads, health and metrics.
 
-    serve(server, "0.0.0.0", 8765, authenticate=True)
+    serve(server, "0.0.0.0", 8765, Admission(authenticate=True))
 
 Every request passes the `Gate` first, which checks its host, its token and its rate. It is then
 handled on behalf of the token's owner (see `flash_mcp.state.owners`)."""
@@ -53,29 +53,35 @@ SHUTDOWN_S = 50
 """More than the 45 s that a call may take; calls that wait longer end when the server does."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Whom a server admits."""
+
+    authenticate: bool
+    """Only who has a token."""
+    on_loopback: bool = False
+    """Whether tokens.LOCAL_TOKEN admits the machine's own user."""
+    hosts: Sequence[str] = ()
+    """Names by which it may be called, besides those of its address."""
+    limits: Limits = Limits()  # noqa: RUF009  frozen
+    code: str = ""
+    """Of `Sessions`."""
+
+
 class Gate:
     """ASGI middleware: admits requests, and makes their sender the caller, or raises FlashError."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        authenticate: bool,
-        on_loopback: bool,
-        hosts: Iterable[str],
-        limits: Limits,
-        code: str = "",
-    ) -> None:
-        """`code` is that of `Sessions`."""
+    def __init__(self, app: ASGIApp, admission: Admission, hosts: Sequence[str]) -> None:
         self.app = app
-        self.authenticate = authenticate
-        self.on_loopback = on_loopback
-        self.limits = limits
-        self.local = Caller(LOCAL_OWNER, secrets=frozenset(load_settings().server.secrets))
+        self.authenticate = admission.authenticate
+        self.on_loopback = admission.on_loopback
+        self.limits = admission.limits
+        settings = load_settings().server
+        self.local = Caller(LOCAL_OWNER, secrets=frozenset(settings.secrets))
         self.security = TransportSecurityMiddleware(security_of(hosts))
-        self.sessions = Sessions(code)
-        self.rate = Rate(limits.requests_per_minute)
-        self.streams_per_owner = load_settings().server.streams_per_owner
+        self.sessions = Sessions(admission.code)
+        self.rate = Rate(self.limits.requests_per_minute)
+        self.streams_per_owner = settings.streams_per_owner
         self.streams = Counter[str]()
         self.closing = anyio.Event()
         # Its own threads: calls that hang must not block the admission of others.
@@ -305,18 +311,9 @@ def _counts() -> str:
 # -- the server ------------------------------------------------------------------------------------
 
 
-def application(
-    server: MCPServer[Any],
-    *,
-    authenticate: bool,
-    hosts: Sequence[str],
-    limits: Limits,
-    on_loopback: bool = False,
-    code: str = "",
-) -> Gate:
-    """The ASGI application: MCP, the other routes, and the gate before them. `on_loopback` admits
-    the machine's own user by tokens.LOCAL_TOKEN.
-    """
+def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate:
+    """The ASGI application: MCP, the other routes, and the gate before them."""
+    hosts = [*names_of(host), *admission.hosts]
     app: Starlette = server.streamable_http_app(
         streamable_http_path=MCP_PATH, transport_security=security_of(hosts), host=hosts[0]
     )
@@ -330,14 +327,7 @@ def application(
         Route("/{path:path}", nowhere),
     ]
     app.state.pages = SharedPages()
-    return Gate(
-        app,
-        authenticate=authenticate,
-        on_loopback=on_loopback,
-        hosts=hosts,
-        limits=limits,
-        code=code,
-    )
+    return Gate(app, admission, hosts)
 
 
 class HttpServer(uvicorn.Server):
@@ -365,26 +355,8 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(
-    server: MCPServer[Any],
-    host: str,
-    port: int,
-    *,
-    authenticate: bool,
-    on_loopback: bool = False,
-    allow_hosts: Sequence[str] = (),
-    limits: Limits = Limits(),  # noqa: B008  frozen
-    code: str = "",
-) -> None:
-    """Serve until SIGTERM or SIGINT, and then for SHUTDOWN_S. `code` is that of `Sessions`."""
-    hosts = [*names_of(host), *allow_hosts]
-    gate = application(
-        server,
-        authenticate=authenticate,
-        on_loopback=on_loopback,
-        hosts=hosts,
-        limits=limits,
-        code=code,
-    )
-    with acting_as(NOBODY if authenticate else LOCAL):
+def serve(server: MCPServer[Any], host: str, port: int, admission: Admission) -> None:
+    """Serve until SIGTERM or SIGINT, and then for SHUTDOWN_S."""
+    gate = application(server, host, admission)
+    with acting_as(NOBODY if admission.authenticate else LOCAL):
         HttpServer(gate, host, port).run()
