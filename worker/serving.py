@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -28,12 +29,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from environments.sandbox.kernel import die_with_parent
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.protocol.listening import Listening, free_port, port_taken, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.server_log import STARTED, told_error
 from worker.heartbeat import Cancelled, Heartbeat
 
 log = logging.getLogger("worker")
@@ -51,6 +51,8 @@ NO_MEMORY = (
 )
 COMMAND = ("-P", "-m", "worker.engine.serve")
 DAYS = 365
+STARTED = "Application startup complete"
+"""What uvicorn logs when a server begins to answer."""
 
 
 def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> None:
@@ -155,7 +157,7 @@ def explained(text: str, port: int, *, has_started: bool) -> FlashError:
     """Why the server ended, from its log: its own FlashError, a known cause, or the first exception
     that it names. The log is foreign text: it holds requests, and what chat templates raise.
     """
-    response = None if has_started else told_error(text)
+    response = None if has_started else _early_error(text)
     if response:
         return response
     tail = text[-LOG_TAIL_CHARACTERS:]
@@ -173,6 +175,18 @@ def explained(text: str, port: int, *, has_started: bool) -> FlashError:
         others = "wait for the run that trains on this machine, or undeploy another model"
         code, fix = "out_of_memory", f"{others}, and call deploy again"
     return FlashError(code, what, fix=fix, wrote=wrote)
+
+
+def _early_error(text: str) -> FlashError | None:
+    """What worker.engine.serve wrote before vLLM ran, whose log may hold such lines of others."""
+    if STARTED in text or "Traceback (" in text:
+        return None
+    for line in reversed(text.splitlines()[-5:]):
+        with suppress(ValueError, KeyError, TypeError):
+            response = cast(Json, json.loads(line))
+            if response["code"] in CODES:
+                return FlashError.from_dict(response)
+    return None
 
 
 def _start(job: Json, port: int, scratch: Path) -> _Child:
