@@ -85,6 +85,15 @@ def first_checkpoint(run: Run) -> str:
     return f"it ended before it saved one: train(resume={run.id!r}) starts it over"
 
 
+def unknown_checkpoint(run: Run, step: int | None, saved: Sequence[int]) -> FlashError:
+    """The run has no checkpoint at `step`, or with None no good one; `saved` are its steps."""
+    what = f"run {run.id} has no checkpoint"
+    if step is not None:
+        what += f" at step {step}"
+    fix = f"use one of the steps {list(saved)}" if saved else first_checkpoint(run)
+    return FlashError("unknown_checkpoint", what, run_id=run.id, step=step, fix=fix)
+
+
 def evaluation_at(
     run: Run, evaluations: Sequence[Evaluation], step: int | None, checkpoints: Sequence[int]
 ) -> Evaluation:

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flash_mcp.judgement.attempts import first_checkpoint
+from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.judgement.curve import METRICS, Curve, drawn
 from flash_mcp.judgement.health import WINDOW
-from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import (
     ACTIVE,
     Checkpoint,
@@ -209,12 +208,7 @@ class HistoryTables(RunTable):
         results = [row for row in rows if step is None or row.step == step]
         if results:
             return results[-1]
-        what = f"run {run_id} has no checkpoint"
-        if step is not None:
-            what += f" at step {step}"
-        steps = [row.step for row in rows]
-        fix = f"use one of the steps {steps}" if steps else first_checkpoint(run)
-        raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
+        raise unknown_checkpoint(run, step, [row.step for row in rows])
 
     def _is_stale(self, table: str, run_id: str, row: Mapping[str, Any]) -> bool:
         """Whether a newer attempt reported that step: one that was replaced changes nothing."""
@@ -257,8 +251,7 @@ class HistoryTables(RunTable):
 
     def put_log(self, run_id: str, attempt: int, tail: str) -> None:
         """Keep the end of what the newest attempt printed."""
-        row = {"run_id": run_id, "attempt": attempt, "tail": tail}
-        self._put("logs", row, "INSERT OR REPLACE")
+        self._put("logs", {"run_id": run_id, "attempt": attempt, "tail": tail})
 
     def log(self, run_id: str) -> str:
         """What `put_log` kept; empty if there is nothing."""

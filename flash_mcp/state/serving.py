@@ -9,7 +9,7 @@ from typing import Any
 
 from environments.redaction import PatternRedactor
 from environments.settings import load_settings
-from flash_mcp.judgement.attempts import first_checkpoint
+from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
@@ -24,8 +24,6 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
-
-_BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
 def request(
@@ -239,17 +237,12 @@ def fetch_adapter(store: Store, run: Run, step: int) -> Path:
 def _good_step(folder: RunFolder, run: Run, step: int | None) -> int:
     if step is not None and folder.checkpoints.manifest(step) is not None:
         return step
-    what = f"run {run.id} has no checkpoint"
-    if step is not None:
-        what += f" at step {step}"
-    elif (newest := folder.checkpoints.newest_good()) is not None:
+    if step is None and (newest := folder.checkpoints.newest_good()) is not None:
         return newest
-    steps = folder.checkpoints.steps()
-    fix = f"use one of the steps {steps}" if steps else first_checkpoint(run)
-    raise FlashError("unknown_checkpoint", what, run_id=run.id, step=step, fix=fix)
+    raise unknown_checkpoint(run, step, folder.checkpoints.steps())
 
 
 def _deployment_id(*parts: object) -> str:
     """The same for the same request, so that asking twice at once makes one row."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
-    return "dep-" + "".join(_BASE32[byte % 32] for byte in digest[:8])
+    return "dep-" + "".join(queue.ID_ALPHABET[byte % 32] for byte in digest[:8])
