@@ -197,6 +197,12 @@ class Connection:
     ) -> list[RecordKind]:
         return list(map(kind.from_row, self.query(sql, values)))
 
+    def record(
+        self, kind: type[RecordKind], sql: str, values: Sequence[Any] = ()
+    ) -> RecordKind | None:
+        """The first row."""
+        return next(iter(self.records(kind, sql, values)), None)
+
     def _decoded(self, name: str, value: Any) -> Any:
         if value is None:
             return None

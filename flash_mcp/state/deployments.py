@@ -30,9 +30,9 @@ class DeploymentTable(Connection):
 
     def deployment(self, deployment_id: str) -> Deployment:
         """The deployment of that id, or FlashError(unknown_deployment)."""
-        rows = self.query("SELECT * FROM deployments WHERE id = ?", [deployment_id])
-        if rows:
-            return Deployment.from_row(rows[0])
+        sql = "SELECT * FROM deployments WHERE id = ?"
+        if row := self.record(Deployment, sql, [deployment_id]):
+            return row
         live = [row.id for row in self.deployments(LIVE_DEPLOYMENT)]
         raise FlashError(
             "unknown_deployment",

@@ -258,10 +258,7 @@ def claim(
     values: list[Any] = [now, LATELY_S, target, now + MAX_DELAY_S]
     values += [json.dumps(list(waiting)), json.dumps(list(over)), gpus]
     with store.transaction():
-        rows = store.query(sql, values)
-    if rows:
-        return Run.from_row(rows[0])
-    return None
+        return store.record(Run, sql, values)
 
 
 def claim_server(store: Store, target: str) -> Run | None:
@@ -278,8 +275,7 @@ def claim_server(store: Store, target: str) -> Run | None:
         return None
     with store.transaction():
         claim = f"{CLAIM} WHERE id = ?2 AND state = 'queued' RETURNING *"
-        rows = store.query(claim, [now, rows[0]["id"]])
-    return Run.from_row(rows[0]) if rows else None
+        return store.record(Run, claim, [now, rows[0]["id"]])
 
 
 def queued_ahead(store: Store, run: Run) -> int | None:

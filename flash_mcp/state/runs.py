@@ -52,9 +52,9 @@ class RunTable(Connection):
 
     def run(self, run_id: str) -> Run:
         """FlashError(unknown_run) where there is none of that id. See `server_run`."""
-        rows = self.query("SELECT * FROM runs WHERE id = ? AND serves IS NULL", [run_id])
-        if rows:
-            return Run.from_row(rows[0])
+        sql = "SELECT * FROM runs WHERE id = ? AND serves IS NULL"
+        if run := self.record(Run, sql, [run_id]):
+            return run
         sql = "SELECT id FROM runs WHERE serves IS NULL ORDER BY created DESC LIMIT 1000"
         recent = self.column(sql)
         fix = "call status without run_id for the list of runs"
@@ -66,8 +66,8 @@ class RunTable(Connection):
 
     def server_run(self, run_id: str) -> Run:
         """As `run`, also if it is the model server of a deployment."""
-        rows = self.query("SELECT * FROM runs WHERE id = ? AND serves IS NOT NULL", [run_id])
-        return Run.from_row(rows[0]) if rows else self.run(run_id)
+        sql = "SELECT * FROM runs WHERE id = ? AND serves IS NOT NULL"
+        return self.record(Run, sql, [run_id]) or self.run(run_id)
 
     def runs(
         self, state: str | None = None, limit: int = 20, cursor: str | None = None

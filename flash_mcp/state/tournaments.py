@@ -103,9 +103,9 @@ class Tournament(Record):
 
 def find_tournament(store: Store, tournament_id: str) -> Tournament:
     """FlashError(unknown_tournament)."""
-    rows = store.query("SELECT * FROM tournaments WHERE id = ?", [tournament_id])
-    if rows:
-        return Tournament.from_row(rows[0])
+    sql = "SELECT * FROM tournaments WHERE id = ?"
+    if row := store.record(Tournament, sql, [tournament_id]):
+        return row
     existing = store.column("SELECT id FROM tournaments ORDER BY created DESC LIMIT 100")
     raise FlashError(
         "unknown_tournament",
