@@ -405,12 +405,16 @@ class RunReconciler:
 
     def _read(self, run: Run, attempt: Attempt) -> None:
         # Where each read is due by its news, the reader need not hold back.
-        if attempt.reader.read(now=self.target.read_every_s > 0):
-            prune_checkpoints(self.store, run)
+        self._take_in(run, attempt, now=self.target.read_every_s > 0)
         self._note_damage(run, attempt)
-        self._store_log(attempt)
         attempt.read_at = attempt.watched_s
         attempt.writes_read = (attempt.beat or {}).get("writes")
+
+    def _take_in(self, run: Run, attempt: Attempt, *, now: bool = True) -> None:
+        """Read what the attempt has written since the last time."""
+        if attempt.reader.read(now=now):
+            prune_checkpoints(self.store, run)
+        self._store_log(attempt)
 
     def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
         """Seal the secrets for an attempt on another machine, once it asks for them."""
@@ -545,8 +549,7 @@ class RunReconciler:
         with self._despite_trouble(run):
             # Asked first: an attempt that still ends writes its result after all else.
             result = final_result(attempt.folder)
-            attempt.reader.read(now=True)
-            self._store_log(attempt)
+            self._take_in(run, attempt)
             if result:
                 self._finish(run, result["state"], result["step"], result["error"])
                 return
@@ -608,9 +611,7 @@ class RunReconciler:
             self.launcher.cancel(attempt.handle)
         except FlashError as error:  # the engine does not answer: the result counts all the same
             log.warning("%s: attempt %s was not cancelled: %s", run.id, attempt.number, error)
-        if attempt.reader.read(now=True):
-            prune_checkpoints(self.store, run)
-        self._store_log(attempt)
+        self._take_in(run, attempt)
         self._finish(run, result["state"], result["step"], result["error"])
 
     def _end(
