@@ -282,7 +282,7 @@ def test_how_a_text_with_an_at_sign_is_written_is_told(words: list[str], capsys:
     assert "a text that begins with @ is written @@" in out + err and "Traceback" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):
     folder = tmp_path / "sums"
     assert run("env-setup", str(folder))[0] == 0

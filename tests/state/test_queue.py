@@ -467,7 +467,7 @@ def test_runs_that_cannot_start_hold_up_nobody(store: Store, clock: Clock) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_in_a_simulated_week_owners_get_equal_shares_and_nobody_starves(
     store: Store, clock: Clock, devices: int
 ) -> None:

@@ -137,6 +137,7 @@ async def test_the_gate_plays_gold_that_depends_on_the_request(team: Path) -> No
         assert cut.is_cut and not cut.score.success
 
 
+@pytest.mark.long
 async def test_the_gate_passes_an_agent_whose_calls_come_in_any_order(team: Path) -> None:
     """Gold of one task is no gold of another, though each request of that one has gold of its own."""
     report = await gate.check(team, timeout_s=20.0, deadline_s=120.0)

@@ -142,6 +142,7 @@ async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_kille
         assert agents(folder) == []
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fail_and_no_others(tmp_path: Path) -> None:
     folder = tmp_path / "agents"

@@ -232,6 +232,7 @@ async def refused(run_id: str, agent: Path, *options: str, **variables: str) -> 
     return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
 
 
+@pytest.mark.long
 def test_what_a_killed_worker_gave_out_is_given_out_again(
     tiny_model: Path, outside: Path, agent: Path, flash_home: Path
 ) -> None:

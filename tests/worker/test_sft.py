@@ -247,6 +247,7 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     assert warmed.checkpoints.steps() == [1]
 
 
+@pytest.mark.long
 def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Path) -> None:
     shutil.copy(NO_TORCH / "vllm.py", tmp_path)
     run = make_run(
