@@ -39,9 +39,9 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import loading, preflight
 from flash_mcp.tools.shared.configs import env_files
 from flash_mcp.tools.shared.next_steps import after_sample, after_test, passed_on
-from flash_mcp.tools.shared.source_texts import folder_texts
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
 from flash_mcp.tools.shared.truncation import shorten
+from flash_mcp.tools.source_texts import folder_texts
 
 LOAD_TIMEOUT_S = 25.0
 TRACEBACK = "\n| Traceback"

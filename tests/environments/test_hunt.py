@@ -11,7 +11,7 @@ import pytest
 from environments.checks import hunt as hunting
 from environments.checks.hunt import Hunt, hunt
 from environments.process.host import EnvironmentHost
-from flash_mcp.tools.shared.source_texts import folder_texts, source_texts
+from flash_mcp.tools.source_texts import folder_texts, source_texts
 from flash_mcp.tools.starters import Template, env_setup
 from tests.folders import environment_folder
 from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
