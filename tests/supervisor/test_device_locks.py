@@ -110,6 +110,21 @@ def test_a_slot_is_free_when_the_other_state_directorys_attempt_ends(folder: Pat
     assert device_locks.users(UUID, other) == []
 
 
+def test_a_card_is_free_once_an_attempt_is_ended_though_a_child_of_its_shell_takes_long_to_die(
+    folder: Path, tmp_path: Path
+) -> None:
+    is_large = tmp_path / "is large"
+    large = f"memory = b'x' * 2**29; pathlib.Path({str(is_large)!r}).touch(); signal.pause()"
+    program = folder.parent / "bin" / "rm"  # what the shell calls before it becomes the worker
+    program.write_text(f"#!{sys.executable}\nimport pathlib, signal\n{large}\n")
+    program.chmod(0o755)
+    launcher = LocalLauncher(tmp_path / "here" / "records", gpus=["0"])
+    handle = launcher.submit(local(tmp_path / "here").launch())
+    wait_for(is_large.exists)
+    launcher.cancel(handle)
+    assert device_locks.users(UUID, tmp_path / "other") == []
+
+
 @pytest.fixture
 def four(folder: Path) -> list[str]:
     """The UUIDs of four GPUs that nvidia-smi knows, of which the third is the emptiest."""

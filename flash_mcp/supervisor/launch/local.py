@@ -83,8 +83,9 @@ class Record:
             wait_for(lambda: not self._kill_members(), SIGNAL_TIMEOUT_S)
 
     def _kill_members(self) -> bool:
-        """Kill the members that carry the mark; whether there were any. The group may be another's
-        by now: once all members have ended, its number is free.
+        """Kill the members; whether there were any. Once its first process is gone, only those that
+        carry the mark: when all members have ended, the number is free, and another's group may
+        have it.
         """
         result = False
         for path in Path("/proc").glob("[0-9]*"):
@@ -102,6 +103,8 @@ class Record:
         fields = (process / "stat").read_text().rpartition(") ")[2].split()
         if fields[0] in "ZX" or int(fields[2]) != self.pid:
             return False
+        if self._state() is not None:
+            return True
         mark = f"{MARK}={self.boot} {self.pid}".encode()
         return mark in (process / "environ").read_bytes().split(b"\0")
 
