@@ -35,7 +35,7 @@ def main() -> None:
     arguments = [bounds.dump(), *map(str, pipes)]
     if interpreter == sys.executable:
         _close_others(pipes)
-        gc.disable()  # what the import makes stays; to look at it for garbage takes a tenth longer
+        gc.disable()  # importing leaves no garbage, and looking for some takes a tenth of the time
         from environments.process import child  # noqa: PLC0415  the warden needs none of it
 
         gc.enable()

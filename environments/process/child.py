@@ -76,13 +76,13 @@ EXPECTED_CHARACTERS = 2000
 PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
 """Size of one page of the task list. In JSON a character takes up to 12 bytes."""
 CANCEL_TIMEOUT_S = 1.0
-RETURNING = {
+INSTANT_METHODS = {
     Environment.episode_tools,
     Environment.normalize_response_text,
     Environment.sft_completion,
     EnvironmentSingleTurn.max_episode_turns,
 }
-"""Methods of ours that only return what is there: a thread would take longer than the call."""
+"""Defaults of the contract that only return what is there, so that they need no thread."""
 ALONE = "score_episode must return a RewardResult"
 
 
@@ -473,7 +473,7 @@ class Child:
                 if pool is self._main_thread or getattr(owner, "main_thread", False):
                     return await self._main_thread.result(method(*args))
                 return await method(*args)
-            if getattr(method, "__func__", None) in RETURNING:
+            if getattr(method, "__func__", None) in INSTANT_METHODS:
                 return method(*args)
             value, error = await self._in_thread(
                 pool or self._pool, task, functools.partial(method, *args)
