@@ -35,7 +35,7 @@ def to_json(body: Any, **options: Any) -> str:
 
 
 def answer(arguments: Namespace, body: Any, text: str | None = None, **options: Any) -> None:
-    """Print `body` as JSON where --json was given, else `text`, by default what `render` makes."""
+    """Print `body` as JSON with --json, else `text`, by default what `render` makes of it."""
     if text is None:
         text = "\n".join(render(body))
     say(to_json(body, default=str, **options) if arguments.json else text)

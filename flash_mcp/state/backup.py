@@ -163,7 +163,7 @@ def _add_file(archive: tarfile.TarFile, name: str, stream: IO[bytes]) -> None:
 
 
 def _extract(file: Path, into: Path) -> float:
-    """Unpack a backup; when it was made."""
+    """Unpack a backup. Returns when it was saved, as of time.time()."""
     try:
         with tarfile.open(file) as archive:
             archive.extractall(into, filter="data")

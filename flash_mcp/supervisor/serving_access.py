@@ -17,6 +17,8 @@ from flash_mcp.supervisor.targets import launcher_of
 
 
 class ServingAccess(Protocol):
+    """What differs between the places where model servers run."""
+
     is_shared: bool
     """Whether the deployments of a base model share a server."""
 
@@ -25,7 +27,7 @@ class ServingAccess(Protocol):
         ...
 
     def addresses(self, run: Run, listening: Listening) -> list[str]:
-        """Those of the addresses that a server named at which it may be."""
+        """The addresses that may be tried, of those that a server named."""
         ...
 
     def log(self, run: Run) -> str | None:
@@ -33,7 +35,7 @@ class ServingAccess(Protocol):
         ...
 
     def unreachable(self, ways: str, seconds: float) -> FlashError:
-        """Why a server that listens is given up: none of `ways` led to it for so long."""
+        """The error of a server that listens but could not be reached by `ways` in time."""
         ...
 
 
