@@ -235,10 +235,14 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
 
 
 RANKED = """
+def same_prompt(self, example):
+    return [{"role": "user", "content": "Write."}]
+
 def score_group(self, example, episodes):
     counts = [sum(each in "aeiou" for each in episode.response_text) for episode in episodes]
     return [RewardResult(sorted(counts).index(count) / len(counts)) for count in counts]
 
+reasoning_gym.ReasoningGym.build_prompt_messages = same_prompt
 reasoning_gym.ReasoningGym.score_group = score_group
 """
 
@@ -246,14 +250,15 @@ reasoning_gym.ReasoningGym.score_group = score_group
 def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_of_the_first(
     tiny_model: Path, tmp_path: Path, flash_home: Path
 ) -> None:
+    """The tasks differ in each run of this test, their prompts do not: it trains the same each time."""
     pushed = asyncio.run(env_push("numbers", files=generated_files(4, RANKED)))
     environment = Path(open_store().environment(pushed.environment).path)
     run = make_run(tmp_path / "run", tiny_model, environment=environment, steps=2)
-    with Attempt(run) as first:
+    with Attempt(run, one_by_one=True) as first:
         assert first.wait() == 0, first.log_path.read_text()
     second_number = run.reopen() + 1
     make_run(tmp_path / "run", tiny_model, environment=environment, steps=4)
-    with Attempt(run, second_number) as second:
+    with Attempt(run, second_number, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["step"] == 4
     rows = {step: run.rollouts(step) for step in run.rollout_steps()}
