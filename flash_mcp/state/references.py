@@ -18,7 +18,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
 from flash_mcp.state.owners import LOCAL_OWNER, caller, refuse_server_side
-from flash_mcp.state.serving import fetch_adapter, find_deployment
+from flash_mcp.state.serving import find_deployment, saved_adapter
 from flash_mcp.state.store import Store
 from flash_mcp.state.versions import Files, folder_files, inline_files, staged
 
@@ -190,9 +190,7 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
     if step == 0:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
     checkpoint = store.checkpoint(run_id, step)
-    path = fetch_adapter(store, run, checkpoint.step)
-    adapter: Json = {"path": str(path), "run_id": run_id}
-    adapter |= {"step": checkpoint.step, "digest": checkpoint.digest}
+    adapter = saved_adapter(store, run, checkpoint)
     return Subject(card.name, card.context, checkpoint.step, run, adapter)
 
 

@@ -14,7 +14,7 @@ from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Limits, Recording
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run, without_none
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Checkpoint, Deployment, Json, Run, without_none
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
@@ -232,6 +232,13 @@ def fetch_adapter(store: Store, run: Run, step: int) -> Path:
         digest = store.checkpoint(run.id, step).digest
     into = store.base / "adapters" / f"{run.id}-{step}"
     return folder_of(run).checkpoints.fetch(step, into, whole=False, digest=digest)
+
+
+def saved_adapter(store: Store, run: Run, checkpoint: Checkpoint) -> Json:
+    """A checkpoint's adapter as job.json names it. Raises as `fetch_adapter` does."""
+    place = str(fetch_adapter(store, run, checkpoint.step))
+    step, digest = checkpoint.step, checkpoint.digest
+    return {"path": place, "run_id": run.id, "step": step, "digest": digest}
 
 
 def _good_step(folder: RunFolder, run: Run, step: int | None) -> int:

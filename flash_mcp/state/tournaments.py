@@ -26,7 +26,7 @@ from flash_mcp.protocol.spec import ResolvedEval
 from flash_mcp.state import queue
 from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, Caller, acting_as, caller
 from flash_mcp.state.runs import folder_of
-from flash_mcp.state.serving import fetch_adapter
+from flash_mcp.state.serving import saved_adapter
 from flash_mcp.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -268,8 +268,7 @@ def _add_round(store: Store, row: Tournament, arms: Sequence[int], tasks: Sequen
             reference = str(row.checkpoint(arm))
             run_id, _, step = reference.partition("@")
             saved = store.checkpoint(run_id, int(step))
-            place = str(fetch_adapter(store, store.run(run_id), saved.step))
-            adapter = {"path": place, "run_id": run_id, "step": saved.step, "digest": saved.digest}
+            adapter = saved_adapter(store, store.run(run_id), saved)
             changes |= {"checkpoint": reference, "step": saved.step}
         resolved = ResolvedEval.model_validate(entry["resolved"])
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=changes)})
