@@ -54,7 +54,7 @@ from environments.faults import REASONING_GYM_BUILDS, EnvironmentFault
 from environments.locks import lock as wait_for_lock
 from environments.locks import try_lock
 from environments.sandbox import kernel, namespaces, scratch, warden
-from environments.sandbox.needs import Bounds, Needs
+from environments.sandbox.needs import PYTHON, Bounds, Needs
 from environments.settings import load_settings, machine_directory, read_small, state_directory
 from environments.untrusted_text import visible
 
@@ -237,7 +237,7 @@ def _start(target: Path, requested: list[str]) -> tuple[subprocess.Popen[bytes],
         json.dump(_variables(secret=True), credentials)
         credentials.flush()
         process = subprocess.Popen(
-            (sys.executable, "-P", "-m", "environments.process.requirements", target),
+            (*PYTHON, "environments.process.requirements", target),
             stdin=credentials,
             stdout=log,
             stderr=log,

@@ -20,7 +20,10 @@ SYSTEM = (
     "/sys/devices/system", "/sys/fs/cgroup", "/sys/kernel/mm",
 )  # fmt: skip
 """Where installed programs are, and what the kernel tells them: processors, memory and limits."""
-WARDEN = (sys.executable, "-P", "-m", "environments.process")
+PYTHON = (sys.executable, "-P", "-s", "-m")
+"""Starts a module of ours with a HOME that foreign code has written to: -s ignores packages there,
+whose .pth files would run outside the sandbox."""
+WARDEN = (*PYTHON, "environments.process")
 """What starts a program in the sandbox: followed by our own pid, bounds and the program."""
 PLAYS_OUTSIDE = "`flash-mcp gateway RUN_ID -- PROGRAM` plays them"
 READABLE_VARIABLE = "FLASH_READABLE"
