@@ -280,9 +280,10 @@ def _kibibytes(pid: int, file: str, *names: str) -> int:
     """The sum of the lines of /proc/PID/FILE that have these names."""
     total = 0
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/{file}").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name in names:
+        # The process chose its own name, which may hold any line end but this one.
+        for line in Path(f"/proc/{pid}/{file}").read_bytes().split(b"\n"):
+            name, _, value = line.partition(b":")
+            if name.decode(errors="replace") in names:
                 total += int(value.split()[0])
     return total
 
