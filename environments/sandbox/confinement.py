@@ -19,7 +19,7 @@ import resource
 import sys
 
 from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, keep_capabilities, libc, set_dumpable
-from environments.sandbox.landlock import knows_ports, restrict_files
+from environments.sandbox.landlock import knows_ports, knows_truncation, restrict_files
 from environments.sandbox.namespaces import Own, become
 from environments.sandbox.needs import FILE, Bounds
 from environments.sandbox.seccomp import filter_calls
@@ -72,6 +72,7 @@ def confine(bounds: Bounds, own: Own) -> dict[str, str]:
         allow_sockets=needs.network,
         allow_tcp=own.loopback or has_port,
         has_processes=own.has_processes,
+        allow_truncate=own.has_root or knows_truncation(),
     )
     if needs.network and not results["network"]:
         results["network"] = f"open: {FILE} asks for it and {SETTINGS_FILE} grants it"

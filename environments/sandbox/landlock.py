@@ -29,6 +29,8 @@ BIND_TCP = 1
 CONNECT_TCP = 2
 PORTS_SINCE = 4
 """The version of Landlock that knows rules for ports (Linux 6.7)."""
+TRUNCATE_SINCE = 3
+"""The version of Landlock that says which files may be emptied (Linux 6.2)."""
 EXECUTE = 1
 WRITE_FILE = 1 << 1
 READ_FILE = 1 << 2
@@ -59,6 +61,10 @@ Right = tuple[str | Path, int]
 
 def knows_ports() -> bool:
     return landlock_version() >= PORTS_SINCE
+
+
+def knows_truncation() -> bool:
+    return landlock_version() >= TRUNCATE_SINCE
 
 
 def restrict_files(bounds: Bounds, own: Own, port: int) -> tuple[str, str]:
@@ -108,7 +114,7 @@ def _ruleset(version: int, rights: Iterable[Right], *, port: int = 0) -> int:
     """The descriptor of rules for paths. With a `port`, TCP reaches and serves no other one."""
     # A kernel accepts only the rights that it knows. It does not restrict the others.
     handled = ALL_OF_VERSION_1
-    for right, since in ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5)):
+    for right, since in ((REFER, 2), (TRUNCATE, TRUNCATE_SINCE), (IOCTL_DEV, 5)):
         if version >= since:
             handled |= right
     scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS if version >= 6 else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import struct
 
 from environments.sandbox.kernel import checked, libc
@@ -38,6 +39,10 @@ OF_A_PROCESS = (
 """What changes the process that its first argument names, 0 for the caller."""
 NAMESPACES = 0x7E020000
 """The flags of clone that ask for namespaces."""
+LENGTH_FLAGS = os.O_ACCMODE | os.O_TRUNC
+LENGTH_IS_KEPT = (0, 1, 2, 3, os.O_TRUNC | os.O_WRONLY, os.O_TRUNC | os.O_RDWR)
+"""What these flags of an open may be where Landlock does not refuse to empty a file: only what asks
+to write as well, which Landlock does refuse."""
 CLONE3 = 435
 """Its flags are in memory, where no filter sees them. Where it is missing, programs call clone."""
 
@@ -49,11 +54,14 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def filter_calls(*, allow_sockets: bool, allow_tcp: bool, has_processes: bool) -> str:
+def filter_calls(
+    *, allow_sockets: bool, allow_tcp: bool, has_processes: bool, allow_truncate: bool = True
+) -> str:
     """Why system calls cannot be refused; "" if they are. `allow_tcp` allows TCP over IPv4 alone.
     Sockets of Unix are never allowed alone: they reach other programs through files.
 
-    `has_processes`: the code has a PID namespace, so that it finds no process of others."""
+    `has_processes`: the code has a PID namespace, so that it finds no process of others.
+    `allow_truncate`: something else decides which files may be emptied."""
     try:
         architecture, calls = allowed_calls()
     except KeyError as machine:
@@ -83,6 +91,12 @@ def filter_calls(*, allow_sockets: bool, allow_tcp: bool, has_processes: bool) -
         conditions |= dict.fromkeys(OF_A_PROCESS, _must(errno.EPERM, 0, 0))
         for name, kind in (("setpriority", PRIO_PROCESS), ("ioprio_set", IOPRIO_WHO_PROCESS)):
             conditions[name] = [*_must(errno.EPERM, 0, kind), *_must(errno.EPERM, 1, 0)]
+    if not allow_truncate:
+        conditions["truncate"] = [_refuse(errno.EACCES)]
+        # Its flags are in memory. Where it is missing, programs call openat.
+        conditions["openat2"] = [_refuse(errno.ENOSYS)]
+        for place, name in enumerate(("open", "openat"), start=1):
+            conditions[name] = _must(errno.EACCES, place, *LENGTH_IS_KEPT, mask=LENGTH_FLAGS)
     for name, number in calls.items():
         # The kernel remembers which calls need no look at their arguments.
         steps += _for(number, [*conditions.get(name, ()), (RETURN, 0, 0, ALLOW)])

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ import pytest
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox import warden
 from environments.sandbox.confinement import describe
-from environments.sandbox.needs import Needs
+from environments.sandbox.needs import PYTHON, WARDEN, Needs
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
 from tests.folders import allow, environment_folder
@@ -518,6 +519,32 @@ async def test_processes_that_end_while_their_memory_is_read_do_not_count(monkey
     monkeypatch.setattr(warden, "_kibibytes", read)
     assert not warden._uses_more({*alive}, 500 << 20)
     assert warden._uses_more({*alive}, 200 << 20)
+
+
+@pytest.mark.hostile("resources")
+@pytest.mark.parametrize("name", ["\x0bRssAnon:-99999", "\rRssAnon:much"])
+async def test_the_name_of_a_process_takes_nothing_from_its_memory(name: str) -> None:
+    code = f"import ctypes; ctypes.CDLL(None).prctl(15, {name.encode()!r}); print(flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout and process.stdout.readline()
+        assert name.strip().encode() in Path(f"/proc/{process.pid}/status").read_bytes()[:40]
+        assert 1000 < warden._resident(process.pid) < 10**6
+
+
+@pytest.mark.hostile("scratch")
+def test_packages_in_a_home_that_foreign_code_writes_to_do_not_run_outside_the_sandbox(tmp_path: Path) -> None:
+    """Virtual environments have no such packages; the Python of a machine does."""
+    variables = {"HOME": str(tmp_path)}
+    python = cast("Any", sys)._base_executable
+    where = [python, "-P", "-c", "import site; print(site.getusersitepackages())"]
+    packages = Path(subprocess.check_output(where, env=variables, text=True, timeout=WAIT_S).strip())
+    packages.mkdir(parents=True)
+    (packages / "attacker.pth").write_text("import os; os.write(1, b'ran')\n")
+    assert subprocess.check_output([python, "-P", "-c", ""], env=variables, timeout=WAIT_S) == b"ran"
+    command = [python, *PYTHON[1:], "this"]
+    assert b"ran" not in subprocess.check_output(command, env=variables, timeout=WAIT_S)
+    assert WARDEN[: len(PYTHON)] == PYTHON
 
 
 @pytest.mark.hostile("resources")

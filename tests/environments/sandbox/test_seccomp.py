@@ -48,6 +48,36 @@ def test_every_call_that_is_not_on_the_list_is_refused() -> None:
     assert told == expected
 
 
+EMPTYING = """
+import os, sys
+from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, libc
+from environments.sandbox.seccomp import filter_calls
+libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+options = {"allow_sockets": False, "allow_tcp": False, "has_processes": True}
+assert filter_calls(**options, allow_truncate=False) == ""
+path, own = sys.argv[1:]
+for empty in (lambda: os.truncate(path, 0), lambda: os.open(path, os.O_RDONLY | os.O_TRUNC),
+              lambda: os.open(path, os.O_ACCMODE | os.O_TRUNC)):
+    try:
+        empty()
+    except PermissionError:
+        print("refused")
+with open(own, "w") as file:
+    file.write("abc")
+    file.truncate(1)
+print(open(own).read())
+"""
+
+
+@pytest.mark.hostile("files")
+def test_no_file_can_be_emptied_that_may_only_be_read_where_landlock_does_not_see_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "flash.db"
+    path.write_text("all runs")
+    command = [sys.executable, "-c", EMPTYING, path, tmp_path / "own"]
+    assert subprocess.check_output(command, timeout=WAIT_S, text=True).split() == ["refused"] * 3 + ["a"]
+    assert path.read_text() == "all runs"
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64" or not HEADERS.is_file(), reason="needs the kernel's headers")
 def test_the_numbers_are_those_of_the_kernel() -> None:
     numbers = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", HEADERS.read_text())}
