@@ -145,6 +145,7 @@ class Reporter(TrainerCallback):
         def factor(step: int) -> float:
             return rate_factor(self.spec, step, state.max_steps)
 
+        scheduler.last_epoch = state.global_step  # a fresh optimizer comes with a fresh scheduler
         scheduler.lr_lambdas = [factor for _ in scheduler.lr_lambdas]
         for group in scheduler.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
