@@ -72,7 +72,7 @@ async def preflight(
     async def look(index: int) -> tuple[int, int]:
         opening = await host.open("train", index)
         await host.close(opening.episode)
-        tokens = len(Transcript(template, opening.messages))
+        tokens = len(Transcript(template, opening.messages, opening.tools))
         if tokens >= max_length:
             raise FlashError(
                 "prompt_too_long",

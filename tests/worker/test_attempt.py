@@ -32,7 +32,7 @@ from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import env_push
 from tests.attempts import VOWELS, Attempt, held, make_run, messages_of
-from tests.folders import generated_files
+from tests.folders import environment_folder, generated_files
 from tests.tiny import make_tokenizer
 from tests.waiting import wait_for
 from tests.watch import is_running, listening_ports
@@ -471,6 +471,20 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
         assert "the simulator is busy" in caught.value.wrote
         with pytest.raises(FlashError, match="1 of 1 train tasks"):
             await preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
+
+
+@pytest.mark.anyio
+async def test_the_tools_of_a_task_are_part_of_its_prompt(tmp_path: Path) -> None:
+    function = {"name": "look", "description": "word " * 50, "parameters": {"type": "object", "properties": {}}}
+    source = f"""
+class Sample(Addition):
+    def episode_tools(self, example):
+        return [{{"type": "function", "function": {function!r}}}]
+"""
+    template = ChatTemplate(make_tokenizer())
+    async with await EnvironmentHost.start(environment_folder(tmp_path / "e", source)) as host:
+        tokens, _ = await preflight(host, template, 2048, 1, max_error_share=0.0, advance=lambda: None)
+    assert tokens > 300
 
 
 def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path: Path) -> None:
