@@ -266,6 +266,9 @@ def test_thinking_costs_nothing_while_a_task_is_unsolved():
     metrics = summarize([group], 0.01)
     assert metrics["rollouts/overthinking_share"] == 0.0, "it was not cut off"
     assert metrics["tokens/thinking_penalty"] == pytest.approx((2 * unit + unit + 0.0 + unit) / 5)
+    solved = [rollout(THOUGHTS, 1.0, success=True), rollout("4", 1.0, success=True)]
+    shares = [summarize([solved], coef)["groups/uniform_share"] for coef in (0.0, 0.01)]
+    assert shares == [1.0, 0.0], "what thinking costs teaches too"
     for item in group:
         item.success = False
     assert not any(thinking_penalties(group, 0.01)), "brevity is worth nothing yet"

@@ -36,7 +36,7 @@ def summarize(groups: Sequence[Sequence[Rollout]], thinking_coef: float = 0.0) -
         "reward/mean": mean(rewards),
         "reward/std": _deviation(rewards),
         "success/rate": mean(rollout.success for rollout in valid),
-        **_group_shares(passed),
+        **_group_shares(passed, thinking_coef),
         "rollouts/truncated_share": mean(transcript.truncated for transcript in transcripts),
         "rollouts/repeated_share": repeated_share(scored),
         "rollouts/error_share": 1 - len(valid) / total,
@@ -127,16 +127,18 @@ def _reward_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
-def _group_shares(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
+def _group_shares(groups: Sequence[Sequence[Rollout]], thinking_coef: float) -> dict[str, Any]:
     """Shares of groups, without the rollouts that the environment failed. A group that is empty
-    without them is uniform and counts in no other share.
+    without them is uniform and counts in no other share. What thinking costs teaches too.
     """
     shares: dict[str, list[bool]] = {"uniform": [], "zero": [], "solved": [], "unsolved": []}
     for group in groups:
         rewards = {rollout.reward for rollout in group}
         outcomes = {rollout.success for rollout in group}
         has_turns = any(rollout.has_turn_rewards for rollout in group)
-        shares["uniform"].append(len(rewards) <= 1 and not has_turns)
+        penalties = thinking_penalties(group, thinking_coef)
+        is_uniform = len(rewards) <= 1 and len(set(penalties)) <= 1
+        shares["uniform"].append(is_uniform and not has_turns)
         if group:
             shares["zero"].append(rewards == {0.0})
             shares["solved"].append(outcomes == {True})
