@@ -35,6 +35,7 @@ from tests.places import ROOT, VOWELS
 from tests.server.test_mcp_server import free_port, serving
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
+from tests.waiting import WAIT_S
 from worker.rollouts import gateway as gateway_module
 from worker.rollouts.gateway import Gateway
 from worker.rollouts.scheduler import Generator as Turns
@@ -303,6 +304,16 @@ async def test_what_nobody_takes_or_brings_back_is_dropped(tmp_path: Path, monke
         outside = await opened.take()
         assert outside is not None
         (lost,) = await playing
+        assert lost.error is not None and "that took the task sent no result within 0.5 s" in lost.error["what"]
+
+
+@pytest.mark.anyio
+async def test_a_task_that_is_taken_late_and_not_brought_back_is_dropped_as_soon(tmp_path: Path) -> None:
+    async with gateway(tmp_path, timeout_s=0.5) as opened:
+        playing = asyncio.ensure_future(rollouts(opened))
+        await asyncio.sleep(0.3)
+        assert await opened.take() is not None
+        (lost,) = await asyncio.wait_for(playing, WAIT_S)
         assert lost.error is not None and "that took the task sent no result within 0.5 s" in lost.error["what"]
 
 

@@ -192,7 +192,8 @@ class Gateway:
                 left_s = since + limit_s - self._loop.time()
                 if left_s <= 0:
                     raise EnvironmentFault("environment_timeout", f"{what} {limit_s:g} s")
-                await asyncio.wait((task,), timeout=left_s)
+                # Not longer: a program may take the task meanwhile.
+                await asyncio.wait((task,), timeout=min(left_s, self._host.timeout_s))
             return task.result()
         finally:
             task.cancel()
