@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -284,12 +285,12 @@ def packs_of(
     width = trained_BC.size(1)
     starts = ids_BT.size(1) - width
     packs: list[Pack] = []
-    if longest == FLASH_TOKENS and any(forks_B or ()):  # trees have a mask
-        longest = None
-    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens, way, longest):
+    limit = partial(pack_limit, longest=longest, has_mask=any(forks_B or ()))
+    of_memory = partial(limit, keep_tokens=keep_tokens)
+    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, way, of_memory):
         forks = [forks_B[row] if forks_B else () for row in rows]
         completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
-        is_long = len(prompt) + len(completions[0]) > pack_limit(len(prompt), longest=longest)
+        is_long = len(prompt) + len(completions[0]) > limit(len(prompt))
         if any(forks) if way != Way.PACKED else forks[0] and is_long:
             packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows, way)
             continue
@@ -364,14 +365,9 @@ def recompute(causal_lm: Any, on: bool) -> None:
 
 
 def _rows_of_packs(
-    ids_BT: Tensor,
-    seen_BT: Tensor,
-    starts: int,
-    keep_tokens: float,
-    way: Way,
-    longest: float | None,
+    ids_BT: Tensor, seen_BT: Tensor, starts: int, way: Way, limit_of: Callable[[int], float]
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """(prompt, rows) of each pack."""
+    """(prompt, rows) of each pack; `limit_of` is `pack_limit` of a prompt's tokens."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row in range(ids_BT.size(0)):
         prompt: Any = ids_BT[row, :starts][seen_BT[row, :starts].bool()]
@@ -381,7 +377,7 @@ def _rows_of_packs(
         prompt = ids_BT.new_tensor(key)
         shared = 0 if way == Way.ROWS else len(prompt)
         own = len(prompt) - shared
-        limit = pack_limit(shared, keep_tokens, longest)
+        limit = limit_of(shared)
         pack: list[int] = []
         size = shared
         for row in rows:
@@ -394,13 +390,22 @@ def _rows_of_packs(
         yield prompt, pack
 
 
-def pack_limit(prompt: int, keep_tokens: float = math.inf, longest: float | None = None) -> float:
-    """The most tokens of a pack of several completions: `longest`, by default what a mask allows,
-    which is more after a long prompt, as that would be computed for each of them. If only
+def pack_limit(
+    prompt: int,
+    keep_tokens: float = math.inf,
+    longest: float | None = None,
+    *,
+    has_mask: bool = False,
+) -> float:
+    """The most tokens of a pack of several completions: `longest`, by default what a mask allows
+    (as trees have one in any case), which is more after a long prompt, as that would be computed
+    for each of them. If only
     `keep_tokens` fit into memory, a pack is split where one more prompt costs less time than
     computing activations twice."""
     masked = min(max(PACK_TOKENS, LONG_PROMPT * prompt), LONG_PROMPT * PACK_TOKENS)
     limit = masked if longest is None else longest
+    if has_mask:
+        limit = min(limit, masked)
     if keep_tokens >= limit:
         return limit
     if prompt * PROMPT_SHARE <= keep_tokens:
