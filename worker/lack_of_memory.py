@@ -40,9 +40,16 @@ def is_memory_error(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     message = str(error).lower()
+    if names_memory(message):
+        return True
     if message == NO_THREAD:
         return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    return message == NO_KERNEL_MEMORY or any(words in message for words in WORDS)
+    return message == NO_KERNEL_MEMORY
+
+
+def names_memory(text: str) -> bool:
+    """Whether a text, in lower case, says that memory ran out."""
+    return any(words in text for words in WORDS)
 
 
 def memory_state(error: BaseException) -> dict[str, float]:

@@ -35,6 +35,7 @@ from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from worker.heartbeat import Cancelled, Heartbeat
+from worker.lack_of_memory import names_memory
 
 log = logging.getLogger("worker")
 ALONE_S = 1800.0
@@ -45,10 +46,6 @@ START_S = 1.0
 STOP_S = 10.0
 TAIL_LINES = 2000
 LOG_TAIL_CHARACTERS = 1500
-NO_MEMORY = (
-    "out of memory|not enough memory|no available memory|available KV cache memory"
-    "|desired GPU memory|MemoryError"
-)
 COMMAND = ("-P", "-m", "worker.engine.serve")
 DAYS = 365
 STARTED = "Application startup complete"
@@ -171,7 +168,7 @@ def explained(text: str, port: int, *, has_started: bool) -> FlashError:
     what = "the server ended" if cause else "the server ended: its log does not say why"
     wrote = f"{cause[0][:400] if cause else ''}\nThe end of its log:\n{tail}"
     code, fix = "deployment_failed", "read the log, correct the cause and call deploy again"
-    if re.search(NO_MEMORY, text, re.IGNORECASE):
+    if names_memory(text.lower()) or "MemoryError" in text:
         others = "wait for the run that trains on this machine, or undeploy another model"
         code, fix = "out_of_memory", f"{others}, and call deploy again"
     return FlashError(code, what, fix=fix, wrote=wrote)
