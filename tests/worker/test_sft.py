@@ -165,7 +165,13 @@ def tune(
         output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip
     session: Any = SimpleNamespace(
-        spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE, try_regression=lambda *_: None
+        spec=spec,
+        writer=writer,
+        heartbeat=heartbeat,
+        reporter=reporter,
+        ranks=ALONE,
+        try_regression=lambda *_: None,
+        end_steps_ahead=lambda: None,
     )
     assert _optimize(trainer, session, _resume_point(writer, scratch), None) == steps
     return spec
@@ -215,7 +221,9 @@ def test_an_attempt_resumes_with_a_fresh_optimizer_if_the_newest_checkpoint_is_d
     paths = [Path((run.checkpoints.manifest(step) or {})["path"]) for step in (1, 2, 3)]
     assert [(path / OPTIMIZER).is_file() for path in paths] == [False, False, True]
     (paths[2] / "adapter_model.safetensors").write_bytes(b"damaged")
-    tune(run, fp32_model, tmp_path, 4)
+    spec = tune(run, fp32_model, tmp_path, 4, "linear", warmup=0.5)
+    rates = [(run.metrics(step) or {})["metrics"]["learning_rate"] for step in (3, 4)]
+    assert rates == pytest.approx([1e-2 * rate_factor(spec, step, 4) for step in (2, 3)])
     said = [(run.event(name) or {})["message"] for name in run.event_names()]
     assert any("checkpoint 2, with a fresh optimizer" in message for message in said)
     assert run.checkpoints.newest_good() == 4
@@ -237,6 +245,7 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     assert losses[-1] < losses[0] - 0.5
     held_out = [tuned.metrics(step)["metrics"].get("eval_loss") for step in (2, 3, 6)]  # pyright: ignore[reportOptionalSubscript]
     assert held_out[0] is None and held_out[2] < held_out[1]
+    assert all(tuned.metrics(step)["metrics"]["entropy"] > 0 for step in range(1, 7))  # pyright: ignore[reportOptionalSubscript]
     assert tuned.checkpoints.steps() == [3, 6] and list(tuned.eval_steps()) == [6] and not tuned.rollout_steps()
 
     start = {"init_adapter": {"path": tuned.checkpoints.verify(6)["path"], "run_id": "sft", "step": 6, "digest": ""}}
