@@ -30,7 +30,7 @@ from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training import attention, memory, packing
 from worker.training.checkpoints import Reporter
-from worker.training.grpo import SCALED, Trainer, advantages_of
+from worker.training.grpo import SCALED, Trainer, advantages_of, turn_advantages
 from worker.training.policy import load_policy
 
 GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
@@ -488,6 +488,16 @@ def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(reward: f
     assert not any(advantages_of(group, settings_of(loss_type="grpo")))
 
 
+def test_what_rounding_leaves_of_a_return_is_no_reward() -> None:
+    """0.1 + 0.25 + 0.3 is less than the exact sum of these three numbers."""
+    group = [Rollout(Task("train", 0, 0, index, 0), "t") for index in range(2)]
+    for rollout, last in zip(group, (0.0, 0.5), strict=True):
+        rollout.turn_rewards = list(enumerate((0.1, 0.25, 0.3, last), start=1))
+        rollout.reward = 0.1 + 0.25 + 0.3 + last
+    turns = turn_advantages(group, settings_of(loss_type="maxrl"))
+    assert [row[3][1] for row in turns] == [-1.0, 1.0]
+
+
 def test_packs_without_a_mask_are_bounded_by_memory_alone() -> None:
     """A prompt of 3,000 tokens and eight answers of 1,000."""
     limit = packing.pack_limit
@@ -501,4 +511,5 @@ def test_packs_without_a_mask_are_bounded_by_memory_alone() -> None:
     assert pack.tokens == work.tokens == 11_000
     assert len(packing.packs_of(*arguments, longest=5500)) == 4, "after memory ran out"
     trees = [[(3500, 3100)]] * 8
-    assert len(packing.packs_of(*arguments, forks_B=trees, longest=packing.FLASH_TOKENS)) == 2, "trees have a mask"
+    for longest in (packing.FLASH_TOKENS, 15_000):
+        assert len(packing.packs_of(*arguments, forks_B=trees, longest=longest)) == 2, "trees have a mask"

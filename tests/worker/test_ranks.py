@@ -35,8 +35,11 @@ from worker.training.grpo import Trainer
 from worker.training.packing import Way
 from worker.training.sft import make_sft_trainer
 
-CASES: dict[str, dict[str, Any]] = {"dr_grpo": {}, "grpo": {"kl_penalty_coef": 0.1}, "bnpo": {}, "dapo": {}, "sft": {}}
-"""Loss types, and sft -> further fields of the run."""
+CASES: dict[str, dict[str, Any]] = {
+    "dr_grpo": {}, "grpo": {"kl_penalty_coef": 0.1}, "bnpo": {}, "dapo": {}, "sft": {},
+    "paths": {"loss_type": "dr_grpo", "importance_sampling": "sequence_truncate"},
+}  # fmt: skip
+"""Loss types, sft, and a tree that only one rank has -> further fields of the run."""
 GROUPS = 3
 LABELS = [[-100] * 4 + [*range(44, 50 + 3 * row)] for row in range(5)]
 
@@ -69,11 +72,16 @@ class Step:
 
     def _grpo(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, int, Any]:
         rollouts = make_rollouts(tokenizer, 1, groups=GROUPS)
+        if case == "paths":
+            common["way"] = Way.ROWS
+            tree = max((rollout.transcript for rollout in rollouts[-SIZE:] if rollout.transcript), key=len)
+            start = len(tree.prompt_ids)
+            tree.forks = [(start + 3, start + 1)]
         own = common["ranks"].mine([rollouts[at : at + SIZE] for at in range(0, GROUPS * SIZE, SIZE)])
         trainer = Trainer(
             self.policy,
             tokenizer,
-            settings_of(loss_type=case, batch_size=GROUPS, **CASES[case]),
+            settings_of(**{"loss_type": case, "batch_size": GROUPS, **CASES[case]}),
             rollouts_of=lambda step: list(itertools.chain.from_iterable(own)),
             max_completion=MAX_COMPLETION,
             **common,

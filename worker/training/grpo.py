@@ -110,8 +110,12 @@ class Trainer(GRPOTrainer):
             rollouts = self._rollouts_of(self.state.global_step + 1)
             groups = groups_of(rollouts, self._spec.rollouts_per_prompt)
             self._groups = [self._tensors(group) for group in groups]
+            if self._passes.is_shared:  # between passes with gradients no other can be made
+                for inputs in self._groups:
+                    if self._needs_whole_rows(self._packs(inputs)):
+                        inputs["known_logps"] = self._known_logps(inputs)
             with torch.no_grad():
-                self._passes.finish()  # those of the reference
+                self._passes.finish()  # those without gradients
             trained = torch.stack([inputs["mask"].sum() for inputs in self._groups]).sum()
             trained = self._ranks.sum(trained)
             share = self.state.global_step / max(1, self.state.max_steps)
@@ -226,14 +230,14 @@ class Trainer(GRPOTrainer):
     ) -> Tensor:
         spec = self._spec
         # Without advantage, KL and entropy a group's gradient is zero.
-        if not (inputs["kl_coef"] or spec.entropy_coef or inputs["advantages"].any()):
+        teaches = inputs["kl_coef"] or spec.entropy_coef or inputs["advantages"].any()
+        if not (teaches and inputs["mask"].any()):
             return no_loss(model)
         causal_lm = self._unwrapped(model).get_base_model()
-        batch = inputs["ids"], inputs["seen"], inputs["mask"]
-        limits = self._limits
-        arguments = limits.keep_tokens, inputs["forks"], self._way, limits.longest
-        packs = packs_of(*batch, *arguments)
-        known_GC = self._known_logps(inputs) if self._needs_whole_rows(packs) else None
+        packs = self._packs(inputs)
+        known_GC = inputs.get("known_logps")
+        if known_GC is None and self._needs_whole_rows(packs):
+            known_GC = self._known_logps(inputs)
         metrics = Metrics()
 
         def loss(pack: Pack, logps_N: Tensor, entropies_N: Tensor) -> Tensor:
@@ -244,13 +248,18 @@ class Trainer(GRPOTrainer):
             return value
 
         options = {"temperature": self.temperature, "trains_entropy": spec.entropy_coef > 0}
-        total = limits.sum_of(self, causal_lm, packs, loss, **options)
+        total = self._limits.sum_of(self, causal_lm, packs, loss, **options)
         means = metrics.means()
         if (squared := means.pop("is_ratio/squared", 0.0)) > 0:
             means["is_ratio/effective_share"] = means["is_ratio/mean"] ** 2 / squared
         for name, value in means.items():
             cast(Any, self)._metrics["train"][name].append(value)
         return no_loss(model) if total is None else total
+
+    def _packs(self, inputs: dict[str, Any]) -> list[Pack]:
+        limits = self._limits
+        batch = inputs["ids"], inputs["seen"], inputs["mask"]
+        return packs_of(*batch, limits.keep_tokens, inputs["forks"], self._way, limits.longest)
 
     def _needs_whole_rows(self, packs: Sequence[Pack]) -> bool:
         """Whether tokens are weighed by their whole rollout, and one of them is in several packs: a
@@ -403,7 +412,8 @@ def turn_advantages(group: Sequence[Rollout], spec: RunSpec) -> list[Turns]:
         returns: list[float] = []
         for rollout, reward in zip(group, rewards, strict=True):
             earned = math.fsum(value or 0.0 for _, value in rollout.turn_rewards[:turn])
-            returns.append(reward - earned if turn < len(rollout.turn_rewards) else math.nan)
+            value = round(reward - earned, 12)  # what rounding leaves of 0 is 0
+            returns.append(value if turn < len(rollout.turn_rewards) else math.nan)
         reached = [row for row, value in enumerate(returns) if not math.isnan(value)]
         if len(reached) == 1:
             returns = [*rewards[: reached[0]], returns[reached[0]], *rewards[reached[0] + 1 :]]
