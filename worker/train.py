@@ -230,6 +230,7 @@ def _steps(
         raise
     except Finished:
         pass
+    session.end_steps_ahead()
     step = trainer.state.global_step
     is_due = spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)
     if is_due and not heartbeat.cancelled.is_set():

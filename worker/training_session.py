@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
@@ -72,6 +72,8 @@ class TrainingSession(Session[RunSpec]):
         if spec.task_sampling == "useful":
             total = self.host.splits["train"]
             self._choice = TaskChoice(total, spec.rollouts_per_prompt, spec.seed)
+        self._next_choice = self._choice
+        """With what the step under way taught, of which no checkpoint may know yet."""
         self.ratios: dict[str, float] = {}
         """Of the environments of a mixture."""
         self.reporter.add_files = self._add_files
@@ -90,8 +92,12 @@ class TrainingSession(Session[RunSpec]):
         if self._choice:
             self._choice.save(checkpoint)
 
-    def close(self) -> None:
+    def end_steps_ahead(self) -> None:
+        """End the rollouts of steps that will not be made."""
         self.runner.run(self._steps_ahead.aclose())
+
+    def close(self) -> None:
+        self.end_steps_ahead()
         super().close()
 
     def check_memory(self, way: Way, **sizes: Any) -> float:
@@ -134,7 +140,8 @@ class TrainingSession(Session[RunSpec]):
         spec = self.spec
         self.heartbeat.enter("sync", step - 1)
         sync_s = self.sync(step - 1)
-        self.heartbeat.enter("rollout", of=spec.conversations_per_step)
+        own = len(self.own(range(spec.batch_size)))
+        self.heartbeat.enter("rollout", of=own * spec.rollouts_per_prompt)
         started = time.monotonic()
         rollouts = self.wait(self._steps_ahead.take(step, last_begun(spec, step)))
         every = self._from_all(rollouts)
@@ -168,10 +175,9 @@ class TrainingSession(Session[RunSpec]):
             without = {rollout.task.example for rollout in tried}
             examples = choice.draw(step, spec.batch_size, turn=turn + 1, without=without)
             own = self._own_tasks(step, list(map(Example, examples)), len(tried) // size)
-            self.heartbeat.enter("rollout", of=spec.conversations_per_step)
+            self.heartbeat.enter("rollout", of=len(own))
             every = self._from_all(self.collect(own, self.limits))
-        # Only now: a cancel before leaves the beliefs as they were after the step before.
-        self._choice = choice
+        self._next_choice = choice
         self.reporter.pending = {"groups/useful": useful, "groups/tried": len(tried) // size}
         return tried
 
@@ -252,13 +258,13 @@ class TrainingSession(Session[RunSpec]):
         if step <= self.resumed_at and self.writer.folder.evaluation(step):
             return
         self.sync(step)
-        self.heartbeat.enter("eval", step, of=len(examples))
+        tasks = task_groups("eval", examples, 1, lambda number, index, attempt: index)
+        mine = self.own(tasks)
+        self.heartbeat.enter("eval", step, of=len(mine))
         ours = self.limits
         limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
         own: list[records.Rollout] = []
-        tasks = task_groups("eval", examples, 1, lambda number, index, attempt: index)
-        mine = self.own(tasks)
         self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
         parts = self.ranks.gather([row.fields() for row in own])
         if self.deadline:
@@ -299,8 +305,13 @@ class TrainingSession(Session[RunSpec]):
         self.heartbeat.enter("regression", step)
         try:
             rollouts = self.wait(self._regression(split))
-        except (EnvironmentFault, OSError) as error:
-            self.writer.event("warning", f"the regression split was not tried: {error!s:.300}")
+        except (EnvironmentFault, OSError, ExceptionGroup) as error:
+            why: Any = error
+            while isinstance(why, ExceptionGroup):
+                why = cast(Any, why).exceptions[0]
+            if why is not error and getattr(why, "code", "") != "tools_unsupported":
+                raise
+            self.writer.event("warning", f"the regression split was not tried: {why!s:.300}")
             return
         outcomes = {item.task_id: item.success for item in rollouts if item.error is None}
         solved = f"{sum(outcomes.values())} of {len(outcomes)} regression tasks"
@@ -332,6 +343,7 @@ class TrainingSession(Session[RunSpec]):
             self.heartbeat.enter("train")
 
     def _planned(self, step: int, most: int) -> int:
+        self._choice = self._next_choice
         planned, why = self.ranks.from_first(lambda: self._last_step(step, most))
         self.heartbeat.steps = planned
         if planned == step < most:
