@@ -14,7 +14,14 @@ from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Limits, Recording
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Checkpoint, Deployment, Json, Run, without_none
+from flash_mcp.protocol.records import (
+    LIVE_DEPLOYMENT,
+    Checkpoint,
+    Deployment,
+    Json,
+    Run,
+    without_none,
+)
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue

@@ -308,9 +308,7 @@ def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(b
     assert "Killed" in log_end and "Killed" not in error.what + error.fix
 
 
-@pytest.mark.parametrize(
-    "cause", ["throwing 'std::bad_alloc'", "MemoryError: ", "CUDA out of memory"]
-)
+@pytest.mark.parametrize("cause", ["throwing 'std::bad_alloc'", "MemoryError: ", "CUDA out of memory"])
 def test_a_server_that_lacked_memory_says_so(cause: str) -> None:
     assert serving.explained(f"INFO: loading\n{cause}\n", 1, has_started=False).code == "out_of_memory"
 

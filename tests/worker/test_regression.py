@@ -37,7 +37,8 @@ def test_a_run_tries_the_split_before_and_after_and_goes_on_without_one_that_fai
     run = make_run(tmp_path / "other", tiny_model, job={"regression": gone}, steps=1)
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
-    assert run.result()["state"] == "succeeded" and not events_of(run, "regression")
+    result = run.result()
+    assert result and result["state"] == "succeeded" and not events_of(run, "regression")
     assert "the regression split was not tried" in events_of(run, "warning")[0]["message"]
 
 

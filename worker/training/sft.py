@@ -196,7 +196,7 @@ class Tuner(SFTTrainer):
             return {}
         started = time.monotonic()
         loss = self.evaluate()["eval_loss"]
-        cast(Any, self.model).train()  # TRL logs the step's own metrics only then
+        cast(Any, self).model.train()  # TRL logs the step's own metrics only then
         return {"eval_loss": loss, "time/held_out_s": time.monotonic() - started}
 
 

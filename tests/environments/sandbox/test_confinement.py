@@ -523,7 +523,7 @@ async def test_processes_that_end_while_their_memory_is_read_do_not_count(monkey
 
 @pytest.mark.hostile("resources")
 @pytest.mark.parametrize("name", ["\x0bRssAnon:-99999", "\rRssAnon:much"])
-async def test_the_name_of_a_process_takes_nothing_from_its_memory(name: str) -> None:
+def test_the_name_of_a_process_takes_nothing_from_its_memory(name: str) -> None:
     code = f"import ctypes; ctypes.CDLL(None).prctl(15, {name.encode()!r}); print(flush=True); input()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
