@@ -379,13 +379,22 @@ class EnvironmentHost:
         return results
 
     async def stop(self) -> None:
-        """End every child and what it started. Pending calls fail."""
+        """End every child and what it started. Pending calls fail.
+
+        The host gives its place back also if this call is cancelled."""
         self._stopped = True
         for child in self._children:
             child.kill(STOPPED)
-        await asyncio.gather(*(child.gone.wait() for child in self._children))
-        await asyncio.to_thread(scratch.remove, self._scratch)
-        self._scratch_lock.close()
+        self._leaving = asyncio.create_task(self._leave())
+        # A cancelled scope of anyio cancels every later await of its task, too.
+        await asyncio.shield(self._leaving)
+
+    async def _leave(self) -> None:
+        try:
+            await asyncio.gather(*(child.gone.wait() for child in self._children))
+            await asyncio.to_thread(scratch.remove, self._scratch)
+        finally:
+            self._scratch_lock.close()
 
     # -- children ----------------------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
+import anyio
 import psutil
 import pytest
 
 from environments.faults import remedy
 from environments.process.host import Ended, EnvironmentFault, EnvironmentHost
-from tests.folders import environment_folder
+from tests.folders import allow, environment_folder
 from tests.waiting import until
 from tests.watch import is_running, outer_pid
 
@@ -590,6 +591,17 @@ async def test_stop_ends_the_process_and_what_it_started(tmp_path: Path) -> None
     assert "was stopped" in (await fault_of(host.open("train", 0))).what
 
     await until(lambda: not any(is_running(pid) for pid in (sleeper, *(process.pid for process in family))))
+
+
+async def test_a_host_whose_caller_is_cancelled_gives_its_place_back(flash_home: Path, tmp_path: Path) -> None:
+    allow(flash_home, "at_once = 1")
+    folder = environment_folder(tmp_path / "echo", "", returns="Echo()")
+    with anyio.CancelScope() as scope:  # as around an MCP call
+        async with await EnvironmentHost.start(folder):
+            scope.cancel()
+            await anyio.sleep_forever()
+    async with await EnvironmentHost.start(folder, place_timeout_s=60):
+        assert len(list((flash_home / "scratch").iterdir())) == 1
 
 
 async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
