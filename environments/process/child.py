@@ -68,6 +68,7 @@ from environments.process.replies import (
 from environments.redaction import Redactor
 from environments.sandbox import refusals
 from environments.sandbox.needs import Bounds
+from environments.sandbox.refusals import message_of
 from environments.tools import tool_calls_of, tool_schemas
 
 MAX_THREADS = 4096
@@ -523,7 +524,7 @@ class Child:
             if self._is_own(place.filename):
                 where = f" ({Path(place.filename).name} line {place.lineno})"
         called = "environment.py" if method == "_import_and_load" else method
-        message = f"{called} raised {type(error).__name__}: {_cut(_message(error), 300)}{where}"
+        message = f"{called} raised {type(error).__name__}: {_cut(message_of(error), 300)}{where}"
         if refused := refusals.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
@@ -613,7 +614,7 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
         port = bounds.port if bounds else 0
         return AgentEpisode(agent, Endpoint(asyncio.get_running_loop(), port), call)
     except OSError as error:
-        what = f"an EnvironmentAgent cannot be served here ({_message(error)})"
+        what = f"an EnvironmentAgent cannot be served here ({message_of(error)})"
         needed = "a machine that allows a network namespace with loopback, or Linux 6.7"
         raise _invalid(f"{what}: it needs {needed} with Landlock") from error
 
@@ -629,7 +630,7 @@ def _tools(value: Any) -> list[Json]:
     try:
         return tool_schemas(_list(value, "tools must be a list of functions or schemas"))
     except (TypeError, ValueError, NameError) as error:
-        raise _error(f"tools: {_cut(_message(error), 300)}") from error
+        raise _error(f"tools: {_cut(message_of(error), 300)}") from error
 
 
 def _messages(value: Any, method: str, roles: Sequence[str]) -> list[ChatMessage]:
@@ -657,7 +658,7 @@ def _chat_message(message: Any, method: str, roles: Sequence[str]) -> ChatMessag
         try:
             fields["tool_calls"] = tool_calls_of(fields["tool_calls"])
         except ValueError as error:
-            raise _error(f"a {role} message of {method}: {_cut(_message(error), 300)}") from error
+            raise _error(f"a {role} message of {method}: {_cut(message_of(error), 300)}") from error
         content = content or ""
     else:
         fields.pop("tool_calls", None)
@@ -723,13 +724,6 @@ def _end_of(text: str) -> str:
     return _redactor.text(text)[-EVIDENCE_CHARACTERS:]
 
 
-def _message(error: BaseException) -> str:
-    try:
-        return str(error) or "no message"
-    except Exception:
-        return "its message could not be shown"
-
-
 def _task_id(example: TaskExample) -> str:
     return str(example.id) if example.id is not None else _digest(example.input)[:16]
 
@@ -769,7 +763,7 @@ def _line(message: Json) -> str:
         most = f"more than the {MAX_REPLY_BYTES:,} of one call"
         what = f"it returned {len(line):,} bytes of text, {most}"
     except Exception as error:
-        what = f"a message holds something that JSON cannot represent: {_message(error)}"
+        what = f"a message holds something that JSON cannot represent: {message_of(error)}"
     return json.dumps({"number": message["number"], "fault": ["environment_error", what, "", {}]})
 
 

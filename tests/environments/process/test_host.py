@@ -373,6 +373,7 @@ async def test_calls_under_way_stay_within_their_bounds(
 
 MISBEHAVIOUR = {
     "raise ValueError('no such word')": "step_episode raised ValueError: no such word (environment.py line",
+    "raise type('Odd', (Exception,), {'__str__': lambda self: 1})()": "step_episode raised Odd: its message could not",
     "raise SystemExit(3)": "step_episode raised SystemExit: 3",
     "next(iter([]))": "step_episode raised StopIteration",
     "return None": "step_episode must return an EnvironmentStepResult, got None",
