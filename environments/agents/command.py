@@ -26,6 +26,7 @@ from pathlib import Path
 
 from environments.agents.programs import room, start
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
+from environments.sandbox.kernel import signal_name
 
 REWARD_FILE = "FLASH_REWARD_FILE"
 REWARD_NAME = "reward.json"
@@ -109,7 +110,7 @@ class EnvironmentCommand(EnvironmentAgent):
             printed.seek(max(0, size - MAX_OUTPUT_BYTES))
             output = printed.read().decode(errors="replace")
         if code < 0:
-            what = f"the command was killed by {signal.Signals(-code).name}"
+            what = f"the command was killed by {signal_name(-code)}"
             raise RuntimeError(f"{what}. It printed: {output[-SHOWN_CHARACTERS:]}")
         return EndedCommand(code, output, folder)
 

@@ -36,6 +36,7 @@ from environments.process import requirements
 from environments.process.replies import ForgedError, Reader, parse, protections
 from environments.redaction import Redactor
 from environments.sandbox import scratch
+from environments.sandbox.kernel import signal_name
 from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.sandbox.needs import READABLE_VARIABLE, WARDEN, Bounds, Needs
 from environments.sandbox.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
@@ -808,5 +809,5 @@ def _exit_reason(code: int | None) -> str:
         limit = f"memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
         return f"its processes used more memory than {limit}"
     if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {signal_name(-code)}"
     return f"it exited with code {code}"

@@ -467,6 +467,7 @@ class Sample(Echo):
             open(os.path.join(os.environ["HOME"], "hanging"), "w").close()
             time.sleep(1000)
         if assistant_response == "die": os._exit(3)
+        if assistant_response == "real-time": os.kill(os.getpid(), 40)
         if assistant_response == "crash": __import__("ctypes").string_at(0)
         if assistant_response == "hold": re.match("(a+)+$", "a" * 40 + "b")
         return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(os.getpid())}])
@@ -532,7 +533,10 @@ async def test_code_that_holds_the_interpreter_is_killed_and_shown(tmp_path: Pat
         assert (await host.open("train", 0)).task_id == "t0"
 
 
-@pytest.mark.parametrize(("word", "reason"), [("die", "it exited with code 3"), ("crash", "killed by SIGSEGV")])
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [("die", "it exited with code 3"), ("crash", "killed by SIGSEGV"), ("real-time", "killed by SIG40")],
+)
 async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(tmp_path: Path, word: str, reason: str) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK)) as host:
         bystander, opening = await host.open("train", 0), await host.open("train", 1)
