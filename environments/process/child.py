@@ -348,7 +348,9 @@ class Child:
     async def _alone(self, state: Episode, latency_ms: int, total_tokens: int) -> Any:
         finished = await self._finished(state, latency_ms, total_tokens)
         score = state.environment.score_episode
-        return await self._call(score, state.example, finished, pool=self._score_pool)
+        # An agent's score comes from its `run`, which this event loop waits for.
+        pool = None if self._is_agent else self._score_pool
+        return await self._call(score, state.example, finished, pool=pool)
 
     async def op_score_group(self, episodes: list[tuple[int, int, int]]) -> list[Json]:
         """The scores of these episodes of one task: (episode, latency_ms, total_tokens) each."""
