@@ -99,6 +99,8 @@ class Episode:
     """One conversation: the environment object that serves it, and its messages so far."""
 
     environment: Environment
+    task: tuple[str, int]
+    """Its split and its number in it. A dataset may build another `example` at each access."""
     example: TaskExample
     generators: Generators
     messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
@@ -262,7 +264,8 @@ class Child:
         environment = await self._call(self._loaded.new_episode, example)
         if not isinstance(environment, Environment):
             raise _error(f"new_episode must return an environment, got {_kind(environment)}")
-        opened = self._episodes[episode] = Episode(environment, example, generators)
+        opened = Episode(environment, (split, index), example, generators)
+        self._episodes[episode] = opened
         try:
             prompt = await self._call(environment.start_episode, example)
             opened.messages = _messages(prompt, "start_episode", OPENING_ROLES)
@@ -358,10 +361,10 @@ class Child:
         async with AsyncExitStack() as closing:
             for number, *_ in episodes:
                 closing.push_async_callback(self.op_close_episode, number)
-            example = self._episode(episodes[0][0]).example
+            first = self._episode(episodes[0][0])
             for number, latency_ms, total_tokens in episodes:
                 state = self._episode(number)
-                if state.example is not example:
+                if state.task != first.task:
                     raise _error("the episodes of a group must belong to one task")
                 if self._is_agent:
                     result = await self._alone(state, latency_ms, total_tokens)
@@ -369,9 +372,9 @@ class Child:
                     state.metadata.update(result.metadata)
                 finished.append(await self._finished(state, latency_ms, total_tokens))
             # What the scorer draws does not depend on what the episodes drew.
-            Generators(f"group {_task_id(example)}").use()
+            Generators(f"group {_task_id(first.example)}").use()
             score = self._loaded.score_group
-            results = await self._call(score, example, finished, pool=self._score_pool)
+            results = await self._call(score, first.example, finished, pool=self._score_pool)
             must = f"score_group must return a list of {len(finished)} RewardResults"
             rewards = _list(results, f"{must}, one for each episode")
             if len(rewards) != len(finished):

@@ -147,6 +147,20 @@ async def test_a_group_has_one_task_and_one_process(tmp_path: Path) -> None:
         assert (await host.score(second.episode)).reward == 0.5  # it is still open
 
 
+async def test_a_group_may_be_of_a_task_that_is_built_on_access(tmp_path: Path) -> None:
+    statement = "return [RewardResult(1.0) for _ in episodes]"
+    source = """
+    class Tasks(list):
+        def __getitem__(self, index): return dataclasses.replace(super().__getitem__(index))
+    class Building(Sample):
+        def __init__(self): self.dataset = Tasks(tasks())
+    """
+    folder = environment_folder(tmp_path, GROUPED.format(statement=statement) + source, returns="Building()")
+    async with await EnvironmentHost.start(folder) as host:
+        ended = [Ended((await host.open("train", 0)).episode) for _ in range(2)]
+        assert [score.reward for score in await host.score_group(ended)] == [1.0, 1.0]
+
+
 async def test_more_tasks_are_listed_than_fit_into_one_reply(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
