@@ -395,7 +395,13 @@ class Child:
 
     async def op_judge(self, split: str, index: int, answers: list[str]) -> list[int] | None:
         """How the environment's judge ranks these answers; None without a judge."""
-        values: list[Any] = list(vars(self._loaded).values())
+        environment: Any = self._loaded
+        if self._is_agent:
+            environment = environment._agent
+        attributes: dict[str, Any] = {}
+        for holder in (*reversed(type(environment).__mro__), environment):
+            attributes.update(vars(holder))
+        values = list(attributes.values())
         values += [value.judge for value in values if isinstance(value, Rubric)]
         judges = [value for value in values if isinstance(value, JudgeRubric)]
         if not judges:

@@ -383,6 +383,35 @@ async def test_calls_under_way_stay_within_their_bounds(
         assert max(steps for _, steps in played) <= most_steps
 
 
+JUDGES = """
+    from environments import EnvironmentAgent, JudgeRubric
+
+    class Judge(JudgeRubric):
+        def ask(self, question, answers): return list(range(len(answers)))
+
+    class OfTheClass(Echo):
+        judge = Judge("", "", "")
+
+    class Replaced(OfTheClass):
+        judge = None
+
+    class Agent(EnvironmentAgent):
+        def __init__(self):
+            self.dataset, self.judge = tasks(), Judge("", "", "")
+        def run(self, example, base_url, api_key, model): pass
+"""
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("OfTheClass", [0, 1]), ("Replaced", None), ("Agent", [0, 1])])
+async def test_the_judge_of_a_class_or_an_agent_is_asked_too(
+    tmp_path: Path, name: str, ranks: list[int] | None
+) -> None:
+    folder = environment_folder(tmp_path, JUDGES, returns=f"{name}()")
+    (folder / "environment.toml").write_text("endpoint = true")
+    async with await EnvironmentHost.start(folder) as host:
+        assert await host.judge("train", 0, ["x", "y"]) == ranks
+
+
 # -- user code that misbehaves ---------------------------------------------------------------------
 
 MISBEHAVIOUR = {
