@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -84,6 +85,7 @@ INSTANT_METHODS = {
     EnvironmentSingleTurn.max_episode_turns,
 }
 """Defaults of the contract that only return what is there, so that they need no thread."""
+ADDRESS = re.compile(" at 0x[0-9a-f]+")
 ALONE = "score_episode must return a RewardResult"
 
 
@@ -755,7 +757,12 @@ def _whole(example: TaskExample) -> str:
     if example.output is None:
         record = {name: value for name, value in example.record.items() if name != "id"}
         parts += [record, dict(example.metadata)]
-    return json.dumps(parts, sort_keys=True, default=_kind)
+    return json.dumps(parts, sort_keys=True, default=_lasting)
+
+
+def _lasting(value: object) -> str:
+    """What JSON cannot represent, without the address that tells equal objects apart."""
+    return ADDRESS.sub("", f"{type(value).__name__} {value!r}")
 
 
 def _digest(text: str) -> str:

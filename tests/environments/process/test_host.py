@@ -180,6 +180,20 @@ async def test_splits_tasks_and_gold_answers_are_known(tmp_path: Path) -> None:
         assert "train has 6 tasks, eval has 4 tasks" in (await fault_of(host.open("train", 6))).what
 
 
+async def test_tasks_differ_by_all_of_a_gold_answer_that_is_no_json(tmp_path: Path) -> None:
+    source = """
+    class Gold:
+        pass
+    class Sample(Echo):
+        def __init__(self):
+            golds = [{"a" * 200}, {"a" * 200 + "b"}, Gold(), Gold()]
+            self.dataset = [TaskExample({}, "Guess.", output=gold) for gold in golds]
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        one, longer, *same = [digest for _, digest in await host.tasks("train")]
+    assert one != longer and len(set(same)) == 1
+
+
 async def test_coroutine_methods_run_as_they_are(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
