@@ -50,7 +50,8 @@ class EnvironmentCommand(EnvironmentAgent):
     The program runs in an empty folder. It finds the model in the variables that the packages of
     OpenAI and Anthropic read (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
     ANTHROPIC_API_KEY), and its name in MODEL, OPENAI_MODEL and ANTHROPIC_MODEL. Of the environment
-    it reads the files that its command names, and `files`. It ends with its rollout."""
+    it reads the files that its command names, and `files`. Its process group ends with its rollout.
+    A process in a group of its own (setsid) ends with the environment."""
 
     @abstractmethod
     def command(self, example: TaskExample) -> Sequence[str]:
