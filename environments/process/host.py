@@ -353,7 +353,9 @@ class EnvironmentHost:
             return await self._call(self._home(episode), "gold_turn", episode=episode, call=call)
 
     async def tasks(self, split: str) -> list[tuple[str, str]]:
-        """(task id, digest of the question) of every task of a split, in order."""
+        """(task id, digest) of every task of a split, in order. The digest is of the question and
+        the gold answer; without one, of the whole row but its id.
+        """
         child = await self._live_child()
         tasks: list[tuple[str, str]] = []
         while len(tasks) < self.splits[split]:
