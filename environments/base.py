@@ -341,5 +341,8 @@ def _task_of_line(line: str, input_key: str, output_key: str) -> TaskExample:
     task_id = record.get("id")
     if task_id is None:
         task_id = hashlib.sha256(line.strip().encode()).hexdigest()[:16]
-    metadata: dict[str, Any] = record.get("metadata") or {}
+    metadata: Any = record.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"'metadata' must be an object, got {metadata!r}")
+    metadata = cast("dict[str, Any]", metadata)
     return TaskExample(record, question, str(task_id), metadata, record.get(output_key))

@@ -88,7 +88,9 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """How much of the disk runs and owners may take. A default of 0 is no limit."""
+    """How much of the disk runs and owners may take. A default of 0 is no limit.
+
+    A number in the file is above 0."""
 
     optimizer_days: float = 30.0
     """Days after its end in which a run keeps its optimizer's state, which only training on exactly
@@ -150,7 +152,7 @@ class CostSettings:
     """What stands after a price, such as EUR."""
     owner_per_day: float = 0.0
     """What an owner's runs, and deployments on targets, may cost within 24 hours before the next
-    ones wait or are refused; 0: no limit."""
+    ones wait or are refused; by default there is no limit."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import IO
 
 import psutil
 
-from environments.sandbox.kernel import die_with_parent
+from environments.sandbox.kernel import die_with_parent, signal_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import use_own_home
 from flash_mcp.protocol.nvidia import nvidia_smi
@@ -166,7 +166,7 @@ def attend(command: list[str], output: IO[bytes], folder: RunFolder, attempt: in
             child.wait(SHIP_EVERY_S)
     code = child.returncode
     if code < 0:
-        line = f"the worker was killed by signal {signal.Signals(-code).name}\n"
+        line = f"the worker was killed by signal {signal_name(-code)}\n"
         os.pwrite(output.fileno(), line.encode(), size)
         ship(output, size + len(line), folder, attempt)
     return code

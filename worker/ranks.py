@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from environments.sandbox.kernel import die_with_parent
+from environments.sandbox.kernel import die_with_parent, signal_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
@@ -258,7 +258,7 @@ def _loss(rank: int, code: int, scratch: Path) -> tuple[FlashError, bool]:
 
 
 def _ended(what: str, code: int) -> FlashError:
-    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    how = f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
     fix = "read the end of the attempt's log in status"
     return FlashError("worker_failed", f"{what} ended with {how}", fix=fix)
 

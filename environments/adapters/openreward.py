@@ -83,12 +83,12 @@ class OrsEnvironment(EnvironmentMultiTurn):
                 self._take(await self._object.call_terminal_tool(assistant_response or ""))
             return EnvironmentStepResult(done=True)
         answers: list[ChatMessage] = []
-        is_done = False
         for call in calls:
             text, finished = await self._call(call["function"])
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-            is_done = is_done or finished
-        return EnvironmentStepResult(is_done, answers)
+            if finished:  # later calls would earn a reward again
+                return EnvironmentStepResult(True, answers)
+        return EnvironmentStepResult(False, answers)
 
     async def _call(self, function: Mapping[str, Any]) -> tuple[str, bool]:
         """The text of a call's result, and whether it ended the episode."""

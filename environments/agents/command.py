@@ -26,6 +26,7 @@ from pathlib import Path
 
 from environments.agents.programs import room, start
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
+from environments.sandbox.kernel import signal_name
 
 REWARD_FILE = "FLASH_REWARD_FILE"
 REWARD_NAME = "reward.json"
@@ -49,7 +50,8 @@ class EnvironmentCommand(EnvironmentAgent):
     The program runs in an empty folder. It finds the model in the variables that the packages of
     OpenAI and Anthropic read (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
     ANTHROPIC_API_KEY), and its name in MODEL, OPENAI_MODEL and ANTHROPIC_MODEL. Of the environment
-    it reads the files that its command names, and `files`. It ends with its rollout."""
+    it reads the files that its command names, and `files`. Its process group ends with its rollout.
+    A process in a group of its own (setsid) ends with the environment."""
 
     @abstractmethod
     def command(self, example: TaskExample) -> Sequence[str]:
@@ -109,7 +111,7 @@ class EnvironmentCommand(EnvironmentAgent):
             printed.seek(max(0, size - MAX_OUTPUT_BYTES))
             output = printed.read().decode(errors="replace")
         if code < 0:
-            what = f"the command was killed by {signal.Signals(-code).name}"
+            what = f"the command was killed by {signal_name(-code)}"
             raise RuntimeError(f"{what}. It printed: {output[-SHOWN_CHARACTERS:]}")
         return EndedCommand(code, output, folder)
 

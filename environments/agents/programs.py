@@ -17,7 +17,7 @@ import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -63,8 +63,12 @@ def _made_room() -> Path:
 
 def _opened(command: Sequence[str], files: Sequence[str], environment: str) -> list[str]:
     """The files that a command names, and those that its environment declares for it."""
-    named = [path for path in map(Path, command) if path.is_absolute() and path.is_file()]
-    return [*map(str, named), *(str(Path(environment, name)) for name in files)]
+    named: list[str] = []
+    for path in map(Path, command):
+        with suppress(OSError):  # an argument may be a text that is too long for a path
+            if path.is_absolute() and path.is_file():
+                named.append(str(path))
+    return [*named, *(str(Path(environment, name)) for name in files)]
 
 
 async def start(

@@ -9,7 +9,7 @@ from environments.process.host import EnvironmentHost
 from environments.untrusted_text import plain_name
 
 Tasks = Sequence[tuple[str, str]]
-"""(task id, digest of what the model is asked), as EnvironmentHost.tasks lists them."""
+"""(task id, digest of the question and its gold answer), as EnvironmentHost.tasks lists them."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -68,6 +69,7 @@ from environments.process.replies import (
 from environments.redaction import Redactor
 from environments.sandbox import refusals
 from environments.sandbox.needs import Bounds
+from environments.sandbox.refusals import message_of
 from environments.tools import tool_calls_of, tool_schemas
 
 MAX_THREADS = 4096
@@ -83,6 +85,7 @@ INSTANT_METHODS = {
     EnvironmentSingleTurn.max_episode_turns,
 }
 """Defaults of the contract that only return what is there, so that they need no thread."""
+ADDRESS = re.compile(" at 0x[0-9a-f]+")
 ALONE = "score_episode must return a RewardResult"
 
 
@@ -98,6 +101,8 @@ class Episode:
     """One conversation: the environment object that serves it, and its messages so far."""
 
     environment: Environment
+    task: tuple[str, int]
+    """Its split and its number in it. A dataset may build another `example` at each access."""
     example: TaskExample
     generators: Generators
     messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
@@ -261,7 +266,8 @@ class Child:
         environment = await self._call(self._loaded.new_episode, example)
         if not isinstance(environment, Environment):
             raise _error(f"new_episode must return an environment, got {_kind(environment)}")
-        opened = self._episodes[episode] = Episode(environment, example, generators)
+        opened = Episode(environment, (split, index), example, generators)
+        self._episodes[episode] = opened
         try:
             prompt = await self._call(environment.start_episode, example)
             opened.messages = _messages(prompt, "start_episode", OPENING_ROLES)
@@ -347,7 +353,9 @@ class Child:
     async def _alone(self, state: Episode, latency_ms: int, total_tokens: int) -> Any:
         finished = await self._finished(state, latency_ms, total_tokens)
         score = state.environment.score_episode
-        return await self._call(score, state.example, finished, pool=self._score_pool)
+        # An agent's score comes from its `run`, which this event loop waits for.
+        pool = None if self._is_agent else self._score_pool
+        return await self._call(score, state.example, finished, pool=pool)
 
     async def op_score_group(self, episodes: list[tuple[int, int, int]]) -> list[Json]:
         """The scores of these episodes of one task: (episode, latency_ms, total_tokens) each."""
@@ -355,10 +363,10 @@ class Child:
         async with AsyncExitStack() as closing:
             for number, *_ in episodes:
                 closing.push_async_callback(self.op_close_episode, number)
-            example = self._episode(episodes[0][0]).example
+            first = self._episode(episodes[0][0])
             for number, latency_ms, total_tokens in episodes:
                 state = self._episode(number)
-                if state.example is not example:
+                if state.task != first.task:
                     raise _error("the episodes of a group must belong to one task")
                 if self._is_agent:
                     result = await self._alone(state, latency_ms, total_tokens)
@@ -366,9 +374,9 @@ class Child:
                     state.metadata.update(result.metadata)
                 finished.append(await self._finished(state, latency_ms, total_tokens))
             # What the scorer draws does not depend on what the episodes drew.
-            Generators(f"group {_task_id(example)}").use()
+            Generators(f"group {_task_id(first.example)}").use()
             score = self._loaded.score_group
-            results = await self._call(score, example, finished, pool=self._score_pool)
+            results = await self._call(score, first.example, finished, pool=self._score_pool)
             must = f"score_group must return a list of {len(finished)} RewardResults"
             rewards = _list(results, f"{must}, one for each episode")
             if len(rewards) != len(finished):
@@ -389,7 +397,13 @@ class Child:
 
     async def op_judge(self, split: str, index: int, answers: list[str]) -> list[int] | None:
         """How the environment's judge ranks these answers; None without a judge."""
-        values: list[Any] = list(vars(self._loaded).values())
+        environment: Any = self._loaded
+        if self._is_agent:
+            environment = environment._agent
+        attributes: dict[str, Any] = {}
+        for holder in (*reversed(type(environment).__mro__), environment):
+            attributes.update(vars(holder))
+        values = list(attributes.values())
         values += [value.judge for value in values if isinstance(value, Rubric)]
         judges = [value for value in values if isinstance(value, JudgeRubric)]
         if not judges:
@@ -523,7 +537,7 @@ class Child:
             if self._is_own(place.filename):
                 where = f" ({Path(place.filename).name} line {place.lineno})"
         called = "environment.py" if method == "_import_and_load" else method
-        message = f"{called} raised {type(error).__name__}: {_cut(_message(error), 300)}{where}"
+        message = f"{called} raised {type(error).__name__}: {_cut(message_of(error), 300)}{where}"
         if refused := refusals.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
@@ -613,7 +627,7 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
         port = bounds.port if bounds else 0
         return AgentEpisode(agent, Endpoint(asyncio.get_running_loop(), port), call)
     except OSError as error:
-        what = f"an EnvironmentAgent cannot be served here ({_message(error)})"
+        what = f"an EnvironmentAgent cannot be served here ({message_of(error)})"
         needed = "a machine that allows a network namespace with loopback, or Linux 6.7"
         raise _invalid(f"{what}: it needs {needed} with Landlock") from error
 
@@ -629,7 +643,7 @@ def _tools(value: Any) -> list[Json]:
     try:
         return tool_schemas(_list(value, "tools must be a list of functions or schemas"))
     except (TypeError, ValueError, NameError) as error:
-        raise _error(f"tools: {_cut(_message(error), 300)}") from error
+        raise _error(f"tools: {_cut(message_of(error), 300)}") from error
 
 
 def _messages(value: Any, method: str, roles: Sequence[str]) -> list[ChatMessage]:
@@ -657,7 +671,7 @@ def _chat_message(message: Any, method: str, roles: Sequence[str]) -> ChatMessag
         try:
             fields["tool_calls"] = tool_calls_of(fields["tool_calls"])
         except ValueError as error:
-            raise _error(f"a {role} message of {method}: {_cut(_message(error), 300)}") from error
+            raise _error(f"a {role} message of {method}: {_cut(message_of(error), 300)}") from error
         content = content or ""
     else:
         fields.pop("tool_calls", None)
@@ -723,13 +737,6 @@ def _end_of(text: str) -> str:
     return _redactor.text(text)[-EVIDENCE_CHARACTERS:]
 
 
-def _message(error: BaseException) -> str:
-    try:
-        return str(error) or "no message"
-    except Exception:
-        return "its message could not be shown"
-
-
 def _task_id(example: TaskExample) -> str:
     return str(example.id) if example.id is not None else _digest(example.input)[:16]
 
@@ -750,7 +757,12 @@ def _whole(example: TaskExample) -> str:
     if example.output is None:
         record = {name: value for name, value in example.record.items() if name != "id"}
         parts += [record, dict(example.metadata)]
-    return json.dumps(parts, sort_keys=True, default=_kind)
+    return json.dumps(parts, sort_keys=True, default=_lasting)
+
+
+def _lasting(value: object) -> str:
+    """What JSON cannot represent, without the address that tells equal objects apart."""
+    return ADDRESS.sub("", f"{type(value).__name__} {value!r}")
 
 
 def _digest(text: str) -> str:
@@ -769,7 +781,7 @@ def _line(message: Json) -> str:
         most = f"more than the {MAX_REPLY_BYTES:,} of one call"
         what = f"it returned {len(line):,} bytes of text, {most}"
     except Exception as error:
-        what = f"a message holds something that JSON cannot represent: {_message(error)}"
+        what = f"a message holds something that JSON cannot represent: {message_of(error)}"
     return json.dumps({"number": message["number"], "fault": ["environment_error", what, "", {}]})
 
 

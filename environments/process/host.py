@@ -36,6 +36,7 @@ from environments.process import requirements
 from environments.process.replies import ForgedError, Reader, parse, protections
 from environments.redaction import Redactor
 from environments.sandbox import scratch
+from environments.sandbox.kernel import signal_name
 from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.sandbox.needs import READABLE_VARIABLE, WARDEN, Bounds, Needs
 from environments.sandbox.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
@@ -352,7 +353,9 @@ class EnvironmentHost:
             return await self._call(self._home(episode), "gold_turn", episode=episode, call=call)
 
     async def tasks(self, split: str) -> list[tuple[str, str]]:
-        """(task id, digest of the question) of every task of a split, in order."""
+        """(task id, digest) of every task of a split, in order. The digest is of the question and
+        the gold answer; without one, of the whole row but its id.
+        """
         child = await self._live_child()
         tasks: list[tuple[str, str]] = []
         while len(tasks) < self.splits[split]:
@@ -379,13 +382,22 @@ class EnvironmentHost:
         return results
 
     async def stop(self) -> None:
-        """End every child and what it started. Pending calls fail."""
+        """End every child and what it started. Pending calls fail.
+
+        The host gives its place back also if this call is cancelled."""
         self._stopped = True
         for child in self._children:
             child.kill(STOPPED)
-        await asyncio.gather(*(child.gone.wait() for child in self._children))
-        await asyncio.to_thread(scratch.remove, self._scratch)
-        self._scratch_lock.close()
+        self._leaving = asyncio.create_task(self._leave())
+        # A cancelled scope of anyio cancels every later await of its task, too.
+        await asyncio.shield(self._leaving)
+
+    async def _leave(self) -> None:
+        try:
+            await asyncio.gather(*(child.gone.wait() for child in self._children))
+            await asyncio.to_thread(scratch.remove, self._scratch)
+        finally:
+            self._scratch_lock.close()
 
     # -- children ----------------------------------------------------------------------------------
 
@@ -799,5 +811,5 @@ def _exit_reason(code: int | None) -> str:
         limit = f"memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
         return f"its processes used more memory than {limit}"
     if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {signal_name(-code)}"
     return f"it exited with code {code}"

@@ -246,6 +246,7 @@ def _start(target: Path, requested: list[str]) -> tuple[subprocess.Popen[bytes],
                 **_variables(secret=False),
                 **dict.fromkeys(("HOME", "TMPDIR", "UV_CACHE_DIR"), str(_temporary(target))),
                 "XDG_CONFIG_HOME": str(_config_dir()),
+                "FLASH_HOME": str(state_directory()),
                 "PYTHONPATH": str(Path(__file__).parents[2]),
             },
             start_new_session=True,
@@ -319,13 +320,13 @@ def _confine(target: Path, *, network: bool, user: int | None) -> None:
     for name, value in os.environ.items():
         if re.match("UV|SSL", name) and value.startswith("/"):
             readable.append(value)
-    operator = load_settings(target.parent.parent)
+    operator = load_settings()
     bounds = Bounds(
         folder=str(target),
         scratch=str(target),
         written=(str(target / "venv"), str(_temporary(target))),
         user=user,
-        hidden=str(target.parent.parent),
+        hidden=str(state_directory()),
         needs=Needs(network=network),
         without_file_protection=operator.environments.without_file_protection,
         readable=tuple(readable),
@@ -445,7 +446,7 @@ def _steps(target: Path, versions: IO[str]) -> bool:
 
 def may_build(target: Path) -> tuple[str, ...]:
     """Names of the packages that may be built from source."""
-    allowed = load_settings(target.parent.parent).environments.build_from_source
+    allowed = load_settings().environments.build_from_source
     if (target / FILE).read_text().splitlines() == REASONING_GYM:
         return (*allowed, *REASONING_GYM_BUILDS)
     return allowed
@@ -531,7 +532,7 @@ def _bytes_in(folder: Path) -> int:
 
 def _make_room(target: Path) -> str:
     """Remove interpreters until the others fit. Returns why there is no room, or ""."""
-    gib = load_settings(target.parent.parent).environments.interpreters_gib
+    gib = load_settings().environments.interpreters_gib
     sizes = {item: _bytes_in(item) for item in _installed(target.parent)}
     for size in list(sizes):
         if sum(sizes.values()) < gib * 2**30:

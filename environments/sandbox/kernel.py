@@ -60,6 +60,14 @@ def end_with_parent(by: int = signal.SIGKILL) -> None:
         libc.prctl(PR_SET_PDEATHSIG, by)
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL for 9. A real-time signal has no name: SIG40 for 40."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
 def set_subreaper() -> None:
     """Make this process the parent of all orphans among its descendants."""
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -52,6 +52,14 @@ def _explain_refusal(has_loopback: bool, event: str, args: tuple[Any, ...]) -> N
         raise NetworkRefusedError
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an exception, whose own code may fail to write it."""
+    try:
+        return str(error) or "no message"
+    except Exception:
+        return "its message could not be shown"
+
+
 def refusal(error: BaseException) -> tuple[str, str] | None:
     """(error code, explanation) if the sandbox caused an exception of environment code."""
     seen: set[int] = set()
@@ -67,14 +75,14 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
 def _refusal(error: BaseException) -> tuple[str, str] | None:
     number = error.errno if isinstance(error, OSError) else None
     usual = Needs()
-    is_offline = isinstance(error, OSError) and OFFLINE.search(str(error))
+    is_offline = isinstance(error, OSError) and OFFLINE.search(message_of(error))
     if is_offline or isinstance(error, NetworkRefusedError):
         about = f"it has no network unless its {FILE} says network = true"
         return "environment_network", f"{about} and the operator's {SETTINGS_FILE} grants it"
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
         about = f"it may use the memory_gib of its {FILE} ({usual.memory_gib:g} if left out)"
         return "environment_memory", about
-    if "can't start new thread" in str(error) or number == errno.EAGAIN:
+    if "can't start new thread" in message_of(error) or number == errno.EAGAIN:
         about = f"it may have the processes of its {FILE} ({usual.processes} if left out)"
         return "environment_processes", f"{about}, threads included"
     if number == errno.EFBIG:

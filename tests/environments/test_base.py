@@ -24,6 +24,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
         (b'{"input": "a"}\n\n[1]\n', "rows.jsonl line 3: expected an object, got list"),
         (b'{"input": "a"}\n{"question": "b"}\n', "rows.jsonl line 2: 'input' must be a string, got None"),
         (b'{"input": 3}\n', "rows.jsonl line 1: 'input' must be a string, got 3"),
+        (b'{"input": "a", "metadata": "easy"}\n', "rows.jsonl line 1: 'metadata' must be an object, got 'easy'"),
         (
             b'{"input": "a", "id": "x"}\n{"input": "b", "id": "x"}\n',
             "rows.jsonl line 2: id 'x' is already used on line 1",

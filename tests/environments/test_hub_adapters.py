@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from environments.adapters import inspect_tasks, prompt_text, tasks_of
-from environments.base import UnsupportedError
+from environments.adapters import inspect_tasks, openreward, prompt_text, tasks_of
+from environments.base import EnvironmentEpisode, TaskExample, UnsupportedError
 from environments.faults import EnvironmentFault
 from environments.process import requirements
 from environments.process.host import Ended, EnvironmentHost
@@ -249,6 +249,24 @@ async def test_a_tool_of_openreward_gives_the_reward_and_ends_the_episode(instal
             assert (await host.step(opening.episode, "", call("answer", arguments))).done
             score = await host.score(opening.episode)
             assert (score.reward, score.success) == (reward, bool(reward))
+
+
+async def test_calls_of_a_turn_after_the_one_that_ended_the_episode_earn_nothing() -> None:
+    class Submitting:
+        @staticmethod
+        def list_splits() -> list[str]:
+            return []
+
+        async def _call_tool(self, name: str, arguments: object) -> SimpleNamespace:
+            output = SimpleNamespace(reward=1.0, blocks=[], finished=True)
+            return SimpleNamespace(root=SimpleNamespace(ok=True, output=output))
+
+    environment = openreward.adapt(Submitting)
+    environment._object = Submitting()
+    turn = {"role": "assistant", "content": "", "tool_calls": call("submit", "{}") * 5}
+    task = TaskExample({}, "Submit.")
+    assert (await environment.step_episode(task, [turn], "")).done
+    assert environment.score_episode(task, EnvironmentEpisode([turn], "")).score == 1.0
 
 
 @pytest.mark.slow

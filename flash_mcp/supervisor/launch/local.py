@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from environments.sandbox.kernel import signal_name
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
@@ -279,7 +280,7 @@ class LocalLauncher(Launcher):
         if ended is None:
             return JobStatus("gone")
         if ended < 0:
-            return JobStatus("gone", f"killed by signal {signal.Signals(-ended).name}")
+            return JobStatus("gone", f"killed by signal {signal_name(-ended)}")
         return JobStatus("gone", f"exit code {ended}")
 
 

@@ -648,8 +648,11 @@ while True:
 """
 
 
-async def test_an_agent_learns_of_its_limits_as_from_a_real_service(tmp_path: Path) -> None:
-    async with agents(tmp_path / "agent", LIMITS, LIMITS + "raise ValueError('no answer')") as host:
+@pytest.mark.parametrize("scores", [32, 1])
+async def test_an_agent_learns_of_its_limits_as_from_a_real_service(tmp_path: Path, scores: int) -> None:
+    source = f"Sample.max_score_concurrency = {scores}"
+    raising = LIMITS + "raise ValueError('no answer')"
+    async with agents(tmp_path / "agent", LIMITS, raising, source=source) as host:
         assert await told(host, ["y"]) == [200] * 4 + [429, "rate_limit_exceeded"]
         played = await play(host, Task("train", 0), ["y"], repeat=False)
         assert json.loads(played.score.reason or "")[1:] == [400, "context_length_exceeded"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from environments.agents import programs as programs_module
 from environments.process.host import EnvironmentHost
 from environments.sandbox.landlock import knows_ports
 from tests.folders import environment_folder
@@ -272,6 +273,11 @@ def test_a_program_learns_nothing_of_another_rollouts(attack: dict[str, Any], ac
 @pytest.mark.parametrize("act", REQUESTS)
 def test_a_key_opens_no_other_session(attack: dict[str, Any], act: str) -> None:
     assert attack[act] == (401 if "key" in act and "response" not in act else 404)
+
+
+def test_a_command_may_hold_a_text_that_is_too_long_for_a_path() -> None:
+    command = [sys.executable, "-c", "pass", "/" + "x" * 300]
+    assert programs_module._opened(command, [], "/") == [sys.executable]
 
 
 def test_who_attacks_and_who_is_attacked_work_as_before(attack: dict[str, Any]) -> None:

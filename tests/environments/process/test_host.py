@@ -11,12 +11,13 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
+import anyio
 import psutil
 import pytest
 
 from environments.faults import remedy
 from environments.process.host import Ended, EnvironmentFault, EnvironmentHost
-from tests.folders import environment_folder
+from tests.folders import allow, environment_folder
 from tests.waiting import until
 from tests.watch import is_running, outer_pid
 
@@ -146,6 +147,20 @@ async def test_a_group_has_one_task_and_one_process(tmp_path: Path) -> None:
         assert (await host.score(second.episode)).reward == 0.5  # it is still open
 
 
+async def test_a_group_may_be_of_a_task_that_is_built_on_access(tmp_path: Path) -> None:
+    statement = "return [RewardResult(1.0) for _ in episodes]"
+    source = """
+    class Tasks(list):
+        def __getitem__(self, index): return dataclasses.replace(super().__getitem__(index))
+    class Building(Sample):
+        def __init__(self): self.dataset = Tasks(tasks())
+    """
+    folder = environment_folder(tmp_path, GROUPED.format(statement=statement) + source, returns="Building()")
+    async with await EnvironmentHost.start(folder) as host:
+        ended = [Ended((await host.open("train", 0)).episode) for _ in range(2)]
+        assert [score.reward for score in await host.score_group(ended)] == [1.0, 1.0]
+
+
 async def test_more_tasks_are_listed_than_fit_into_one_reply(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
@@ -163,6 +178,20 @@ async def test_splits_tasks_and_gold_answers_are_known(tmp_path: Path) -> None:
         assert [task_id for task_id, _ in await host.tasks("eval")] == ["t100", "t101", "t102", "t103"]
         assert await host.gold("eval", 0) == [{"role": "assistant", "content": "201"}]
         assert "train has 6 tasks, eval has 4 tasks" in (await fault_of(host.open("train", 6))).what
+
+
+async def test_tasks_differ_by_all_of_a_gold_answer_that_is_no_json(tmp_path: Path) -> None:
+    source = """
+    class Gold:
+        pass
+    class Sample(Echo):
+        def __init__(self):
+            golds = [{"a" * 200}, {"a" * 200 + "b"}, Gold(), Gold()]
+            self.dataset = [TaskExample({}, "Guess.", output=gold) for gold in golds]
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        one, longer, *same = [digest for _, digest in await host.tasks("train")]
+    assert one != longer and len(set(same)) == 1
 
 
 async def test_coroutine_methods_run_as_they_are(tmp_path: Path) -> None:
@@ -368,10 +397,40 @@ async def test_calls_under_way_stay_within_their_bounds(
         assert max(steps for _, steps in played) <= most_steps
 
 
+JUDGES = """
+    from environments import EnvironmentAgent, JudgeRubric
+
+    class Judge(JudgeRubric):
+        def ask(self, question, answers): return list(range(len(answers)))
+
+    class OfTheClass(Echo):
+        judge = Judge("", "", "")
+
+    class Replaced(OfTheClass):
+        judge = None
+
+    class Agent(EnvironmentAgent):
+        def __init__(self):
+            self.dataset, self.judge = tasks(), Judge("", "", "")
+        def run(self, example, base_url, api_key, model): pass
+"""
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("OfTheClass", [0, 1]), ("Replaced", None), ("Agent", [0, 1])])
+async def test_the_judge_of_a_class_or_an_agent_is_asked_too(
+    tmp_path: Path, name: str, ranks: list[int] | None
+) -> None:
+    folder = environment_folder(tmp_path, JUDGES, returns=f"{name}()")
+    (folder / "environment.toml").write_text("endpoint = true")
+    async with await EnvironmentHost.start(folder) as host:
+        assert await host.judge("train", 0, ["x", "y"]) == ranks
+
+
 # -- user code that misbehaves ---------------------------------------------------------------------
 
 MISBEHAVIOUR = {
     "raise ValueError('no such word')": "step_episode raised ValueError: no such word (environment.py line",
+    "raise type('Odd', (Exception,), {'__str__': lambda self: 1})()": "step_episode raised Odd: its message could not",
     "raise SystemExit(3)": "step_episode raised SystemExit: 3",
     "next(iter([]))": "step_episode raised StopIteration",
     "return None": "step_episode must return an EnvironmentStepResult, got None",
@@ -465,6 +524,7 @@ class Sample(Echo):
             open(os.path.join(os.environ["HOME"], "hanging"), "w").close()
             time.sleep(1000)
         if assistant_response == "die": os._exit(3)
+        if assistant_response == "real-time": os.kill(os.getpid(), 40)
         if assistant_response == "crash": __import__("ctypes").string_at(0)
         if assistant_response == "hold": re.match("(a+)+$", "a" * 40 + "b")
         return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(os.getpid())}])
@@ -530,7 +590,10 @@ async def test_code_that_holds_the_interpreter_is_killed_and_shown(tmp_path: Pat
         assert (await host.open("train", 0)).task_id == "t0"
 
 
-@pytest.mark.parametrize(("word", "reason"), [("die", "it exited with code 3"), ("crash", "killed by SIGSEGV")])
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [("die", "it exited with code 3"), ("crash", "killed by SIGSEGV"), ("real-time", "killed by SIG40")],
+)
 async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(tmp_path: Path, word: str, reason: str) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK)) as host:
         bystander, opening = await host.open("train", 0), await host.open("train", 1)
@@ -590,6 +653,17 @@ async def test_stop_ends_the_process_and_what_it_started(tmp_path: Path) -> None
     assert "was stopped" in (await fault_of(host.open("train", 0))).what
 
     await until(lambda: not any(is_running(pid) for pid in (sleeper, *(process.pid for process in family))))
+
+
+async def test_a_host_whose_caller_is_cancelled_gives_its_place_back(flash_home: Path, tmp_path: Path) -> None:
+    allow(flash_home, "at_once = 1")
+    folder = environment_folder(tmp_path / "echo", "", returns="Echo()")
+    with anyio.CancelScope() as scope:  # as around an MCP call
+        async with await EnvironmentHost.start(folder):
+            scope.cancel()
+            await anyio.sleep_forever()
+    async with await EnvironmentHost.start(folder, place_timeout_s=60):
+        assert len(list((flash_home / "scratch").iterdir())) == 1
 
 
 async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:

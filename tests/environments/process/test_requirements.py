@@ -29,6 +29,7 @@ from environments.faults import EnvironmentFault, remedy
 from environments.process import requirements
 from environments.process.host import EnvironmentHost
 from environments.sandbox import kernel
+from environments.settings import machine_directory
 from tests.folders import environment_folder
 from tests.waiting import WAIT_S
 
@@ -572,9 +573,13 @@ def test_interpreters_that_nobody_used_for_long_make_room_for_others(flash_home:
     assert not (held / "ready").exists()
 
 
-async def test_an_installation_without_room_says_who_may_change_it(tmp_path: Path, flash_home: Path) -> None:
+@pytest.mark.parametrize("node", ["", "node1"])
+async def test_an_installation_without_room_says_who_may_change_it(
+    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch, node: str
+) -> None:
+    monkeypatch.setenv("FLASH_MACHINE", node)
     allow(flash_home, "interpreters_gib = 0.0001")
-    held = interpreter_of(flash_home, "held", 500, 1000.0)
+    held = interpreter_of(machine_directory(), "held", 500, 1000.0)
     with requirements.hold(held / "venv" / "bin" / "python") or io.StringIO():
         fault = await fault_of(folder_with(tmp_path, SMALL))
     assert fault.code == "requirements_failed"
