@@ -151,6 +151,14 @@ def test_near_copies_come_into_one_split_unless_all_rows_have_that_form(tmp_path
     assert 15 < sum(row["output"] == "no" for row in table.held_out) < 31
 
 
+@pytest.mark.parametrize("symbols", ["[]", ["one ", "two "]], ids=["no words", "the same words"])
+def test_questions_that_only_differ_in_order_come_into_both_splits(tmp_path: Path, symbols: Any) -> None:
+    orders = sorted({"".join(order) for order in itertools.permutations([*symbols] * 3)})
+    rows = [{"question": order, "answer": str(order.count(symbols[0] * 2))} for order in orders]
+    table = read_table(str(csv_file(tmp_path, rows)), None, None)
+    assert (len(table.train), len(table.held_out)) == (16, 4)
+
+
 def test_what_separates_columns_is_told_by_the_header(tmp_path: Path) -> None:
     expected = read_table(str(csv_file(tmp_path)), None, None)
     path = tmp_path / "semicolons.csv"

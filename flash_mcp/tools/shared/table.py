@@ -370,9 +370,12 @@ def _text(value: Any) -> str:
 
 
 def _split(golds: Mapping[str, str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    groups = _alike(golds)
-    random.Random(0).shuffle(groups)
     eval_size = min(MOST_EVAL, round(EVAL_SHARE * len(golds)))
+    groups: list[list[str]] = []
+    for group in _alike(golds):
+        # A larger group would leave nothing to train on.
+        groups += [group] if len(group) <= eval_size else [[prompt] for prompt in group]
+    random.Random(0).shuffle(groups)
     train: list[dict[str, str]] = []
     held_out: list[dict[str, str]] = []
     for group in groups:
