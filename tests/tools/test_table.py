@@ -350,6 +350,15 @@ def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path
     )
 
 
+def test_derivations_are_left_out_though_a_row_has_no_answer(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"What is {number} + 1?", "answer": f"It is one more. #### {number + 1}"} for number in range(12)
+    ]
+    table = read_table(str(csv_file(tmp_path, [*rows, {"question": "What is it?", "answer": ""}])), None, None)
+    assert {row["output"] for row in [*table.train, *table.held_out]} == {str(number + 1) for number in range(12)}
+    assert table.dropped == {"empty": 1}
+
+
 def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"question": f"q{number}", "answer": number / 4} for number in range(12)]
     rows += [{"question": f"missing {value}", "answer": value} for value in (math.nan, math.inf, -math.inf, None)]

@@ -94,7 +94,7 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     answer = _column(source, columns, answer, ANSWERS, "answer")
     task = partial(_task, source, asking, answer)
     pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
-    has_derivations = all(FINAL in gold for _, gold in pairs)
+    has_derivations = all(FINAL in gold for _, gold in pairs if gold)
     dropped: Counter[str] = Counter()
     golds: dict[str, str] = {}
     for prompt, gold in pairs:
