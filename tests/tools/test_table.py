@@ -23,7 +23,7 @@ from environments import load_dataset
 from environments.checks import gate
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.owners import LOCAL_OWNER, Caller, acting_as
-from flash_mcp.tools.shared.table import read_conversations, read_table
+from flash_mcp.tools.shared.table import keep_conversations, read_conversations, read_table
 from flash_mcp.tools.starters import env_setup
 
 ROWS = [
@@ -357,6 +357,11 @@ def test_derivations_are_left_out_though_a_row_has_no_answer(tmp_path: Path) -> 
     table = read_table(str(csv_file(tmp_path, [*rows, {"question": "What is it?", "answer": ""}])), None, None)
     assert {row["output"] for row in [*table.train, *table.held_out]} == {str(number + 1) for number in range(12)}
     assert table.dropped == {"empty": 1}
+
+
+def test_a_file_may_have_a_longer_name_than_a_dataset(flash_home: Path, tmp_path: Path) -> None:
+    path = csv_file(tmp_path).rename(tmp_path / f"{'rows_' * 20}.csv")
+    assert keep_conversations(str(path)).name == ("rows_" * 20)[:64]
 
 
 def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:

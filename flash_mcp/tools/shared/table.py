@@ -318,7 +318,7 @@ def keep_conversations(
     """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
     train, held_out, counts = split_conversations(source, holdout)
     stem = Path(source).stem.rpartition(":")[2]
-    name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_") or "rows"
+    name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_")[:64] or "rows"
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
     version = datasets.register(name, train, held_out, manifest, base)
