@@ -80,6 +80,15 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
     assert (done["state"], len(open_store().runs())) == ("succeeded", 1)
 
 
+async def test_steps_may_be_among_the_settings(tmp_path: Path):
+    run = stopped_run(tmp_path, "failed")
+    for steps in (12.5, 100_001):
+        error = await refused("train", resume=run.id, settings={"steps": steps})
+        assert error.code == "invalid_argument" and error.what.startswith("steps: "), steps
+    body = await train(resume=run.id, settings={"steps": "30"})
+    assert body["values"]["steps"] == 30
+
+
 async def test_without_steps_a_run_goes_on_as_far_as_it_was_to_go(tmp_path: Path):
     run = stopped_run(tmp_path, "cancelled")
     assert (await train(resume=run.id))["state"] == "queued"
