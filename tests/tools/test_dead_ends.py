@@ -146,6 +146,13 @@ async def test_more_tasks_than_the_split_has_are_not_asked_for(tmp_path: Path) -
     assert open_store().run(trained["run_id"]).lineage["tasks"]["eval"] == made["tasks"]
 
 
+async def test_the_start_of_a_warm_started_run_is_no_checkpoint_to_export(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    warm = await call("train", environment="echo", init_from_adapter=run.id)
+    error = await refused("checkpoints", run_id=f"{warm['run_id']}@0", export="adapter")
+    assert error.code == "invalid_argument" and "names no checkpoint" in error.what
+
+
 async def test_errors_show_no_empty_values(tmp_path: Path) -> None:
     error = await refused("checkpoints", run_id=queued_run(tmp_path).id, export="merged")
     assert "None" not in str(error)
