@@ -246,7 +246,9 @@ def _starter(template: str, name: str) -> dict[str, bytes]:
 def _set(files: dict[str, bytes], name: str, value: str) -> None:
     """Give a constant of environment.py another value."""
     line = f"{name} = {value}".encode()
-    files["environment.py"] = re.sub(rf"(?m)^{name} = .*$".encode(), line, files["environment.py"])
+    pattern = rf"(?m)^{name} = .*$".encode()
+    # A function, as re.sub would interpret the backslashes of a text.
+    files["environment.py"] = re.sub(pattern, lambda _: line, files["environment.py"])
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
@@ -178,6 +179,12 @@ async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_p
     command = await call(client, "env_setup", template="mcp_server", data="mcp-server-time --local-timezone UTC")
     assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
     assert "server.py" not in command["files"]
+
+
+async def test_the_words_of_a_servers_command_stay_as_they_are(client: Client) -> None:
+    words = ["server", "--m", r"\bfoo\b", "one\ntwo"]
+    starter = await call(client, "env_setup", template="mcp_server", data=shlex.join(words))
+    assert f"\nSERVER = {words!r}\n" in starter["contents"]["environment.py"]
 
 
 @pytest.mark.long
