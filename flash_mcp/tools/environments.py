@@ -52,6 +52,8 @@ SLOW_OPENING_S = 12.0
 TEST_DEADLINE_S = 38.0
 _under_way: dict[str, asyncio.Task[GateReport]] = {}
 """Checks that outlast the calls that began them."""
+KEPT_S = 600.0
+"""How long after their end checks that nobody waits for are kept for the same call."""
 HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
 
@@ -392,9 +394,13 @@ async def _at_last(
         digest = await run_sync(
             lambda: versions.digest_of_files(versions.folder_files(subject.path))
         )
+    if not digest:  # a later call could not tell whether its files are still the same
+        return await _checked(subject, longest_wait_s(), max_tokens, accepted)
     key = repr((caller().owner, digest, checking.args))
     if key not in _under_way:
         _under_way[key] = asyncio.create_task(checking())
+        loop = asyncio.get_running_loop()
+        _under_way[key].add_done_callback(lambda task: loop.call_later(KEPT_S, _drop, key, task))
     task = _under_way[key]
     await asyncio.wait((task,), timeout=longest_wait_s())
     if not task.done():
@@ -402,6 +408,11 @@ async def _at_last(
         raise FlashError("not_ready", "the checks go on after this call", fix=fix)
     _under_way.pop(key, None)
     return task.result()
+
+
+def _drop(key: str, task: asyncio.Task[GateReport]) -> None:
+    if _under_way.get(key) is task:
+        del _under_way[key]
 
 
 async def _checked(

@@ -30,6 +30,7 @@ from tests.calls import call as call_here
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
 from tests.folders import allow, environment_folder
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -568,6 +569,32 @@ async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_v
     with suppress(asyncio.CancelledError):
         await other
     environments._under_way.clear()
+
+
+@pytest.mark.slow
+async def test_checks_of_a_folder_that_cannot_be_pushed_end_with_their_call(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = environment_folder(tmp_path, "class Sample(Addition): pass")
+    (folder / "link").symlink_to(folder / "environment.py")
+    monkeypatch.setattr(environments, "longest_wait_s", lambda: 0.5)
+    tested = await call_here("env_test", folder=str(folder), time_s=600)
+    assert tested["unfinished"] and not environments._under_way
+
+
+@pytest.mark.slow
+async def test_checks_that_nobody_waits_for_are_dropped_some_time_after_their_end(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "KEPT_S", 0.0)
+    folder = environment_folder(tmp_path, "class Sample(Addition): pass")
+    tool_base.allow(tool_base.ANSWER_S)
+    await refused("env_test", folder=str(folder), time_s=600)
+    (checks,) = environments._under_way.values()
+    checks.cancel()
+    with suppress(asyncio.CancelledError):
+        await checks
+    await until(lambda: not environments._under_way)
 
 
 @pytest.mark.slow
