@@ -460,13 +460,22 @@ async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None
     results: list[Scored] = []
     async with subject.opened("return a low score instead of raising") as host:
         task = await _task(host, task_id)
-        for answer in answers:
-            score = (await play(host, task, [answer])).score
-            shown = Scored(answer=shorten(answer, 200), reward=score.reward, success=score.success)
-            shown.reason = score.reason
-            shown.metrics = score.metrics or None
-            results.append(shown)
+        with anyio.move_on_after(started + longest_wait_s() - time.monotonic()):
+            for answer in answers:
+                score = (await play(host, task, [answer])).score
+                earned = Scored(
+                    answer=shorten(answer, 200),
+                    reward=score.reward,
+                    success=score.success,
+                    reason=score.reason,
+                    metrics=score.metrics or None,
+                )
+                results.append(earned)
         splits = host.splits
+    cut = None
+    if len(results) < len(answers):
+        scored = f"{len(results)} of {len(answers)} answers"
+        cut = f"the time of a call ended after {scored}; call again with the others"
     return EnvTest(
         environment=subject.what,
         train_tasks=splits["train"],
@@ -474,6 +483,7 @@ async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None
         seconds=round(time.monotonic() - started, 2),
         probes=[],
         scored=results,
+        cut=cut,
         next="if an answer is scored wrongly, correct the scorer; without answers the checks run",
     )
 

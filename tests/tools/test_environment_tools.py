@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
@@ -569,6 +570,25 @@ async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_v
     with suppress(asyncio.CancelledError):
         await other
     environments._under_way.clear()
+
+
+@pytest.mark.slow
+async def test_answers_that_were_scored_in_the_time_of_a_call_are_kept(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text):
+            while response_text == "slow":
+                pass
+            return RewardResult(0.5)
+    """
+    folder = environment_folder(tmp_path, source)
+    began = time.monotonic()
+    monkeypatch.setattr(environments, "longest_wait_s", lambda: time.monotonic() - began + 4)
+    tested = await call_here("env_test", folder=str(folder), answers=["quick", "slow", "quick"], call_timeout_s=20)
+    assert [row["answer"] for row in tested["scored"]] == ["quick"]
+    assert "after 1 of 3 answers; call again with the others" in tested["cut"]
 
 
 @pytest.mark.slow
