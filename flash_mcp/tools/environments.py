@@ -29,7 +29,13 @@ from environments.sandbox.needs import Needs
 from environments.settings import identity
 from environments.untrusted_text import plain_name
 from flash_mcp.judgement.attempts import by_task
-from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, did_you_mean, nearest
+from flash_mcp.protocol.errors import (
+    EVIDENCE_CHARACTERS,
+    FlashError,
+    did_you_mean,
+    expanded,
+    nearest,
+)
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.result_model import Rounded
 from flash_mcp.state import references, versions
@@ -220,7 +226,7 @@ async def publish(
 def _env_files(folder: str | None) -> list[str]:
     if folder is None:
         return []
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     return env_files(path / "configs", path)
 
 
@@ -563,7 +569,7 @@ def _locate(
     if environment is not None:
         version = open_store().environment(environment)
         return version.reference, version.identity, Path(version.path)
-    path = Path(folder or "").expanduser().absolute()
+    path = expanded(folder or "").absolute()
     if not path.is_dir():
         fix = "pass the folder that holds environment.py; env_setup writes one to start from"
         what = f"there is no folder {str(path)!r} on the server"
