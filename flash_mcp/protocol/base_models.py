@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
-from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.errors import FlashError, did_you_mean, expanded
 
 ToolTemplate = Literal["own", "ours"]
 
@@ -161,7 +161,7 @@ def find(name: str) -> ModelCard:
     if card := MODELS.get(name.strip().lower()):
         return card
     if is_folder(name):
-        return folder_card(Path(name).expanduser().absolute())
+        return folder_card(expanded(name).absolute())
     plain, commit = unpinned(name)
     card = find(plain) if commit else None
     if card and card.scheme == "hub":

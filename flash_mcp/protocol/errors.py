@@ -231,6 +231,18 @@ MAX_LOG_BYTES = 4 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with the home folder in place of ~. FlashError(invalid_argument) if there is none,
+    as for ~NAME of an unknown user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        what = f"{str(path)!r:.100} begins with ~, and this machine has no such home folder"
+        fix = "write the whole path, from / on"
+        raise FlashError("invalid_argument", what, fix=fix) from error
+
+
 def disk_error(error: OSError, path: str | Path) -> FlashError | OSError:
     """FlashError(disk_full) if the disk is full, else the error itself."""
     if error.errno in FULL:

@@ -372,6 +372,20 @@ class HistoryTables(RunTable):
         return [*sorted(active, key=lambda row: (row.created, row.id)), *ended]
 
 
+SAYS = """EXISTS (
+    SELECT 1 FROM (
+        SELECT value AS message FROM json_each(body, '$.messages')
+        UNION ALL
+        SELECT said.value FROM json_each(body, '$.branches') AS branch,
+            json_each(branch.value, '$.messages') AS said)
+    WHERE instr(lower(json_extract(message, '$.content')), lower(?))
+    OR EXISTS (
+        SELECT 1 FROM json_each(message, '$.tool_calls')
+        WHERE instr(lower(json_extract(value, '$.function.name')
+            || '(' || json_extract(value, '$.function.arguments') || ')'), lower(?))))"""
+"""Whether a message of a rollout, or of a branch of it, has a text as `text_of` shows it."""
+
+
 def _rollout_filter(
     run_id: str, split: str, step: int | None, contains: str | None, success: bool | None
 ) -> tuple[str, list[Any]]:
@@ -383,9 +397,8 @@ def _rollout_filter(
         where.append("success = ?")
         values.append(int(success))
     if contains:
-        where.append("""EXISTS (SELECT 1 FROM json_each(body, '$.messages')
-                        WHERE instr(lower(json_extract(value, '$.content')), lower(?)))""")
-        values.append(contains)
+        where.append(SAYS)
+        values += [contains, contains]
     return " AND ".join(where), values
 
 

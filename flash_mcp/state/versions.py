@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from environments import task_cache
-from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.errors import FlashError, disk_error, expanded
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.owners import caller
 
@@ -79,7 +79,7 @@ def folder_files(folder: Path) -> Files:
 
     FlashError(upload_invalid) for links, devices, files that look like secrets, and where a limit
     is passed."""
-    folder = folder.expanduser()
+    folder = expanded(folder)
     if not folder.is_dir():
         what = f"there is no folder {str(folder)!r} on the server"
         starter = "env_setup writes one to start from"

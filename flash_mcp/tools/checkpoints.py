@@ -191,9 +191,9 @@ async def checkpoints(
         fix = "give push_to=OWNER/NAME too, and take it from the hub"
         refuse_server_side("an export's folder", fix, argument="export")
     subject = await run_sync(references.find_subject, store, run_id)
-    if subject.run is None or subject.adapter is None:
+    if subject.run is None or subject.adapter is None or not subject.step:
         fix = "name a run with a checkpoint, as RUN or RUN@STEP"
-        raise FlashError("invalid_argument", f"{run_id!r} has no adapter to export", fix=fix)
+        raise FlashError("invalid_argument", f"{run_id!r} names no checkpoint to export", fix=fix)
     run, step = subject.run, subject.step
     result = await run_sync(_listed, store, run.id, 1, str(step + 1))
     result.has_more, result.cursor = False, None

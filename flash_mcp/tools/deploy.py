@@ -363,7 +363,7 @@ async def _answer(server: Server, body: Json) -> Answer:
             raise _broken(f"{type(error).__name__}: {error}") from error
     if not finish and not limit.cancelled_caught:
         raise _broken("it ended before the answer did")
-    if not finish and not text:
+    if not finish and not text and not calls:
         what = (
             f"no part of an answer came within {CHAT_LIMIT_S:.0f} s: the server hangs, or computes "
             "others' requests or a long prompt"

@@ -29,7 +29,13 @@ from environments.sandbox.needs import Needs
 from environments.settings import identity
 from environments.untrusted_text import plain_name
 from flash_mcp.judgement.attempts import by_task
-from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, did_you_mean, nearest
+from flash_mcp.protocol.errors import (
+    EVIDENCE_CHARACTERS,
+    FlashError,
+    did_you_mean,
+    expanded,
+    nearest,
+)
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.result_model import Rounded
 from flash_mcp.state import references, versions
@@ -52,6 +58,8 @@ SLOW_OPENING_S = 12.0
 TEST_DEADLINE_S = 38.0
 _under_way: dict[str, asyncio.Task[GateReport]] = {}
 """Checks that outlast the calls that began them."""
+KEPT_S = 600.0
+"""How long after their end checks that nobody waits for are kept for the same call."""
 HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
 
@@ -218,7 +226,7 @@ async def publish(
 def _env_files(folder: str | None) -> list[str]:
     if folder is None:
         return []
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     return env_files(path / "configs", path)
 
 
@@ -392,9 +400,13 @@ async def _at_last(
         digest = await run_sync(
             lambda: versions.digest_of_files(versions.folder_files(subject.path))
         )
+    if not digest:  # a later call could not tell whether its files are still the same
+        return await _checked(subject, longest_wait_s(), max_tokens, accepted)
     key = repr((caller().owner, digest, checking.args))
     if key not in _under_way:
         _under_way[key] = asyncio.create_task(checking())
+        loop = asyncio.get_running_loop()
+        _under_way[key].add_done_callback(lambda task: loop.call_later(KEPT_S, _drop, key, task))
     task = _under_way[key]
     await asyncio.wait((task,), timeout=longest_wait_s())
     if not task.done():
@@ -402,6 +414,11 @@ async def _at_last(
         raise FlashError("not_ready", "the checks go on after this call", fix=fix)
     _under_way.pop(key, None)
     return task.result()
+
+
+def _drop(key: str, task: asyncio.Task[GateReport]) -> None:
+    if _under_way.get(key) is task:
+        del _under_way[key]
 
 
 async def _checked(
@@ -449,13 +466,22 @@ async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None
     results: list[Scored] = []
     async with subject.opened("return a low score instead of raising") as host:
         task = await _task(host, task_id)
-        for answer in answers:
-            score = (await play(host, task, [answer])).score
-            shown = Scored(answer=shorten(answer, 200), reward=score.reward, success=score.success)
-            shown.reason = score.reason
-            shown.metrics = score.metrics or None
-            results.append(shown)
+        with anyio.move_on_after(started + longest_wait_s() - time.monotonic()):
+            for answer in answers:
+                score = (await play(host, task, [answer])).score
+                earned = Scored(
+                    answer=shorten(answer, 200),
+                    reward=score.reward,
+                    success=score.success,
+                    reason=score.reason,
+                    metrics=score.metrics or None,
+                )
+                results.append(earned)
         splits = host.splits
+    cut = None
+    if len(results) < len(answers):
+        scored = f"{len(results)} of {len(answers)} answers"
+        cut = f"the time of a call ended after {scored}; call again with the others"
     return EnvTest(
         environment=subject.what,
         train_tasks=splits["train"],
@@ -463,6 +489,7 @@ async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None
         seconds=round(time.monotonic() - started, 2),
         probes=[],
         scored=results,
+        cut=cut,
         next="if an answer is scored wrongly, correct the scorer; without answers the checks run",
     )
 
@@ -542,7 +569,7 @@ def _locate(
     if environment is not None:
         version = open_store().environment(environment)
         return version.reference, version.identity, Path(version.path)
-    path = Path(folder or "").expanduser().absolute()
+    path = expanded(folder or "").absolute()
     if not path.is_dir():
         fix = "pass the folder that holds environment.py; env_setup writes one to start from"
         what = f"there is no folder {str(path)!r} on the server"

@@ -187,7 +187,11 @@ async def _measure(
     env_files = subject.run.env_files if subject.run else []
     names = await task_names(row, values, env_files)
     tasks = _chosen(names, request)
-    asked_for, why = await run_sync(place, store, resolved(tasks=tasks), idempotency_key)
+    complete = resolved(tasks=tasks)
+    # A repeated key has to agree with the version that was named, too.
+    spec = complete.spec.model_copy(update={"environment": reference})
+    complete = complete.model_copy(update={"spec": spec})
+    asked_for, why = await run_sync(place, store, complete, row, idempotency_key)
     run, created, trouble = await submit(
         store,
         asked_for,
@@ -209,13 +213,12 @@ async def _measure(
 
 
 def place(
-    store: Store, resolved: ResolvedEval, key: str | None = None
+    store: Store, resolved: ResolvedEval, environment: EnvironmentVersion, key: str | None = None
 ) -> tuple[ResolvedEval, str | None]:
     """With a target in place of "auto", and why that one."""
     first = queue.asked_before(store, resolved, key)
     need_on = functools.partial(need_of, resolved.spec)
     chosen = placed(store, resolved, need_on, first and first.target)
-    environment = references.environment(store, resolved.spec.environment)
     check_gateway(environment, chosen[0].spec.target)
     if chosen[0].spec.target == LOCAL_TARGET:
         check_gpus(resolved.spec.gpus, shares_model=True)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 import environments
-from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.errors import FlashError, disk_error, expanded
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import NAME, folder_files
@@ -150,7 +150,7 @@ def _of_server(folder: str | None, data: str | None) -> EnvSetup:
     packages = "name the server's packages in requirements.txt, if it has any"
     if data is not None:
         del files["server.py"]
-        path = Path(data).expanduser()
+        path = expanded(data)
         if path.suffix in PROGRAMS and path.is_file():
             program = f"server{path.suffix}"
             files[program] = path.read_bytes()
@@ -176,7 +176,7 @@ def _command(data: str) -> list[str]:
     what = "it is no command"
     if words:
         is_path = "/" in words[0] or Path(words[0]).suffix in PROGRAMS
-        if not is_path or Path(words[0]).expanduser().exists():
+        if not is_path or expanded(words[0]).exists():
             return words
         what = f"there is no such file: {words[0]}"
     fix = "name the server's file on this machine, or the command that starts it"
@@ -227,7 +227,7 @@ def _of_data(
 
 def _name(folder: str | None, template: str) -> str:
     """The environment's name: that of its folder, or else its template's."""
-    name = Path(folder).expanduser().absolute().name if folder else template
+    name = expanded(folder).absolute().name if folder else template
     return name if NAME.fullmatch(name) else template
 
 
@@ -246,7 +246,9 @@ def _starter(template: str, name: str) -> dict[str, bytes]:
 def _set(files: dict[str, bytes], name: str, value: str) -> None:
     """Give a constant of environment.py another value."""
     line = f"{name} = {value}".encode()
-    files["environment.py"] = re.sub(rf"(?m)^{name} = .*$".encode(), line, files["environment.py"])
+    pattern = rf"(?m)^{name} = .*$".encode()
+    # A function, as re.sub would interpret the backslashes of a text.
+    files["environment.py"] = re.sub(pattern, lambda _: line, files["environment.py"])
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ def _written(folder: str | None, name: str, files: dict[str, bytes], change: str
             next=f"{change}; then env_push(name={name!r}, files={{path: text}}); the resource "
             "flash://playbook has the contract",
         )
-    target = Path(folder).expanduser().absolute()
+    target = expanded(folder).absolute()
     _write_new(target, files)
     following = f"{change}; then env_test(folder={str(target)!r})"
     return EnvSetup(folder=str(target), name=name, files=paths, next=following)

@@ -216,7 +216,7 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
         resolved = resolve.resolve_eval(
             subject, row, split=split, tasks=[], attempts=1, arguments=arguments
         )
-        resolved, _ = await run_sync(place, store, resolved)
+        resolved, _ = await run_sync(place, store, resolved, row)
         entry = {"name": arm["name"], "of": subject.name, "adapter": subject.adapter}
         entries.append({**entry, "resolved": resolved.model_dump()})
     first = EvalSpec.model_construct(**entries[0]["resolved"]["spec"])

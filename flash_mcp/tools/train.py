@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from flash_mcp.judgement.statistics import MOST_MEASUREMENTS
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Run, without_none
-from flash_mcp.protocol.spec import OTHER_NAMES, RECIPES, RunSpec, default_of, explain
+from flash_mcp.protocol.spec import OTHER_NAMES, RECIPES, RunSpec, default_of, explain, validate
 from flash_mcp.state import queue
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
@@ -273,10 +273,13 @@ async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimize
         fix = f"leave them out, or start another run: train(init_from_adapter={run_id!r}, ...)"
         raise FlashError("invalid_argument", what, resume=run_id, fix=fix)
     store = open_store()
-    target = store.run(run_id).target
-    check_target(store, target)
+    run = store.run(run_id)
+    check_target(store, run.target)
+    steps = arguments.get("steps")
+    if steps is not None:
+        steps = validate({"environment": run.environment, "steps": steps}).steps
     again = functools.partial(resume_run, fresh_optimizer=fresh_optimizer)
-    result = await run_sync(again, store, run_id, arguments.get("steps"))
+    result = await run_sync(again, store, run_id, steps)
     run = await run_sync(queue.label, store, result.run, label)
     next_step = await _followed(store, run, is_own=True)
     return Train(

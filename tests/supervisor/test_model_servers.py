@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -654,6 +655,24 @@ def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(
         with pytest.raises(FlashError) as caught:
             anyio.run(_answer, server, {"model": "toy", "messages": []})
     assert caught.value.code == "unresponsive"
+
+
+def test_a_chat_keeps_the_tool_calls_that_came_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy_tools, "CHAT_LIMIT_S", 3.0)
+    call = {"index": 0, "id": "1", "function": {"name": "add", "arguments": '{"a": 1'}}
+    chunk = {"choices": [{"delta": {"tool_calls": [call]}}]}
+    with socket.create_server(("127.0.0.1", 0)) as slow, ThreadPoolExecutor(1) as pool:
+
+        def respond() -> None:
+            with slow.accept()[0] as connection:
+                connection.sendall(f"HTTP/1.1 200 OK\r\n\r\ndata: {json.dumps(chunk)}\n\n".encode())
+                while connection.recv(65536):  # until the client gives up
+                    pass
+
+        pool.submit(respond)
+        server = Server(str(tmp_path), "toy", slow.getsockname()[1], "key")
+        answer = anyio.run(_answer, server, {"model": "toy", "messages": []})
+    assert (answer.text, answer.finish) == ('add({"a": 1)', "timeout")
 
 
 def test_a_chat_without_a_name_says_why_the_last_deployment_ended(

@@ -146,6 +146,33 @@ async def test_more_tasks_than_the_split_has_are_not_asked_for(tmp_path: Path) -
     assert open_store().run(trained["run_id"]).lineage["tasks"]["eval"] == made["tasks"]
 
 
+async def test_the_start_of_a_warm_started_run_is_no_checkpoint_to_export(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    warm = await call("train", environment="echo", init_from_adapter=run.id)
+    error = await refused("checkpoints", run_id=f"{warm['run_id']}@0", export="adapter")
+    assert error.code == "invalid_argument" and "names no checkpoint" in error.what
+
+
+async def test_a_home_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    push_echo(tmp_path)
+    path = "~nobody-of-this-name/it"
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("env_setup", {"folder": path}),
+        ("env_setup", {"folder": str(tmp_path / "new"), "data": f"{path}.csv"}),
+        ("env_setup", {"template": "mcp_server", "data": f"{path}.py"}),
+        ("env_setup", {"template": "mcp_server", "data": f"{path} --fast"}),
+        ("env_test", {"folder": path}),
+        ("env_push", {"folder": path, "name": "new"}),
+        ("train", {"environment": "echo", "config": [path]}),
+        ("train", {"environment": "echo", "init_from_adapter": path}),
+        ("train", {"environment": "echo", "model": path}),
+        ("train", {"environment": "echo", "algorithm": "distill", "settings": {"teacher": path}}),
+    ]
+    for tool, arguments in calls:
+        error = await refused(tool, **arguments)
+        assert (error.code, "no such home folder" in error.what) == ("invalid_argument", True), (arguments, error)
+
+
 async def test_errors_show_no_empty_values(tmp_path: Path) -> None:
     error = await refused("checkpoints", run_id=queued_run(tmp_path).id, export="merged")
     assert "None" not in str(error)

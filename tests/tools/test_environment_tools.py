@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +31,7 @@ from tests.calls import call as call_here
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
 from tests.folders import allow, environment_folder
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -178,6 +181,12 @@ async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_p
     command = await call(client, "env_setup", template="mcp_server", data="mcp-server-time --local-timezone UTC")
     assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
     assert "server.py" not in command["files"]
+
+
+async def test_the_words_of_a_servers_command_stay_as_they_are(client: Client) -> None:
+    words = ["server", "--m", r"\bfoo\b", "one\ntwo"]
+    starter = await call(client, "env_setup", template="mcp_server", data=shlex.join(words))
+    assert f"\nSERVER = {words!r}\n" in starter["contents"]["environment.py"]
 
 
 @pytest.mark.long
@@ -561,6 +570,51 @@ async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_v
     with suppress(asyncio.CancelledError):
         await other
     environments._under_way.clear()
+
+
+@pytest.mark.slow
+async def test_answers_that_were_scored_in_the_time_of_a_call_are_kept(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text):
+            while response_text == "slow":
+                pass
+            return RewardResult(0.5)
+    """
+    folder = environment_folder(tmp_path, source)
+    began = time.monotonic()
+    monkeypatch.setattr(environments, "longest_wait_s", lambda: time.monotonic() - began + 4)
+    tested = await call_here("env_test", folder=str(folder), answers=["quick", "slow", "quick"], call_timeout_s=20)
+    assert [row["answer"] for row in tested["scored"]] == ["quick"]
+    assert "after 1 of 3 answers; call again with the others" in tested["cut"]
+
+
+@pytest.mark.slow
+async def test_checks_of_a_folder_that_cannot_be_pushed_end_with_their_call(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = environment_folder(tmp_path, "class Sample(Addition): pass")
+    (folder / "link").symlink_to(folder / "environment.py")
+    monkeypatch.setattr(environments, "longest_wait_s", lambda: 0.5)
+    tested = await call_here("env_test", folder=str(folder), time_s=600)
+    assert tested["unfinished"] and not environments._under_way
+
+
+@pytest.mark.slow
+async def test_checks_that_nobody_waits_for_are_dropped_some_time_after_their_end(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "KEPT_S", 0.0)
+    folder = environment_folder(tmp_path, "class Sample(Addition): pass")
+    tool_base.allow(tool_base.ANSWER_S)
+    await refused("env_test", folder=str(folder), time_s=600)
+    (checks,) = environments._under_way.values()
+    checks.cancel()
+    with suppress(asyncio.CancelledError):
+        await checks
+    await until(lambda: not environments._under_way)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,21 @@ async def test_a_run_whose_agents_are_outside_is_refused_where_they_do_not_reach
         assert caught.value.code == "invalid_argument"
     validated = await TOOLS["train"].function(environment=pushed.environment, validate_only=True)
     assert any("flash-mcp gateway RUN_ID -- PROGRAM" in note for note in validated.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.usefixtures("lab_and_near")
+async def test_an_evaluation_is_of_the_version_that_it_names(tmp_path: Path) -> None:
+    evaluate = TOOLS["evaluate"].function
+    old = open_store().environment("echo").reference
+    newer = shutil.copytree(tmp_path / "echo", tmp_path / "newer")
+    (newer / "environment.toml").write_text("gateway = true\n")
+    new = (await TOOLS["env_push"].function(folder=str(newer), name="echo")).environment
+    first = await evaluate(environment=old, idempotency_key="k", wait_s=0)
+    with pytest.raises(FlashError, match="idempotency_conflict"):
+        await evaluate(environment=new, idempotency_key="k", wait_s=0)
+    assert (await evaluate(environment=old, idempotency_key="k", wait_s=0)).run_id == first.run_id
+    # Agents outside do not reach a target, which is a matter of the newer version only.
+    elsewhere = await evaluate(environment=old, target="near", again=True, wait_s=0)
+    assert open_store().run(elsewhere.run_id).environment_reference == old

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flash_mcp.protocol.checkpoints import Checkpoints
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
@@ -16,6 +18,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.training.resume import resume_run
 from tests.calls import refused
 from tests.samples import (
     end,
@@ -77,6 +80,15 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
     assert (done["state"], len(open_store().runs())) == ("succeeded", 1)
 
 
+async def test_steps_may_be_among_the_settings(tmp_path: Path):
+    run = stopped_run(tmp_path, "failed")
+    for steps in (12.5, 100_001):
+        error = await refused("train", resume=run.id, settings={"steps": steps})
+        assert error.code == "invalid_argument" and error.what.startswith("steps: "), steps
+    body = await train(resume=run.id, settings={"steps": "30"})
+    assert body["values"]["steps"] == 30
+
+
 async def test_without_steps_a_run_goes_on_as_far_as_it_was_to_go(tmp_path: Path):
     run = stopped_run(tmp_path, "cancelled")
     assert (await train(resume=run.id))["state"] == "queued"
@@ -90,6 +102,23 @@ async def test_a_run_that_never_started_starts_over(tmp_path: Path):
     assert (body["state"], body["resumed_at"]) == ("queued", 0)
     assert "starts over" in body["notes"][0]
     start(run.id)
+
+
+async def test_others_may_write_while_checkpoints_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = stopped_run(tmp_path, "failed")
+    newest_good = Checkpoints.newest_good
+
+    def also_resumed(checkpoints: Checkpoints) -> int | None:
+        monkeypatch.setattr(Checkpoints, "newest_good", newest_good)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(resume_run, open_store(), run.id, 30, fresh_optimizer=False).result(20)
+        return newest_good(checkpoints)
+
+    monkeypatch.setattr(Checkpoints, "newest_good", also_resumed)
+    body = await train(resume=run.id, steps=30)
+    assert (body["state"], body["values"]["steps"]) == ("queued", 30)
+    assert "nothing was changed" in body["notes"][0]
+    assert open_store().run(run.id).attempt == 2
 
 
 async def test_a_deleted_optimizer_is_said_and_done_without_only_on_demand(tmp_path: Path):

@@ -23,7 +23,7 @@ from environments import load_dataset
 from environments.checks import gate
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.owners import LOCAL_OWNER, Caller, acting_as
-from flash_mcp.tools.shared.table import read_conversations, read_table
+from flash_mcp.tools.shared.table import keep_conversations, read_conversations, read_table
 from flash_mcp.tools.starters import env_setup
 
 ROWS = [
@@ -149,6 +149,14 @@ def test_near_copies_come_into_one_split_unless_all_rows_have_that_form(tmp_path
     splits = {name for name in ("train", "held_out") for row in getattr(table, name) if row["output"] == "yes"}
     assert len(splits) == 1
     assert 15 < sum(row["output"] == "no" for row in table.held_out) < 31
+
+
+@pytest.mark.parametrize("symbols", ["[]", ["one ", "two "]], ids=["no words", "the same words"])
+def test_questions_that_only_differ_in_order_come_into_both_splits(tmp_path: Path, symbols: Any) -> None:
+    orders = sorted({"".join(order) for order in itertools.permutations([*symbols] * 3)})
+    rows = [{"question": order, "answer": str(order.count(symbols[0] * 2))} for order in orders]
+    table = read_table(str(csv_file(tmp_path, rows)), None, None)
+    assert (len(table.train), len(table.held_out)) == (16, 4)
 
 
 def test_what_separates_columns_is_told_by_the_header(tmp_path: Path) -> None:
@@ -340,6 +348,20 @@ def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path
     assert not words([row for row in table.train if "please" in row["input"].casefold()]) & words(
         [row for row in table.held_out if "please" in row["input"].casefold()]
     )
+
+
+def test_derivations_are_left_out_though_a_row_has_no_answer(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"What is {number} + 1?", "answer": f"It is one more. #### {number + 1}"} for number in range(12)
+    ]
+    table = read_table(str(csv_file(tmp_path, [*rows, {"question": "What is it?", "answer": ""}])), None, None)
+    assert {row["output"] for row in [*table.train, *table.held_out]} == {str(number + 1) for number in range(12)}
+    assert table.dropped == {"empty": 1}
+
+
+def test_a_file_may_have_a_longer_name_than_a_dataset(flash_home: Path, tmp_path: Path) -> None:
+    path = csv_file(tmp_path).rename(tmp_path / f"{'rows_' * 20}.csv")
+    assert keep_conversations(str(path)).name == ("rows_" * 20)[:64]
 
 
 def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:

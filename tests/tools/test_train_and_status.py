@@ -770,6 +770,20 @@ async def test_text_is_searched_over_all_steps(tmp_path: Path):
     assert (await call("rollouts", run_id=body["run_id"], contains="nowhere"))["rollouts"] == []
 
 
+async def test_tool_calls_and_branches_are_searched_too(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    rows = [sample_rollout(1, index, 0.5) for index in range(3)]
+    call_of_tool = {"function": {"name": "look", "arguments": '{"at": "Moon"}'}}
+    rows[1]["messages"][-1] = {"role": "assistant", "content": None, "tool_calls": [call_of_tool]}
+    said = {"role": "assistant", "content": "I ask the moon."}
+    rows[2]["branches"] = [{"of": 0, "after": 1, "turns": 1, "messages": [said]}]
+    writer.rollouts(1, rows)
+    read_in(open_store(), run.id)
+    for text, indices in (('look({"at": "moon', [1]), ("moon", [1, 2]), ("the moon", [2])):
+        body = await call("rollouts", run_id=run.id, contains=text, which="index")
+        assert [row["index"] for row in body["rollouts"]] == indices, text
+
+
 async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_path: Path):
     run, writer = started_run(tmp_path)
     long = "start " + "blah " * 4000 + "NEEDLE " + "blah " * 4000 + "end"

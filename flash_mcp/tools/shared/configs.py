@@ -8,6 +8,7 @@ from typing import Annotated, cast
 
 from pydantic import WithJsonSchema
 
+from flash_mcp.protocol.errors import expanded
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import read_toml
 
@@ -33,7 +34,7 @@ def read_configs(config: ConfigFiles) -> Configs:
     paths = [config] if isinstance(config, str) else config or []
     result = Configs({}, {}, [])
     for name in paths:
-        path = Path(name).expanduser()
+        path = expanded(name)
         fields = read_toml(path)
         if "seed" in fields:
             result.fields.pop("seeds", None)

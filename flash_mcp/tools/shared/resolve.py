@@ -13,7 +13,7 @@ from environments.sandbox.needs import Needs
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import ModelCard, parameters_in_name, unpinned
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.spec import (
     RECIPES,
@@ -214,7 +214,7 @@ def teacher_of(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
     reference = spec.teacher
     if reference is None:
         return None
-    is_folder = (Path(reference).expanduser() / "adapter_config.json").is_file()
+    is_folder = (expanded(reference) / "adapter_config.json").is_file()
     if not is_folder and not RUN.fullmatch(reference):
         other = base_model(reference)
         if other.name == card.name:
@@ -266,8 +266,8 @@ def _shape_in(adapter: Path) -> Json:
 
 def _start(store: Store, reference: str, field: str = "init_from_adapter") -> _Start:
     """FlashError(unknown_run | unknown_checkpoint | invalid_argument)."""
-    if caller().is_local and Path(reference).expanduser().is_dir():
-        return _Start(Path(reference).expanduser().absolute())
+    if caller().is_local and expanded(reference).is_dir():
+        return _Start(expanded(reference).absolute())
     run_id, _, at = reference.partition("@")
     if at and not at.isdigit():
         fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"

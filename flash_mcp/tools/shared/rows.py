@@ -15,7 +15,7 @@ import httpx
 
 from flash_mcp.protocol.credentials import HUB as LOGIN
 from flash_mcp.protocol.credentials import environment_for
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.records import Json
 from flash_mcp.state.owners import caller
 
@@ -38,7 +38,7 @@ def read_rows(source: str) -> tuple[list[Row], list[str]]:
     if named := HUB.fullmatch(source):
         rows = _parquet(source, _from_hub(source, named["id"], named["config"]))
     else:
-        path = Path(source).expanduser().absolute()
+        path = expanded(source).absolute()
         rows = _rows(source, path.suffix.lower(), _content(source, path))
     return rows, list(dict.fromkeys(name for row in rows for name in row))
 

@@ -94,7 +94,7 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     answer = _column(source, columns, answer, ANSWERS, "answer")
     task = partial(_task, source, asking, answer)
     pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
-    has_derivations = all(FINAL in gold for _, gold in pairs)
+    has_derivations = all(FINAL in gold for _, gold in pairs if gold)
     dropped: Counter[str] = Counter()
     golds: dict[str, str] = {}
     for prompt, gold in pairs:
@@ -318,7 +318,7 @@ def keep_conversations(
     """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
     train, held_out, counts = split_conversations(source, holdout)
     stem = Path(source).stem.rpartition(":")[2]
-    name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_") or "rows"
+    name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_")[:64] or "rows"
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
     version = datasets.register(name, train, held_out, manifest, base)
@@ -370,9 +370,12 @@ def _text(value: Any) -> str:
 
 
 def _split(golds: Mapping[str, str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    groups = _alike(golds)
-    random.Random(0).shuffle(groups)
     eval_size = min(MOST_EVAL, round(EVAL_SHARE * len(golds)))
+    groups: list[list[str]] = []
+    for group in _alike(golds):
+        # A larger group would leave nothing to train on.
+        groups += [group] if len(group) <= eval_size else [[prompt] for prompt in group]
+    random.Random(0).shuffle(groups)
     train: list[dict[str, str]] = []
     held_out: list[dict[str, str]] = []
     for group in groups:

@@ -28,21 +28,27 @@ def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer:
     """Queue the run again with its own values, up to `steps` or as far as it was to go. A repeat
     finds it under way, or at those steps already, and changes nothing.
     """
+    run = store.run(run_id)
+    if queue.is_held(run):
+        return Resumed(queue.release(store, run_id), run.step, [])
+    if run.ended is not None:
+        _check_files(run)
+    total = _total(run, steps)
+    if run.ended is None or (run.state == "succeeded" and total == run.steps):
+        return Resumed(run, run.step, [f"it is {run.state} already: nothing was changed"])
+    # Before the transaction: it reads whole checkpoints, and others wait to write.
+    folder = RunFolder(run.folder, retry_s=RETRY_S)
+    step = folder.checkpoints.newest_good() or 0
+    notes = _loss(folder, step, fresh_optimizer=fresh_optimizer)
+    if step and total == step:
+        notes.append(f"all {step} steps are made: it only evaluates, where it was asked to")
     with store.transaction():
-        run = store.run(run_id)
-        if queue.is_held(run):
-            return Resumed(queue.release(store, run_id), run.step, [])
-        if run.ended is not None:
-            _check_files(run)
-        total = _total(run, steps)
-        if run.ended is None or (run.state == "succeeded" and total == run.steps):
-            return Resumed(run, run.step, [f"it is {run.state} already: nothing was changed"])
-        folder = RunFolder(run.folder, retry_s=RETRY_S)
-        step = folder.checkpoints.newest_good() or 0
-        notes = _loss(folder, step, fresh_optimizer=fresh_optimizer)
-        if step and total == step:
-            notes.append(f"all {step} steps are made: it only evaluates, where it was asked to")
-        return Resumed(queue.resume(store, run, folder, total), step, notes)
+        again = store.run(run_id)
+        if again.ended == run.ended:
+            _check_files(again)
+            return Resumed(queue.resume(store, run, folder, total), step, notes)
+    # Another call resumed it meanwhile.
+    return resume_run(store, run_id, steps, fresh_optimizer=fresh_optimizer)
 
 
 def _total(run: Run, steps: int | None) -> int | None:
