@@ -449,7 +449,8 @@ class RunReconciler:
         is_silent = attempt.beat is None or attempt.asked_at - attempt.beat_at > STALE_S
         is_pending = status.state == "pending" and is_silent
         reason = (status.detail or "a machine") if is_pending else None
-        if reason != run.pending_reason:
+        # A store that does not answer stays the reason until it answers.
+        if reason != run.pending_reason and attempt.could_be_read:
             queue.record_wait(self.store, run.id, attempt.number, reason)
         if not is_pending:
             attempt.pending_at = None

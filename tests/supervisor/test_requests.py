@@ -177,7 +177,9 @@ def test_keys_that_a_later_shell_has_are_used_once_the_store_refuses_those_befor
         assert not supervisor.vault.take_store_keys()
         with s3.faulty("expired"):
             until(lambda: "refuses" in str(bench.now(run).pending_reason))
-            assert " s ago" in str(report_on(bench.store, run.id).view.pending_reason)
+            for _ in range(20):  # also between two looks at its heartbeat
+                supervisor.tick()
+                assert " s ago" in str(report_on(bench.store, run.id).view.pending_reason)
         until(lambda: bench.now(run).pending_reason is None)
     finally:
         supervisor.vault.close()
