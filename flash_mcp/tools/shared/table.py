@@ -373,8 +373,9 @@ def _split(golds: Mapping[str, str]) -> tuple[list[dict[str, str]], list[dict[st
     eval_size = min(MOST_EVAL, round(EVAL_SHARE * len(golds)))
     groups: list[list[str]] = []
     for group in _alike(golds):
-        # A larger group would leave nothing to train on.
-        groups += [group] if len(group) <= eval_size else [[prompt] for prompt in group]
+        # Half of all and more, on one side, would leave the other too little.
+        is_most = 2 * len(group) > len(golds)
+        groups += [[prompt] for prompt in group] if is_most else [group]
     random.Random(0).shuffle(groups)
     train: list[dict[str, str]] = []
     held_out: list[dict[str, str]] = []
