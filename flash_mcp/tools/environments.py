@@ -451,9 +451,13 @@ async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None
         task = await _task(host, task_id)
         for answer in answers:
             score = (await play(host, task, [answer])).score
-            shown = Scored(answer=shorten(answer, 200), reward=score.reward, success=score.success)
-            shown.reason = score.reason
-            shown.metrics = score.metrics or None
+            shown = Scored(
+                answer=shorten(answer, 200),
+                reward=score.reward,
+                success=score.success,
+                reason=score.reason,
+                metrics=score.metrics or None,
+            )
             results.append(shown)
         splits = host.splits
     return EnvTest(

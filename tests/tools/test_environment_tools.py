@@ -256,6 +256,17 @@ async def test_given_answers_are_scored_instead_of_the_checks(client: Client, tm
     assert "there is no task 'no'" in await refusal(client, "env_test", **{**asked, "task_id": "no"})
 
 
+async def test_a_scorer_s_reason_and_metrics_have_no_control_characters(client: Client, tmp_path: Path) -> None:
+    score = """
+        def score_response(self, example, response_text):
+            return RewardResult(score=0.5, reason="\\x1b[2J", metrics=[RewardMetric("\\x07", 1.0)])
+    """
+    folder = environment_folder(tmp_path, f"class Odd(Addition):{score}", returns="Odd()")
+    [scored] = (await call(client, "env_test", folder=str(folder), answers=["5"]))["scored"]
+    assert "\x1b" not in scored["reason"] and "[2J" in scored["reason"]
+    assert list(scored["metrics"].values()) == [1.0] and "\x07" not in scored["metrics"]
+
+
 # -- env_push --------------------------------------------------------------------------------------
 
 
