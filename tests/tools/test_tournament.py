@@ -196,6 +196,8 @@ async def test_an_arm_whose_training_fails_is_out_and_two_have_to_be_left(client
         ([{}, {"lr_schedule": "linear"}], {"steps": 2}, "arm-2: arms that learn cannot have lr_schedule"),
         ([{"eval_after": True}, {}], {"steps": 2}, "the rounds evaluate"),
         ([{"system_prompt": "a"}, {}], {"steps": 2}, "arm-1: system_prompt"),
+        ([{"seed": 1}, {"seed": 2}], {"steps": 2}, "arms that learn cannot choose seed. Fix: environment, seed"),
+        ([{"steps": 3}, {}], {"steps": 2, "target": "far", "regression": "on"}, "choose regression, steps, target."),
     ],
 )
 async def test_arms_that_cannot_learn_in_rounds_are_refused(
@@ -203,6 +205,11 @@ async def test_arms_that_cannot_learn_in_rounds_are_refused(
 ):
     assert says in await refusal(client, "tournament", environment="echo", arms=arms, settings=settings)
     assert not open_store().query("SELECT id FROM tournaments") and not open_store().runs()
+
+
+async def test_arms_that_learn_are_compared_on_the_eval_split_alone(client: Client):
+    error = await refusal(client, "tournament", environment="echo", arms=[{}, {}], settings={"steps": 2}, split="train")
+    assert "cannot choose split" in error
 
 
 @pytest.mark.parametrize(
