@@ -14,6 +14,7 @@ from flash_mcp.server.mcp_server import server
 from flash_mcp.state import tournaments
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor import ensure
 from tests.calls import call as made
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
@@ -104,6 +105,17 @@ async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: C
     newest = tournaments.find_tournament(store, body["tournament_id"]).run_ids
     await until(lambda: all(store.run(run).state == "cancelled" for run in newest))
     assert not store.active_targets()
+
+
+@pytest.mark.slow
+async def test_one_that_no_supervisor_looks_after_yet_is_no_error(client: Client, monkeypatch: pytest.MonkeyPatch):
+    def no_room(base: Path) -> bool:
+        raise FlashError("internal", "the supervisor did not start")
+
+    monkeypatch.setattr(ensure, "ensure_supervisor", no_room)
+    body = await call(client, "tournament", environment="echo", arms=[arm("all", ALL), arm("none", NONE)])
+    assert body["created"] and "did not start" in body["next"]
+    assert f"tournament(tournament_id={body['tournament_id']!r})" in body["next"]
 
 
 @pytest.mark.slow
