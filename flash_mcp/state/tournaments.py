@@ -42,9 +42,10 @@ class Tournament(Record):
     owner: str
     state: TournamentState
     spec: Json
-    """`arms`: [{"name", "of", "resolved", "adapter"}]; `order`: places of the tasks in the split;
-    `environment`, `split`, `alpha`; `secrets` that the owner's token grants. Where arms learn also
-    `milestones`: steps; `held_back`: the first tasks of `order`, for the end; `round_tasks`."""
+    """`arms`: [{"name", "of", "resolved", "adapter", "env_files"}]; `order`: places of the tasks in
+    the split; `environment`, `split`, `alpha`; `secrets` that the owner's token grants. Where arms
+    learn also `milestones`: steps; `held_back`: the first tasks of `order`, for the end;
+    `round_tasks`."""
     rounds: list[Json]
     """{"tasks": number, "runs": {arm: evaluation}, "outcomes": {arm: {task: success}}}; the round
     under way has no outcomes yet. Where arms learn with the `step` of the milestone; before it
@@ -273,7 +274,7 @@ def _add_round(store: Store, row: Tournament, arms: Sequence[int], tasks: Sequen
         resolved = ResolvedEval.model_validate(entry["resolved"])
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=changes)})
         name = f"{row.id} round {row.round + 1}: {entry['name']}"[:NAME_CHARACTERS]
-        lineage = {"tournament": row.id, "name": name}
+        lineage = {"tournament": row.id, "name": name, "env_files": entry.get("env_files")}
         run, _ = queue.enqueue(store, resolved, environment, adapter, lineage=lineage)
         runs[str(arm)] = run.id
     row.rounds.append({"tasks": len(tasks), "runs": runs})

@@ -218,10 +218,11 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
         )
         resolved, _ = await run_sync(place, store, resolved)
         entry = {"name": arm["name"], "of": subject.name, "adapter": subject.adapter}
+        entry["env_files"] = subject.env_files
         entries.append({**entry, "resolved": resolved.model_dump()})
     first = EvalSpec.model_construct(**entries[0]["resolved"]["spec"])
     await report("loading the environment in a child process")
-    names = await task_names(row, first)
+    names = await task_names(row, first, subjects[0].env_files)
     order = random.Random(f"tournament/{common['seed']}").sample(range(len(names)), len(names))
     spec = {"arms": entries, "environment": row.reference, "order": order[: common["limit"]]}
     return {**spec, "split": split, "alpha": common["alpha"]}
