@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import random
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -173,12 +175,19 @@ async def _begin(
     key: str | None,
 ) -> tuple[tournaments.Tournament, bool, FlashError | None]:
     """Start one, or find that of the key; (it, whether it is new, why nothing looks after it)."""
+    # As it was passed: what it means may have changed since the first call with the key.
+    passed = json.dumps([environment, arms, settings, common], sort_keys=True)
+    request = hashlib.sha256(passed.encode()).hexdigest()
+    first = await run_sync(tournaments.asked_before, store, request, key)
+    if first:
+        return first, False, await look_after(store, first)
     train = None
     if "steps" in settings:
         spec, train = await arms_that_learn(environment, arms, settings, common)
     else:
         spec = await _spec(store, environment, _arms(arms, settings), common)
     target = spec["arms"][0]["resolved"]["spec"]["target"]
+    spec["request"] = request
     begin = functools.partial(tournaments.start, train=train)
     row, created = await run_sync(begin, store, spec, target, key)
     return row, created, await look_after(store, row)

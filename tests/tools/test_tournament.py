@@ -88,6 +88,9 @@ async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: C
     asked = {"environment": "echo", "arms": arms, "idempotency_key": "once", "wait_s": 0}
     body = await call(client, "tournament", **asked)
     assert (body["state"], body["created"], body["tasks"], body["attempts"]) == ("running", True, 25, 0)
+    folder = open_store().environment("echo").path
+    newer = {"name": "echo", "digest": "fedcba9876543210", "path": folder, "size_bytes": 1}
+    open_store().add_environment(**newer)
     same = await call(client, "tournament", **asked)
     assert (same["tournament_id"], same["created"]) == (body["tournament_id"], False)
     assert "idempotency_conflict" in await refusal(client, "tournament", **{**asked, "limit": 30})
