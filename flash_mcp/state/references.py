@@ -141,6 +141,11 @@ class Subject:
         return None
 
     @property
+    def env_files(self) -> list[str]:
+        """Files that may have the secrets of its run."""
+        return self.run.env_files if self.run else []
+
+    @property
     def name(self) -> str:
         """For people: what was evaluated."""
         if self.run is None:

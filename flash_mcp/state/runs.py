@@ -183,11 +183,15 @@ class RunTable(Connection):
         return set(self.column(sql))
 
     def overlap(self, run: Run) -> Json | None:
-        """What the splits of a run's environment share, if a run that trained on it recorded it."""
-        sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
-                 AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
-        row = self.first(sql, [run.environment, run.environment_digest])
-        return row and row["lineage"]["overlap"]
+        """What the splits of a run's environment share, if a run that trained on it with the same
+        arguments recorded it.
+        """
+        sql = """SELECT * FROM runs WHERE environment = ? AND environment_digest = ?
+                 AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC"""
+        for row in self.records(Run, sql, [run.environment, run.environment_digest]):
+            if row.spec.environment_args == run.spec.environment_args:
+                return row.lineage["overlap"]
+        return None
 
     def counts_by_target(self) -> dict[tuple[str, str], int]:
         """{(target, state): number of runs}, of active runs of all owners."""

@@ -42,9 +42,10 @@ class Tournament(Record):
     owner: str
     state: TournamentState
     spec: Json
-    """`arms`: [{"name", "of", "resolved", "adapter"}]; `order`: places of the tasks in the split;
-    `environment`, `split`, `alpha`; `secrets` that the owner's token grants. Where arms learn also
-    `milestones`: steps; `held_back`: the first tasks of `order`, for the end; `round_tasks`."""
+    """`arms`: [{"name", "of", "resolved", "adapter", "env_files"}]; `order`: places of the tasks in
+    the split; `environment`, `split`, `alpha`; `secrets` that the owner's token grants; `request`:
+    a digest of what was passed. Where arms learn also `milestones`: steps; `held_back`: the first
+    tasks of `order`, for the end; `round_tasks`."""
     rounds: list[Json]
     """{"tasks": number, "runs": {arm: evaluation}, "outcomes": {arm: {task: success}}}; the round
     under way has no outcomes yet. Where arms learn with the `step` of the milestone; before it
@@ -122,20 +123,15 @@ def start(
     train: Callable[[str], dict[str, str]] | None = None,
 ) -> tuple[Tournament, bool]:
     """Add a tournament of the caller, with its first round. With an idempotency key that was used
-    before: (that one, False). Raises as queue.enqueue does.
+    before: (that one, False). Raises as `asked_before` and queue.enqueue do.
 
     `train` queues the training of arms that learn to their first milestone, for a tournament's id:
     {arm: run}.
     """
     spec = {**spec, "secrets": sorted(caller().secrets or ())}
     with store.transaction():
-        sql = "SELECT * FROM tournaments WHERE idempotency_key = ? AND owner = ?"
-        if key and (row := store.first(sql, [key, caller().owner])):
-            if row["spec"] != spec:
-                what = f"the key was used for {row['id']}, which asked for something else"
-                fix = "use a new key, or repeat the first call's arguments"
-                raise FlashError("idempotency_conflict", what, idempotency_key=key, fix=fix)
-            return Tournament.from_row(row), False
+        if first := asked_before(store, spec["request"], key):
+            return first, False
         tournament_id = queue.new_id(store, "tour")
         row = {"id": tournament_id, "owner": caller().owner, "state": "running", "target": target}
         row |= {"spec": spec, "rounds": [], "idempotency_key": key, "created": time.time()}
@@ -145,6 +141,19 @@ def start(
         store.insert("tournaments", row)
         advance(store, tournament_id)
     return find_tournament(store, tournament_id), True
+
+
+def asked_before(store: Store, request: str, key: str | None) -> Tournament | None:
+    """The caller's tournament with that idempotency key, if any. FlashError(idempotency_conflict)
+    if its request had another digest.
+    """
+    sql = "SELECT * FROM tournaments WHERE idempotency_key = ? AND owner = ?"
+    row = store.record(Tournament, sql, [key, caller().owner]) if key else None
+    if row and row.spec.get("request") != request:
+        what = f"the key was used for {row.id}, which asked for something else"
+        fix = "use a new key, or repeat the first call's arguments"
+        raise FlashError("idempotency_conflict", what, idempotency_key=key, fix=fix)
+    return row
 
 
 def advance_all(store: Store) -> None:
@@ -273,7 +282,7 @@ def _add_round(store: Store, row: Tournament, arms: Sequence[int], tasks: Sequen
         resolved = ResolvedEval.model_validate(entry["resolved"])
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=changes)})
         name = f"{row.id} round {row.round + 1}: {entry['name']}"[:NAME_CHARACTERS]
-        lineage = {"tournament": row.id, "name": name}
+        lineage = {"tournament": row.id, "name": name, "env_files": entry.get("env_files")}
         run, _ = queue.enqueue(store, resolved, environment, adapter, lineage=lineage)
         runs[str(arm)] = run.id
     row.rounds.append({"tasks": len(tasks), "runs": runs})

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flash_mcp.protocol.base_models import MODELS, ModelCard, ToolTemplate, find, parameters_in_name
+from flash_mcp.protocol.base_models import MODELS, ModelCard, ToolTemplate, parameters_in_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import exports_dir, models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json
 from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
-from flash_mcp.state import costs, datasets, queue
+from flash_mcp.state import costs, datasets, queue, references
 from flash_mcp.state.disk import in_words, size_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
@@ -278,7 +278,7 @@ def _models(store: Store, contains: str, steps: ReadSteps) -> list[Model]:
     cards = dict(MODELS)
     if "/" in contains:
         with suppress(FlashError):
-            card = find(contains.strip())
+            card = references.base_model(contains.strip())
             cards[card.name] = card
     machines = places(store)
     return [_model(card, machines, steps()) for card in cards.values()]

@@ -359,6 +359,11 @@ def _comparable(pair: Pair, base: str, other: str | None) -> Pair:
         what = f"different environments cannot be compared: {both}"
         call = f"evaluate(environment={ours.environment!r}, model=...)"
         raise FlashError("invalid_argument", what, fix=f"evaluate both on one of them: {call}")
+    if ours.eval_split != theirs.eval_split:
+        both = f"{ours.id} is of {ours.eval_split}, {theirs.id} of {theirs.eval_split}"
+        what = f"different splits cannot be compared: {both}"
+        call = f"evaluate(split={ours.eval_split!r}, model=...)"
+        raise FlashError("invalid_argument", what, fix=f"evaluate both on one of them: {call}")
     return pair
 
 
@@ -408,9 +413,9 @@ def _evaluated(store: Store, run: Run, step: int | None) -> Evaluated:
 
 def _memory(store: Store, pair: Pair) -> Flag | None:
     """The flag of a contaminated split, if a trained model was evaluated on the eval split."""
-    splits = {side.run.eval_split for side in (pair.base, pair.other)}
+    run = pair.other.run
     is_trained = pair.base.is_trained or pair.other.is_trained
-    overlap = store.overlap(pair.other.run) if splits == {"eval"} and is_trained else None
+    overlap = store.overlap(run) if run.eval_split == "eval" and is_trained else None
     if overlap:
         return health.contaminated(**overlap)
     return None

@@ -184,8 +184,7 @@ async def _measure(
     # Resolved once without tasks, for what the environment is loaded with.
     values = resolved(tasks=[]).spec
     await report("loading the environment in a child process")
-    env_files = subject.run.env_files if subject.run else []
-    names = await task_names(row, values, env_files)
+    names = await task_names(row, values, subject.env_files)
     tasks = _chosen(names, request)
     complete = resolved(tasks=tasks)
     # A repeated key has to agree with the version that was named, too.
@@ -200,7 +199,7 @@ async def _measure(
         idempotency_key,
         again=request.again,
         label=request.label,
-        lineage={"tasks": {request.split: len(names)}, "env_files": env_files},
+        lineage={"tasks": {request.split: len(names)}, "env_files": subject.env_files},
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))

@@ -40,6 +40,7 @@ INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "conf
 """Files of a starter that are returned where none can be written, in order of their worth."""
 INLINE_CHARACTERS = 7_550
 INLINE_ROWS = 3
+CUT_CHARACTERS = 200
 TEXTS = {".py", ".toml", ".jsonl", ".txt", ".md", ".json"}
 
 
@@ -140,7 +141,16 @@ def _pulled(folder: str | None, reference: str) -> EnvSetup:
     files: dict[str, bytes] = {}
     for path, source in folder_files(Path(version.path)).items():
         files[path] = source if isinstance(source, bytes) else source.read_bytes()
-    return _written(folder, version.name, files, f"these are the files of {version.reference}")
+    result = _written(folder, version.name, files, f"these are the files of {version.reference}")
+    shown = result.contents
+    if shown is None:
+        return result
+    partial = [path for path in result.files if shown.get(path, "").encode() != files[path]]
+    if partial:
+        result.cut = shorten(f"not here, or not whole: {', '.join(partial)}", CUT_CHARACTERS)
+        whole = f"env_setup(environment={version.reference!r}, folder=...) writes all of it"
+        result.next = f"do not push these files, of which parts are missing: on the server {whole}"
+    return result
 
 
 def _of_server(folder: str | None, data: str | None) -> EnvSetup:

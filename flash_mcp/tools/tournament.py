@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import random
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -17,7 +19,6 @@ from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, EvalSpec, explain
 from flash_mcp.state import references, tournaments
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import ensure
 from flash_mcp.tools.evaluate import SystemPrompt, environment_of, place, task_names
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_target
@@ -25,7 +26,7 @@ from flash_mcp.tools.shared.next_steps import after_tournament
 from flash_mcp.tools.shared.scores import FailedAttempt, worst_attempts
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text
-from flash_mcp.tools.shared.waiting import deadline_after, wait_until
+from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 from flash_mcp.tools.training.race import arms_that_learn, explanation_of_race
 
 MOST_ARMS = 12
@@ -145,24 +146,24 @@ async def tournament(
     store = open_store()
     deadline = deadline_after(wait_s)
     created = False
+    trouble = None
     if tournament_id is None:
         if arms is None:
             fix = "pass arms=[{...}, {...}] to start one, or tournament_id=... to follow it"
             raise FlashError("invalid_argument", "neither a new nor an old tournament", fix=fix)
         common = {"split": split, "limit": limit, "alpha": alpha, "seed": seed}
         common |= {"secrets": secrets, "target": target}
-        row, created = await _begin(
+        row, created, trouble = await _begin(
             store, environment, arms, settings or {}, common, idempotency_key
         )
         tournament_id = row.id
-        await run_sync(ensure.ensure_supervised, store)
     row = await wait_until(
         lambda: tournaments.find_tournament(store, tournament_id),
         lambda row: row.state != "running",
-        deadline,
+        0.0 if trouble else deadline,
         _progress,
     )
-    return await run_sync(_view, store, row, created)
+    return await run_sync(_view, store, row, created, trouble)
 
 
 async def _begin(
@@ -172,16 +173,24 @@ async def _begin(
     settings: Json,
     common: Json,
     key: str | None,
-) -> tuple[tournaments.Tournament, bool]:
-    """Start one, or find that of the key; (it, whether it is new)."""
+) -> tuple[tournaments.Tournament, bool, FlashError | None]:
+    """Start one, or find that of the key; (it, whether it is new, why nothing looks after it)."""
+    # As it was passed: what it means may have changed since the first call with the key.
+    passed = json.dumps([environment, arms, settings, common], sort_keys=True)
+    request = hashlib.sha256(passed.encode()).hexdigest()
+    first = await run_sync(tournaments.asked_before, store, request, key)
+    if first:
+        return first, False, await look_after(store, first)
     train = None
     if "steps" in settings:
         spec, train = await arms_that_learn(environment, arms, settings, common)
     else:
         spec = await _spec(store, environment, _arms(arms, settings), common)
     target = spec["arms"][0]["resolved"]["spec"]["target"]
+    spec["request"] = request
     begin = functools.partial(tournaments.start, train=train)
-    return await run_sync(begin, store, spec, target, key)
+    row, created = await run_sync(begin, store, spec, target, key)
+    return row, created, await look_after(store, row)
 
 
 def _arms(arms: Sequence[Json], settings: Json) -> list[Json]:
@@ -218,10 +227,11 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
         )
         resolved, _ = await run_sync(place, store, resolved, row)
         entry = {"name": arm["name"], "of": subject.name, "adapter": subject.adapter}
+        entry["env_files"] = subject.env_files
         entries.append({**entry, "resolved": resolved.model_dump()})
     first = EvalSpec.model_construct(**entries[0]["resolved"]["spec"])
     await report("loading the environment in a child process")
-    names = await task_names(row, first)
+    names = await task_names(row, first, subjects[0].env_files)
     order = random.Random(f"tournament/{common['seed']}").sample(range(len(names)), len(names))
     spec = {"arms": entries, "environment": row.reference, "order": order[: common["limit"]]}
     return {**spec, "split": split, "alpha": common["alpha"]}
@@ -235,7 +245,9 @@ def _progress(row: tournaments.Tournament) -> tuple[str, float]:
     return f"{row.id}: round {row.round}, {left} arms left", share
 
 
-def _view(store: Store, row: tournaments.Tournament, created: bool) -> Tournament:
+def _view(
+    store: Store, row: tournaments.Tournament, created: bool, trouble: FlashError | None
+) -> Tournament:
     standing = row.standing
     leader = standing.leader
     names = [arm["name"] for arm in row.spec["arms"]]
@@ -248,6 +260,10 @@ def _view(store: Store, row: tournaments.Tournament, created: bool) -> Tournamen
     if row.milestones:
         in_full = row.spec["held_back"] + row.spec["round_tasks"] * (len(row.milestones) - 1)
         in_full *= len(names)
+    following = after_tournament(row, one, is_over)
+    if trouble:
+        call = f"tournament(tournament_id={row.id!r})"
+        following = f"{trouble} The server tries again every few seconds; {call} follows it"
     return Tournament(
         tournament_id=row.id,
         state=row.state,
@@ -265,7 +281,7 @@ def _view(store: Store, row: tournaments.Tournament, created: bool) -> Tournamen
         arms=list(map(functools.partial(_arm, row, standing), _order(standing))),
         worst=worst_attempts(store, store.run(shown)) if shown and run else None,
         error=error_text(row.error, 1500),
-        next=after_tournament(row, one, is_over),
+        next=following,
     )
 
 

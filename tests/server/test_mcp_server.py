@@ -27,7 +27,7 @@ from flash_mcp.server.mcp_server import FlashServer, plain, server
 from flash_mcp.state import tokens
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.tool_base import Result, Tool, report
-from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text
+from flash_mcp.tools.shared.truncation import LEAST_CHARACTERS, RESULT_CHARACTERS, fit, to_text
 from tests.places import ROOT
 from tests.samples import finished_run, supervised
 from tests.teams import Team
@@ -287,6 +287,11 @@ def test_fitting_keeps_short_values_and_the_shape():
     assert (fitted["n"], fitted["next"]) == (1, "go on")
     assert fitted["rows"][1] == {"text": "y" * 50}
     assert fit({"n": 1}, 2000) == {"n": 1}
+
+
+def test_fitting_ends_where_the_characters_of_texts_take_six_of_json():
+    fitted = fit({"texts": {str(number): "\x01" * 200 for number in range(9)}}, 1000)
+    assert all(0 < len(text) <= LEAST_CHARACTERS for text in fitted["texts"].values())
 
 
 # -- resources and the prompt ----------------------------------------------------------------------

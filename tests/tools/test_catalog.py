@@ -77,6 +77,13 @@ def test_a_model_that_the_catalog_does_not_name_is_shown_by_its_hub_id(monkeypat
     assert model.name == "qwen3-0.6b"
 
 
+def test_a_caller_elsewhere_sees_no_model_folder_of_the_server(tiny_model: Path) -> None:
+    (model,) = catalog(kind="models", contains=str(tiny_model)).models or []
+    assert model.source == f"folder:{tiny_model}"
+    with acting_as(Caller("alice")):
+        assert catalog(kind="models", contains=str(tiny_model)).models == []
+
+
 def test_steps_that_a_run_measured_stand_beside_its_model_and_its_machine(tmp_path: Path, flash_home: Path) -> None:
     run = finished_run(tmp_path)
     (flash_home / "settings.toml").write_text('[cost]\nprice_per_hour = 1.8\ncurrency = "EUR"\n')

@@ -114,6 +114,9 @@ async def test_secrets_come_from_the_file_beside_the_config_and_are_written_nowh
         finally:
             vault.close()
         shown = await call("status", run_id=run.id, detail="detailed")
+        arms = [{"model": f"{run.id}@0", "top_p": mass} for mass in (0.5, 0.9)]
+        played = await call("tournament", environment="keyed", arms=arms, wait_s=0)
+        assert [open_store().run(arm["run_id"]).env_files for arm in played["arms"]] == [[env], [env]]
     assert holding(flash_home, "JUDGE_KEY") and not holding(flash_home, SECRET)
     assert SECRET not in json.dumps([pushed, started, shown]) and "JUDGE_KEY" not in os.environ
 

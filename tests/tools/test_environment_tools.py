@@ -250,6 +250,17 @@ async def test_a_published_version_comes_back_as_a_folder(client: Client, tmp_pa
     assert (again["environment"], again["created"]) == (pushed["environment"], False)
     shown = await call(client, "env_setup", environment="sums")
     assert shown["contents"]["environment.py"] == (source / "environment.py").read_text()
+    assert "cut" not in shown and "env_push(" in shown["next"]
+
+
+async def test_a_published_version_that_comes_back_in_parts_says_so_and_is_not_pushed(client: Client) -> None:
+    rows = "".join(f'{{"id": "t{number}", "input": "{number}", "output": "{number}"}}\n' for number in range(9))
+    files = {"environment.py": "", "datasets/train.jsonl": rows, "notes.bin": "1"}
+    await call(client, "env_push", name="sums", files=files, load=False)
+    shown = (await client.call_tool("env_setup", {"environment": "sums"})).structured_content or {}
+    assert shown["contents"]["datasets/train.jsonl"] == "".join(rows.splitlines(keepends=True)[:3])
+    assert shown["cut"].endswith(": datasets/train.jsonl, notes.bin")
+    assert "env_push(" not in shown["next"] and "folder=" in shown["next"]
 
 
 async def test_given_answers_are_scored_instead_of_the_checks(client: Client, tmp_path: Path) -> None:
@@ -263,6 +274,17 @@ async def test_given_answers_are_scored_instead_of_the_checks(client: Client, tm
     ]
     assert tested["scored"][0]["reward"] == 1.0 and tested["probes"] == []
     assert "there is no task 'no'" in await refusal(client, "env_test", **{**asked, "task_id": "no"})
+
+
+async def test_a_scorer_s_reason_and_metrics_have_no_control_characters(client: Client, tmp_path: Path) -> None:
+    score = """
+        def score_response(self, example, response_text):
+            return RewardResult(score=0.5, reason="\\x1b[2J", metrics=[RewardMetric("\\x07", 1.0)])
+    """
+    folder = environment_folder(tmp_path, f"class Odd(Addition):{score}", returns="Odd()")
+    [scored] = (await call(client, "env_test", folder=str(folder), answers=["5"]))["scored"]
+    assert "\x1b" not in scored["reason"] and "[2J" in scored["reason"]
+    assert list(scored["metrics"].values()) == [1.0] and "\x07" not in scored["metrics"]
 
 
 # -- env_push --------------------------------------------------------------------------------------

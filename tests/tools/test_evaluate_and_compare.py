@@ -303,8 +303,9 @@ async def test_a_model_that_is_no_better_than_a_constant_is_set_against_it(clien
 
 @pytest.mark.slow
 async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client: Client):
-    base = await evaluated(client, solved=5, split="train", limit=30)
-    other = await evaluated(client, solved=55)
+    first, last = ([f"eval-{place}" for place in places] for places in (range(30), range(30, 60)))
+    base = await evaluated(client, solved=5, task_ids=first)
+    other = await evaluated(client, solved=55, task_ids=last)
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
     assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == ("improved", "noise_band", 0)
     assert any("in common" in note for note in body["notes"])
@@ -405,12 +406,15 @@ async def test_two_training_runs_are_compared_by_their_newest_evaluations(client
 @pytest.mark.slow
 async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path):
     body = await evaluated(client)
+    trained = await evaluated(client, split="train", limit=3)
     push_echo(tmp_path / "another", ECHO, name="another")
     another = await evaluated(client, environment="another")
     running, writer = started_run(tmp_path / "run", eval_before=True, eval_after=True)
     early = await refusal(client, "compare", base=running.id)
     assert "[not_ready" in early and f"status(run_id={running.id!r}, until='end')" in early
     assert "different environments" in await refusal(client, "compare", base=body["run_id"], other=another["run_id"])
+    splits = await refusal(client, "compare", base=body["run_id"], other=trained["run_id"])
+    assert "different splits" in splits and "split='eval'" in splits
     assert "no before and after" in await refusal(client, "compare", base=body["run_id"])
     assert "same evaluation" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
     assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=running.id)

@@ -104,6 +104,8 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, 
     for model, spoiled in ((f"{started['run_id']}@20", True), (f"{started['run_id']}@0", False)):
         notes = (await call("evaluate", model=model, wait_s=0)).get("notes", [])
         assert any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
+    other = {"model": f"{started['run_id']}@20", "environment_args": {"fail": False}, "wait_s": 0}
+    assert "CONTAMINATED" not in str((await call("evaluate", **other)).get("notes"))
 
 
 @pytest.mark.slow

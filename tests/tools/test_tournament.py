@@ -14,6 +14,7 @@ from flash_mcp.server.mcp_server import server
 from flash_mcp.state import tournaments
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor import ensure
 from tests.calls import call as made
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
@@ -87,6 +88,9 @@ async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: C
     asked = {"environment": "echo", "arms": arms, "idempotency_key": "once", "wait_s": 0}
     body = await call(client, "tournament", **asked)
     assert (body["state"], body["created"], body["tasks"], body["attempts"]) == ("running", True, 25, 0)
+    folder = open_store().environment("echo").path
+    newer = {"name": "echo", "digest": "fedcba9876543210", "path": folder, "size_bytes": 1}
+    open_store().add_environment(**newer)
     same = await call(client, "tournament", **asked)
     assert (same["tournament_id"], same["created"]) == (body["tournament_id"], False)
     assert "idempotency_conflict" in await refusal(client, "tournament", **{**asked, "limit": 30})
@@ -104,6 +108,17 @@ async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: C
     newest = tournaments.find_tournament(store, body["tournament_id"]).run_ids
     await until(lambda: all(store.run(run).state == "cancelled" for run in newest))
     assert not store.active_targets()
+
+
+@pytest.mark.slow
+async def test_one_that_no_supervisor_looks_after_yet_is_no_error(client: Client, monkeypatch: pytest.MonkeyPatch):
+    def no_room(base: Path) -> bool:
+        raise FlashError("internal", "the supervisor did not start")
+
+    monkeypatch.setattr(ensure, "ensure_supervisor", no_room)
+    body = await call(client, "tournament", environment="echo", arms=[arm("all", ALL), arm("none", NONE)])
+    assert body["created"] and "did not start" in body["next"]
+    assert f"tournament(tournament_id={body['tournament_id']!r})" in body["next"]
 
 
 @pytest.mark.slow
@@ -196,6 +211,8 @@ async def test_an_arm_whose_training_fails_is_out_and_two_have_to_be_left(client
         ([{}, {"lr_schedule": "linear"}], {"steps": 2}, "arm-2: arms that learn cannot have lr_schedule"),
         ([{"eval_after": True}, {}], {"steps": 2}, "the rounds evaluate"),
         ([{"system_prompt": "a"}, {}], {"steps": 2}, "arm-1: system_prompt"),
+        ([{"seed": 1}, {"seed": 2}], {"steps": 2}, "arms that learn cannot choose seed. Fix: environment, seed"),
+        ([{"steps": 3}, {}], {"steps": 2, "target": "far", "regression": "on"}, "choose regression, steps, target."),
     ],
 )
 async def test_arms_that_cannot_learn_in_rounds_are_refused(
@@ -203,6 +220,11 @@ async def test_arms_that_cannot_learn_in_rounds_are_refused(
 ):
     assert says in await refusal(client, "tournament", environment="echo", arms=arms, settings=settings)
     assert not open_store().query("SELECT id FROM tournaments") and not open_store().runs()
+
+
+async def test_arms_that_learn_are_compared_on_the_eval_split_alone(client: Client):
+    error = await refusal(client, "tournament", environment="echo", arms=[{}, {}], settings={"steps": 2}, split="train")
+    assert "cannot choose split" in error
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import queue, removal, retention
+from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
@@ -111,6 +112,9 @@ async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_linea
     store.put_gate(digest, {}, [], accepted=["near_gold"])
     checked = await call("train", **wanted, validate_only=True)
     assert checked["gate"] == "passed, accepted: near_gold"
+    with acting_as(Caller("ann")):
+        store.put_gate(digest, {}, ["junk"])
+    assert (await call("train", **wanted, validate_only=True))["gate"] == "passed, accepted: near_gold"
     assert (await call("train", **wanted))["created"]
 
 
@@ -1231,6 +1235,17 @@ async def test_a_distillation_without_a_usable_teacher_is_refused(
     push_echo(tmp_path)
     error = await refused("train", environment="echo", algorithm="distill", **fields)
     assert error.code == code and named in error.what
+
+
+async def test_a_caller_elsewhere_does_not_learn_whether_a_teacher_s_folder_exists(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "adapter_config.json").touch()
+    open_store()
+    with acting_as(Caller("alice")):
+        push_echo(tmp_path / "echo")
+        for name in ("there", "nowhere"):
+            fields = {"algorithm": "distill", "teacher": str(tmp_path / name)}
+            assert (await refused("train", environment="echo", **fields)).code == "local_only"
 
 
 async def test_a_teacher_of_another_base_model_is_refused(tmp_path: Path):

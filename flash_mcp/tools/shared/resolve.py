@@ -214,7 +214,8 @@ def teacher_of(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
     reference = spec.teacher
     if reference is None:
         return None
-    is_folder = (expanded(reference) / "adapter_config.json").is_file()
+    adapter = expanded(reference) / "adapter_config.json"
+    is_folder = caller().is_local and adapter.is_file()
     if not is_folder and not RUN.fullmatch(reference):
         other = base_model(reference)
         if other.name == card.name:

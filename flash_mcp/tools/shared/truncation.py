@@ -10,6 +10,8 @@ from typing import Any, cast
 from flash_mcp.protocol.errors import FlashError
 
 RESULT_CHARACTERS = 8_000
+LEAST_CHARACTERS = 50
+"""`shorten` makes no text of so few characters shorter."""
 
 
 def to_text(body: Any) -> str:
@@ -103,7 +105,7 @@ def _cuttable(holder: Any) -> Iterable[tuple[bool, int, Any, Any]]:
             nested = any(isinstance(item, (dict, list)) for item in cast("list[Any]", value))
             if len(cast("list[Any]", value)) > 1 and (nested or size > 100):
                 yield not nested, size, holder, key
-        elif isinstance(value, str) and size > 100:
+        elif isinstance(value, str) and size > 100 and len(value) > LEAST_CHARACTERS:
             yield True, size, holder, key
         if isinstance(value, (dict, list)):
             yield from _cuttable(value)

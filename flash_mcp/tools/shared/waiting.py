@@ -21,6 +21,7 @@ from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
+from flash_mcp.state.tournaments import Tournament
 from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
@@ -102,8 +103,8 @@ def measured(
             yield run
 
 
-async def look_after(store: Store, run: Run) -> FlashError | None:
-    """Make sure that a supervisor looks after an active run; the error if none does. It is not
+async def look_after(store: Store, run: Run | Tournament) -> FlashError | None:
+    """Make sure that a supervisor looks after what has not ended; the error if none does. It is not
     raised: the run exists, and a caller who saw only the error would ask again.
     """
     if run.ended is None:
