@@ -446,6 +446,16 @@ def test_the_tail_of_a_log_is_its_end(folder: RunFolder) -> None:
     assert len(folder.log_tail(2, 15)) == 15
 
 
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.1")
+    with ThreadPoolExecutor(1) as pool:
+        tail = pool.submit(RunFolder(tmp_path).log_tail, 1)
+        try:
+            assert tail.result(timeout=30) == ""
+        finally:
+            os.close(os.open(tmp_path / "log.1", os.O_RDWR))  # so that a thread that waits ends
+
+
 def test_a_result_of_an_attempt_that_was_replaced_is_no_result(folder: RunFolder) -> None:
     """As an attempt leaves it that was stopped between its last look at the epochs and the write."""
     RunWriter(folder, 1).commit_result("failed", 3)
