@@ -336,6 +336,15 @@ def test_a_checkpoint_is_whole_and_verified(folder: RunFolder, tmp_path: Path) -
     assert (fetched / "optimizer" / "state.bin").read_bytes() == b"moments"
 
 
+def test_what_a_killed_copy_of_a_checkpoint_left_is_removed(tmp_path: Path) -> None:
+    folder = RunFolder(f"memory://{uuid4().hex}")
+    manifest = RunWriter(folder, 1).commit_checkpoint(10, adapter(tmp_path), {})
+    name = f"fetched-{manifest['digest']}"
+    (tmp_path / f".{name}.part-killed").mkdir()
+    assert folder.checkpoints.fetch(10, tmp_path / "fetched") == tmp_path / name
+    assert not list(tmp_path.glob(".*.part-*"))
+
+
 @pytest.mark.slow
 def test_the_same_checkpoint_written_twice_is_the_newer(folder: RunFolder, tmp_path: Path) -> None:
     writer = RunWriter(folder, 1)
