@@ -63,6 +63,15 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(middle - half, middle + half)
 
 
+def t95(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t with 10 or more degrees of freedom, to 0.003
+    (Abramowitz and Stegun 26.7.5).
+    """
+    first = (Z95**3 + Z95) / 4
+    second = (5 * Z95**5 + 16 * Z95**3 + 3 * Z95) / 96
+    return Z95 + first / freedom + second / freedom**2
+
+
 def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
     """Wilson's interval of the success rate of tasks that were each attempted once or several
     times.

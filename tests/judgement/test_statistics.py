@@ -35,6 +35,11 @@ def test_the_interval_of_a_mean_is_scipys(scipy_stats: Any):
         assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-6)
 
 
+def test_the_quantile_of_t_is_scipys(scipy_stats: Any):
+    for freedom in (10, 11, 20, 100, 1000):
+        assert statistics.t95(freedom) == pytest.approx(scipy_stats.t.ppf(0.975, freedom), abs=0.003)
+
+
 @pytest.mark.parametrize(("successes", "count"), COUNTS)
 def test_wilsons_interval_is_scipys(scipy_stats: Any, successes: int, count: int):
     theirs = scipy_stats.binomtest(successes, count).proportion_ci(method="wilson")
