@@ -253,6 +253,8 @@ def _bootstrap(differences: Sequence[float], effect: float) -> _Measured:
     smoothed = [*differences, largest, -largest]
     interval = statistics.bootstrap_mean(smoothed)
     draws = f"{statistics.RESAMPLES} resamples, seed 0"
+    if len(smoothed) > statistics.MOST_RESAMPLED:
+        draws = "normal interval, as there are so many"
     return _Measured(
         test="paired_bootstrap",
         change=fmean(differences),
