@@ -8,9 +8,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import math
+import shutil
 import struct
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, Literal
 
 NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -52,6 +56,26 @@ def make_once(file: int, exists: Callable[[], bool], make: Callable[[], None]) -
         if not exists():
             make()
         lock(file, shared=True)
+
+
+@contextmanager
+def part_of(folder: Path) -> Generator[Path]:
+    """A new folder beside `folder` for what is being made or removed; it is gone afterwards.
+
+    The caller holds the folder's lock, so older ones are of processes that were killed."""
+    remove_parts(folder)
+    with tempfile.TemporaryDirectory(prefix=_part(folder), dir=folder.parent) as part:
+        yield Path(part)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what processes left that were killed in `part_of`. The caller holds the lock."""
+    for part in folder.parent.glob(f"{_part(folder)}*"):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _part(folder: Path) -> str:
+    return f".{folder.name}.part-"
 
 
 def _apply(file: IO[Any] | int, kind: Literal["SH", "EX", "UN"]) -> None:

@@ -3,6 +3,7 @@ other processes. Each returns its evidence, or raises ProbeFailed or ProbeSkippe
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -51,8 +52,10 @@ async def groups(trial: Trial) -> str:
 
 
 async def has_judge(trial: Trial) -> bool:
-    with suppress(EnvironmentFault):
-        return await trial.host.judge("train", 0, JUNK[:1]) is not None
+    """True also if it does not answer in the time that is left: the probe says why."""
+    with suppress(EnvironmentFault, TimeoutError):
+        async with asyncio.timeout(trial.left_s):
+            return await trial.host.judge("train", 0, JUNK[:1]) is not None
     return True
 
 

@@ -8,8 +8,9 @@ A fault of the environment is raised as EnvironmentFault, and closes the episode
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -142,28 +143,38 @@ async def play(
 
 async def interleave(host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]) -> list[Played]:
     """Play these conversations turn by turn: all open, all take their first turn, and so on."""
-    conversations = await _interleaved(host, plans)
-    return await together(conversation.score() for conversation in conversations)
+    async with _interleaved(host, plans) as conversations:
+        return await together(conversation.score() for conversation in conversations)
 
 
 async def play_group(host: EnvironmentHost, task: Task, group: Sequence[Answers]) -> list[Score]:
     """Play a conversation with each of these answers, and score them together."""
-    conversations = await _interleaved(host, [(task, answers) for answers in group])
-    return await host.score_group([Ended(item.opening.episode) for item in conversations])
+    async with _interleaved(host, [(task, answers) for answers in group]) as conversations:
+        return await host.score_group([Ended(item.opening.episode) for item in conversations])
 
 
+@asynccontextmanager
 async def _interleaved(
     host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]
-) -> list[Conversation]:
-    openings = await together(host.open(task.split, task.index) for task, _ in plans)
-    conversations = [
-        Conversation(host, opening, answers)
-        for opening, (_, answers) in zip(openings, plans, strict=True)
-    ]
-    active = conversations
-    while active := [item for item in active if not item.is_over]:
-        await together(item.take_turn() for item in active)
-    return conversations
+) -> AsyncGenerator[list[Conversation]]:
+    """The conversations, played to their ends. A fault, also while they are scored, closes all."""
+    opened: list[int] = []
+
+    async def begin(task: Task, answers: Answers) -> Conversation:
+        opening = await host.open(task.split, task.index)
+        opened.append(opening.episode)
+        return Conversation(host, opening, answers)
+
+    try:
+        conversations = active = await together(itertools.starmap(begin, plans))
+        while active := [item for item in active if not item.is_over]:
+            await together(item.take_turn() for item in active)
+        yield conversations
+    except BaseException:
+        for episode in opened:
+            with suppress(EnvironmentFault):
+                await host.close(episode)
+        raise
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

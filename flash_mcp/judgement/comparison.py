@@ -227,7 +227,7 @@ def _mcnemar(differences: Sequence[float]) -> _Measured:
     won = differences.count(1)
     lost = differences.count(-1)
     p = statistics.mcnemar(won, lost)
-    # One change each way is added to the interval (Agresti and Min 2005). Without them, few tasks
+    # One change each way is added to the interval (Bonett and Price 2012). Without them, few tasks
     # that happen to agree would claim to be free of noise.
     middle = (won - lost) / (count + 2)
     changed = (won + lost + 2) / (count + 2)
@@ -253,6 +253,8 @@ def _bootstrap(differences: Sequence[float], effect: float) -> _Measured:
     smoothed = [*differences, largest, -largest]
     interval = statistics.bootstrap_mean(smoothed)
     draws = f"{statistics.RESAMPLES} resamples, seed 0"
+    if len(smoothed) > statistics.MOST_RESAMPLED:
+        draws = "normal interval, as there are so many"
     return _Measured(
         test="paired_bootstrap",
         change=fmean(differences),
@@ -273,13 +275,15 @@ def _noise_bands(base: Sequence[float], other: Sequence[float]) -> _Measured:
         counts = [len(base) + 2, len(other) + 2]
         spreads = [share * (1 - share) for share in shares]
         middle = shares[1] - shares[0]
+        most = 1.0  # shares differ by 1 at most
     else:
         counts = [len(base), len(other)]
         spreads = [statistics.spread(base), statistics.spread(other)]
         middle = change
+        most = math.inf
     errors = [spread / count for spread, count in zip(spreads, counts, strict=True)]
     half = statistics.Z95 * math.sqrt(sum(errors))
-    interval = Interval(middle - half, middle + half)
+    interval = Interval(max(middle - half, -most), min(middle + half, most))
     tasks = min(len(base), len(other))
     return _Measured(
         test="noise_band",

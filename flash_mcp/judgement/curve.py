@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from flash_mcp.judgement import statistics
+from flash_mcp.judgement import attempts, statistics
 from flash_mcp.judgement.statistics import Interval
-from flash_mcp.protocol.records import Evaluation, Run
+from flash_mcp.protocol.records import Evaluation, Run, Try
 
 Line = list[tuple[int, float]]
 """(step, value) in order of steps."""
@@ -25,7 +25,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Point:
-    """A held-out evaluation with the Wilson 95 % interval of its success."""
+    """A held-out evaluation with the 95 % interval of its success."""
 
     step: int
     success: float
@@ -54,13 +54,21 @@ class Curve:
         return steps, successes
 
 
-def drawn(run: Run, lines: Mapping[str, Line], evaluations: Sequence[Evaluation]) -> Curve:
+def drawn(
+    run: Run,
+    lines: Mapping[str, Line],
+    evaluations: Sequence[Evaluation],
+    tries: Mapping[int, Sequence[Try]],
+) -> Curve:
+    """`tries`: {step: all attempts of its evaluation}; without them, they count as independent."""
     held_out: list[Point] = []
     for row in evaluations:
         count = int(row.summary["n"])
         if count:  # else environment code failed every attempt, and there is no rate
             success = row.summary["success"]
             interval = statistics.wilson(success * count, count)
+            if tasks := attempts.by_task(tries.get(row.step, ())):
+                interval = statistics.success_interval(attempts.successes(tasks))
             held_out.append(Point(row.step, success, interval))
     title = f"{run.id}: {run.model} on {run.environment}"
     return Curve(title, {name: line for name, line in lines.items() if line}, held_out)

@@ -10,10 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, pstdev
+from statistics import fmean, median, variance
 from typing import Literal
 
 from flash_mcp.judgement import attempts
+from flash_mcp.judgement.statistics import t95
 from flash_mcp.protocol.records import Try, plain_refusal
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 
@@ -445,7 +446,7 @@ def _difference(values: Sequence[float]) -> Difference | None:
     third = len(values) // 3
     first = values[:third]
     last = values[-third:]
-    band = 1.96 * math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
+    band = t95(2 * (third - 1)) * math.sqrt((variance(first) + variance(last)) / third)
     return Difference(fmean(last) - fmean(first), band)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
-from environments.locks import make_once, try_lock
+from environments.locks import make_once, part_of, remove_parts, try_lock
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_files import Json, StoredJob
 from flash_mcp.protocol.run_folder import RunFolder
@@ -141,8 +141,8 @@ class Artifacts:
         return target
 
     def _make(self, digest: str, target: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix=".part-", dir=target.parent) as scratch:
-            self._download(digest, Path(scratch)).rename(target)
+        with part_of(target) as scratch:
+            self._download(digest, scratch).rename(target)
 
     def _download(self, digest: str, scratch: Path) -> Path:
         archive = scratch / "archive.tar"
@@ -182,7 +182,12 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def trim(cache: Path, limit_bytes: float) -> None:
-    """Remove the folders that were used least lately until the others fit, but none in use."""
+    """Remove the folders that were used least lately until the others fit, but none in use, and
+    what was left half-made."""
+    for path in cache.glob("*.lock"):
+        with path.open("a") as lock:
+            if try_lock(lock):
+                remove_parts(path.with_suffix(""))
     sizes: dict[Path, int] = {}
     for path in cache.glob("[!.]*/"):
         sizes[path] = sum(file.stat().st_size for file in _files(path))
@@ -192,7 +197,8 @@ def trim(cache: Path, limit_bytes: float) -> None:
             return
         with folder.with_suffix(".lock").open("a") as lock:
             if try_lock(lock):
-                shutil.rmtree(folder)
+                with part_of(folder) as part:
+                    folder.rename(part / "folder")  # a folder that is half removed has no digest
                 total -= sizes[folder]
 
 

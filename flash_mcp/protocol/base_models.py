@@ -10,7 +10,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -150,7 +150,9 @@ def is_named(name: str) -> bool:
 
 
 def is_folder(name: str) -> bool:
-    return not is_named(name) and (_looks_like_path(name) or Path(name, "config.json").is_file())
+    if is_named(name):
+        return False
+    return _looks_like_path(name) or _is(Path.is_file, Path(name, "config.json"))
 
 
 def find(name: str) -> ModelCard:
@@ -208,7 +210,7 @@ def folder_card(folder: Path) -> ModelCard:
 
     FlashError(unknown_model) where config, weights, tokenizer or chat template are missing or
     weights are cut short."""
-    if not folder.is_dir():
+    if not _is(Path.is_dir, folder):
         raise _unusable(folder, "there is no such folder")
     config = _read_json(folder / "config.json")
     _read_json(folder / "tokenizer_config.json")
@@ -261,6 +263,14 @@ def _tool_template(template: str) -> ToolTemplate | None:
     if tool_form(with_tools(template)):
         return "ours"
     return None
+
+
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
+    """False also for a name that is too long for a path."""
+    try:
+        return kind(path)
+    except OSError:
+        return False
 
 
 def _looks_like_path(name: str) -> bool:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from environments.locks import lock
+from environments.locks import lock, part_of
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.run_files import Json, Manifest, ManifestFile, number
 from flash_mcp.protocol.storage import Storage, dump, sha256_of
@@ -137,13 +135,10 @@ class Checkpoints:
         with target.with_name(f".{target.name}.lock").open("a") as file:
             lock(file)
             if not target.is_dir():
-                part = tempfile.mkdtemp(prefix=".part-", dir=target.parent)
-                try:
-                    self._copy(manifest, Path(part))
+                with part_of(target) as part:
+                    self._copy(manifest, part / "copy")
                     # A copy that was cut off never has the final name.
-                    Path(part).rename(target)
-                finally:
-                    shutil.rmtree(part, ignore_errors=True)
+                    (part / "copy").rename(target)
         return target
 
     def _copy(self, manifest: Manifest, into: Path) -> None:

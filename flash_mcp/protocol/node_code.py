@@ -151,6 +151,7 @@ def _clear(used: Path) -> None:
             continue
         with path.open("a") as lock:
             if locks.try_lock(lock):
+                (folder / READY).unlink(missing_ok=True)  # first: half of it is not whole
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -80,6 +80,8 @@ class Recording:
         except (FileNotFoundError, ValueError, TypeError):
             return
         redacted = _redactor(tuple(limits.redact)).value(line)
+        # Ids are no texts, though a pattern may happen to match one.
+        redacted |= {name: line[name] for name in ("id", "rates") if name in line}
         if redacted != line:
             for name in TOKENS:
                 redacted[name] = []

@@ -260,9 +260,9 @@ def decoded(text: str, shape: type[Shape]) -> Shape:
     return cast(Shape, body)  # not what pydantic returns: that has other keys first
 
 
-def read_local(path: Path, max_bytes: int, *, root: str = "") -> bytes:
-    """A file's content. FileNotFoundError, or Damaged if it cannot be read, is too large, or does
-    not lie below `root`: others may make links there.
+def read_local(path: Path, max_bytes: int, *, root: str = "", is_tail: bool = False) -> bytes:
+    """A file's content; of a larger one its end, with `is_tail`. FileNotFoundError, or Damaged if
+    it cannot be read, is too large, or does not lie below `root`: others may make links there.
 
     Opening a named pipe would wait for a writer; this does not."""
     try:
@@ -274,7 +274,9 @@ def read_local(path: Path, max_bytes: int, *, root: str = "") -> bytes:
             opened = Path(f"/proc/self/fd/{descriptor}").readlink()
             if root and not is_below(str(opened), root):
                 raise Damaged("a link leads out of its folder")
-            if status.st_size > max_bytes:
+            if is_tail:
+                stream.seek(max(0, status.st_size - max_bytes))
+            elif status.st_size > max_bytes:
                 raise Damaged(f"it has {status.st_size} bytes, more than {max_bytes}")
             return stream.read(max_bytes)
     except FileNotFoundError:

@@ -257,14 +257,10 @@ class Storage:
         path = self.path(name)
         try:
             if self.is_local:
-                size = self.filesystem.size(path)
-                start = max(0, size - size_bytes)
-                if not is_below(os.path.realpath(path), self.root):
-                    return ""
-                tail: bytes = self.filesystem.cat_file(path, start=start, end=size)
+                tail = read_local(Path(path), size_bytes, root=self.root, is_tail=True)
             else:
-                tail = self.filesystem.cat_file(path, start=-size_bytes)[-size_bytes:]
-        except REFUSALS:
+                tail: bytes = self.filesystem.cat_file(path, start=-size_bytes)[-size_bytes:]
+        except (*REFUSALS, Damaged):
             return ""
         except OSError as error:
             if not _is_empty(error):

@@ -350,7 +350,11 @@ class HistoryTables(RunTable):
         run = self.run(run_id)
         names = METRICS[run.algorithm].items()
         lines = {name: self.series(run_id, metric, points) for name, metric in names}
-        return drawn(run, lines, self.evals(run_id))
+        evaluations = self.evals(run_id)
+        tries: dict[int, list[Try]] = {}
+        if run.algorithm == "eval":  # in training, each task is attempted once
+            tries = {row.step: self.tries(run_id, row.step) for row in evaluations}
+        return drawn(run, lines, evaluations, tries)
 
     def near(self, run: Run) -> list[Run]:
         """Other runs that the advice on a run depends on: the owner's oldest active one, and the

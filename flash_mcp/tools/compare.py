@@ -496,7 +496,8 @@ def _limits(pair: Pair, memory: Flag | None) -> list[str]:
             differing.append(f"{name} {both}")
     if differing:
         notes.append(f"the two were not made alike: {'; '.join(differing)}")
-    if doubt := comparison.against_constant(pair.other.row):
+    interval = statistics.success_interval(attempts.successes(pair.other.tasks))
+    if doubt := comparison.against_constant(pair.other.row, interval.low):
         notes.append(f"other: {doubt}")
     if not pair.shared:
         few = "the sides have too few tasks in common to be paired"

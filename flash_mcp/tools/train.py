@@ -245,7 +245,7 @@ def _arguments(fields: Json, settings: Json) -> Json:
             what = f"{name} is given twice, as an argument and in settings"
             raise FlashError("invalid_argument", what, fix="keep one of the two")
         arguments[name] = value
-    return arguments
+    return without_none(arguments)
 
 
 def _after_validation(plan: Plan) -> str:

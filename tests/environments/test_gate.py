@@ -6,12 +6,15 @@ import re
 import textwrap
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import environments
-from environments.checks import gate
+from environments.checks import gate, playing
 from environments.checks.report import Probe, Report
+from environments.faults import EnvironmentFault
 from tests.folders import environment_folder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -609,3 +612,40 @@ async def test_a_failure_can_be_accepted_by_name(tmp_path: Path) -> None:
     report = await check(folder, accepted=["near_gold", "constants"])
     assert (report.verdict, report.failed) == ("passed", [])
     assert report.accepted == ["near_gold", "constants"]
+
+
+class Host:
+    """Fails when it is to `fail`: opens the episode 2, takes its turn, or scores."""
+
+    def __init__(self, fail: str) -> None:
+        self.fail = fail
+        self.open_episodes: list[int] = []
+
+    async def open(self, split: str, index: int) -> Any:
+        self._fault("open", index)
+        self.open_episodes.append(index)
+        return SimpleNamespace(episode=index, max_turns=1, task_id=str(index), messages=[], is_agent=False)
+
+    async def step(self, episode: int, *_: object) -> Any:
+        self._fault("step", episode)
+        return SimpleNamespace(messages=[], done=True)
+
+    async def score(self, episode: int) -> None:
+        self._fault("score", episode)
+        self.open_episodes.remove(episode)
+
+    async def close(self, episode: int) -> None:
+        if episode in self.open_episodes:
+            self.open_episodes.remove(episode)
+
+    def _fault(self, method: str, episode: int) -> None:
+        if (method, episode) == (self.fail, 2):
+            raise EnvironmentFault("environment_error", "it failed")
+
+
+@pytest.mark.parametrize("fail", ["open", "step", "score"])
+async def test_a_fault_closes_all_episodes_that_are_played_at_once(fail: str) -> None:
+    host: Any = Host(fail)
+    with pytest.raises(EnvironmentFault):
+        await playing.interleave(host, [(playing.Task("train", index), ["1"]) for index in range(4)])
+    assert not host.open_episodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -9,11 +10,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from environments import RewardMetric, RewardResult, TaskExample
+from environments.checks import consistency
 from environments.checks.gate import check
 from environments.checks.report import Probe
 from environments.judge import JudgeError, JudgeRubric, Rubric
@@ -191,3 +194,12 @@ async def test_a_group_scorer_without_a_judge_is_asked_for_none(tmp_path: Path) 
     report = await check(environment_folder(tmp_path, source, returns="Judged()"))
     names: list[Probe] = [probe for probe in report.probes if probe.name in ("judge", "groups")]
     assert [probe.name for probe in names] == ["groups"]
+
+
+@pytest.mark.anyio
+async def test_a_judge_that_does_not_answer_is_asked_no_longer_than_there_is_time() -> None:
+    async def judge(*_: object) -> None:
+        await asyncio.sleep(20)
+
+    trial: Any = SimpleNamespace(host=SimpleNamespace(judge=judge), left_s=0.05)
+    assert await consistency.has_judge(trial)

@@ -112,6 +112,11 @@ def test_different_tasks_are_compared_by_noise_bands():
     assert again.decide_n is not None and 70 <= again.decide_n <= 95
 
 
+def test_the_interval_of_shares_is_within_what_shares_can_differ_by():
+    low, high = (comparison.compare_unpaired(*sides, effect=0.05) for sides in (([1.0], [0.0]), ([0.0], [1.0])))
+    assert (low.low, high.high) == (-1.0, 1.0)
+
+
 def test_tasks_are_paired_where_most_of_the_smaller_side_is_shared():
     base = dict.fromkeys("abcdef", 1.0)
     assert comparison.shared(base, dict.fromkeys("fed", 0.0)) == ["d", "e", "f"]

@@ -53,6 +53,15 @@ def test_a_trend_averages_a_fifth_of_the_values_at_each_end():
     assert (found.first, found.last, found.best, found.over_steps) == (0.0, 1.0, 1.0, 2)
 
 
+def test_noise_alone_seldom_counts_as_a_falling_reward():
+    rng, fallen = random.Random(5), 0
+    for _ in range(4000):
+        moved = health._difference([rng.gauss(0.5, 0.1) for _ in range(20)])
+        assert moved is not None
+        fallen += moved.change < -moved.band
+    assert 0.015 <= fallen / 4000 <= 0.035
+
+
 def test_no_values_have_no_trend():
     assert health.trend([]) is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+import time
 from statistics import fmean
 from typing import Any
 
@@ -33,6 +34,11 @@ def test_the_interval_of_a_mean_is_scipys(scipy_stats: Any):
         theirs = scipy_stats.ttest_1samp(some, 0).confidence_interval(0.95)
         ours = statistics.mean_interval(some)
         assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-6)
+
+
+def test_the_quantile_of_t_is_scipys(scipy_stats: Any):
+    for freedom in (10, 11, 20, 100, 1000):
+        assert statistics.t95(freedom) == pytest.approx(scipy_stats.t.ppf(0.975, freedom), abs=0.003)
 
 
 @pytest.mark.parametrize(("successes", "count"), COUNTS)
@@ -104,6 +110,23 @@ def test_pass_at_more_than_was_attempted_cannot_be_told(k: int):
 def test_mcnemar_is_the_exact_binomial_test_of_the_changed_pairs(scipy_stats: Any, won: int, lost: int):
     expected = scipy_stats.binomtest(won, won + lost, 0.5).pvalue if won + lost else 1.0
     assert statistics.mcnemar(won, lost) == pytest.approx(expected)
+
+
+def test_mcnemars_test_of_thousands_of_changed_pairs_takes_no_minute():
+    began = time.process_time()
+    assert statistics.mcnemar(8000, 8000) == 1.0
+    assert time.process_time() - began < 5
+
+
+def test_the_interval_of_a_mean_of_thousands_of_values_is_the_normal_one(scipy_stats: Any):
+    rng = random.Random(2)
+    values = [rng.random() for _ in range(2000)]
+    theirs = scipy_stats.norm.interval(0.95, fmean(values), scipy_stats.sem(values))
+    ours = statistics.bootstrap_mean(values)
+    assert (ours.low, ours.high) == pytest.approx(theirs)
+    resampled = statistics.bootstrap_mean(values[:1000])
+    theirs = scipy_stats.norm.interval(0.95, fmean(values[:1000]), scipy_stats.sem(values[:1000]))
+    assert (resampled.low, resampled.high) == pytest.approx(theirs, abs=0.002)
 
 
 @settings(max_examples=8)

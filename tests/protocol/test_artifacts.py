@@ -163,6 +163,40 @@ trim(Path(cache), float(limit))
     assert left == {digests[0], digests[2]}
 
 
+def fetched_once(artifacts: Artifacts, folder: Path, cache: Path) -> str:
+    """The digest of a folder in the cache that no process uses."""
+    digest = artifacts.put(folder, "run-1")
+    os.close(_IN_USE.pop(artifacts.fetch(digest, cache)))
+    return digest
+
+
+def test_a_folder_whose_removal_was_cut_off_is_fetched_anew(
+    artifacts: Artifacts, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    digest = fetched_once(artifacts, folder, cache)
+
+    def remove_half(path: Path | str, *_: object, **__: object) -> None:
+        for file in Path(path).rglob("a.txt"):
+            file.unlink()
+        raise OSError("cut off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_half)
+        with pytest.raises(OSError, match="cut off"):
+            trim(cache, 0)
+    assert (artifacts.fetch(digest, cache) / "a.txt").read_text() == "a"
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [digest]
+
+
+def test_what_a_killed_download_left_is_removed(artifacts: Artifacts, folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    digest = fetched_once(artifacts, folder, cache)
+    (cache / f".{digest}.part-killed" / "inner").mkdir(parents=True)
+    trim(cache, 1e9)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [digest]
+
+
 def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(folder: Path, tmp_path: Path) -> None:
     artifacts = Artifacts(str(tmp_path / "storage"), retry_s=1)
     job = {

@@ -21,6 +21,7 @@ from environments import locks
 from environments.process import requirements
 from environments.sandbox.scratch import scratch_folder
 from flash_mcp import __version__
+from flash_mcp.protocol import node_code
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.run_folder import RunFolder
@@ -156,6 +157,19 @@ def test_versions_that_nobody_used_for_a_week_are_removed(node: Node) -> None:
         assert node.run("inspect", "flash_mcp")[0] == 0
     assert not (node.caches / "code" / "old").exists()
     assert (node.caches / "code" / "used").exists() and (node.caches / "code" / "new").exists()
+
+
+def test_an_installation_that_is_half_removed_does_not_count_as_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / node_code.READY).touch()
+    (tmp_path / "old.lock").touch()
+    os.utime(tmp_path / "old.lock", (1, 1))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    node_code._clear(tmp_path / "new")
+    assert not (old / node_code.READY).exists()
 
 
 def test_the_code_is_the_same_bytes_each_time(flash_home: Path) -> None:

@@ -111,6 +111,15 @@ def test_what_nobody_should_learn_is_replaced_and_its_tokens_are_not_kept(tmp_pa
     assert (second["token_ids"], second["user"]) == ([4, 5], "ann")
 
 
+def test_an_id_that_a_pattern_matches_stays_and_can_be_rated(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, "dep-1")
+    recording.start(Limits(1 << 20, 30.0, (r"\d{7,}",)))
+    recording.append(line("plain", id="chatcmpl-ab12345678cdef90"))
+    assert recording.rate("chatcmpl-ab12345678cdef90", 1.0)
+    (answer,) = recording.answers()
+    assert (answer["token_ids"], answer["rating"]) == ([4, 5], 1.0)
+
+
 def test_what_was_stopped_records_no_more_and_keeps_what_it_has(tmp_path: Path) -> None:
     recording = started(tmp_path)
     recording.append(line("a"))

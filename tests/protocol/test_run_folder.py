@@ -336,6 +336,15 @@ def test_a_checkpoint_is_whole_and_verified(folder: RunFolder, tmp_path: Path) -
     assert (fetched / "optimizer" / "state.bin").read_bytes() == b"moments"
 
 
+def test_what_a_killed_copy_of_a_checkpoint_left_is_removed(tmp_path: Path) -> None:
+    folder = RunFolder(f"memory://{uuid4().hex}")
+    manifest = RunWriter(folder, 1).commit_checkpoint(10, adapter(tmp_path), {})
+    name = f"fetched-{manifest['digest']}"
+    (tmp_path / f".{name}.part-killed").mkdir()
+    assert folder.checkpoints.fetch(10, tmp_path / "fetched") == tmp_path / name
+    assert not list(tmp_path.glob(".*.part-*"))
+
+
 @pytest.mark.slow
 def test_the_same_checkpoint_written_twice_is_the_newer(folder: RunFolder, tmp_path: Path) -> None:
     writer = RunWriter(folder, 1)
@@ -444,6 +453,16 @@ def test_the_tail_of_a_log_is_its_end(folder: RunFolder) -> None:
     filesystem.pipe_file(f"{root}/log.2", b"first line\n" * 1000 + b"last line\n")
     assert folder.log_tail(2, 15).endswith("line\nlast line\n")
     assert len(folder.log_tail(2, 15)) == 15
+
+
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.1")
+    with ThreadPoolExecutor(1) as pool:
+        tail = pool.submit(RunFolder(tmp_path).log_tail, 1)
+        try:
+            assert tail.result(timeout=30) == ""
+        finally:
+            os.close(os.open(tmp_path / "log.1", os.O_RDWR))  # so that a thread that waits ends
 
 
 def test_a_result_of_an_attempt_that_was_replaced_is_no_result(folder: RunFolder) -> None:

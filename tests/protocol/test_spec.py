@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mcp.protocol.base_models import parameters_in_name, unpinned
+from flash_mcp.protocol.base_models import find, parameters_in_name, unpinned
 from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.protocol.spec import RECIPES, EvalSpec, RunSpec, read_toml, resolve, stored_spec, validate
 
@@ -177,3 +177,10 @@ def test_an_error_survives_the_way_through_json(code: str, what: str, fix: str, 
 def test_a_code_that_is_not_registered_is_refused():
     with pytest.raises(ValueError, match="unregistered"):
         FlashError("oops", "what")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "/" + "a" * 300])
+def test_a_name_that_is_too_long_for_a_path_is_an_unknown_model(name: str) -> None:
+    with pytest.raises(FlashError) as caught:
+        find(name)
+    assert caught.value.code == "unknown_model"

@@ -302,6 +302,16 @@ async def test_a_model_that_is_no_better_than_a_constant_is_set_against_it(clien
 
 
 @pytest.mark.slow
+async def test_repeated_attempts_do_not_count_as_independent_ones(client: Client):
+    base = await evaluated(client, solved=20, attempts=4)
+    other = await evaluated(client, solved=38, attempts=4, script={"constant": 0.55})
+    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+    assert any("may be no better than always answering" in note for note in body["notes"])
+    (point,) = open_store().curve(other["run_id"]).held_out
+    assert point.interval == statistics.wilson(38, 60)
+
+
+@pytest.mark.slow
 async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client: Client):
     first, last = ([f"eval-{place}" for place in places] for places in (range(30), range(30, 60)))
     base = await evaluated(client, solved=5, task_ids=first)

@@ -209,6 +209,7 @@ async def test_an_arm_whose_training_fails_is_out_and_two_have_to_be_left(client
         ([{}, {}], {"steps": 1}, "too few"),
         ([{"name": "a"}, {"name": "a"}], {"steps": 2}, "two arms are called 'a'"),
         ([{}, {"lr_schedule": "linear"}], {"steps": 2}, "arm-2: arms that learn cannot have lr_schedule"),
+        ([{}, {"batch_size": None, "warmup": 0.1}], {"steps": 2}, "arm-2: arms that learn cannot have lr_schedule"),
         ([{"eval_after": True}, {}], {"steps": 2}, "the rounds evaluate"),
         ([{"system_prompt": "a"}, {}], {"steps": 2}, "arm-1: system_prompt"),
         ([{"seed": 1}, {"seed": 2}], {"steps": 2}, "arms that learn cannot choose seed. Fix: environment, seed"),

@@ -1033,6 +1033,15 @@ async def test_rare_fields_come_in_settings_and_errors_name_them(tmp_path: Path)
     assert (await call("train", **fields, top_p=0.9))["values"]["top_p"] == 0.9
 
 
+@pytest.mark.parametrize(("algorithm", "name"), [("grpo", "steps"), ("grpo", "group_size"), ("sft", "epochs")])
+async def test_a_null_in_settings_is_as_if_left_out(tmp_path: Path, algorithm: str, name: str):
+    push_echo(tmp_path)
+    fields = {"environment": "echo", "algorithm": algorithm, "validate_only": True}
+    plain = await call("train", **fields)
+    checked = await call("train", **fields, settings={name: None})
+    assert checked == plain
+
+
 @pytest.mark.slow
 async def test_a_run_with_the_same_values_that_is_alive_is_named(tmp_path: Path):
     push_echo(tmp_path)

@@ -4,6 +4,8 @@ model at once.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -163,6 +165,14 @@ def test_two_processes_at_once_make_one_model_and_both_find_it(cache: Path, whee
     assert {output.splitlines()[-1] for output in outputs} == {str(cache / NAME)}, outputs
     assert sum("converting" in output for output in outputs) == 1, "the second one waited"
     assert not leftover.exists()
+
+
+def test_a_wheel_s_model_is_made_on_a_file_system_without_flock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert ensure(NAME) == cache / NAME
 
 
 def test_a_wheel_of_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

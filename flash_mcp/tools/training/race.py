@@ -13,7 +13,7 @@ from anyio.to_thread import run_sync
 from flash_mcp.judgement.race import LEAST_TASKS, ROUNDS
 from flash_mcp.judgement.tournament import Standing
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.records import Json, without_none
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
@@ -44,7 +44,7 @@ async def arms_that_learn(
         if name in plans:
             what = f"two arms are called {name!r}"
             raise FlashError("invalid_argument", what, fix="give each another name")
-        fields = {**settings, **arm, **own}
+        fields = without_none({**settings, **arm}) | own
         fields.pop("name", None)
         try:
             plan = await plan_of(fields, read_configs(None), None, sample=False)
