@@ -249,6 +249,9 @@ def disk_error(error: OSError, path: str | Path) -> FlashError | OSError:
         what = "no space is left on the disk"
         fix = "free space there, or set FLASH_HOME to a folder on another disk; runs resume"
         values: dict[str, Any] = {"path": path}
+        if error.errno == errno.EDQUOT:
+            what = "the quota of the disk is used up"
+            values["quota"] = True
         if "FLASH_MACHINE" in os.environ:  # a target's node
             values["host"] = os.environ["FLASH_MACHINE"]
             fix = "free space on that node, or exclude it by the target's options"

@@ -75,6 +75,8 @@ class Beat(File):
     """beat.json"""
 
     epoch: Count
+    time: NotRequired[Number]
+    """When it was written, by the clock of its machine."""
     step: Count
     phase: str
     progress: NotRequired[Count]

@@ -320,17 +320,34 @@ def record_wait(store: Store, run_id: str, attempt: int, reason: str | None) -> 
     return _update(store, "pending_reason = ?", [reason], run_id, attempt, states)
 
 
-def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progressed: bool) -> bool:
+def record_beat(
+    store: Store,
+    run_id: str,
+    attempt: int,
+    beat: Beat,
+    *,
+    progressed: bool,
+    worked_s: float | None = None,
+) -> bool:
     """Store the attempt's heartbeat; `progressed` says whether its step or phase changed.
 
     Step 0 means that the attempt has not reached its first step. The run keeps the step of the
-    attempt before. The time since the attempt's last heartbeat counts as work."""
+    attempt before. `worked_s` counts as work: the seconds since the attempt's last heartbeat. Who
+    did not see that leaves them out, and the heartbeat's own time counts: an old one shows no
+    work."""
     now = time.time()
-    assignments = """used_s = used_s + max(0, ? - coalesce(beat, ?)),
+    until = min(now, beat.get("time", now))
+    if worked_s is not None:
+        worked = "?"
+        counted = [worked_s]
+    else:
+        worked = "max(0, ? - coalesce(beat, ?))"
+        counted = [until, until]
+    assignments = f"""used_s = used_s + {worked},
         step = coalesce(nullif(?, 0), step), steps = coalesce(?, steps),
         phase = ?, beat = ?,
         progress = CASE WHEN ? THEN ? ELSE progress END"""
-    values = [now, now, beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
+    values = [*counted, beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
     return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
 
 

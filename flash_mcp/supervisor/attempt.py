@@ -65,6 +65,11 @@ class Attempt:
     """When its heartbeat was last read."""
     beat_at: float = 0.0
     progress_at: float = 0.0
+    seen_at: float | None = None
+    """When its newest heartbeat was taken in, by this process's clock, which stands still while the
+    machine sleeps."""
+    worked_s: float | None = None
+    """Between its two newest heartbeats; None if only one was seen."""
     damaged: set[str] = field(default_factory=set[str])
     """Damaged files that were reported."""
     is_short_of_space: bool = False
@@ -122,7 +127,7 @@ class Attempt:
     def restart(self, number: int) -> None:
         """The engine started its job again, as attempt `number`."""
         self.number = number
-        self.beat = self.pending_at = self.left_at = self.writes_read = None
+        self.beat = self.pending_at = self.left_at = self.writes_read = self.seen_at = None
         self.has_secrets = False
         self.hold_clocks()
 
@@ -139,6 +144,9 @@ class Attempt:
             return False, False
         before = self.beat or {}
         moved = any(beat.get(name) != before.get(name) for name in ("step", "phase", "progress"))
+        now = time.monotonic()
+        self.worked_s = None if self.seen_at is None else now - self.seen_at
+        self.seen_at = now
         self.beat, self.beat_at = beat, self.watched_s
         self.is_short_of_space = False
         if moved:

@@ -60,6 +60,8 @@ SERVED_WELL_S = 600.0
 """A model server that was lost after so long is started anew, as often as that happens."""
 RESTART_S = 20.0
 """An engine that takes a machine away says within this time what becomes of the job."""
+MOST_DOUBLINGS = 10
+"""Of the delay before an attempt, which has a limit of its own."""
 MAX_DAMAGED = 10
 """Damaged files of a run that are reported."""
 
@@ -290,6 +292,7 @@ class RunReconciler:
             attempt.handle = self._submit(run, folder)
         if existing:
             attempt.reader = existing.reader
+            attempt.reader.folder = folder
         self._attempts[run.id] = attempt
 
     def _new_attempt(self, run: Run) -> Attempt:
@@ -300,6 +303,9 @@ class RunReconciler:
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
         folder.create(self.target.job(run))
+        # What it needs may have taken an hour to upload.
+        if self.store.server_run(run.id).cancel_requested:
+            return Handle(f"{run.id}-{run.attempt}", "")
         handle = self.launcher.submit(self.target.launch(run, self._secrets_of(run)))
         if handle.id:
             queue.record_handle(self.store, run.id, run.attempt, handle.id)
@@ -323,15 +329,23 @@ class RunReconciler:
         with self.store.transaction():
             for run, attempt, moved in new:
                 assert attempt.beat
-                number = attempt.number
-                queue.mark_running(self.store, run.id, number)
-                queue.record_beat(self.store, run.id, number, attempt.beat, progressed=moved)
+                queue.mark_running(self.store, run.id, attempt.number)
+                queue.record_beat(
+                    self.store,
+                    run.id,
+                    attempt.number,
+                    attempt.beat,
+                    progressed=moved,
+                    worked_s=attempt.worked_s,
+                )
 
     def _follow(self, run: Run, attempt: Attempt) -> None:
         """The engine started the attempt's job again: it has a number of its own."""
         number = attempt.read_beat["epoch"] if attempt.read_beat else 0
         # Not while its folder is read as that of the attempt before.
         if number <= attempt.number or not self._reading.is_free(run.id):
+            return
+        if number > attempt.number + queue.MAX_PREEMPTIONS:  # no engine's: the node made it up
             return
         if queue.follow(self.store, run.id, attempt.number, number):
             what = f"attempt {attempt.number} was lost; its engine started attempt {number}"
@@ -514,7 +528,8 @@ class RunReconciler:
             what = f"attempt {attempt.number} waited {waited_s:.0f} s for {status.detail}"
             return "preempted", what
         # On a full disk it can write no beat.
-        if status.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
+        is_full = self.target.shares_disk and not has_space([self.base], LEAST_FREE_BYTES)
+        if status.state != "alive" or is_full:
             return None
         if attempt.beat and silent_s > timeouts.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
@@ -547,21 +562,23 @@ class RunReconciler:
         """
         self.launcher.cancel(attempt.handle)
         attempt.was_under_way = False  # this end is nobody else's
+        result = None
         with self._despite_trouble(run):
             # Asked first: an attempt that still ends writes its result after all else.
             result = final_result(attempt.folder)
+        with self._despite_trouble(run):
             self._take_in(run, attempt)
-            if result:
-                self._finish(run, result["state"], result["step"], result["error"])
-                return
+        if result:
+            self._finish(run, result["state"], result["step"], result["error"])
+            return
         if attempt.is_short_of_space and error.code == "worker_failed":
             error = self._out_of_space(run, error)
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run.id, error.what)
-        delay_s = self.timeouts.retry_delay_s * 2 ** (attempt.number - 1)
+        delay_s = self.timeouts.retry_delay_s * 2 ** min(attempt.number - 1, MOST_DOUBLINGS)
         counts_as = COUNTS_AS.get(error.code, "attempt")
-        if error.code == "disk_full" and not self.target.shares_disk:
-            counts_as = "attempt"  # nobody here sees when that disk has space again
+        if error.code == "disk_full" and (not self.target.shares_disk or "quota" in error.values):
+            counts_as = "attempt"  # nobody here sees when there is space again
         if run.serves and attempt.watched_s - attempt.waited_s > SERVED_WELL_S:
             counts_as = "nothing"
         if queue.requeue(
@@ -633,7 +650,7 @@ class RunReconciler:
         if run.serves:  # nobody reads its folder
             add_removed(self.store, run)
         self._attempts.pop(run.id, None)
-        for what in ("attach", "look", "advance"):
+        for what in ("attach", "look", "heartbeat", "advance"):
             self._troubles.pop((run.id, what), None)
         log.info("%s: %s", run.id, self.store.server_run(run.id).state)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.cli import targets as cli_targets
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
@@ -34,6 +36,7 @@ from flash_mcp.tools.shared.run_view import report_on
 from flash_mcp.tools.training.resume import resume_run
 from tests.memory_launcher import MemoryLauncher
 from tests.waiting import wait_for
+from worker import node
 
 HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
 TIMEOUT_S = 120.0
@@ -230,6 +233,86 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
     bench.lab.engine.statuses[f"{run.id}-2"] = JobStatus("gone")
     bench.until(lambda: bench.now(run).ended)
     assert bench.now(run).state == "succeeded"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_time_in_which_nobody_looked_is_work_only_if_the_attempt_went_on(bench: Bench, works: bool) -> None:
+    run = bench.train(max_hours=4.0)
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    bench.reconciler.close()
+    hours = 3.0 * 3600
+    bench.store.execute("UPDATE main.runs SET beat = beat - ? WHERE id = ?", [hours, run.id])
+    written = time.time() if works else time.time() - hours
+    body = {**(writer.folder.beat() or {}), "time": written, "progress": 7}
+    writer.folder.write("beat.json", json.dumps(body).encode())
+    before_s = bench.now(run).used_s
+    bench.reconciler = bench.new_reconciler()
+    bench.until(lambda: bench.now(run).beat > time.time() - hours / 2)  # pyright: ignore[reportOptionalOperand]
+    used_s = bench.now(run).used_s - before_s
+    assert used_s == pytest.approx(hours if works else 0, abs=60)
+
+
+def test_a_number_that_a_node_makes_up_is_not_followed(bench: Bench) -> None:
+    run = bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    RunWriter(writer.folder, 5000).beat(2, "train")
+    attempt = bench.reconciler._attempts[run.id]
+    bench.until(lambda: (attempt.read_beat or {}).get("epoch") == 5000)
+    bench.tick()
+    assert (bench.now(run).attempt, bench.now(run).step) == (1, 1)
+
+
+def test_a_result_counts_though_nothing_else_of_its_folder_can_be_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    run = bench.train(max_attempts=1)
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    monkeypatch.setattr(Reader, "read", fail)
+    monkeypatch.setattr(bench.reconciler, "timeouts", replace(HASTE, trouble_s=0.1))
+    writer.commit_result("succeeded", 1)
+    bench.until(lambda: bench.now(run).ended)
+    assert (bench.now(run).state, bench.now(run).error) == ("succeeded", None)
+
+
+def test_a_run_that_is_cancelled_while_its_model_is_uploaded_is_not_submitted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(run: Run) -> Json:
+        queue.request_cancel(bench.store, run.id, "not needed")
+        return queue.job(run)
+
+    monkeypatch.setattr(bench.lab, "job", job)
+    run = bench.train()
+    bench.until(lambda: bench.now(run).ended)
+    assert (bench.now(run).state, bench.lab.engine.submitted) == ("cancelled", [])
+
+
+def test_a_storage_that_lets_two_attempts_claim_one_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create({"time": 0.0})
+    monkeypatch.setattr(RunFolder, "write_new", lambda *_: True)
+    with pytest.raises(SystemExit, match="no exclusive create"):
+        node.probe(folder)
+
+
+def test_a_quota_that_is_used_up_does_not_start_a_run_for_ever(bench: Bench) -> None:
+    bench.lab.shares_disk = True
+    run = bench.train(max_attempts=2)
+    full = disk_error(OSError(errno.EDQUOT, "quota"), "/home")
+    assert isinstance(full, FlashError) and "quota" in full.what
+    for attempt in (1, 2):
+        bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt and bench.now(run).handle)
+        bench.start(run).commit_result("failed", 1, full, retryable=True)
+    bench.until(lambda: bench.now(run).ended)
+    assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 2)
 
 
 @pytest.mark.slow
