@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -36,6 +37,7 @@ from flash_mcp.state.store import Store, open_store
 
 OWN_KEY = re.compile(r"/gateway/[^/]+/[0-9]+/v1/")
 """Begins the paths that the key of a rollout opens, instead of a token."""
+UNAUTHORIZED = 401
 OF_A_CONNECTION = ("host", "connection", "transfer-encoding", "content-length", GATEWAY_BASE_URL)
 """Headers that are not passed on."""
 
@@ -58,10 +60,11 @@ class Relay:
             group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
             if where is None or not await _passed(request, body, run, where, send):
                 # The run has ended, or its worker is not there.
-                answer = JSONResponse({"task": None, "state": run.state})
-                if "rank" in request.path_params:
+                if run and "rank" not in request.path_params:
+                    answer = JSONResponse({"task": None, "state": run.state})
+                else:
                     what = "the worker that gave out this key has ended, and its rollout with it"
-                    error = ApiError(401, "invalid_api_key", what)
+                    error = ApiError(UNAUTHORIZED, "invalid_api_key", what)
                     dialect = DIALECTS.get(f"/{request.path_params['rest']}", DIALECTS[CHAT])
                     answer = JSONResponse(dialect.error(error), error.status)
                 await answer(scope, receive, send)
@@ -75,7 +78,9 @@ ROUTES = (
 CHAT = "/chat/completions"
 
 
-async def _passed(request: Request, body: bytes, run: Run, where: GatewayFile, send: Send) -> bool:
+async def _passed(
+    request: Request, body: bytes, run: Run | None, where: GatewayFile, send: Send
+) -> bool:
     """Whether the worker answered."""
     ports = where["ports"]
     rank: int = request.path_params.get("rank", secrets.randbelow(len(ports))) % len(ports)
@@ -85,13 +90,17 @@ async def _passed(request: Request, body: bytes, run: Run, where: GatewayFile, s
         url = f"http://127.0.0.1:{ports[rank]}/v1/{request.path_params['rest']}"
     else:
         headers["authorization"] = f"Bearer {where['key']}"
-        headers[GATEWAY_BASE_URL] = f"{request.base_url}gateway/{run.id}/{rank}/v1"
+        own = f"gateway/{request.path_params['run_id']}/{rank}/v1"
+        headers[GATEWAY_BASE_URL] = f"{request.base_url}{own}"
     answer = None
     try:
         async with (
             httpx.AsyncClient(timeout=None, trust_env=False) as client,
             client.stream(request.method, url, headers=headers, content=body) as reply,
         ):
+            connection = request.scope["state"].get("connection")
+            if connection and run and reply.status_code != UNAUTHORIZED:
+                connection.serves(run.owner, is_stream=False)
             content = reply.aiter_raw()
             answer = StreamingResponse(content, reply.status_code, _passed_on(reply.headers))
             await answer.stream_response(send)
@@ -101,14 +110,16 @@ async def _passed(request: Request, body: bytes, run: Run, where: GatewayFile, s
     return answer is not None
 
 
-def _run_of(run_id: str) -> tuple[Run, GatewayFile | None]:
-    who = caller()
-    if who is NOBODY:
-        who = LOCAL  # the key of a rollout opens no other one
-    else:
+def _run_of(run_id: str) -> tuple[Run | None, GatewayFile | None]:
+    store = open_store()
+    if caller() is not NOBODY:
         refuse_reader("playing a run's rollouts")
-    with acting_as(who):
-        return worker_of(open_store(), run_id)
+        return worker_of(store, run_id)
+    # The key of a rollout opens no other one. Who has none learns nothing, not even what runs.
+    with acting_as(LOCAL), suppress(FlashError):
+        if store.first("SELECT id FROM runs WHERE id = ?", [run_id]):
+            return worker_of(store, run_id)
+    return None, None
 
 
 def worker_of(store: Store, run_id: str) -> tuple[Run, GatewayFile | None]:

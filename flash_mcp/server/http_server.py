@@ -107,7 +107,8 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         state["caller"] = who
-        if connection := state.get("connection"):
+        # Who has the key of a rollout counts as known once its worker has answered.
+        if (connection := state.get("connection")) and who is not NOBODY:
             connection.serves(who.owner, is_stream=is_stream)
         if who.token_id is not None:  # the SDK binds a session to it
             access = AccessToken(token="", client_id=who.token_id, scopes=[], subject=who.owner)
@@ -139,6 +140,13 @@ class Gate:
             what = bytes(refused.body).decode()
             raise FlashError("host_refused", what, host=host, origin=origin, fix=fix)
         _check_origin(request)
+        length = request.headers.get("content-length", "")
+        limit = DEFAULT_MAX_REQUEST_BODY_SIZE
+        too_large = length.isdecimal() and (len(length) > 12 or int(length) > limit)
+        if too_large and not path.startswith("/environments/"):
+            fix = "send large environments as a tar.gz: PUT /environments/NAME"
+            what = f"the body has more than {limit:,} bytes"
+            raise FlashError("too_large", what, bytes=length, fix=fix)
         authorization = request.headers.get("authorization", "")
         kind, _, text = authorization.partition(" ")
         digest = tokens.digest_of(text.strip() if kind.lower() == "bearer" else "")
@@ -156,13 +164,6 @@ class Gate:
         if who.access == "metrics" and path != "/metrics":
             what = "this token opens /metrics only"
             raise FlashError("not_permitted", what, fix="use another token")
-        length = request.headers.get("content-length", "")
-        limit = DEFAULT_MAX_REQUEST_BODY_SIZE
-        too_large = length.isdecimal() and (len(length) > 12 or int(length) > limit)
-        if too_large and not path.startswith("/environments/"):
-            fix = "send large environments as a tar.gz: PUT /environments/NAME"
-            what = f"the body has more than {limit:,} bytes"
-            raise FlashError("too_large", what, bytes=length, fix=fix)
         return who
 
     def sign_in(self, token: str | None, code: str) -> str:
@@ -238,7 +239,11 @@ def _check_origin(request: Request) -> None:
     """FlashError(host_refused) for what a page of another server or port sends."""
     origin = request.headers.get("origin")
     host = request.headers.get("host", "")
-    if origin and urlsplit(origin).netloc.lower() != host.lower():
+    try:
+        is_ours = not origin or urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # it is no URL
+        is_ours = False
+    if not is_ours:
         what = f"a page of {origin:.200} sent this request to {host:.200}"
         fix = "open this server's own pages; a proxy has to pass on the Host header with its port"
         raise FlashError("host_refused", what, fix=fix)

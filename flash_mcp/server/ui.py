@@ -63,7 +63,7 @@ def routes() -> list[Route]:
         *results,
         *(Route(f"{PATH}/runs/{{run_id}}/{name}", act, methods=BOTH) for name in ACTIONS),
         Route(EVENTS, events),
-        Route(SIGN_IN, _to_overview),
+        Route(SIGN_IN, _to_overview, methods=BOTH),
         Route(f"{PATH}/chat/{{deployment}}", talk, methods=BOTH),
         Route(f"{PATH}/{{rest:path}}", _served(_unknown)),
     ]

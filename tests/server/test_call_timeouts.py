@@ -15,6 +15,7 @@ from mcp import Client
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.server import call_timeouts, mcp_server
+from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import tool_base, waiting
 from tests.samples import end, learn, read_in, started_run, supervised
@@ -93,7 +94,7 @@ async def test_a_client_that_gave_up_gets_its_next_answer_before_it_gives_up_aga
         assert "now" in answer
 
 
-def test_the_next_call_ends_before_the_time_after_which_its_client_gave_up() -> None:
+def test_the_next_call_ends_before_the_time_after_which_its_client_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
     request = SimpleNamespace(meta={"progress_token": 1})
     client = SimpleNamespace(client_params=SimpleNamespace(client_info=SimpleNamespace(name="impatient")))
     context: Any = SimpleNamespace(request_context=request, session=client)
@@ -103,6 +104,11 @@ def test_the_next_call_ends_before_the_time_after_which_its_client_gave_up() -> 
     assert call_timeouts.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
     remembered.gave_up(context, 1.0)  # no call is that quick: its user stopped it
     assert call_timeouts.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
+    with acting_as(Caller("another")):
+        assert remembered.limit_s(context) == call_timeouts.LONG_CALL_S, "nobody shortens another owner's calls"
+    monkeypatch.setattr(call_timeouts, "KEPT_S", 0.0)
+    remembered.gave_up(context, 300.0)
+    assert remembered.limit_s(context) == call_timeouts.LONG_CALL_S
 
 
 async def test_waits_end_with_the_server(running: tuple[Run, RunWriter], server: Team) -> None:

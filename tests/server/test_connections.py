@@ -208,3 +208,37 @@ def test_where_all_connections_are_taken_the_owner_with_the_most_streams_loses_o
             assert http.get("/metrics").status_code == 200
         wait_for(lambda: sum(map(is_open, streams)) < 8)
         assert all(map(is_open, own))
+
+
+def own_key(team: Team, run_id: str, *lines: str) -> bytes:
+    """The headers of a request that the key of a rollout would open."""
+    first = f"POST /gateway/{run_id}/0/v1/chat/completions HTTP/1.1"
+    return "\r\n".join([first, f"host: 127.0.0.1:{team.port}", *lines, "", ""]).encode()
+
+
+@pytest.mark.hostile("slow connections")
+def test_who_has_no_token_fills_no_memory_and_learns_of_no_run(flash_home: Path) -> None:
+    run = queued_run(flash_home)
+    with limited(flash_home) as team:
+        with connect(team, own_key(team, run.id, "content-length: 100000000000")) as connection:
+            assert answer(connection).startswith(b"HTTP/1.1 413")
+        said: set[str] = set()
+        for run_id in (run.id, "run-", "run-zzzzzzzz"):
+            with connect(team, own_key(team, run_id, "connection: close", "content-length: 0")) as connection:
+                head, _, body = answer(connection).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 401")
+            said.add(body.decode())
+        assert len(said) == 1 and "run-" not in said.pop()
+        with connect(team, b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\norigin: http://localhost:[\r\n\r\n") as connection:
+            assert connection.recv(12) == b"HTTP/1.1 421"
+
+
+@pytest.mark.hostile("slow connections")
+def test_who_has_no_token_counts_among_the_connections_of_its_address(flash_home: Path) -> None:
+    slow = ("content-length: 1000",)
+    with limited(flash_home, connections_per_address=5) as team, ExitStack() as stack:
+        opened = [stack.enter_context(connect(team, own_key(team, "run-x", *slow))) for _ in range(5)]
+        time.sleep(0.5)
+        with connect(team, WHOLE) as another:
+            assert b"503" in answer(another)[:20]
+        assert all(map(is_open, opened))
