@@ -700,3 +700,29 @@ def test_a_greeting_of_the_host_is_no_number_of_a_job(
     else:
         with pytest.raises(FlashError, match="no number of a job: 'hello'"):
             SlurmLauncher().submit(launch)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_over"),
+    [
+        ("scancel: error: Kill job error on job id 7: Access/permission denied", False),
+        ("flash@lab: Permission denied (publickey).", False),
+        ("sudo: a password is required", False),
+        ("scancel: error: Kill job error on job id 7: Invalid job id specified", True),
+        ("scancel: error: Kill job error on job id 7: Job/step already completing or completed", True),
+        ("", True),
+    ],
+)
+def test_a_job_counts_as_cancelled_only_if_slurm_says_that_it_is_over(
+    said: str, is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launcher, handle = SlurmLauncher(), Handle("run-x-1", "7")
+    if is_over:
+        launcher.cancel(handle)
+        return
+    with pytest.raises(FlashError, match="refused") as caught:
+        launcher.cancel(handle)
+    assert caught.value.code == "target_refused"
