@@ -42,6 +42,12 @@ def was_deleted(store: Store, place: str, looks: int) -> None:
     store.execute(sql, [time.time() + AGAIN_AFTER_S[looks], place])
 
 
+def postpone(store: Store, place: str) -> None:
+    """Try again later to delete a folder that cannot be deleted now."""
+    sql = "UPDATE main.removed_folders SET due = ? WHERE place = ?"
+    store.execute(sql, [time.time() + AGAIN_AFTER_S[0], place])
+
+
 def targets_to_clear(store: Store) -> set[str]:
     """Targets with a folder that is to be deleted now."""
     sql = "SELECT DISTINCT target FROM removed_folders WHERE due <= ?"

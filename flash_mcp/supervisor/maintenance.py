@@ -17,7 +17,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import retention
 from flash_mcp.state.disk import keep_reserve, size_of
 from flash_mcp.state.removal import exports_of
-from flash_mcp.state.removed_folders import due_folders, was_deleted
+from flash_mcp.state.removed_folders import due_folders, postpone, was_deleted
 from flash_mcp.state.retention import delete, drop_files, leftovers
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
@@ -79,13 +79,21 @@ class Maintenance:
     def _delete_folders(self) -> None:
         for place, looks in due_folders(self.store, self.target.name)[:MAX_FOLDERS]:
             retry_s = self.target.retry_s
-            delete_run(RunFolder(place, retry_s=retry_s), retry_s)
+            try:
+                delete_run(RunFolder(place, retry_s=retry_s), retry_s)
+            except OSError as error:  # of this folder alone; a store that is away ends the look
+                log.warning("the folder of a removed run cannot be deleted: %s", error)
+                postpone(self.store, place)
+                continue
             was_deleted(self.store, place, looks)
             log.info("deleted the folder of a removed run: %s", place)
 
     def _sweep(self, settings: Settings) -> None:
         for run in self._ended():
-            self._clear_ended(run, settings.disk)
+            try:
+                self._clear_ended(run, settings.disk)
+            except OSError as error:
+                log.warning("%s: its files cannot be cleared: %s", run.id, error)
 
     def _ended(self) -> list[Run]:
         return [run for run in retention.ended(self.store) if run.target == self.target.name]

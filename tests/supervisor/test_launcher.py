@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -19,9 +20,11 @@ import psutil
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.supervisor.launch.api import ApiLauncher
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from flash_mcp.supervisor.launch.ray import RayLauncher
+from flash_mcp.supervisor.launch.sky import SkyLauncher
 from flash_mcp.supervisor.launch.slurm import LIST_EVERY_S, SlurmLauncher, with_gpus
 from tests import engines, ray_cluster, slurm, sshd
 from tests.accounts import ACCOUNT, stand_in_for_sudo
@@ -295,24 +298,43 @@ def test_a_ray_that_refuses_or_does_not_answer_is_named(
 def test_a_ray_whose_agents_are_not_up_yet_is_asked_again() -> None:
     """Ray calls that an error of its own; a refusal would use up an attempt."""
     body = b"No available agent to submit job, please try again later."
-    with socket.create_server(("127.0.0.1", 0)) as starting, ThreadPoolExecutor(1) as ray:
+    with answering("500 Internal Server Error", body) as address, pytest.raises(FlashError) as caught:
+        RayLauncher(address).submit(Launch("run-early", 1, SLEEPER, {}, None))
+    assert "--dashboard-agent-listen-port" in caught.value.fix
+    assert caught.value.code == "target_unreachable"
+
+
+@contextmanager
+def answering(status: str, body: bytes) -> Generator[str]:
+    """The address of a server that answers one request."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def answer() -> None:
-            connection, _ = starting.accept()
+            connection, _ = server.accept()
             with connection:
                 connection.recv(1 << 16)
-                head = f"HTTP/1.1 500 Internal Server Error\r\nContent-Length: {len(body)}\r\n\r\n"
-                connection.sendall(head.encode() + body)
+                connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
                 while connection.recv(1 << 16):  # until the client closes it
                     pass
 
-        answered = ray.submit(answer)
-        launcher = RayLauncher(f"http://127.0.0.1:{starting.getsockname()[1]}")
-        with pytest.raises(FlashError) as caught:
-            launcher.submit(Launch("run-early", 1, SLEEPER, {}, None))
-        assert "--dashboard-agent-listen-port" in caught.value.fix
+        answered = pool.submit(answer)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
         answered.result()
+
+
+@pytest.mark.parametrize("engine", [RayLauncher, SkyLauncher])
+@pytest.mark.parametrize("status", ["200 OK", "302 Found", "504 Gateway Timeout"])
+def test_a_page_of_a_proxy_is_no_answer_of_the_engine(
+    engine: type[ApiLauncher], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Handle("run-x-1", "7")
+    monkeypatch.setattr(SkyLauncher, "_list", lambda *_, **__: [])  # what comes before a launch
+    with answering(status, b"<html>Log in</html>") as address, pytest.raises(FlashError) as caught:
+        engine(address).submit(Launch("run-x", 1, SLEEPER, {}, None))
     assert caught.value.code == "target_unreachable"
+    if engine is RayLauncher:
+        with answering(status, b"<html>Log in</html>") as address:
+            assert engine(address).poll([handle])[handle.key].state == "unknown"
 
 
 # -- Slurm -----------------------------------------------------------------------------------------
@@ -678,3 +700,29 @@ def test_a_greeting_of_the_host_is_no_number_of_a_job(
     else:
         with pytest.raises(FlashError, match="no number of a job: 'hello'"):
             SlurmLauncher().submit(launch)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_over"),
+    [
+        ("scancel: error: Kill job error on job id 7: Access/permission denied", False),
+        ("flash@lab: Permission denied (publickey).", False),
+        ("sudo: a password is required", False),
+        ("scancel: error: Kill job error on job id 7: Invalid job id specified", True),
+        ("scancel: error: Kill job error on job id 7: Job/step already completing or completed", True),
+        ("", True),
+    ],
+)
+def test_a_job_counts_as_cancelled_only_if_slurm_says_that_it_is_over(
+    said: str, is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launcher, handle = SlurmLauncher(), Handle("run-x-1", "7")
+    if is_over:
+        launcher.cancel(handle)
+        return
+    with pytest.raises(FlashError, match="refused") as caught:
+        launcher.cancel(handle)
+    assert caught.value.code == "target_refused"

@@ -13,7 +13,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import removal
-from flash_mcp.state.removed_folders import due_folders
+from flash_mcp.state.removed_folders import add_removed, due_folders
 from flash_mcp.supervisor.launch.base import JobStatus
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.maintenance import Maintenance
@@ -175,3 +175,32 @@ def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(benc
     maintenance.clear()
     assert not Path(run.folder).exists()
     assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
+
+
+def test_one_folder_that_cannot_be_deleted_or_cleared_holds_up_no_other(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belongs to another account, whose files this one may not delete."""
+    stuck, other = ended(bench, folder), ended(bench, folder)
+    for run in (stuck, other):
+        aged(bench, run, 31)
+    mine = {"remove": RunFolder.remove, "remove_files": RunFolder.remove_files}
+
+    def refuse_one(name: str) -> None:
+        def call(of: RunFolder, *arguments: list[str]) -> None:
+            if of.url == stuck.folder:
+                raise PermissionError(13, "Permission denied")
+            mine[name](of, *arguments)
+
+        monkeypatch.setattr(RunFolder, name, call)
+
+    for name in mine:
+        refuse_one(name)
+    Maintenance(bench.store, bench.lab).clear()
+    assert [OPTIMIZER in " ".join(files(run)) for run in (stuck, other)] == [True, False]
+    add_removed(bench.store, stuck)
+    add_removed(bench.store, other)
+    Maintenance(bench.store, bench.lab).clear()
+    assert [Path(run.folder).exists() for run in (stuck, other)] == [True, False]
+    assert due_folders(bench.store, "lab") == []
+    assert stuck.folder in bench.store.column("SELECT place FROM removed_folders", [])

@@ -12,6 +12,9 @@ import httpx
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Launch, Launcher, exported
 
+OF_A_PROXY = (502, 503, 504)
+"""What a proxy answers while it does not reach the engine's server."""
+
 
 def commands(launch: Launch, output: str = "") -> list[str]:
     """What the job's shell runs; `output` is where its output goes if the launch has no log."""
@@ -69,4 +72,18 @@ class ApiLauncher(Launcher):
             what = f"{self.engine} refused: {answer.text[:200]}"
             fix = "name a file with its token: token_file in the target"
             raise FlashError("target_refused", what, fix=fix)
+        if answer.is_redirect or answer.status_code in OF_A_PROXY:
+            raise self._no_answer_of_its_own(answer)
         return answer
+
+    def json_of(self, answer: httpx.Response) -> Any:
+        """FlashError(target_unreachable) if it is no JSON, such as a page for a login."""
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise self._no_answer_of_its_own(answer) from error
+
+    def _no_answer_of_its_own(self, answer: httpx.Response) -> FlashError:
+        kind = answer.headers.get("Content-Type", "no type")
+        what = f"{answer.url} answered {answer.status_code} with {kind}, not as {self.engine} does"
+        return FlashError("target_unreachable", what, fix=self.unreachable)

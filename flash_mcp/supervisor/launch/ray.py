@@ -62,6 +62,8 @@ class RayLauncher(ApiLauncher):
             said = answer.text.strip().splitlines()[-1:]
             fix = "correct the target's resources in targets.toml"
             raise FlashError("target_refused", f"Ray refused: {' '.join(said)[-500:]}", fix=fix)
+        if answer.is_success:
+            self.json_of(answer)
         return Handle(launch.key, launch.key)
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
@@ -93,7 +95,7 @@ class RayLauncher(ApiLauncher):
         if answer.is_error:
             what = f"Ray answered {answer.status_code}: {answer.text[:200]}"
             raise FlashError("target_unreachable", what, fix=self.unreachable)
-        jobs = cast("list[Json]", answer.json())
+        jobs = cast("list[Json]", self.json_of(answer))
         return {job["submission_id"]: job for job in jobs if job["submission_id"]}
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:

@@ -78,7 +78,8 @@ class SkyLauncher(ApiLauncher):
     def _is_taking(self, name: str) -> bool:
         """Whether an earlier request to launch the job is under way."""
         query = "api/status?fields=request_id&fields=name&fields=request_body"
-        result = cast("list[Json]", self.ask("GET", query, None, TIMEOUT_S).json())
+        answer = self.ask("GET", query, None, TIMEOUT_S)
+        result = cast("list[Json]", self.json_of(answer))
         bodies = [json.loads(item["request_body"]) for item in result if item["name"] == LAUNCHES]
         return any(body and body["name"] == name for body in bodies)
 
@@ -135,7 +136,7 @@ class SkyLauncher(ApiLauncher):
             fix = "name the address of SkyPilot's API server: `sky api info` prints it"
             raise FlashError("target_refused", what, fix=fix)
         answer = self.ask("GET", f"api/get?request_id={number}", None, timeout_s)
-        result = cast("Json", answer.json())
+        result = cast("Json", self.json_of(answer))
         if answer.is_success:
             return json.loads(result["return_value"] or "null") or {}
         said: Any = result["detail"]

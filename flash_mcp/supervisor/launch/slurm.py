@@ -196,7 +196,8 @@ class SlurmLauncher(Launcher):
         if name == "squeue" or any(words in said for words in ABSENT):
             what = f"{name}: {said}"
             raise FlashError("target_unreachable", what, fix=UNREACHABLE)
-        if name == "scancel":  # of a job that Slurm has forgotten
+        is_over = not said or any(words in said for words in OVER)  # --quiet leaves some unsaid
+        if name == "scancel" and is_over:
             return ""
         fix = "the run waits; if it stays so, correct the target's options in targets.toml"
         raise FlashError("target_refused", f"{name} refused: {said}", fix=fix)
@@ -231,6 +232,9 @@ ABSENT = (
     "munge",
 )
 """What Slurm and ssh say when the controller cannot be reached."""
+
+OVER = ("Invalid job id", "already completing or completed", "Job is pending execution")
+"""What scancel says of a job that has ended or, to a signal, of one that has not begun."""
 
 
 GPUS = re.compile(r"(--(?:gres=gpu|gpus(?:-per-\w+)?)(?:[:=](?!\d+$)[\w.-]+)?[:=])\d+")
