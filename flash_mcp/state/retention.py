@@ -206,7 +206,7 @@ def drop_files(store: Store, run_id: str, why: str) -> bool:
         run = store.run(run_id)
         is_used = run_id in {item for item, _ in referred(store)}
         is_kept = run.state in ACTIVE or is_used or _is_kept_by_others(store, run)
-        if is_kept or run.files_removed is not None:
+        if is_kept or run.files_removed is not None or is_backed_up(store.base):
             return False
         now = time.time()
         store.execute("UPDATE main.runs SET files_removed = ? WHERE id = ?", [now, run_id])

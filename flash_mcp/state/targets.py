@@ -257,9 +257,13 @@ def _table(name: str, settings: TargetSettings) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # TOML knows no surrogates
+
+
 def _line(field: str, value: Any) -> str:
     if not isinstance(value, dict):
-        return f"{field} = {json.dumps(value)}"
+        return f"{field} = {_toml(value)}"
     table = cast("dict[str, str | float]", value)
-    pairs = ", ".join(f"{key} = {json.dumps(item)}" for key, item in table.items())
+    pairs = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in table.items())
     return f"{field} = {{ {pairs} }}"

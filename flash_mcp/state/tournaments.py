@@ -12,6 +12,7 @@ and whoever looks next goes on."""
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Record, Run
 from flash_mcp.protocol.spec import ResolvedEval
 from flash_mcp.state import queue
-from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, Caller, acting_as, caller
+from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, Caller, Limits, acting_as, caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import saved_adapter
 from flash_mcp.state.store import Store
@@ -164,7 +165,9 @@ def advance_all(store: Store) -> None:
     for row in store.records(Tournament, sql):
         owner = LOCAL
         if row.owner != LOCAL_OWNER:
-            owner = Caller(row.owner, secrets=frozenset(row.spec["secrets"]))
+            # What the server allows its owners was checked as it began.
+            limits = Limits(queued_runs=sys.maxsize)
+            owner = Caller(row.owner, limits=limits, secrets=frozenset(row.spec["secrets"]))
         with acting_as(owner):
             try:
                 advance(store, row.id)

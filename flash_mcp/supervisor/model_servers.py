@@ -183,7 +183,7 @@ class ModelServer:
             return self._advance(requested, run)
         except FlashError as error:
             log.warning("%s: %s", self.name, error)
-            if error.code in OF_THE_PLACE:
+            if error.code in OF_THE_PLACE and not run.ended:
                 return AGAIN_S
             self._close_tunnel()
             end_server(self.store, run)
@@ -295,7 +295,7 @@ class ModelServer:
         """Whether a ready server computes and is used; seconds until the next check."""
         has_tunnel = self.tunnel is not None and self.tunnel.poll() is None
         if self.access.ssh() and not has_tunnel:
-            self._reach(rows, run, is_first=True)
+            self._reach(rows, run, is_first=False)  # it has answered: it may do so again
         server = server_here(self.home, run)
         idle_s = examine(server, rows[0].id)
         if idle_s is None:

@@ -54,6 +54,20 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
     assert (tmp_path / FILE).read_text().startswith("# by hand\n")
 
 
+def test_any_name_and_text_of_a_target_is_read_back(tmp_path: Path) -> None:
+    resources = {"accelerator_type:A100": 0.01, "a.b": 1.0}
+    fields = {
+        "engine": "ray",
+        "storage": "/s",
+        "address": "http://head",
+        "resources": resources,
+        "env": {"NOTE": "🚀 ü"},
+    }
+    added = new_target(tmp_path, "lab", fields)
+    write_target(tmp_path, "lab", added)
+    assert find_target(tmp_path, "lab") == added
+
+
 RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
 
 

@@ -25,6 +25,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
+from flash_mcp.supervisor import attempt as attempts
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, JobStatus
@@ -452,8 +453,8 @@ def test_a_run_that_has_used_up_its_budget_saves_and_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, budget: str
 ) -> None:
     (bench.base / "settings.toml").write_text("[cost]\nprice_per_hour = 1.0\n")
-    clock = SimpleNamespace(time=lambda: time.time() + clock.ahead, ahead=0.0)
-    monkeypatch.setattr(queue, "time", clock)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.ahead, ahead=0.0)
+    monkeypatch.setattr(attempts, "time", clock)
     supervisor = bench.new_supervisor(cancel_grace_s=30.0)
     run = bench.train({"1": {"at": 2, "do": "hold"}}, **{budget: 1.5})
     bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
