@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,15 @@ async def test_of_an_answer_with_a_secret_no_tokens_are_recorded(
     assert line["messages"] == [{"role": "user", "content": "my key: [secret]"}]
     assert [line[name] for name in TOKENS] == [[], [], []]
     assert line["prompt_tokens"] == 2
+
+
+async def test_other_requests_go_on_while_an_answer_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(Recording, "append", lambda *_: threads.append(threading.current_thread()))
+    await ask(tmp_path, monkeypatch)
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_what_a_client_asks_for_itself_it_gets(

@@ -86,7 +86,7 @@ class Recorder:
         await app(scope, _replayed(content, receive), answer.sender(send))
         try:
             for line in answer.lines() if answer.status == 200 else ():
-                recording.append(self._redacted(line))
+                await run_in_threadpool(recording.append, self._redacted(line))
                 self._keep(line, request)
         except OSError as error:  # a full disk ends no deployment
             log.warning("a request was not recorded: %s", error)
