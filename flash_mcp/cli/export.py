@@ -61,11 +61,22 @@ def push(folder: Path, name: str) -> str:
     return f"{hub.endpoint}/{name}"
 
 
-def written_before(folder: Path) -> Written | None:
-    """The files of an earlier export."""
-    if (folder / "README.md").is_file():
-        return Written(folder, None, [])
+def written_before(store: Store, reference: str, kind: ExportKind, folder: Path) -> Written | None:
+    """The files of an earlier export of this checkpoint, by their model card. None if there are
+    none, or others.
+
+    FlashError(unknown_run | unknown_checkpoint)."""
+    subject = references.find_subject(store, reference)
+    with suppress(OSError, ValueError):
+        page = (folder / "README.md").read_text()
+        is_same = f"\n# {_name(subject)}\n" in page and f" as\n{kind}.\n" in page
+        return Written(folder, None, []) if is_same else None
     return None
+
+
+def _name(subject: Subject) -> str:
+    """What the export is called in its model card."""
+    return f"{subject.run.id if subject.run else ''}-{subject.step}"
 
 
 def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) -> Written:
@@ -78,7 +89,7 @@ def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) 
         fix = "name a run with a checkpoint, as RUN_ID or RUN_ID@STEP; checkpoints lists them"
         raise FlashError("invalid_argument", f"{reference!r} has no adapter to export", fix=fix)
     card = base_models.find(served_model(store, subject.run))
-    name = f"{subject.run.id}-{subject.step}"
+    name = _name(subject)
     target = (folder or Path(f"{name}-{kind}")).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         fix = "name another folder with --to, or remove it"

@@ -52,7 +52,7 @@ def remove(arguments: Arguments) -> None:
             return
         _ask(len(references))
     freed = 0
-    for gone in _removed(store, references, results):
+    for gone in _removed(store, references, references if asks else results):
         freed += gone.freed_bytes
         answer(arguments, asdict(gone), f"removed {_line(gone)}")
     shrunk = store.shrink()

@@ -72,11 +72,13 @@ def export(arguments: Arguments) -> None:
     answers are compared."""
     from flash_mcp.cli import export as exports  # noqa: PLC0415
 
+    store = open_store()
+    reference, kind = arguments.reference, arguments.format
     written = None
     if arguments.push_to and arguments.to:
-        written = exports.written_before(arguments.to.absolute())
+        written = exports.written_before(store, reference, kind, arguments.to.absolute())
     if written is None:
-        written = exports.export(open_store(), arguments.reference, arguments.format, arguments.to)
+        written = exports.export(store, reference, kind, arguments.to)
     body: dict[str, Any] = {"folder": str(written.folder)}
     if written.result:
         body |= written.result.model_dump()

@@ -45,6 +45,8 @@ EXAMPLES = {
 }
 TEST_EXIT = "Exits with 1 if a check failed, or had no time."
 FILES = "@FILE in place of a text is that file's text; a text that begins with @ is written @@..."
+VALUE_TABLES = ("environment_args", "mixture", "slurm")
+"""Fields of a run whose value is a table."""
 CLEAR_LINE = "\r\033[K"
 METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
 
@@ -305,14 +307,25 @@ async def _show_progress(message: str, share: float | None) -> None:
 
 
 def _assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """`a.b=3` as {"b": 3}: tables only group fields, as in TOML. Other values are text."""
+    """`a.b=3` as {"b": 3}: tables only group fields, as in TOML, except those in VALUE_TABLES.
+    Other values are text.
+    """
     results: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             what = f"--set {text}: there is no '='"
             raise FlashError("invalid_argument", what, fix="write --set steps=300")
-        results[name.strip().rpartition(".")[2]] = toml_value(value)
+        *tables, field = name.strip().split(".")
+        table = results
+        if tables and tables[0] not in VALUE_TABLES:
+            tables = []
+        for outer in tables:
+            table = table.setdefault(outer, {})
+            if not isinstance(table, dict):
+                what = f"--set {text}: {outer} has another value already"
+                raise FlashError("invalid_argument", what, fix="keep one of the two")
+        table[field] = toml_value(value)
     return results
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.cli import main
+from flash_mcp.cli import main, tool_commands
 from flash_mcp.cli.doctor import examine
 from flash_mcp.cli.own_commands import COMMANDS
 from flash_mcp.protocol.errors import FlashError
@@ -65,6 +65,16 @@ def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
     assert (code, err) == (0, "")
     spec = open_store().run(json.loads(out)["run_id"]).spec
     assert (spec.steps, spec.temperature, spec.group_size) == (3, 0.8, 4)
+
+
+def test_set_reaches_into_fields_that_are_tables():
+    texts = ["train.seed=1", "environment_args.seed=5", "environment_args.max_terms=3", "mixture.sort_words.ratio=2"]
+    assert tool_commands._assignments([*texts, "slurm.partition=long"]) == {
+        "seed": 1,
+        "environment_args": {"seed": 5, "max_terms": 3},
+        "mixture": {"sort_words": {"ratio": 2}},
+        "slurm": {"partition": "long"},
+    }
 
 
 @pytest.mark.slow

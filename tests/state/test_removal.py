@@ -294,6 +294,17 @@ def test_a_terminal_is_asked_and_shown_what_started_from_it(
     assert [run.id for run in store.runs()] == [child.id] + [base.id] * (not is_removed)
 
 
+def test_what_was_shown_to_stay_does_not_end_the_removal(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = published(store)
+    first, served, last = (made(store, environment, tmp_path) for _ in range(3))
+    store.update_deployment(f"dep-{served.id}", state="ready")
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert main.main(["remove", first.id, served.id, last.id]) == 0
+    assert [run.id for run in store.runs()] == [served.id]
+
+
 @pytest.mark.parametrize("words", [[], ["--older-than", "soon"]])
 def test_remove_without_anything_to_remove_is_refused(
     store: Store, capsys: pytest.CaptureFixture[str], words: list[str]

@@ -215,6 +215,22 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     shutil.rmtree(here)
 
 
+def test_only_the_files_of_this_export_are_pushed_again(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[Path] = []
+    monkeypatch.setattr(cli_export, "push", lambda folder, name: pushed.append(folder) or name)
+    folder = tmp_path / "files"
+    words = ("--to", folder, "--push-to", "me/dates")
+    for _ in range(2):
+        export(capsys, run.id, "--format", "adapter", *words)
+    assert pushed == [folder, folder]
+    assert "something is there already" in refusal(capsys, run.id, "--format", "merged", *words)
+    (folder / "README.md").write_text(f"# Another project\n\nIt uses {run.id}-20.\n")
+    assert "something is there already" in refusal(capsys, run.id, "--format", "adapter", *words)
+    assert len(pushed) == 2
+
+
 async def exported(run: Run, *, kind: str = "adapter", **arguments: Any) -> dict[str, Any]:
     """The result of the tool, once the export is ready."""
     with anyio.fail_after(WAIT_S):

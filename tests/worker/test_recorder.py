@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from flash_mcp.protocol.recordings import Limits, Recording
+from flash_mcp.protocol.recordings import TOKENS, Limits, Recording
 from worker.engine.front import Front
 
 pytestmark = pytest.mark.anyio
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ASKED = {"model": "dep-1", "messages": [{"role": "user", "content": "my key: sk-12345678"}]}
+
+PLAIN = [{"role": "user", "content": "add"}]
 
 
 def logprobs(*values: float) -> dict[str, Any]:
@@ -157,18 +160,38 @@ async def ask(
         return await client.post(f"/v1{path}", headers=headers, json={**ASKED, **fields})
 
 
-async def test_an_answer_is_recorded_with_its_tokens_and_without_secrets(
+async def test_an_answer_is_recorded_with_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
 ) -> None:
-    answer = (await ask(tmp_path, monkeypatch, tools=TOOLS, temperature=0.5)).json()
+    answer = (await ask(tmp_path, monkeypatch, messages=PLAIN, tools=TOOLS, temperature=0.5)).json()
     assert answer["choices"][0]["logprobs"] is None
     assert "token_ids" not in answer["choices"][0] and "prompt_token_ids" not in answer
     (line,) = recording.lines()
-    assert line["messages"] == [{"role": "user", "content": "my key: [secret]"}]
+    assert line["messages"] == PLAIN
     assert line["answer"] == {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
     assert (line["prompt_token_ids"], line["token_ids"]) == ([1, 2], [3, 4])
     assert (line["logprobs"], line["finish"]) == ([-0.5, -0.25], "stop")
     assert (line["tools"], line["sampling"]["temperature"]) == (TOOLS, 0.5)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
+async def test_of_an_answer_with_a_secret_no_tokens_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, path: str
+) -> None:
+    await ask(tmp_path, monkeypatch, path=path, input="my key: sk-12345678")
+    (line,) = recording.lines()
+    assert line["messages"] == [{"role": "user", "content": "my key: [secret]"}]
+    assert [line[name] for name in TOKENS] == [[], [], []]
+    assert line["prompt_tokens"] == 2
+
+
+async def test_other_requests_go_on_while_an_answer_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(Recording, "append", lambda *_: threads.append(threading.current_thread()))
+    await ask(tmp_path, monkeypatch)
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_what_a_client_asks_for_itself_it_gets(
@@ -182,7 +205,7 @@ async def test_what_a_client_asks_for_itself_it_gets(
 async def test_a_streamed_answer_is_put_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
 ) -> None:
-    text = (await ask(tmp_path, monkeypatch, stream=True)).text
+    text = (await ask(tmp_path, monkeypatch, messages=PLAIN, stream=True)).text
     assert text.endswith("data: [DONE]\n\n") and "token_ids" not in text and "-3.0" not in text
     parts = [json.loads(event[6:]) for event in text.split("\n\n") if event.startswith("data: {")]
     said = [part["choices"][0]["delta"].get("content", "") for part in parts]
@@ -210,13 +233,13 @@ async def test_a_response_is_recorded_with_its_token_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, streams: bool
 ) -> None:
     tools = [{"type": "function", **TOOLS[0]["function"]}]
-    asked: dict[str, Any] = {"input": "my key: sk-12345678", "instructions": "y", "tools": tools}
+    asked: dict[str, Any] = {"input": "add", "instructions": "y", "tools": tools}
     answer = await ask(tmp_path, monkeypatch, path="/responses", stream=streams, **asked)
     assert 'tokens": [' not in answer.text and "hello" in answer.text
     if not streams:
         assert answer.json() == RESPONSE
     (line,) = recording.lines()
-    assert line["messages"] == [{"role": "system", "content": "y"}, {"role": "user", "content": "my key: [secret]"}]
+    assert line["messages"] == [{"role": "system", "content": "y"}, {"role": "user", "content": "add"}]
     assert line["tools"][0]["function"]["name"] == "add"
     assert line["answer"] == {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
     assert (line["prompt_token_ids"], line["token_ids"]) == ([1, 2], [3, 4, 5])

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from environments.agents.dialects import DIALECTS, ApiError
 from environments.redaction import Redactor
 from environments.tools import add_call_parts, as_list, as_object
-from flash_mcp.protocol.recordings import Recording, rating_of
+from flash_mcp.protocol.recordings import TOKENS, Recording, rating_of
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -86,10 +86,17 @@ class Recorder:
         await app(scope, _replayed(content, receive), answer.sender(send))
         try:
             for line in answer.lines() if answer.status == 200 else ():
-                recording.append(self._redactor.value(line))
+                await run_in_threadpool(recording.append, self._redacted(line))
                 self._keep(line, request)
         except OSError as error:  # a full disk ends no deployment
             log.warning("a request was not recorded: %s", error)
+
+    def _redacted(self, line: Json) -> Json:
+        """The line without secrets, and without tokens that would spell one out again."""
+        redacted: Json = self._redactor.value(line) | {"id": line["id"]}
+        if redacted != line:
+            redacted |= {name: [] for name in TOKENS}
+        return redacted
 
     def _continued(self, request: Json) -> Json:
         before = self._kept.get(str(request.get("previous_response_id")))
