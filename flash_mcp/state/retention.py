@@ -101,7 +101,8 @@ def prune_checkpoints(store: Store, run: Run) -> None:
         saved = store.checkpoints(run.id)
         kept = {row.step for row in saved[-1 - spec.keep_checkpoints :]}
         # `status` and `deploy` recommend the best one.
-        kept.add(best_checkpoint(saved, store.evals(run.id)).step)
+        evaluations = [row for row in store.evals(run.id) if row.can_be_judged]
+        kept.add(best_checkpoint(saved, evaluations).step)
         kept |= {step for run_id, step in referred(store, ()) if run_id == run.id}
         surplus = [row for row in saved if row.step not in kept and not _is_named(store, row)]
         folders: list[Path] = []

@@ -207,8 +207,10 @@ def advance(store: Store, tournament_id: str) -> None:
 
 
 def stop(store: Store, tournament_id: str) -> None:
-    row = find_tournament(store, tournament_id)
-    if row.state == "running":
+    with store.transaction():
+        row = find_tournament(store, tournament_id)
+        if row.state != "running":
+            return
         _write(store, row.id, state="cancelled", ended=time.time())
         for run_id in row.run_ids:
             if store.run(run_id).ended is None:

@@ -204,6 +204,17 @@ def test_the_newest_the_best_and_those_in_use_stay(store: Store, tmp_path: Path)
     end(writer, run.id, 10)
 
 
+def test_an_evaluation_that_environment_code_failed_makes_no_checkpoint_the_best(store: Store, tmp_path: Path) -> None:
+    run, writer = saved(tmp_path, keep_checkpoints=2)
+    learn(writer, [4, 7])
+    for step in (4, 7):
+        writer.evaluation(step, {"n": 0, "success": None, "reward_mean": None, "error_share": 1.0}, [])
+    read_in(store, run.id)
+    prune_checkpoints(store, store.run(run.id))
+    assert steps(store, run) == [3, 8, 9, 10]
+    end(writer, run.id, 10)
+
+
 def test_few_checkpoints_all_stay(store: Store, tmp_path: Path) -> None:
     run, _ = saved(tmp_path, keep_checkpoints=9)
     prune_checkpoints(store, store.run(run.id))

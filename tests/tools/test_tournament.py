@@ -11,7 +11,7 @@ from mcp import Client
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.mcp_server import server
-from flash_mcp.state import tournaments
+from flash_mcp.state import queue, tournaments
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import ensure
@@ -108,6 +108,23 @@ async def test_it_goes_on_alone_is_found_by_its_key_and_can_be_stopped(client: C
     newest = tournaments.find_tournament(store, body["tournament_id"]).run_ids
     await until(lambda: all(store.run(run).state == "cancelled" for run in newest))
     assert not store.active_targets()
+
+
+async def test_a_stop_that_fails_leaves_it_running_and_can_be_repeated(client: Client, monkeypatch: pytest.MonkeyPatch):
+    arms = [arm("a", {"hold": True}), arm("b", {"hold": True, "say": "b"})]
+    body = await call(client, "tournament", environment="echo", arms=arms, wait_s=0)
+    store, tournament_id = open_store(), body["tournament_id"]
+
+    def has_ended(*_: object) -> None:
+        raise FlashError("run_finished", "the run ended before")
+
+    with monkeypatch.context() as patched, pytest.raises(FlashError, match="run_finished"):
+        patched.setattr(queue, "request_cancel", has_ended)
+        tournaments.stop(store, tournament_id)
+    assert tournaments.find_tournament(store, tournament_id).state == "running"
+    tournaments.stop(store, tournament_id)
+    row = tournaments.find_tournament(store, tournament_id)
+    assert row.state == "cancelled" and all(store.run(run).cancel_requested for run in row.run_ids)
 
 
 @pytest.mark.slow
