@@ -317,11 +317,11 @@ def _assignments(texts: Sequence[str]) -> dict[str, Any]:
             what = f"--set {text}: there is no '='"
             raise FlashError("invalid_argument", what, fix="write --set steps=300")
         *tables, field = name.strip().split(".")
-        table = results
+        table: Any = results
         if tables and tables[0] not in VALUE_TABLES:
             tables = []
         for outer in tables:
-            table = table.setdefault(outer, {})
+            table = cast("dict[str, Any]", table).setdefault(outer, {})
             if not isinstance(table, dict):
                 what = f"--set {text}: {outer} has another value already"
                 raise FlashError("invalid_argument", what, fix="keep one of the two")

@@ -258,7 +258,9 @@ def _table(name: str, settings: TargetSettings) -> str:
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # TOML knows no surrogates
+    text = json.dumps(value, ensure_ascii=False)  # TOML knows no surrogates
+    # It wants these escaped, or we would take them for line ends.
+    return re.sub(r"[\x7f-\x9f\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _line(field: str, value: Any) -> str:

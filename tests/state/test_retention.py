@@ -14,10 +14,10 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.storage import Storage
-from flash_mcp.state import retention, serving
+from flash_mcp.state import queue, retention, serving
 from flash_mcp.state.disk import usage
 from flash_mcp.state.locks import backing_up
-from flash_mcp.state.retention import prune_checkpoints
+from flash_mcp.state.retention import drop_files, prune_checkpoints
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.checkpoints import _listed
 from tests.places import ROOT
@@ -265,6 +265,15 @@ def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(store: 
         assert steps(store, run) == before
     prune_checkpoints(store, run)
     assert len(steps(store, run)) < len(before)
+
+
+def test_no_run_loses_its_files_while_a_backup_copies_them(store: Store, tmp_path: Path) -> None:
+    run, _ = saved(tmp_path)
+    assert queue.finish(store, run.id, 1, "succeeded", step=10)
+    with backing_up(store.base):
+        assert not drop_files(store, run.id, "it is old")
+        assert steps(store, run) == list(STEPS)
+    assert drop_files(store, run.id, "it is old") and not Path(run.folder).exists()
 
 
 def test_latest_leads_to_the_newest_checkpoint_and_is_none_itself(store: Store, tmp_path: Path) -> None:
