@@ -1,1 +1,1 @@
-"""Two environments to start from."""
+"""Environments to start from."""
