@@ -60,7 +60,7 @@ class ServerTools(EnvironmentToolUse):
 
     def call_tool(self, example: TaskExample, name: str, arguments: dict[str, Any]) -> str:
         result = self.server.call(name, arguments)
-        self.results.append(result)
+        self.results.append(result.strip())
         return result
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
