@@ -83,7 +83,7 @@ class Client:
             async with mcp.Client(own) as session:
                 yield session
             return
-        headers = {"authorization": f"Bearer {self.token}"}
+        headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         async with (
             httpx2.AsyncClient(headers=headers, timeout=TIMEOUT) as http,
             mcp.Client(streamable_http_client(self.url, http_client=http)) as session,
