@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -49,7 +50,12 @@ class Player:
     def __init__(
         self, run_id: str, program: Sequence[str], at_once: int, url: str | None, token: str | None
     ) -> None:
-        """FlashError(invalid_argument) if there is no such program, or no token for the server."""
+        """FlashError(invalid_argument) if there is no such program, no token for the server, or
+        nothing is to be played at once.
+        """
+        if at_once < 1:
+            fix = "leave --at-once out, or pass a number from 1 on"
+            raise FlashError("invalid_argument", f"--at-once is {at_once}", fix=fix)
         self.state = ""
         self.played = 0
         self.dropped = 0
@@ -145,9 +151,14 @@ class Player:
         with tempfile.TemporaryDirectory(prefix="flash-gateway-") as folder:
             reward = Path(folder, "reward.json")
             env[REWARD_FILE] = str(reward)
-            process = await asyncio.create_subprocess_exec(
-                *program, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *program, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True
+                )
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno != errno.E2BIG:
+                    raise
+                return {"error": f"the prompt cannot be an argument of the program: {error}"}
             try:
                 async with asyncio.timeout(task["limit_s"]):
                     output, errors = await process.communicate(_shown(task))

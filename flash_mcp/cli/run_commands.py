@@ -109,6 +109,8 @@ def logs(arguments: Arguments) -> None:
 
 def _after(before: str, tail: str) -> str:
     """What of a log's tail comes after the tail that was read before, whose start may be gone."""
+    if tail.startswith(before):
+        return tail[len(before) :]
     end = before[-LOG_OVERLAP:]
     if end and end in tail:
         return tail.rpartition(end)[2]
