@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx2
 import mcp
@@ -23,7 +23,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import TextContent
 from pydantic_core import to_jsonable_python
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, first_of
 from flash_mcp.protocol.records import Json
 from flash_mcp.tools import registry
 from flash_mcp.tools.shared.tool_base import Result
@@ -63,9 +63,7 @@ class Client:
                 self._session = stack.enter_context(session)
                 self._stack = stack.pop_all()
         except Exception as error:
-            cause: BaseException = error
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]
+            cause = first_of(error)
             if isinstance(cause, mcp.MCPError):
                 cause = FlashError.from_text(str(cause))
             raise cause from error

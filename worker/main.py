@@ -22,14 +22,14 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from environments.process.host import EnvironmentFault
 from environments.sandbox.scratch import lock_folder, sweep
 from environments.settings import machine_directory
 from flash_mcp.protocol import credentials
 from flash_mcp.protocol.artifacts import Artifacts, placed, trim
-from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.errors import FlashError, disk_error, first_of
 from flash_mcp.protocol.paths import ANY_SCRATCH, scratch_prefix
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
@@ -258,9 +258,7 @@ def _explained(raised: BaseException, phase: str) -> FlashError:
 
 def _explain(error: BaseException, phase: str) -> FlashError:
     """What ended the attempt, as an error that an agent can act on."""
-    if isinstance(error, ExceptionGroup):
-        group = cast("ExceptionGroup[Exception]", error)
-        return _explain(group.exceptions[0], phase)
+    error = first_of(error)
     if isinstance(error, FlashError):
         return error
     if isinstance(error, EnvironmentFault):

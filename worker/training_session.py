@@ -10,12 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
+from flash_mcp.protocol.errors import first_of
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
 from worker.deadline import Deadline
@@ -306,9 +307,7 @@ class TrainingSession(Session[RunSpec]):
         try:
             rollouts = self.wait(self._regression(split))
         except (EnvironmentFault, OSError, ExceptionGroup) as error:
-            why: Any = error
-            while isinstance(why, ExceptionGroup):
-                why = cast(Any, why).exceptions[0]
+            why = first_of(error)
             if why is not error and getattr(why, "code", "") != "tools_unsupported":
                 raise
             self.writer.event("warning", f"the regression split was not tried: {why!s:.300}")

@@ -33,7 +33,7 @@ from rich.progress import (
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, visible
 from flash_mcp.judgement import curve
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, first_of
 from flash_mcp.protocol.records import ACTIVE, Json
 from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
@@ -376,13 +376,6 @@ def outcome(console: Console, act: Callable[..., Awaitable[Json]], *arguments: A
         matching, _ = group.split(FlashError)
         if matching is None:
             raise
-        exception = _first(matching)
+        exception = first_of(matching)
     console.print(visible(str(exception)), style="red", markup=False, highlight=False)
     return None
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error in a group of groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseExceptionGroup[Any]", error).exceptions[0]
-    return error

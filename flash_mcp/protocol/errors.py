@@ -231,6 +231,13 @@ MAX_LOG_BYTES = 4 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def first_of(error: BaseException) -> BaseException:
+    """The first error of groups in groups; one that is no group itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error
+
+
 def expanded(path: str | Path) -> Path:
     """The path with the home folder in place of ~. FlashError(invalid_argument) if there is none,
     as for ~NAME of an unknown user.
