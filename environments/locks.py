@@ -60,7 +60,7 @@ def make_once(file: int, exists: Callable[[], bool], make: Callable[[], None]) -
 
 @contextmanager
 def part_of(folder: Path) -> Generator[Path]:
-    """A new folder beside `folder` for what is being made or removed; it is gone afterwards.
+    """A new folder beside `folder` to write into or to remove; it is gone afterwards.
 
     The caller holds the folder's lock, so older ones are of processes that were killed."""
     remove_parts(folder)

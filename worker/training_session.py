@@ -94,7 +94,7 @@ class TrainingSession(Session[RunSpec]):
             self._choice.save(checkpoint)
 
     def end_steps_ahead(self) -> None:
-        """End the rollouts of steps that will not be made."""
+        """End the rollouts of steps that do not follow any more."""
         self.runner.run(self._steps_ahead.aclose())
 
     def close(self) -> None:

@@ -183,7 +183,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 def trim(cache: Path, limit_bytes: float) -> None:
     """Remove the folders that were used least lately until the others fit, but none in use, and
-    what was left half-made."""
+    what killed processes left."""
     for path in cache.glob("*.lock"):
         with path.open("a") as lock:
             if try_lock(lock):

@@ -107,7 +107,7 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         state["caller"] = who
-        # Who has the key of a rollout counts as known once its worker has answered.
+        # The gateway says whose request it is once the worker has accepted the key of a rollout.
         if (connection := state.get("connection")) and who is not NOBODY:
             connection.serves(who.owner, is_stream=is_stream)
         if who.token_id is not None:  # the SDK binds a session to it

@@ -71,7 +71,7 @@ class EnvironmentTable(Connection):
             self._put("gates", {**row, "time": time.time(), "data": data})
 
     def gate(self, digest: str, args: Json | None) -> GateVerdict:
-        """What the caller's env_test last found of these files with these arguments. Another
+        """The newest result of the caller's env_test of these files with these arguments. Another
         owner's decides nothing: they choose what it accepts.
         """
         sql = "SELECT time, data FROM gates WHERE owner = ? AND digest = ? AND args = ?"

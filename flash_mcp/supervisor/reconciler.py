@@ -345,7 +345,7 @@ class RunReconciler:
         # Not while its folder is read as that of the attempt before.
         if number <= attempt.number or not self._reading.is_free(run.id):
             return
-        if number > attempt.number + queue.MAX_PREEMPTIONS:  # no engine's: the node made it up
+        if number > attempt.number + queue.MAX_PREEMPTIONS:  # no engine starts a job so often
             return
         if queue.follow(self.store, run.id, attempt.number, number):
             what = f"attempt {attempt.number} was lost; its engine started attempt {number}"

@@ -110,7 +110,7 @@ class Trainer(GRPOTrainer):
             rollouts = self._rollouts_of(self.state.global_step + 1)
             groups = groups_of(rollouts, self._spec.rollouts_per_prompt)
             self._groups = [self._tensors(group) for group in groups]
-            if self._passes.is_shared:  # between passes with gradients no other can be made
+            if self._passes.is_shared:  # no such pass fits between those with gradients
                 for inputs in self._groups:
                     if self._needs_whole_rows(self._packs(inputs)):
                         inputs["known_logps"] = self._known_logps(inputs)

@@ -399,9 +399,8 @@ def pack_limit(
 ) -> float:
     """The most tokens of a pack of several completions: `longest`, by default what a mask allows
     (as trees have one in any case), which is more after a long prompt, as that would be computed
-    for each of them. If only
-    `keep_tokens` fit into memory, a pack is split where one more prompt costs less time than
-    computing activations twice."""
+    for each of them. If only `keep_tokens` fit into memory, a pack is split where one more prompt
+    costs less time than computing activations twice."""
     masked = min(max(PACK_TOKENS, LONG_PROMPT * prompt), LONG_PROMPT * PACK_TOKENS)
     limit = masked if longest is None else longest
     if has_mask:
