@@ -49,6 +49,7 @@ REPLACEMENTS: dict[str, tuple[str, str]] = {
     "how long a call into an environment took": (r"\b[\d.]+ ms\b", "<milliseconds> ms"),
     "where the command is": (r"`/[^`]*/flash-mcp ", "`flash-mcp "),
     "what is free on the disk": (r"[\d.]+ [MG]B free", "<size> free"),
+    "what a traceback points at, which each Python shows otherwise": (r', "\| +[~^]+"', ""),
     "where an environment lies before it is published": (r"\.staged-\w+", "<staged>"),
 }
 

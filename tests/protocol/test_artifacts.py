@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -170,22 +171,26 @@ def fetched_once(artifacts: Artifacts, folder: Path, cache: Path) -> str:
     return digest
 
 
-def test_a_folder_whose_removal_was_cut_off_is_fetched_anew(
-    artifacts: Artifacts, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_whose_removal_was_cut_off_is_fetched_anew(artifacts: Artifacts, folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     digest = fetched_once(artifacts, folder, cache)
-
-    def remove_half(path: Path | str, *_: object, **__: object) -> None:
-        for file in Path(path).rglob("a.txt"):
-            file.unlink()
-        raise OSError("cut off")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", remove_half)
-        with pytest.raises(OSError, match="cut off"):
-            trim(cache, 0)
-    assert (artifacts.fetch(digest, cache) / "a.txt").read_text() == "a"
+    code = """
+import os
+import signal
+import sys
+from pathlib import Path
+from flash_mcp.protocol.artifacts import trim
+unlink = os.unlink
+def unlink_and_die(*args, **kwargs):
+    unlink(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.unlink = unlink_and_die
+trim(Path(sys.argv[1]), 0)
+"""
+    killed = subprocess.run([sys.executable, "-c", code, str(cache)])
+    assert killed.returncode == -signal.SIGKILL
+    fetched = artifacts.fetch(digest, cache)
+    assert sorted(path.name for path in fetched.rglob("*")) == sorted(path.name for path in folder.rglob("*"))
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [digest]
 
 
