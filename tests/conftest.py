@@ -14,9 +14,9 @@ from uuid import uuid4
 import pytest
 from hypothesis import settings
 
+from flash_mcp.protocol.packages import installed
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.state import database
-from flash_mcp.supervisor.launch.devices import installed
 from flash_mcp.tools.shared import waiting
 from tests import forked, reaper
 from tests.places import NO_TORCH, WHEELS

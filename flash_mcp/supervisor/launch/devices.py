@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -103,14 +102,6 @@ def _pairs(query: str, timeout_s: float = 10.0) -> dict[str, str]:
     """{first column: second column} of a query for two."""
     rows = [line.partition(",") for line in ask(query, timeout_s)]
     return {first.strip(): second.strip() for first, _, second in rows}
-
-
-def installed(package: str) -> str | None:
-    """Its version; None where it is missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu(line: str) -> Device:

@@ -22,8 +22,9 @@ from typing import TypeVar
 from environments.sandbox.kernel import signal_name
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.packages import installed
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
-from flash_mcp.supervisor.launch.devices import free_memory, ids, installed, names_of
+from flash_mcp.supervisor.launch.devices import free_memory, ids, names_of
 
 Value = TypeVar("Value")
 DEVICES = "devices.json"

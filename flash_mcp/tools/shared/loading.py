@@ -18,7 +18,7 @@ from environments.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.judgement.curation import HeldOut, prompt_digest
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.packages import missing_packages
+from flash_mcp.protocol.packages import how_to_install, missing_packages
 from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import caller
@@ -72,8 +72,7 @@ def check_target(store: Store, target: str, *, slurm: bool = False) -> None:
 def check_machine(otherwise: str = "") -> None:
     """FlashError(engine_missing) if packages are missing. `otherwise`: what to do without them."""
     if missing := missing_packages():
-        extra = "flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu]"
-        fix = f"install {extra} where this server is installed, and call again{otherwise}"
+        fix = f"{how_to_install(missing)} where this server runs, and call again{otherwise}"
         raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
 
 

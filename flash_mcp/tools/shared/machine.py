@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from flash_mcp.protocol.errors import FlashError, as_flash_error
-from flash_mcp.protocol.packages import missing_packages
+from flash_mcp.protocol.packages import how_to_install, missing_packages
 from flash_mcp.protocol.paths import home, models_dir
 from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.result_model import ResultModel
@@ -129,7 +129,7 @@ def gpu() -> Outcome:
 def engine() -> Outcome:
     if missing := missing_packages():
         what = f"not installed here: {', '.join(missing)}; only targets can train"
-        return "warning", what, "install flash-mcp[cpu], or with a GPU flash-mcp[gpu]"
+        return "warning", what, how_to_install(missing)
     return ok("the packages for training are installed")
 
 
