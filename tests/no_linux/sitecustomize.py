@@ -41,6 +41,8 @@ def hide() -> None:
         for name in names.split():
             if hasattr(module, name):
                 delattr(module, name)
+    if hasattr(os, "process_cpu_count"):  # Python chose its code for Linux before
+        os.process_cpu_count = os.cpu_count
     sys.modules["pysqlite3"] = None  # type: ignore[assignment]
     load = ctypes.CDLL
     ctypes.CDLL = lambda *args, **options: Library(load(*args, **options))  # type: ignore[assignment,misc]

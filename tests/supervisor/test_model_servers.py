@@ -58,6 +58,7 @@ from worker.rollouts.transcript import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
+NEEDS_CURL = pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
 SCRIPTED = (sys.executable, str(TESTS / "serving_worker.py"))
 """A worker whose servers are scripted."""
 
@@ -178,6 +179,7 @@ def test_an_adapter_of_experts_is_refused_with_the_export_that_works(store: Stor
     assert caught.value.fix.startswith(f"checkpoints(run_id='{run_id}@3', export='merged')")
 
 
+@NEEDS_CURL
 def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_training(
     store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
@@ -739,6 +741,7 @@ LOOPS = (
 """A chat template that is found out by no check before."""
 
 
+@NEEDS_CURL
 @pytest.mark.anyio
 async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     vllm_store: Store, tiny_model: Path, tiny_adapter: Path, tmp_path: Path

@@ -44,7 +44,7 @@ from flash_mcp.tools.snippets import calls_of
 from tests import engines, slurm, sshd
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT, TESTS
-from tests.supervisor.test_model_servers import make_adapter, make_run
+from tests.supervisor.test_model_servers import NEEDS_CURL, make_adapter, make_run
 from tests.waiting import wait_for
 from worker.serving import make_certificate
 
@@ -194,6 +194,7 @@ def asked(bench: Bench, tmp_path: Path) -> Deployment:
     return request(bench.store, run_id, target="lab")
 
 
+@NEEDS_CURL
 async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing_when_it_ends(
     bench: Bench, asked: Deployment, tmp_path: Path
 ) -> None:
