@@ -112,11 +112,17 @@ class Connection:
 
     def copy_to(self, path: Path) -> None:
         """A consistent, checked copy of the database, while others write. FlashError(state_corrupt
-        | state_busy).
+        | state_busy), OSError if the disk of `path` is full.
         """
-        with _named_errors(self.path), closing(sqlite3.connect(path)) as copy:
-            self._db.conn.backup(copy)
-            _check(copy)
+        with _named_errors(self.path):
+            try:
+                with closing(sqlite3.connect(path)) as copy:
+                    self._db.conn.backup(copy)
+                    _check(copy)
+            except sqlite3.OperationalError as error:
+                if _is_of_a_full_disk(error, path):
+                    raise OSError(errno.ENOSPC, str(error)) from error
+                raise
 
     def check(self) -> None:
         """Read the whole database; FlashError(state_corrupt) if a page is damaged."""
