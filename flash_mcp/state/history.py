@@ -273,7 +273,8 @@ class HistoryTables(RunTable):
             runs, values = "SELECT * FROM runs WHERE id = ?", [run_id]
         sql = f"""
             WITH chosen AS ({runs})
-            SELECT group_concat(id || state || step || attempt || coalesce(phase, '')) AS runs,
+            SELECT group_concat(json_array(id, state, step, attempt, phase, cancel_requested,
+                       json_extract(lineage, '$.name', '$.note'))) AS runs,
                    sum((SELECT max(step) FROM metrics WHERE run_id = chosen.id)) AS steps,
                    (SELECT count(*) FROM evals WHERE run_id IN (SELECT id FROM chosen)) AS evals,
                    (SELECT count(*) FROM events WHERE run_id IN (SELECT id FROM chosen)) AS events,

@@ -223,6 +223,20 @@ def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_i
     assert store.rollout_count(run_id) == 0
 
 
+def test_what_owners_write_on_a_run_and_a_requested_cancel_change_the_mark_of_pages(store: Store, run_id: str) -> None:
+    assert queue.claim(store)
+    changes: list[Callable[[], object]] = [
+        lambda: queue.label(store, store.run(run_id), queue.Label(name="first")),
+        lambda: queue.label(store, store.run(run_id), queue.Label(note="too short")),
+        lambda: queue.request_cancel(store, run_id),
+    ]
+    for change in changes:
+        before = store.change_mark(), store.change_mark(run_id)
+        assert (store.change_mark(), store.change_mark(run_id)) == before
+        change()
+        assert store.change_mark() != before[0] and store.change_mark(run_id) != before[1]
+
+
 def test_the_last_events_come_oldest_first_and_never_change(store: Store, run_id: str) -> None:
     for number in range(5):
         event = {"time": float(number), "epoch": 1, "kind": "phase", "message": f"m{number}", "seconds": number}
