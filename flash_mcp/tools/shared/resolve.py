@@ -34,7 +34,7 @@ from flash_mcp.state.references import REGRESSION, RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import fetch_adapter, served_model
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.configs import Configs
+from flash_mcp.tools.shared.configs import Configs, joined
 from flash_mcp.tools.shared.rows import is_rows
 from flash_mcp.tools.shared.table import FROM_ROWS, keep_conversations
 from flash_mcp.tools.shared.truncation import without_empty
@@ -123,7 +123,7 @@ def resolve_eval(
 def resolved_spec(
     store: Store, arguments: dict[str, Any], config: Configs
 ) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
-    fields = config.fields | arguments
+    fields = joined(config.fields, arguments)
     fields.pop("seeds", None)  # `train` starts a run for each
     files = dict(config.files)
     for name in arguments:
