@@ -25,6 +25,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import LOOPBACK
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 
@@ -142,7 +143,7 @@ def entry_over_ssh(destination: str) -> Json:
 def entry_at(url: str, token: str) -> Json:
     """How an agent reaches a server that listens, with one of its tokens."""
     address = urlsplit(url)
-    is_near = address.hostname in ("localhost", "127.0.0.1", "::1")
+    is_near = address.hostname in LOOPBACK
     if not address.hostname or address.scheme not in ("http", "https"):
         fix = "name it as https://box/mcp"
         raise FlashError("invalid_argument", "that is no address of a server", url=url, fix=fix)

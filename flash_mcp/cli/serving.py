@@ -11,14 +11,13 @@ import webbrowser
 
 from flash_mcp.cli.parsing import Arguments, Command, Group, Option, flag, option, repeated
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import LOOPBACK
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import without_none
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ensure import supervised
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def _limit(name: str, default: int, what: str) -> Option:

@@ -37,6 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.settings import load_settings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import LOOPBACK
 from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.sessions import Sessions
@@ -48,7 +49,6 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
 
 MCP_PATH = "/mcp"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SHUTDOWN_S = 50
 """More than the 45 s that a call may take; calls that wait longer end when the server does."""
 
@@ -261,12 +261,11 @@ def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
 
 
 def names_of(host: str) -> list[str]:
-    names = {*LOOPBACK, socket.gethostname(), f"[{host}]" if ":" in host else host}
+    names = {*LOOPBACK, socket.gethostname(), host}
     if host in ("0.0.0.0", "::"):
         with contextlib.suppress(OSError):
-            results = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
-            names |= {f"[{address}]" if ":" in address else address for address in results}
-    return sorted(names)
+            names |= {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+    return sorted(f"[{name}]" if ":" in name else name for name in names)
 
 
 # -- other routes ----------------------------------------------------------------------------------
