@@ -49,6 +49,11 @@ class Listening:
         return hmac.digest(key.encode(), body, "sha256").hex()
 
 
+def in_url(host: str) -> str:
+    """The host as addresses and Host headers write it."""
+    return f"[{host}]" if ":" in host else host
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.settings import load_settings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import LOOPBACK
+from flash_mcp.protocol.listening import LOOPBACK, in_url
 from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.sessions import Sessions
@@ -265,7 +265,7 @@ def names_of(host: str) -> list[str]:
     if host in ("0.0.0.0", "::"):
         with contextlib.suppress(OSError):
             names |= {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
-    return sorted(f"[{name}]" if ":" in name else name for name in names)
+    return sorted(map(in_url, names))
 
 
 # -- other routes ----------------------------------------------------------------------------------
