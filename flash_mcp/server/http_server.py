@@ -35,9 +35,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from environments.settings import load_settings
+from environments.settings import FILE, ServerSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import LOOPBACK, in_url
+from flash_mcp.protocol.paths import home
 from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.sessions import Sessions
@@ -76,12 +77,11 @@ class Gate:
         self.authenticate = admission.authenticate
         self.on_loopback = admission.on_loopback
         self.limits = admission.limits
-        settings = load_settings().server
-        self.local = Caller(LOCAL_OWNER, secrets=frozenset(settings.secrets))
+        self.settings = _settings()
+        self.local = Caller(LOCAL_OWNER, secrets=frozenset(self.settings.secrets))
         self.security = TransportSecurityMiddleware(security_of(hosts))
         self.sessions = Sessions(admission.code)
         self.rate = Rate(self.limits.requests_per_minute)
-        self.streams_per_owner = settings.streams_per_owner
         self.streams = Counter[str]()
         self.closing = anyio.Event()
         # Its own threads: calls that hang must not block the admission of others.
@@ -95,8 +95,9 @@ class Gate:
         try:
             who = await self._admit(request)
             is_stream = self._is_stream(request)
-            if is_stream and self.streams[who.owner] >= self.streams_per_owner:
-                what = f"{self.streams_per_owner} streams of yours are open"
+            most = self.settings.streams_per_owner
+            if is_stream and self.streams[who.owner] >= most:
+                what = f"{most} streams of yours are open"
                 fix = "close one; calls work without streams"
                 raise FlashError("rate_limited", what, retry_after_s=5, fix=fix)
         except FlashError as error:
@@ -213,6 +214,14 @@ class Gate:
         if unfinished:
             with contextlib.suppress(Exception):
                 await send({"type": "http.response.body", "body": b""})
+
+
+def _settings() -> ServerSettings:
+    try:
+        return load_settings().server
+    except ValueError as error:
+        fix = f"correct {home() / FILE}, then start again; `flash-mcp doctor` checks it too"
+        raise FlashError("invalid_argument", str(error), fix=fix) from error
 
 
 class Rate:
@@ -346,7 +355,7 @@ class HttpServer(uvicorn.Server):
             gate,
             host,
             port,
-            load_settings().server,
+            gate.settings,
             log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_S,

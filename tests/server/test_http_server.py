@@ -569,6 +569,14 @@ def test_options_with_which_nobody_can_be_served_are_refused(
     assert named in capsys.readouterr().err
 
 
+def test_settings_that_cannot_be_used_are_named_at_the_start(flash_home: Path, capsys: pytest.CaptureFixture[str]):
+    flash_home.mkdir()
+    (flash_home / "settings.toml").write_text("[server]\nconnections = 0\n")
+    assert main.main(["serve", "--http", "--port", str(free_port())]) == 2
+    said = capsys.readouterr().err
+    assert "[invalid_argument] settings.toml: server: connections must be a number above 0, got 0" in said
+
+
 def test_a_damaged_file_of_the_machines_own_token_is_made_anew_or_named(tmp_path: Path):
     file = tmp_path / tokens.LOCAL_TOKEN
     file.write_bytes(b"\xff\xfe")
