@@ -65,12 +65,10 @@ class RunHistory:
 class HistoryTables(RunTable):
     """What runs reported: metrics, rollouts, evaluations, events, checkpoints."""
 
-    def metrics(self, run_id: str, since: int = -1, limit: int | None = None) -> list[StepMetrics]:
-        """Steps after `since`, in order; with `limit` only the last so many of them."""
+    def metrics(self, run_id: str, since: int = -1, limit: int = -1) -> list[StepMetrics]:
+        """Steps after `since`, in order: the last `limit` of them, or all."""
         sql = """SELECT step, epoch, time, metrics FROM metrics
                  WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"""
-        if limit is None:
-            limit = -1  # SQLite's word for all
         return self.records(StepMetrics, sql, [run_id, since, limit])[::-1]
 
     def outline(self, run_id: str, every: int, after: int) -> list[StepMetrics]:
