@@ -8,6 +8,8 @@ import os
 import secrets
 from pathlib import Path
 
+from environments.settings import state_directory
+
 
 class HomeError(OSError):
     """The state directory cannot be used."""
@@ -17,7 +19,7 @@ def home() -> Path:
     """The state directory; created if missing, readable by its owner only.
 
     Raises HomeError if it cannot be created or written."""
-    path = Path(os.environ.get("FLASH_HOME") or Path.home() / ".flash-mcp").expanduser().absolute()
+    path = state_directory()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
