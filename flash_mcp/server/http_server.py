@@ -35,7 +35,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from environments.settings import FILE, ServerSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import LOOPBACK, in_url
 from flash_mcp.protocol.paths import home
@@ -45,6 +44,7 @@ from flash_mcp.server.sessions import Sessions
 from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
+from flash_mcp.state.operator_settings import operator_settings
 from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, NOBODY, Caller, Limits, acting_as, caller
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
@@ -77,7 +77,7 @@ class Gate:
         self.authenticate = admission.authenticate
         self.on_loopback = admission.on_loopback
         self.limits = admission.limits
-        self.settings = _settings()
+        self.settings = operator_settings(home()).server
         self.local = Caller(LOCAL_OWNER, secrets=frozenset(self.settings.secrets))
         self.security = TransportSecurityMiddleware(security_of(hosts))
         self.sessions = Sessions(admission.code)
@@ -214,14 +214,6 @@ class Gate:
         if unfinished:
             with contextlib.suppress(Exception):
                 await send({"type": "http.response.body", "body": b""})
-
-
-def _settings() -> ServerSettings:
-    try:
-        return load_settings().server
-    except ValueError as error:
-        fix = f"correct {home() / FILE}, then start again; `flash-mcp doctor` checks it too"
-        raise FlashError("invalid_argument", str(error), fix=fix) from error
 
 
 class Rate:

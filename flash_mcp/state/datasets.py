@@ -20,7 +20,8 @@ from pathlib import Path
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir, home
 from flash_mcp.protocol.records import Json
-from flash_mcp.state.disk import check_quota, disk_settings, size_of
+from flash_mcp.state.disk import check_quota, size_of
+from flash_mcp.state.operator_settings import operator_settings
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.versions import Version, digest_of, owner_dir, staged
 
@@ -75,7 +76,7 @@ def register(
     with staged(name, {**files, MANIFEST: body.encode()}, root=datasets_dir(base)) as stage:
         if not (stage.parent / stage.digest).exists():
             stored = sum(map(size_of, chain.from_iterable(_known(base).values())))
-            limit = int(disk_settings(base or home()).datasets_gib * 2**30)
+            limit = int(operator_settings(base or home()).disk.datasets_gib * 2**30)
             check_quota("datasets", stored, stage.size_bytes, limit, "datasets_gib")
         return stage.commit()
 

@@ -574,7 +574,7 @@ def test_settings_that_cannot_be_used_are_named_at_the_start(flash_home: Path, c
     (flash_home / "settings.toml").write_text("[server]\nconnections = 0\n")
     assert main.main(["serve", "--http", "--port", str(free_port())]) == 2
     said = capsys.readouterr().err
-    assert "[invalid_argument] settings.toml: server: connections must be a number above 0, got 0" in said
+    assert "settings.toml: server: connections must be a number above 0, got 0" in said
 
 
 def test_a_damaged_file_of_the_machines_own_token_is_made_anew_or_named(tmp_path: Path):
