@@ -180,7 +180,7 @@ def _iso(seconds: float) -> str:
 
 
 def completed(body: Json) -> CallToolResult:
-    """A result as text and as structure."""
+    """A result within the size limit, as text and as structure."""
     body = fit(body, RESULT_CHARACTERS)
     content = [TextContent(type="text", text=to_text(body))]
     return CallToolResult(content=[*content], structured_content=body)
