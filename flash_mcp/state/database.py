@@ -232,6 +232,19 @@ class Connection:
         """A new row; a repeated key is an error."""
         self._put(table, row, "INSERT")
 
+    def update(
+        self, table: str, row_id: str, values: Mapping[str, Any], states: Sequence[str] = ()
+    ) -> bool:
+        """Set columns of the row, if the caller sees it and its state is one of `states`, where
+        given; whether it was.
+        """
+        only = f"AND state IN ({marks(states)})" if states else ""
+        assignments = ", ".join(f"{name} = ?" for name in values)
+        sql = f"""UPDATE main.{table} SET {assignments}
+                  WHERE id = (SELECT id FROM {table} WHERE id = ?) {only}"""
+        encoded = [self.encode(name, value) for name, value in values.items()]
+        return self.execute(sql, [*encoded, row_id, *states]) == 1
+
     def _put(self, table: str, row: Mapping[str, Any], verb: str = "INSERT OR REPLACE") -> None:
         sql = f"{verb} INTO main.{table} ({', '.join(row)}) VALUES ({marks(row)})"
         self.execute(sql, [self.encode(name, value) for name, value in row.items()])
