@@ -135,18 +135,15 @@ class HistoryTables(RunTable):
         success: bool | None = None,
         limit: int = 10,
         offset: int = 0,
-        seed: int = 0,
     ) -> list[Rollout]:
         """Transcripts of one step, or of all. `contains` looks into the messages' text, ignoring
-        ASCII case.
-
-        `random` is an order of its own for each seed, so that pages of it fit together.
+        ASCII case. `random` is always the same order, so that pages of it fit together.
         """
         where, values = _rollout_filter(run_id, split, step, contains, success)
         orders = {
             "worst": "reward, step DESC, position",
             "best": "reward DESC, step DESC, position",
-            "random": f"((step + {seed:d}) * 48271 + position * 69621 + 11) * 16807 % 2147483647",
+            "random": "(step * 48271 + position * 69621 + 11) * 16807 % 2147483647",
             "index": "step, position",
         }
         sql = f"""SELECT step, position, body FROM rollouts
