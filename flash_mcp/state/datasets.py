@@ -81,12 +81,12 @@ def register(
         return stage.commit()
 
 
-def find(reference: str, base: Path | None = None) -> Dataset:
+def find(reference: str) -> Dataset:
     """In NAME@DIGEST six characters of the digest do; NAME alone where there is one version.
 
     Raises FlashError(unknown_dataset | dataset_invalid).
     """
-    path = locate(reference, base)
+    path = locate(reference)
     if digest_of(path) != path.name:
         what = "its files were changed since it was made"
         fix = "curate it again; a run would not learn what its manifest says"
@@ -107,13 +107,13 @@ def locate(reference: str, base: Path | None = None) -> Path:
     return results[0]
 
 
-def newest_first(base: Path | None = None) -> list[Dataset]:
+def newest_first(base: Path) -> list[Dataset]:
     """Every version of every dataset of the caller's."""
     results = map(_read, chain.from_iterable(_known(base).values()))
     return sorted(results, key=lambda dataset: dataset.created, reverse=True)
 
 
-def everyones(base: Path | None = None) -> list[tuple[str, Path]]:
+def everyones(base: Path) -> list[tuple[str, Path]]:
     """(owner, version) of every dataset of all owners, for any caller."""
     root, there = datasets_dir(base), f"[!.@]*/*/{MANIFEST}"
     results: list[tuple[str, Path]] = []
