@@ -142,9 +142,9 @@ def _run(request: Request) -> str:
 
 def _transcripts(request: Request) -> str:
     query = request.query_params
-    order = query.get("order", "worst")
-    if order not in get_args(RolloutOrder):
-        raise FlashError("invalid_argument", "there is no such order", order=order, fix="use worst")
+    order = _chosen(query.get("order", "worst"), get_args(RolloutOrder), None)
+    if order is None:
+        raise FlashError("invalid_argument", "there is no such order", fix="use order=worst")
     choice = live.Choice(
         split="eval" if query.get("split") == "eval" else "train",
         step=_number(query.get("step", "")),
