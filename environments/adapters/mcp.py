@@ -21,7 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-Json = dict[str, Any]
+from environments.base import Json
+
 PROTOCOL = "2025-06-18"
 TIMEOUT_S = 10.0
 STDERR_BYTES = 600

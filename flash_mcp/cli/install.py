@@ -25,6 +25,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import LOOPBACK
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 
@@ -142,7 +143,7 @@ def entry_over_ssh(destination: str) -> Json:
 def entry_at(url: str, token: str) -> Json:
     """How an agent reaches a server that listens, with one of its tokens."""
     address = urlsplit(url)
-    is_near = address.hostname in ("localhost", "127.0.0.1", "::1")
+    is_near = address.hostname in LOOPBACK
     if not address.hostname or address.scheme not in ("http", "https"):
         fix = "name it as https://box/mcp"
         raise FlashError("invalid_argument", "that is no address of a server", url=url, fix=fix)
@@ -247,18 +248,30 @@ def _inserted(old: str, key: str, name: str, server: Json) -> str:
 
 
 def merge_toml(old: str, name: str, server: Json) -> str:
-    """`old` with the table mcp_servers.NAME anew, at its end. ValueError if more would change."""
+    """`old` with the table mcp_servers.NAME anew, at its end. The comments of the earlier table
+    stay where they were. ValueError if more would change.
+    """
     before = tomllib.loads(old)
     if cast("Json", before.get("mcp_servers", {})).get(name) == server:
         return old
     header = rf"^\[mcp_servers\.{re.escape(name)}(\..*)?\][^\n]*\n"
     lines_until_the_next_table = r"(?:(?!\[).*(?:\n|\Z))*"
-    rest = re.sub(header + lines_until_the_next_table, "", old, flags=re.MULTILINE).rstrip()
+    earlier = re.compile(header + lines_until_the_next_table, re.MULTILINE)
+    rest = earlier.sub(lambda table: _comments(table[0]), old).rstrip()
     new = (rest + "\n\n" if rest else "") + _table(f"mcp_servers.{name}", server)
     before.setdefault("mcp_servers", {})[name] = server
     if tomllib.loads(new) != before:
         raise ValueError(f"mcp_servers.{name} is written in a way that cannot be replaced safely")
     return new
+
+
+TOML_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'|(#[^\n]*)")
+
+
+def _comments(text: str) -> str:
+    """The comments of a text in TOML, each on a line."""
+    comments = [item[1] for item in TOML_STRING_OR_COMMENT.finditer(text) if item[1]]
+    return "".join(f"{comment}\n" for comment in comments)
 
 
 def _table(name: str, values: Json) -> str:

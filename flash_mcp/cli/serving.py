@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
 import socket
 import sys
 import webbrowser
+from pathlib import Path
 
 from flash_mcp.cli.parsing import Arguments, Command, Group, Option, flag, option, repeated
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import LOOPBACK, in_url
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import without_none
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ensure import supervised
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def _limit(name: str, default: int, what: str) -> Option:
@@ -46,6 +47,7 @@ def serve(arguments: Arguments) -> None:
 
 def _serve_http(arguments: Arguments) -> None:
     host, port = arguments.host, arguments.port
+    _check_admission(arguments)
     store = open_store()
     # With a reverse proxy in front, others reach the loopback address too.
     on_loopback = host in LOOPBACK and not arguments.allow_host
@@ -69,9 +71,8 @@ def _serve_http(arguments: Arguments) -> None:
             "this machine, makes a token."
         )
     if authenticate and on_loopback:
-        tokens.local_token(store.base)
-        note += f" Yours is in {store.base / tokens.LOCAL_TOKEN}, which only you can read."
-    sys.stderr.write(f"flash-mcp listens on http://{host}:{port}/mcp\n{note}\n")
+        note += where_token_is(store.base)
+    sys.stderr.write(f"flash-mcp listens on http://{in_url(host)}:{port}/mcp\n{note}\n")
     limits = Limits(
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
     )
@@ -79,6 +80,27 @@ def _serve_http(arguments: Arguments) -> None:
     admission = http_server.Admission(authenticate, on_loopback, hosts, limits)
     with supervised():
         http_server.serve(server, host, port, admission)
+
+
+def _check_admission(arguments: Arguments) -> None:
+    """FlashError(invalid_argument) for options with which a server would refuse everybody."""
+    for name in arguments.allow_host:
+        if "/" in name:
+            fix = "leave out the scheme and the path: --allow-host flash.example.com"
+            raise FlashError("invalid_argument", "a Host is no URL", allow_host=name, fix=fix)
+    if (limit := arguments.requests_per_minute) < 1:
+        what = "every request would be refused"
+        fix = f"allow at least 1; by default it is {Limits.requests_per_minute}"
+        raise FlashError("invalid_argument", what, requests_per_minute=limit, fix=fix)
+
+
+def where_token_is(base: Path) -> str:
+    """Where the token of the machine's own user is; FlashError(invalid_argument) as local_token."""
+    tokens.local_token(base)
+    file = base / tokens.LOCAL_TOKEN
+    if file.stat().st_mode & 0o077:
+        return f" Yours is in {file}. Others may read it: `chmod 600 {file}`, or remove it."
+    return f" Yours is in {file}, which only you can read."
 
 
 def ui(arguments: Arguments) -> None:
@@ -103,6 +125,10 @@ def ui(arguments: Arguments) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
+    """FlashError(port_taken | invalid_argument) where nobody can listen there."""
+    if not 0 < port < 65536:
+        fix = "choose a --port from 1 to 65535"
+        raise FlashError("invalid_argument", "there is no such port", port=port, fix=fix)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,6 +136,9 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             what = f"cannot listen there: {error.strerror}"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                fix = "use an address of this machine: see `ip address`, or 0.0.0.0 for all"
+                raise FlashError("invalid_argument", what, host=host, fix=fix) from error
             fix = "choose another --port, or end the program that holds this one"
             raise FlashError("port_taken", what, host=host, port=port, fix=fix) from error
 

@@ -230,7 +230,7 @@ def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
         word = json.dumps(chosen["config"])
         fix = "leave it out; --no- before a flag's name turns it off, as in --no-eval-before"
         raise FlashError("invalid_argument", f"{word} stands alone: a flag has no value", fix=fix)
-    chosen |= _assignments(values.get("assignments") or [])
+    chosen = _assigned(chosen, values.get("assignments") or [])
     if files := values.get("files"):
         chosen["config"] = [*filter(None, [chosen.get("config")]), *files]
     for which in ("worst", "best"):
@@ -306,27 +306,25 @@ async def _show_progress(message: str, share: float | None) -> None:
         sys.stderr.write(CLEAR_LINE)
 
 
-def _assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """`a.b=3` as {"b": 3}: tables only group fields, as in TOML, except those in VALUE_TABLES.
-    Other values are text.
+def _assigned(values: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """The values with `a.b=3` as {"b": 3}: tables only group fields, as in TOML, except those in
+    VALUE_TABLES. Other values are text.
     """
-    results: dict[str, Any] = {}
+    from flash_mcp.tools.shared.configs import joined  # noqa: PLC0415
+
     for text in texts:
-        name, equals, value = text.partition("=")
+        name, equals, word = text.partition("=")
         if not equals:
             what = f"--set {text}: there is no '='"
             raise FlashError("invalid_argument", what, fix="write --set steps=300")
         *tables, field = name.strip().split(".")
-        table: Any = results
         if tables and tables[0] not in VALUE_TABLES:
             tables = []
-        for outer in tables:
-            table = cast("dict[str, Any]", table).setdefault(outer, {})
-            if not isinstance(table, dict):
-                what = f"--set {text}: {outer} has another value already"
-                raise FlashError("invalid_argument", what, fix="keep one of the two")
-        table[field] = toml_value(value)
-    return results
+        fields = {field: toml_value(word)}
+        for table in reversed(tables):
+            fields = {table: fields}
+        values = joined(values, fields)
+    return values
 
 
 def _run_of(result: BaseModel) -> str | None:

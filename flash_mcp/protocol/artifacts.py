@@ -202,15 +202,8 @@ def trim(cache: Path, limit_bytes: float) -> None:
                 total -= sizes[folder]
 
 
-PLACES = (
-    ("environment", "path"),
-    ("init_adapter", "path"),
-    ("teacher", "path"),
-    ("dataset", "path"),
-    ("regression", "path"),
-    ("code", "path"),
-)
-"""Where a job names a folder. `model` names one too, if it is a path."""
+PARTS = ("environment", "init_adapter", "teacher", "dataset", "regression", "code")
+"""The parts of a job whose `path` is a folder. `model` is one too, if it is a path."""
 
 
 def packed(job: Json, artifacts: Artifacts) -> Json:
@@ -236,11 +229,11 @@ def delete_run(folder: RunFolder, retry_s: float) -> None:
     """Delete a run's folder, and what only this run needed. Calling it again does the rest."""
     storage, _, run_id = folder.url.rstrip("/").rpartition(f"/{RUN_FOLDERS}/")
     job = folder.read_object(StoredJob, "job.json") or {}
-    bodies = [cast("Json", job.get(part) or {}).get(name) for part, name in PLACES]
+    paths = [cast("Json", job.get(part) or {}).get("path") for part in PARTS]
     # Others may have written to the job since: it says neither whose artifacts they are nor where.
     digests = [
         name.removeprefix(MARK)
-        for name in (*bodies, job.get("model"))
+        for name in (*paths, job.get("model"))
         if isinstance(name, str) and ARTIFACT.fullmatch(name)
     ]
     if storage and digests:
@@ -252,10 +245,10 @@ def delete_run(folder: RunFolder, retry_s: float) -> None:
 
 def _replaced(job: Json, applies: Callable[[str], bool], act: Callable[[str], str]) -> Json:
     changed = dict(job)
-    for part, name in PLACES:
+    for part in PARTS:
         body = cast("Json | None", job.get(part))
-        if body and applies(body[name]):
-            changed[part] = {**body, name: act(body[name])}
+        if body and applies(body["path"]):
+            changed[part] = {**body, "path": act(body["path"])}
     if applies(job["model"]):
         model = act(job["model"])
         changed |= {"model": model, "spec": {**job["spec"], "model": model}}

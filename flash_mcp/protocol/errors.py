@@ -254,7 +254,7 @@ def disk_error(error: OSError, path: str | Path) -> FlashError | OSError:
     """FlashError(disk_full) if the disk is full, else the error itself."""
     if error.errno in FULL:
         what = "no space is left on the disk"
-        fix = "free space there, or set FLASH_HOME to a folder on another disk; runs resume"
+        fix = "free space there, or use a folder on another disk (FLASH_HOME: state); runs resume"
         values: dict[str, Any] = {"path": path}
         if error.errno == errno.EDQUOT:
             what = "the quota of the disk is used up"

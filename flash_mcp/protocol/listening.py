@@ -17,6 +17,8 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import ListeningFile
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 @dataclass(frozen=True)
 class Listening:
@@ -45,6 +47,11 @@ class Listening:
     def _code(self, key: str) -> str:
         body = json.dumps(asdict(self), sort_keys=True).encode()
         return hmac.digest(key.encode(), body, "sha256").hex()
+
+
+def in_url(host: str) -> str:
+    """The host as addresses and Host headers write it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -8,6 +8,8 @@ import os
 import secrets
 from pathlib import Path
 
+from environments.settings import state_directory
+
 
 class HomeError(OSError):
     """The state directory cannot be used."""
@@ -17,7 +19,7 @@ def home() -> Path:
     """The state directory; created if missing, readable by its owner only.
 
     Raises HomeError if it cannot be created or written."""
-    path = Path(os.environ.get("FLASH_HOME") or Path.home() / ".flash-mcp").expanduser().absolute()
+    path = state_directory()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -45,9 +47,9 @@ def environments_dir(base: Path | None = None) -> Path:
     return (base or home()) / "environments"
 
 
-def runs_dir(base: Path | None = None) -> Path:
+def runs_dir(base: Path) -> Path:
     """RUN_ID/, one run folder each."""
-    return (base or home()) / "runs"
+    return base / "runs"
 
 
 def datasets_dir(base: Path | None = None) -> Path:
@@ -55,9 +57,9 @@ def datasets_dir(base: Path | None = None) -> Path:
     return (base or home()) / "datasets"
 
 
-def exports_dir(base: Path | None = None) -> Path:
+def exports_dir(base: Path) -> Path:
     """RUN_ID-STEP-FORMAT/ of every export that a tool call made, beside its lock and result."""
-    return (base or home()) / "exports"
+    return base / "exports"
 
 
 def models_dir(base: Path | None = None) -> Path:

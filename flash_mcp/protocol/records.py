@@ -82,7 +82,6 @@ class Run(Record):
     """When the step or phase last changed."""
     cancel_requested: float | None
     cancel_reason: str | None
-    not_before: float
     error: Json | None
     """FlashError.to_dict() of a failed run, and of the last lost attempt while the run waits for
     the next."""

@@ -24,9 +24,9 @@ from pydantic import (
 )
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
+from environments.base import Json as Json
 from flash_mcp.protocol.errors import encodable
 
-Json = dict[str, Any]
 MAX_BYTES = 64 << 20
 """The longest file that is read, but for those that hold rollouts."""
 MAX_ROLLOUTS_BYTES = 2 << 30

@@ -213,8 +213,8 @@ class Storage:
                 "artifact_damaged", f"a link leads out of {self.url}", name=name, fix=fix
             )
 
-    def read_json(self, *parts: str) -> Json | None:
-        return self.read_object(dict[str, Any], "/".join(parts))
+    def read_json(self, name: str) -> Json | None:
+        return self.read_object(dict[str, Any], name)
 
     def read_object(
         self, shape: type[Shape], name: str, *, max_bytes: int = MAX_BYTES, step: int | None = None
@@ -467,7 +467,12 @@ def _trouble(path: str, error: Exception) -> FlashError | None:
         )
         what = f"the run folder's store refuses: {error}"
         return FlashError("store_refused", what, path=path, fix=fix)
-    return _unreachable(path, error) if _may_pass(error) else None
+    if not _may_pass(error):
+        return None
+    variables = "its variables (AWS_ENDPOINT_URL, ...)"
+    fix = f"check that the store answers and that {variables} are right; the run resumes"
+    what = f"the run folder's store does not answer: {error}"
+    return FlashError("store_unreachable", what, path=path, fix=fix)
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -476,13 +481,6 @@ def _is_refusal(error: BaseException) -> bool:
         return True
     # Errors of botocore, which may not be installed.
     return type(error).__name__ in NO_KEYS
-
-
-def _unreachable(path: str, error: Exception) -> FlashError:
-    variables = "its variables (AWS_ENDPOINT_URL, ...)"
-    fix = f"check that the store answers and that {variables} are right; the run resumes"
-    what = f"the run folder's store does not answer: {error}"
-    return FlashError("store_unreachable", what, path=path, fix=fix)
 
 
 def sha256_of(path: Path) -> str:

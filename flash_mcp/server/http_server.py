@@ -35,20 +35,21 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from environments.settings import load_settings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import LOOPBACK, in_url
+from flash_mcp.protocol.paths import home
 from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.sessions import Sessions
 from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
+from flash_mcp.state.operator_settings import operator_settings
 from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, NOBODY, Caller, Limits, acting_as, caller
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
 
 MCP_PATH = "/mcp"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SHUTDOWN_S = 50
 """More than the 45 s that a call may take; calls that wait longer end when the server does."""
 
@@ -76,12 +77,11 @@ class Gate:
         self.authenticate = admission.authenticate
         self.on_loopback = admission.on_loopback
         self.limits = admission.limits
-        settings = load_settings().server
-        self.local = Caller(LOCAL_OWNER, secrets=frozenset(settings.secrets))
+        self.settings = operator_settings(home()).server
+        self.local = Caller(LOCAL_OWNER, secrets=frozenset(self.settings.secrets))
         self.security = TransportSecurityMiddleware(security_of(hosts))
         self.sessions = Sessions(admission.code)
         self.rate = Rate(self.limits.requests_per_minute)
-        self.streams_per_owner = settings.streams_per_owner
         self.streams = Counter[str]()
         self.closing = anyio.Event()
         # Its own threads: calls that hang must not block the admission of others.
@@ -95,8 +95,9 @@ class Gate:
         try:
             who = await self._admit(request)
             is_stream = self._is_stream(request)
-            if is_stream and self.streams[who.owner] >= self.streams_per_owner:
-                what = f"{self.streams_per_owner} streams of yours are open"
+            most = self.settings.streams_per_owner
+            if is_stream and self.streams[who.owner] >= most:
+                what = f"{most} streams of yours are open"
                 fix = "close one; calls work without streams"
                 raise FlashError("rate_limited", what, retry_after_s=5, fix=fix)
         except FlashError as error:
@@ -261,12 +262,11 @@ def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
 
 
 def names_of(host: str) -> list[str]:
-    names = {*LOOPBACK, socket.gethostname(), f"[{host}]" if ":" in host else host}
+    names = {*LOOPBACK, socket.gethostname(), host}
     if host in ("0.0.0.0", "::"):
         with contextlib.suppress(OSError):
-            results = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
-            names |= {f"[{address}]" if ":" in address else address for address in results}
-    return sorted(names)
+            names |= {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+    return sorted(map(in_url, names))
 
 
 # -- other routes ----------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class HttpServer(uvicorn.Server):
             gate,
             host,
             port,
-            load_settings().server,
+            gate.settings,
             log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_S,

@@ -44,7 +44,7 @@ from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import explain
 from flash_mcp.server.call_timeouts import CallTimeouts
-from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks
+from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks, completed
 from flash_mcp.state.history import read_log
 from flash_mcp.state.owners import (
     SENT_INSTEAD,
@@ -65,7 +65,7 @@ from flash_mcp.tools.shared.tool_base import (
     illustrations,
     listen,
 )
-from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text, unwrapped
+from flash_mcp.tools.shared.truncation import to_text, unwrapped
 
 INSTRUCTIONS = """\
 Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python
@@ -184,11 +184,9 @@ def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | In
     """The result within the size limit, with its structured content as compact JSON text."""
     if not isinstance(result, CallToolResult) or result.structured_content is None:
         return result
-    body = fit(result.structured_content, RESULT_CHARACTERS)
-    kept = [block for block in result.content if not isinstance(block, TextContent)]
-    return CallToolResult(
-        content=[TextContent(type="text", text=to_text(body)), *kept], structured_content=body
-    )
+    short = completed(result.structured_content)
+    short.content += [block for block in result.content if not isinstance(block, TextContent)]
+    return short
 
 
 async def _illustrated(

@@ -28,6 +28,7 @@ from flash_mcp.server.uploads import STATUS
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.queue import Label, label
 from flash_mcp.state.runs import RunKind, RunOrder
+from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.checkpoints import cancel, checkpoints
 from flash_mcp.tools.deploy import chat, deploy, undeploy
@@ -141,9 +142,9 @@ def _run(request: Request) -> str:
 
 def _transcripts(request: Request) -> str:
     query = request.query_params
-    order = query.get("order", "worst")
-    if order not in ("worst", "best", "random", "index"):
-        raise FlashError("invalid_argument", "there is no such order", order=order, fix="use worst")
+    order = _chosen(query.get("order", "worst"), get_args(RolloutOrder), None)
+    if order is None:
+        raise FlashError("invalid_argument", "there is no such order", fix="use order=worst")
     choice = live.Choice(
         split="eval" if query.get("split") == "eval" else "train",
         step=_number(query.get("step", "")),

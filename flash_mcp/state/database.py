@@ -112,11 +112,17 @@ class Connection:
 
     def copy_to(self, path: Path) -> None:
         """A consistent, checked copy of the database, while others write. FlashError(state_corrupt
-        | state_busy).
+        | state_busy), OSError if the disk of `path` is full.
         """
-        with _named_errors(self.path), closing(sqlite3.connect(path)) as copy:
-            self._db.conn.backup(copy)
-            _check(copy)
+        with _named_errors(self.path):
+            try:
+                with closing(sqlite3.connect(path)) as copy:
+                    self._db.conn.backup(copy)
+                    _check(copy)
+            except sqlite3.OperationalError as error:
+                if _is_of_a_full_disk(error, path):
+                    raise OSError(errno.ENOSPC, str(error)) from error
+                raise
 
     def check(self) -> None:
         """Read the whole database; FlashError(state_corrupt) if a page is damaged."""
@@ -225,6 +231,19 @@ class Connection:
     def insert(self, table: str, row: Mapping[str, Any]) -> None:
         """A new row; a repeated key is an error."""
         self._put(table, row, "INSERT")
+
+    def update(
+        self, table: str, row_id: str, values: Mapping[str, Any], states: Sequence[str] = ()
+    ) -> bool:
+        """Set columns of the row, if the caller sees it and its state is one of `states`, where
+        given; whether it was.
+        """
+        only = f"AND state IN ({marks(states)})" if states else ""
+        assignments = ", ".join(f"{name} = ?" for name in values)
+        sql = f"""UPDATE main.{table} SET {assignments}
+                  WHERE id = (SELECT id FROM {table} WHERE id = ?) {only}"""
+        encoded = [self.encode(name, value) for name, value in values.items()]
+        return self.execute(sql, [*encoded, row_id, *states]) == 1
 
     def _put(self, table: str, row: Mapping[str, Any], verb: str = "INSERT OR REPLACE") -> None:
         sql = f"{verb} INTO main.{table} ({', '.join(row)}) VALUES ({marks(row)})"

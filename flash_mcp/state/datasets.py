@@ -20,7 +20,8 @@ from pathlib import Path
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir, home
 from flash_mcp.protocol.records import Json
-from flash_mcp.state.disk import check_quota, disk_settings, size_of
+from flash_mcp.state.disk import check_quota, size_of
+from flash_mcp.state.operator_settings import operator_settings
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.versions import Version, digest_of, owner_dir, staged
 
@@ -75,17 +76,17 @@ def register(
     with staged(name, {**files, MANIFEST: body.encode()}, root=datasets_dir(base)) as stage:
         if not (stage.parent / stage.digest).exists():
             stored = sum(map(size_of, chain.from_iterable(_known(base).values())))
-            limit = int(disk_settings(base or home()).datasets_gib * 2**30)
+            limit = int(operator_settings(base or home()).disk.datasets_gib * 2**30)
             check_quota("datasets", stored, stage.size_bytes, limit, "datasets_gib")
         return stage.commit()
 
 
-def find(reference: str, base: Path | None = None) -> Dataset:
+def find(reference: str) -> Dataset:
     """In NAME@DIGEST six characters of the digest do; NAME alone where there is one version.
 
     Raises FlashError(unknown_dataset | dataset_invalid).
     """
-    path = locate(reference, base)
+    path = locate(reference)
     if digest_of(path) != path.name:
         what = "its files were changed since it was made"
         fix = "curate it again; a run would not learn what its manifest says"
@@ -106,13 +107,13 @@ def locate(reference: str, base: Path | None = None) -> Path:
     return results[0]
 
 
-def newest_first(base: Path | None = None) -> list[Dataset]:
+def newest_first(base: Path) -> list[Dataset]:
     """Every version of every dataset of the caller's."""
     results = map(_read, chain.from_iterable(_known(base).values()))
     return sorted(results, key=lambda dataset: dataset.created, reverse=True)
 
 
-def everyones(base: Path | None = None) -> list[tuple[str, Path]]:
+def everyones(base: Path) -> list[tuple[str, Path]]:
     """(owner, version) of every dataset of all owners, for any caller."""
     root, there = datasets_dir(base), f"[!.@]*/*/{MANIFEST}"
     results: list[tuple[str, Path]] = []

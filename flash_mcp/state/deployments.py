@@ -51,13 +51,6 @@ class DeploymentTable(Connection):
     def update_deployment(
         self, deployment_id: str, *, expected_states: Sequence[str] = (), **values: Any
     ) -> bool:
-        """Set columns, if the caller sees it and its state is one of `expected_states`, where
-        given; whether it was.
-        """
-        only = f"AND state IN ({marks(expected_states)})" if expected_states else ""
+        """As `update`."""
         values["updated"] = time.time()
-        assignments = ", ".join(f"{name} = ?" for name in values)
-        sql = f"""UPDATE main.deployments SET {assignments}
-                  WHERE id = (SELECT id FROM deployments WHERE id = ?) {only}"""
-        encoded = [self.encode(name, value) for name, value in values.items()]
-        return self.execute(sql, [*encoded, deployment_id, *expected_states]) == 1
+        return self.update("deployments", deployment_id, values, expected_states)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from shutil import disk_usage
 
-from environments.settings import FILE, DiskSettings, load_settings
+from environments.settings import FILE
 from flash_mcp.protocol import recordings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import (
@@ -108,16 +108,6 @@ def in_words(size: float) -> str:
     if size >= 1e6:
         return f"{size / 1e6:.1f} MB"
     return f"{size / 1e3:.0f} kB" if size >= 1e3 else f"{size:.0f} B"
-
-
-def disk_settings(base: Path) -> DiskSettings:
-    """[disk] of settings.toml. FlashError(invalid_argument) if the file cannot be used."""
-    try:
-        return load_settings(base).disk
-    except ValueError as error:
-        what = f"the settings of this server cannot be used: {error}"
-        fix = f"the server's operator corrects {base / FILE}"
-        raise FlashError("invalid_argument", what, fix=fix) from error
 
 
 def check_quota(what: str, stored: int, more: int, limit: int, key: str) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json
 from flash_mcp.state.database import Connection
-from flash_mcp.state.disk import check_quota, disk_settings
+from flash_mcp.state.disk import check_quota
+from flash_mcp.state.operator_settings import operator_settings
 from flash_mcp.state.owners import caller
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class EnvironmentTable(Connection):
 
     def environment_limit(self) -> int:
         """The bytes of environments that the caller may store."""
-        if allowed := disk_settings(self.base).uploads_gib:
+        if allowed := operator_settings(self.base).disk.uploads_gib:
             return int(allowed * 2**30)
         return caller().limits.environment_bytes
 

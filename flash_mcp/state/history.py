@@ -65,12 +65,10 @@ class RunHistory:
 class HistoryTables(RunTable):
     """What runs reported: metrics, rollouts, evaluations, events, checkpoints."""
 
-    def metrics(self, run_id: str, since: int = -1, limit: int | None = None) -> list[StepMetrics]:
-        """Steps after `since`, in order; with `limit` only the last so many of them."""
+    def metrics(self, run_id: str, since: int = -1, limit: int = -1) -> list[StepMetrics]:
+        """Steps after `since`, in order: the last `limit` of them, or all."""
         sql = """SELECT step, epoch, time, metrics FROM metrics
                  WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"""
-        if limit is None:
-            limit = -1  # SQLite's word for all
         return self.records(StepMetrics, sql, [run_id, since, limit])[::-1]
 
     def outline(self, run_id: str, every: int, after: int) -> list[StepMetrics]:
@@ -137,18 +135,15 @@ class HistoryTables(RunTable):
         success: bool | None = None,
         limit: int = 10,
         offset: int = 0,
-        seed: int = 0,
     ) -> list[Rollout]:
         """Transcripts of one step, or of all. `contains` looks into the messages' text, ignoring
-        ASCII case.
-
-        `random` is an order of its own for each seed, so that pages of it fit together.
+        ASCII case. `random` is always the same order, so that pages of it fit together.
         """
         where, values = _rollout_filter(run_id, split, step, contains, success)
         orders = {
             "worst": "reward, step DESC, position",
             "best": "reward DESC, step DESC, position",
-            "random": f"((step + {seed:d}) * 48271 + position * 69621 + 11) * 16807 % 2147483647",
+            "random": "(step * 48271 + position * 69621 + 11) * 16807 % 2147483647",
             "index": "step, position",
         }
         sql = f"""SELECT step, position, body FROM rollouts
@@ -273,7 +268,8 @@ class HistoryTables(RunTable):
             runs, values = "SELECT * FROM runs WHERE id = ?", [run_id]
         sql = f"""
             WITH chosen AS ({runs})
-            SELECT group_concat(id || state || step || attempt || coalesce(phase, '')) AS runs,
+            SELECT group_concat(json_array(id, state, step, attempt, phase, cancel_requested,
+                       json_extract(lineage, '$.name', '$.note'))) AS runs,
                    sum((SELECT max(step) FROM metrics WHERE run_id = chosen.id)) AS steps,
                    (SELECT count(*) FROM evals WHERE run_id IN (SELECT id FROM chosen)) AS evals,
                    (SELECT count(*) FROM events WHERE run_id IN (SELECT id FROM chosen)) AS events,

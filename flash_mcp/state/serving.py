@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from environments.redaction import PatternRedactor
-from environments.settings import load_settings
 from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
@@ -27,6 +26,7 @@ from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
 from flash_mcp.state.costs import limit_error
 from flash_mcp.state.deployments import DEPLOYS
+from flash_mcp.state.operator_settings import operator_settings, settings_error
 from flash_mcp.state.owners import caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
@@ -151,14 +151,12 @@ def _record(store: Store, deployment_id: str, *, is_on: bool) -> None:
     if not is_on:
         recording.stop()
         return
+    settings = operator_settings(store.base).serving
+    redact = settings.record_redact
     try:
-        settings = load_settings(store.base).serving
-        redact = settings.record_redact
         PatternRedactor(redact)
-    except (ValueError, re.error) as error:
-        what = f"the settings of this server cannot be used: {error}"
-        fix = "the server's operator corrects settings.toml in FLASH_HOME"
-        raise FlashError("invalid_argument", what, fix=fix) from error
+    except re.error as error:
+        raise settings_error(store.base, error) from error
     recording.start(Limits(int(settings.record_mib * 2**20), settings.record_days, redact))
 
 

@@ -109,14 +109,21 @@ def find(store: Store, digest: str) -> Token | None:
 
 
 def local_token(base: Path) -> str:
-    """The text of LOCAL_TOKEN; made if there is none."""
+    """The text of LOCAL_TOKEN; made if there is none. FlashError(invalid_argument) if it cannot be
+    read.
+    """
     path = base / LOCAL_TOKEN
-    with suppress(FileNotFoundError):
-        text = path.read_text().strip()
-        if text.startswith(PREFIX):
-            return text
-    write_private(path, f"{PREFIX}{secrets.token_urlsafe(32)}\n")
-    return path.read_text().strip()
+    try:
+        with suppress(FileNotFoundError):
+            text = path.read_text(errors="replace").strip()
+            if text.startswith(PREFIX):
+                return text
+        write_private(path, f"{PREFIX}{secrets.token_urlsafe(32)}\n")
+        return path.read_text().strip()
+    except (PermissionError, IsADirectoryError) as error:
+        what = f"the token of the machine's own user cannot be read: {error.strerror}"
+        fix = f"make {path} a file of this user, or remove it: the server writes a new one"
+        raise FlashError("invalid_argument", what, path=path, fix=fix) from error
 
 
 def is_local_token(base: Path, digest: str) -> bool:

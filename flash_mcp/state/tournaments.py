@@ -294,8 +294,4 @@ def _add_round(store: Store, row: Tournament, arms: Sequence[int], tasks: Sequen
 
 
 def _write(store: Store, tournament_id: str, **values: Any) -> None:
-    assignments = ", ".join(f"{name} = ?" for name in values)
-    sql = f"""UPDATE main.tournaments SET {assignments} WHERE state = 'running'
-              AND id = (SELECT id FROM tournaments WHERE id = ?)"""
-    encoded = [store.encode(name, value) for name, value in values.items()]
-    store.execute(sql, [*encoded, tournament_id])
+    store.update("tournaments", tournament_id, values, ("running",))

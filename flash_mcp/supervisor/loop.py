@@ -70,14 +70,18 @@ class Supervisor(RunReconciler):
     def run(self) -> None:
         """Tick until there was nothing to do for `idle_exit_s`."""
         busy_at = time.monotonic()
-        while True:
-            self.alive()
-            is_busy = self._tick_unless_held_up()
-            if self.maintain() or is_busy:
-                busy_at = time.monotonic()
-            elif time.monotonic() - busy_at >= self.timeouts.idle_exit_s:
-                return
-            time.sleep(self.timeouts.poll_s)
+        try:
+            while True:
+                self.alive()
+                self.vault.open()
+                is_busy = self._tick_unless_held_up()
+                if self.maintain() or is_busy:
+                    busy_at = time.monotonic()
+                elif time.monotonic() - busy_at >= self.timeouts.idle_exit_s:
+                    return
+                time.sleep(self.timeouts.poll_s)
+        finally:
+            self.vault.close()
 
     def _tick_unless_held_up(self) -> bool:
         """As `tick`, but waits out a locked database or a full disk: the folders keep all."""
@@ -155,7 +159,6 @@ def supervise(
             try:
                 supervisor.run()
             finally:
-                supervisor.vault.close()
                 ticker.close()
         # Whoever enqueued while the lock was held saw it held and started no other.
         store = supervisor.store
@@ -164,13 +167,12 @@ def supervise(
 
 
 def _made(base: Path, make: Callable[[Path], Supervisor], ticker: Ticker) -> Supervisor:
-    """The supervisor with its vault open, as soon as the machine lets it be made."""
+    """The supervisor, as soon as the machine lets it be made."""
     while True:
         ticker()
         try:
             supervisor = make(base)
             supervisor.alive = ticker
-            supervisor.vault.open()
         except (FlashError, OSError) as error:
             if not is_of_the_machine(error):
                 raise

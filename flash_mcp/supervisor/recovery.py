@@ -139,7 +139,7 @@ def _row(store: Store, path: Path) -> Json:
         row[name] = job[name]
     row["steps"] = spec.get("steps") or beat.get("steps")
     row["step"] = max([beat.get("step", 0), *folder.metric_steps()])
-    row["started"] = (folder.read_json("epoch", str(attempt)) or {}).get("time")
+    row["started"] = (folder.read_json(f"epoch/{attempt}") or {}).get("time")
     if result := final_result(folder):
         row["state"] = result["state"]
         row["error"] = result["error"]

@@ -60,9 +60,11 @@ class Vault:
         """Others, as a later shell has them."""
 
     def open(self) -> None:
-        """Take what servers give, in a thread of its own, until `close`. The caller holds the
-        supervisor's lock.
+        """Take what servers give, in a thread of its own, until `close`. Each further call tries
+        again what a full disk prevented. The caller holds the supervisor's lock.
         """
+        if self._listener:
+            return
         listener = socket.socket(socket.AF_UNIX)
         try:
             (self.base / NAME).unlink(missing_ok=True)  # a supervisor's that was killed
@@ -71,8 +73,8 @@ class Vault:
                 listener.bind(address)
             (self.base / NAME).chmod(0o600)
             listener.listen()
-        except OSError:  # a full disk: runs without secrets go on
-            log.exception("no secrets can be taken")
+        except OSError as error:  # a full disk: runs without secrets go on
+            log.warning("no secrets can be taken: %s", error)
             listener.close()
             return
         self._listener = listener

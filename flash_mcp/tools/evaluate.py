@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -34,7 +33,7 @@ from flash_mcp.tools.shared.placing import check_architecture, check_gateway, ch
 from flash_mcp.tools.shared.scores import FailedAttempt, Scores, scores, thoughts, worst_attempts
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
-from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
+from flash_mcp.tools.shared.waiting import deadline_after, ended, submit, tried_again
 
 SystemPrompt = Annotated[str | None, Field(max_length=20_000)]
 MOST_ATTEMPTS = 50_000
@@ -166,8 +165,7 @@ async def _measure(
     idempotency_key: str | None,
     wait_s: float,
 ) -> Evaluate:
-    started = time.monotonic()
-    store = open_store()
+    store, deadline = open_store(), deadline_after(wait_s)
     subject = await run_sync(references.find_subject, store, model)
     reference = environment_of(environment, subject)
     row = await run_sync(references.environment, store, reference)
@@ -202,7 +200,7 @@ async def _measure(
         lineage={"tasks": {request.split: len(names)}, "env_files": subject.env_files},
     )
     if trouble is None:
-        run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
+        run = await ended(store, run.id, deadline)
     result = await run_sync(_describe, store, run, subject, len(names), created)
     if why and created:
         result.notes = [why, *(result.notes or [])]

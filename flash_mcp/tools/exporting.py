@@ -16,8 +16,9 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, ExportKind
 from flash_mcp.protocol.paths import exports_dir
 from flash_mcp.protocol.result_model import ResultModel
-from flash_mcp.state.disk import check_quota, disk_settings, size_of
+from flash_mcp.state.disk import check_quota, size_of
 from flash_mcp.state.locks import try_lock
+from flash_mcp.state.operator_settings import operator_settings
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 
@@ -112,7 +113,7 @@ class Exporter:
                         what = f"{path.stem} is being written, and an owner has one at a time"
                         fix = "call again when it is ready"
                         raise FlashError("quota_exceeded", what, fix=fix)
-        limit = int(disk_settings(self.base).exports_gib * 2**30)
+        limit = int(operator_settings(self.base).disk.exports_gib * 2**30)
         check_quota("exports", stored, size_bytes, limit, "exports_gib")
 
     def failure(self) -> FlashError:

@@ -14,6 +14,7 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_c
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run, text_of
 from flash_mcp.protocol.result_model import rounded
+from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.truncation import (
@@ -124,7 +125,7 @@ class Rollouts(Result):
 def rollouts(
     run_id: RunId,
     step: Annotated[int | None, Field(ge=-1)] = None,
-    which: Literal["worst", "best", "random", "index"] = "worst",
+    which: RolloutOrder = "worst",
     split: Literal["train", "eval"] | None = None,
     contains: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     success: bool | None = None,

@@ -26,7 +26,17 @@ from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import machine
 from tests.places import ROOT
-from tests.samples import finished_run, learn, push_echo, queued_run, read_in, sample_rollout, started_run, supervised
+from tests.samples import (
+    ENVIRONMENT,
+    finished_run,
+    learn,
+    push_echo,
+    queued_run,
+    read_in,
+    sample_rollout,
+    started_run,
+    supervised,
+)
 from tests.waiting import WAIT_S
 
 Run = Callable[..., tuple[int, str, str]]
@@ -69,12 +79,23 @@ def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
 
 def test_set_reaches_into_fields_that_are_tables():
     texts = ["train.seed=1", "environment_args.seed=5", "environment_args.max_terms=3", "mixture.sort_words.ratio=2"]
-    assert tool_commands._assignments([*texts, "slurm.partition=long"]) == {
+    assert tool_commands._assigned({}, [*texts, "slurm.partition=long"]) == {
         "seed": 1,
         "environment_args": {"seed": 5, "max_terms": 3},
         "mixture": {"sort_words": {"ratio": 2}},
         "slurm": {"partition": "long"},
     }
+
+
+def test_set_and_options_keep_what_else_a_table_has(run: Run, tmp_path: Path):
+    push_echo(tmp_path / "environment", ENVIRONMENT.replace("fail=False", "fail=False, rows=None, size=0"))
+    config = tmp_path / "rl.toml"
+    config.write_text('environment = "echo"\n[environment_args]\nfail = true\nrows = {long = 1, short = 2}\n')
+    words = ["--environment-args", '{"fail": false, "size": 3}', "--set", "environment_args.rows.long=5"]
+    code, out, err = run("train", str(config), *words, "--json")
+    assert (code, err) == (0, "")
+    arguments = open_store().run(json.loads(out)["run_id"]).spec.environment_args
+    assert arguments == {"fail": False, "rows": {"long": 5, "short": 2}, "size": 3}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -26,12 +27,13 @@ model = "o9"
 [mcp_servers.other]
 command = "other"  # kept
 
-[mcp_servers.flash]
-command = "old"
-
+[mcp_servers.flash]  # the trainer
+command = "old#1"
+# its key, 'quoted"
 [mcp_servers.flash.env]
-OLD = "1"
+OLD = "1" # first
 
+# of the terminal
 [tui]
 theme = "dark"
 """
@@ -164,8 +166,8 @@ def test_comments_and_tables_of_a_toml_file_stay_and_an_older_entry_is_replaced(
     path.write_text(CODEX)
     install("codex")
     text = path.read_text()
-    assert "# mine" in text
-    assert "# kept" in text
+    assert re.findall("#.*", text) == re.findall("#.*", CODEX.replace("old#1", ""))
+    assert "# of the terminal\n[tui]\n" in text
     assert "OLD" not in text
     new, old = tomllib.loads(text), tomllib.loads(CODEX)
     assert new["mcp_servers"].pop("flash")["command"] != old["mcp_servers"].pop("flash")["command"]

@@ -22,6 +22,7 @@ import pytest
 from mcp import Client
 
 from flash_mcp.cli import main
+from flash_mcp.cli.serving import where_token_is
 from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.records import Run
@@ -548,6 +549,45 @@ def test_other_addresses_are_served_only_with_tokens(flash_home: Path, capsys: p
     assert main.main(["serve", "--http", "--host", "0.0.0.0"]) == 2
     assert "flash-mcp token create NAME" in capsys.readouterr().err
     assert main.main(["serve", "--http", "--allow-host", "flash.example.com"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--port", "80000"], "[invalid_argument port=80000] there is no such port"),
+        (["--port", "0"], "a --port from 1 to 65535"),
+        (["--host", "box.invalid", "--unauthenticated"], "[invalid_argument host=box.invalid] cannot listen there"),
+        (["--host", "192.0.2.1", "--unauthenticated"], "see `ip address`"),
+        (["--allow-host", "https://box.example"], "--allow-host flash.example.com"),
+        (["--requests-per-minute", "0"], "requests_per_minute=0] every request would be refused"),
+    ],
+)
+def test_options_with_which_nobody_can_be_served_are_refused(
+    words: list[str], named: str, flash_home: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main.main(["serve", "--http", *words]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_settings_that_cannot_be_used_are_named_at_the_start(flash_home: Path, capsys: pytest.CaptureFixture[str]):
+    flash_home.mkdir()
+    (flash_home / "settings.toml").write_text("[server]\nconnections = 0\n")
+    assert main.main(["serve", "--http", "--port", str(free_port())]) == 2
+    said = capsys.readouterr().err
+    assert "settings.toml: server: connections must be a number above 0, got 0" in said
+
+
+def test_a_damaged_file_of_the_machines_own_token_is_made_anew_or_named(tmp_path: Path):
+    file = tmp_path / tokens.LOCAL_TOKEN
+    file.write_bytes(b"\xff\xfe")
+    assert tokens.local_token(tmp_path).startswith(tokens.PREFIX)
+    assert "only you can read" in where_token_is(tmp_path)
+    file.chmod(0o640)
+    assert f"Others may read it: `chmod 600 {file}`" in where_token_is(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(FlashError, match="cannot be read: Is a directory"):
+        where_token_is(tmp_path)
 
 
 @pytest.mark.hostile("requests")

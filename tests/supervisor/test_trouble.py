@@ -19,6 +19,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor import secrets
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.loop import supervise
 from flash_mcp.supervisor.process import LockOwner, ensure_supervisor
@@ -81,6 +82,22 @@ def test_a_supervisor_starts_while_another_program_locks_the_database(
     starting.join(40)
     assert ended == [True]
     assert bench.store.run(run.id).state == "succeeded"
+
+
+def test_a_supervisor_takes_secrets_once_what_prevented_it_is_gone(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder under the socket's name prevents it, as a full disk does."""
+    (bench.base / secrets.NAME).mkdir()
+    run = bench.train({"steps": 1}, secrets=["CALC_KEY_THAT_NOBODY_SET"])
+    thread = threading.Thread(target=lambda: supervise(bench.base, lambda _: bench.new_supervisor()))
+    thread.start()
+    wait_for(lambda: "no secrets can be taken" in caplog.text)
+    (bench.base / secrets.NAME).rmdir()
+    assert secrets.give(bench.base, run.id, {"CALC_KEY_THAT_NOBODY_SET": "42"})
+    thread.join(40)
+    assert bench.store.run(run.id).state == "succeeded"
+    assert not (bench.base / secrets.NAME).exists()
 
 
 # -- a clock that jumps ----------------------------------------------------------------------------

@@ -46,6 +46,11 @@ class Handle:
     key: str
     id: str
 
+    @classmethod
+    def of(cls, run: Run) -> Handle:
+        """That of the run's newest attempt, which may not have been submitted."""
+        return cls(f"{run.id}-{run.attempt}", run.handle or "")
+
 
 @dataclass(frozen=True)
 class JobStatus:

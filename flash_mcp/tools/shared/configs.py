@@ -28,23 +28,32 @@ class Configs:
 
 
 def read_configs(config: ConfigFiles) -> Configs:
-    """Tables that are a field's value, such as environment_args, are joined key by key.
-    FlashError(invalid_argument) names the file.
-    """
+    """The files' fields, `joined`. FlashError(invalid_argument) names the file."""
     paths = [config] if isinstance(config, str) else config or []
-    result = Configs({}, {}, [])
+    fields: Json = {}
+    files: dict[str, str] = {}
+    variables: list[str] = []
     for name in paths:
         path = expanded(name)
-        fields = read_toml(path)
-        if "seed" in fields:
-            result.fields.pop("seeds", None)
-        for field, value in fields.items():
-            earlier = result.fields.get(field)
-            if isinstance(earlier, dict) and isinstance(value, dict):
-                value = cast("Json", earlier) | cast("Json", value)
-            result.fields[field] = value
-            result.files[field] = name
-        result.env_files[:0] = env_files(path.parent)
+        later = read_toml(path)
+        if "seed" in later:
+            fields.pop("seeds", None)
+        fields = joined(fields, later)
+        files |= dict.fromkeys(later, name)
+        variables = [*env_files(path.parent), *variables]
+    return Configs(fields, files, variables)
+
+
+def joined(fields: Json, later: Json) -> Json:
+    """Both; the later value where both have one. Tables, such as environment_args, are joined key
+    by key.
+    """
+    result = dict(fields)
+    for name, value in later.items():
+        earlier = fields.get(name)
+        if isinstance(earlier, dict) and isinstance(value, dict):
+            value = joined(cast("Json", earlier), cast("Json", value))
+        result[name] = value
     return result
 
 

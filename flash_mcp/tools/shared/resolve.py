@@ -32,9 +32,9 @@ from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import REGRESSION, RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
-from flash_mcp.state.serving import fetch_adapter, served_model
+from flash_mcp.state.serving import saved_adapter, served_model
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.configs import Configs
+from flash_mcp.tools.shared.configs import Configs, joined
 from flash_mcp.tools.shared.rows import is_rows
 from flash_mcp.tools.shared.table import FROM_ROWS, keep_conversations
 from flash_mcp.tools.shared.truncation import without_empty
@@ -123,7 +123,7 @@ def resolve_eval(
 def resolved_spec(
     store: Store, arguments: dict[str, Any], config: Configs
 ) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
-    fields = config.fields | arguments
+    fields = joined(config.fields, arguments)
     fields.pop("seeds", None)  # `train` starts a run for each
     files = dict(config.files)
     for name in arguments:
@@ -231,21 +231,18 @@ def teacher_of(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
 
 @dataclass(frozen=True)
 class _Start:
-    """An adapter that a run names. Only that of a run has a base, a step and a digest."""
+    """An adapter that a run names. Only that of a run is `saved` and has a base."""
 
     folder: Path
-    run_id: str | None = None
-    step: int | None = None
-    digest: str | None = None
+    saved: Json | None = None
     base: str | None = None
 
     def pinned(self) -> Json:
-        digest = self.digest
-        if digest is None:
-            weights = (self.folder / "adapter_model.safetensors").read_bytes()
-            digest = hashlib.sha256(weights).hexdigest()[:16]
-        place = str(self.folder)
-        return {"path": place, "run_id": self.run_id, "step": self.step, "digest": digest}
+        if self.saved:
+            return self.saved
+        weights = (self.folder / "adapter_model.safetensors").read_bytes()
+        digest = hashlib.sha256(weights).hexdigest()[:16]
+        return {"path": str(self.folder), "run_id": None, "step": None, "digest": digest}
 
 
 def _adapter_shape(store: Store, fields: Json) -> Json:
@@ -279,8 +276,8 @@ def _start(store: Store, reference: str, field: str = "init_from_adapter") -> _S
     files = folder_of(run)
     if not at and (whole := files.checkpoints.newest_good()) is not None:
         checkpoint = store.checkpoint(run_id, whole)
-    folder = fetch_adapter(store, run, checkpoint.step)
-    return _Start(folder, run_id, checkpoint.step, checkpoint.digest, served_model(store, run))
+    saved = saved_adapter(store, run, checkpoint)
+    return _Start(Path(saved["path"]), saved, served_model(store, run))
 
 
 def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:

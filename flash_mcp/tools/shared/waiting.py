@@ -48,7 +48,6 @@ SLOW_POLL_S = 1.0
 """After the first minute."""
 PROGRESS_S = 5.0
 """A wait without news says so, which keeps its call alive."""
-WAIT_LIMIT_S = 42.0
 closing = threading.Event()
 """The server ends: calls that wait answer now."""
 
