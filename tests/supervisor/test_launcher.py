@@ -708,6 +708,28 @@ def test_a_greeting_of_the_host_is_no_number_of_a_job(
 
 
 @pytest.mark.parametrize(
+    ("comment", "account", "user", "number"),
+    [
+        ("flash-mcp-1", "flash", "", "7"),
+        ("flash-mcp-1", "alice", "alice", "7"),
+        ("flash-mcp-1", "alice", "", "4711"),
+        ("flash-mcp-1", "flash", "alice", "4711"),
+        ("flash-mcp-2", "flash", "", "4711"),
+        ("(null)", "flash", "", "4711"),
+    ],
+)
+def test_a_job_of_that_name_is_ours_only_with_our_comment_and_account(
+    comment: str, account: str, user: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = f"7|run-1-1|RUNNING|{comment}|{account}|None"
+    sudo = 'shift 4\nexec "$@"'
+    commands = {"id": "echo flash", "squeue": f"echo '{listed}'", "sbatch": "cat >/dev/null\necho 4711", "sudo": sudo}
+    stand_in(tmp_path, commands, monkeypatch)
+    launcher = SlurmLauncher(tag="flash-mcp-1", users=["alice"])
+    assert launcher.submit(Launch("run-1", 1, SLEEPER, {}, None, user=user)).id == number
+
+
+@pytest.mark.parametrize(
     ("said", "is_over"),
     [
         ("scancel: error: Kill job error on job id 7: Access/permission denied", False),
