@@ -32,6 +32,8 @@ MAX_BYTES = 64 << 20
 MAX_ROLLOUTS_BYTES = 2 << 30
 MAX_SMALL_BYTES = 1 << 20
 """The longest heartbeat, and the longest configuration of an adapter."""
+MAX_OBJECTS = 1 << 24
+"""The most objects, lists and lines of a file: an empty one takes far more memory than bytes."""
 
 MAX_NAME = 255
 MAX_FILES = 1000

@@ -28,6 +28,7 @@ import fsspec  # pyright: ignore[reportMissingTypeStubs]
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.run_files import (
     MAX_BYTES,
+    MAX_OBJECTS,
     MAX_ROLLOUTS_BYTES,
     MAX_SMALL_BYTES,
     Damaged,
@@ -182,6 +183,8 @@ class Storage:
                 body = read_local(Path(self.path(name)), max_bytes, root=self.root)
             else:
                 body = self._read_remote(name, max_bytes)
+            if sum(map(body.count, (b"{", b"[", b"\n"))) > MAX_OBJECTS:
+                raise Damaged(f"it has more than {MAX_OBJECTS} objects, lists and lines")
             return body.decode()
         except FileNotFoundError:
             return None

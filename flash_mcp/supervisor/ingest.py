@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Body = TypeVar("Body")
 Name = TypeVar("Name", int, str)
 Put = Callable[[], None]
-FILES_PER_COMMIT = 8  # few enough to let other writers in between, and for the memory
+FILES_PER_COMMIT = 8  # few enough to let other writers in between
 
 
 class Reader:
@@ -86,8 +86,10 @@ class Reader:
         news = [
             name for name, version in versions.items() if self._seen.get((kind, name)) != version
         ]
-        for start in range(0, len(news), FILES_PER_COMMIT):
-            names = news[start : start + FILES_PER_COMMIT]
+        # Files with rollouts may need much memory.
+        count = 1 if kind in ("rollouts", "evals") else FILES_PER_COMMIT
+        for start in range(0, len(news), count):
+            names = news[start : start + count]
             self._alive()
             puts: dict[Name, Put] = {}
             for name in names:
