@@ -176,7 +176,7 @@ class Storage:
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, name: str, max_bytes: int = MAX_BYTES) -> str | None:
-        """A file's text; None if there is none, or it is damaged."""
+        """A file's text; None if there is none, or it is damaged. OSError where a disk fails."""
         self.damaged.pop(name, None)
         try:
             if self.is_local:
@@ -266,7 +266,7 @@ class Storage:
         except (*REFUSALS, Damaged):
             return ""
         except OSError as error:
-            if not _is_empty(error):
+            if not (self.is_local or _is_empty(error)):
                 raise
             return ""
         return tail.decode(errors="replace")

@@ -31,7 +31,8 @@ class Reader:
         self, store: Store, run_id: str, folder: RunFolder, alive: Callable[[], None] = lambda: None
     ) -> None:
         self.store, self.run_id, self.folder = store, run_id, folder
-        self._seen: dict[tuple[str, int | str], str] = {}
+        self._seen: dict[tuple[str, int | str], str | None] = {}
+        """The version that was read last; None if the disk failed then."""
         self._next_at = 0.0
         self._alive = alive
 
@@ -93,8 +94,14 @@ class Reader:
             self._alive()
             puts: dict[Name, Put] = {}
             for name in names:
-                with suppress(Damaged):  # the folder has noted what is wrong
+                try:
                     puts[name] = fetch(name)
+                except Damaged:  # the folder has noted what is wrong
+                    self._seen[kind, name] = versions[name]
+                except OSError as error:
+                    if (kind, name) not in self._seen:
+                        log.warning("%s: %s %s is read later: %r", self.run_id, kind, name, error)
+                    self._seen[kind, name] = None
             # Only now: while a store is slow, others write to the database.
             with self.store.transaction():
                 for name, put in puts.items():
@@ -105,7 +112,7 @@ class Reader:
                         # A damaged file must not keep the run from ending.
                         log.warning("%s: %s %s is damaged: %r", self.run_id, kind, name, error)
                         self.folder.damaged.setdefault(f"{kind}/{name}", repr(error))
-            self._seen.update({(kind, name): versions[name] for name in names})
+            self._seen.update({(kind, name): versions[name] for name in puts})
         return bool(news)
 
 
