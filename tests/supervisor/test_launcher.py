@@ -693,6 +693,19 @@ def test_commands_over_ssh_share_one_connection(tmp_path: Path, monkeypatch: pyt
         assert (tmp_path / "sshd.log").read_text().count("Accepted") == before + 1
 
 
+def test_ssh_has_a_folder_for_its_sockets_though_the_one_before_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = 'for word; do case "$word" in -oControlPath=*) dirname "${word#*=}";; esac; done'
+    stand_in(tmp_path, {"ssh": ssh}, monkeypatch)
+    launcher = SlurmLauncher(ssh="lab")
+    first, again = (Path(launcher._run(["true"]).strip()) for _ in range(2))
+    assert first == again and first.is_dir()
+    first.rmdir()
+    second = Path(launcher._run(["true"]).strip())
+    assert second != first and second.is_dir() and second.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize(("said", "number"), [("Welcome to node 7\n4711;lab", "4711"), ("4711", "4711"), ("hello", "")])
 def test_a_greeting_of_the_host_is_no_number_of_a_job(
     said: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

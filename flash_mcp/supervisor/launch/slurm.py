@@ -5,16 +5,19 @@ it: 300 s after its end by default. Jobs get nothing of this process's environme
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from tempfile import mkdtemp
 
 from flash_mcp.protocol.errors import FlashError
@@ -211,13 +214,24 @@ class SlurmLauncher(Launcher):
 
 
 @cache
+def _control_folder() -> Path:
+    """For ssh's sockets."""
+    folder = Path(mkdtemp(prefix="flash-ssh-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _ssh_options() -> list[str]:
     """All commands share one connection, which ends a minute after the last of them."""
+    folder = _control_folder()
+    # What cleans temporary files may have removed it, and another user may have it now.
+    if not folder.exists() or folder.stat().st_uid != os.getuid():
+        _control_folder.cache_clear()
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": f"{TIMEOUT_S / 2:.0f}",
         "ControlMaster": "auto",
-        "ControlPath": f"{mkdtemp(prefix='flash-ssh-')}/%C",
+        "ControlPath": f"{_control_folder()}/%C",
         "ControlPersist": "60",
         "ServerAliveInterval": "5",
     }
