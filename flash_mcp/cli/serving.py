@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import sys
 import webbrowser
 
 from flash_mcp.cli.parsing import Arguments, Command, Group, Option, flag, option, repeated
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import check_port
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import without_none
 from flash_mcp.state import tokens
@@ -18,6 +18,7 @@ from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ensure import supervised
 
+PORT_FIX = "choose another --port, or end the program that holds this one"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -58,7 +59,7 @@ def _serve_http(arguments: Arguments) -> None:
         what = "anyone who can reach this address could run code as you"
         raise FlashError("invalid_argument", what, host=host, fix=fix)
     # Before the tools are loaded: the answer comes in a moment.
-    _check_port(host, port)
+    check_port(host, port, PORT_FIX)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
@@ -87,7 +88,7 @@ def ui(arguments: Arguments) -> None:
     Only you can open the pages: the address that is printed signs you in, once. `serve --http` has
     the same pages at /ui, behind its tokens."""
     host, port = LOOPBACK[0], arguments.port
-    _check_port(host, port)
+    check_port(host, port, PORT_FIX)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
@@ -100,18 +101,6 @@ def ui(arguments: Arguments) -> None:
     admission = http_server.Admission(authenticate=True, on_loopback=True, code=code)
     with supervised():
         http_server.serve(server, host, port, admission)
-
-
-def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            what = f"cannot listen there: {error.strerror}"
-            fix = "choose another --port, or end the program that holds this one"
-            raise FlashError("port_taken", what, host=host, port=port, fix=fix) from error
 
 
 def supervise(arguments: Arguments) -> int:

@@ -17,6 +17,8 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import ListeningFile
 
+FREE_FIX = "choose another port, or leave port out for a free one"
+
 
 @dataclass(frozen=True)
 class Listening:
@@ -53,9 +55,16 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def port_taken(port: int) -> FlashError:
-    fix = "choose another port, or leave port out for a free one"
-    return FlashError("port_taken", f"port {port} cannot be listened on", port=port, fix=fix)
+def check_port(host: str, port: int, fix: str = FREE_FIX) -> None:
+    """FlashError(port_taken) unless this process could listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            what = f"cannot listen there: {error.strerror}"
+            raise FlashError("port_taken", what, host=host, port=port, fix=fix) from error
 
 
 def trust(certificate: str) -> ssl.SSLContext:
