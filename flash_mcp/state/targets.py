@@ -31,15 +31,16 @@ HEADER = re.compile(r"\s*\[\s*([^].\s]+)\s*([].])")
 """How a table begins, its name, and what comes after it: a dot where it is a table below."""
 RESERVED = (LOCAL_TARGET, AUTO)
 Engine = Literal["slurm", "ray", "sky"]
+STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Cards(BaseModel):
     """What a node gives an attempt to compute with."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = STRICT
 
     name: str
-    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    memory_gib: Annotated[float, Field(gt=0)]
     """Of one card; of the machine if it has none."""
     kind: Literal["gpu", "cpu"] = "gpu"
     count: Annotated[int, Field(ge=1)] = 1
@@ -53,7 +54,7 @@ class Cards(BaseModel):
 class TargetSettings(BaseModel):
     """One table of targets.toml."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = STRICT
 
     engine: Engine
     """Who gives attempts a machine."""
@@ -98,7 +99,7 @@ class TargetSettings(BaseModel):
     """GPUs of the attempts that are submitted at once; one without a GPU counts as one."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
     """GiB of artifacts that a node keeps."""
-    price_per_hour: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    price_per_hour: Annotated[float | None, Field(gt=0)] = None
     """Price of an hour of one attempt, with each GPU."""
     cards: Cards | None = None
     """What its nodes have, for target="auto"; the job that proves the target finds it."""
