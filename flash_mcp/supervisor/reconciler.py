@@ -297,15 +297,14 @@ class RunReconciler:
 
     def _new_attempt(self, run: Run) -> Attempt:
         folder = RunFolder(run.folder, retry_s=self.target.retry_s)
-        handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
         reader = Reader(self.store, run.id, folder, self.alive)
-        return Attempt(run.id, run.attempt, folder, handle, reader)
+        return Attempt(run.id, run.attempt, folder, Handle.of(run), reader)
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
         folder.create(self.target.job(run))
         # What it needs may have taken an hour to upload.
         if self.store.server_run(run.id).cancel_requested:
-            return Handle(f"{run.id}-{run.attempt}", "")
+            return Handle.of(run)
         handle = self.launcher.submit(self.target.launch(run, self._secrets_of(run)))
         if handle.id:
             queue.record_handle(self.store, run.id, run.attempt, handle.id)

@@ -78,8 +78,7 @@ class TargetAccess(ServingAccess):
         settings = find_target(self.home, self.name)
         allowed: Sequence[IPv4Network | str] | None = settings.nodes
         if not allowed:
-            handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
-            allowed = launcher_of(settings).addresses_of(handle)
+            allowed = launcher_of(settings).addresses_of(Handle.of(run))
         if allowed is None:
             return listening.addresses
         networks = list(map(IPv4Network, allowed))

@@ -27,7 +27,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
 from flash_mcp.supervisor.code_archive import code_folder
-from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
+from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher, Target
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, need_of
 from flash_mcp.supervisor.launch.ray import RayLauncher
@@ -123,8 +123,7 @@ class RemoteTarget(Target):
         return Launch(run.id, attempt, command, variables, None, run.spec.gpus, options, user, gib)
 
     def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes:
-        key = f"{run.id}-{run.attempt}"
-        return sealing.seal(secrets, offer, key, self._token(run.id))
+        return sealing.seal(secrets, offer, Handle.of(run).key, self._token(run.id))
 
     def _token(self, run_id: str) -> str:
         """The same for a later supervisor: an attempt may wait in the engine's queue for days, and

@@ -46,6 +46,11 @@ class Handle:
     key: str
     id: str
 
+    @classmethod
+    def of(cls, run: Run) -> Handle:
+        """Of the run's newest attempt, which may not be submitted yet."""
+        return cls(f"{run.id}-{run.attempt}", run.handle or "")
+
 
 @dataclass(frozen=True)
 class JobStatus:
