@@ -941,6 +941,6 @@ def _group(pid: int) -> int | None:
 
 
 def test_a_server_of_this_machine_that_does_not_answer_is_slow_and_on_no_node() -> None:
-    error = serving_access.LocalAccess().unreachable("127.0.0.1, port 1", 60.0)
+    error = serving_access.ServingAccess().unreachable("127.0.0.1, port 1", 60.0)
     assert error.code == "unresponsive" and "did not answer" in error.what
     assert "targets.toml" not in error.fix and "ssh" not in error.fix
