@@ -45,9 +45,9 @@ def environments_dir(base: Path | None = None) -> Path:
     return (base or home()) / "environments"
 
 
-def runs_dir(base: Path | None = None) -> Path:
+def runs_dir(base: Path) -> Path:
     """RUN_ID/, one run folder each."""
-    return (base or home()) / "runs"
+    return base / "runs"
 
 
 def datasets_dir(base: Path | None = None) -> Path:
@@ -55,9 +55,9 @@ def datasets_dir(base: Path | None = None) -> Path:
     return (base or home()) / "datasets"
 
 
-def exports_dir(base: Path | None = None) -> Path:
+def exports_dir(base: Path) -> Path:
     """RUN_ID-STEP-FORMAT/ of every export that a tool call made, beside its lock and result."""
-    return (base or home()) / "exports"
+    return base / "exports"
 
 
 def models_dir(base: Path | None = None) -> Path:
