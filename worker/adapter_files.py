@@ -16,14 +16,14 @@ from worker.model_files import decoder_prefix
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 Splits = Mapping[str, Sequence[str]]
-SPLIT_LAYERS: dict[str, Splits] = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
+SPLIT_LAYERS: Mapping[str, Splits] = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
 """Layers that an adapter has whole, and vLLM's loader wants in parts, by model type."""
-NO_SPLITS: Splits = {}
 
 
-def named_as(prefix: str, adapter: Path, copy: Path, splits: Splits = NO_SPLITS) -> Path:
-    """The adapter in `adapter` with layers named as in a base model whose decoder has this prefix,
-    and with each layer that `splits` names as those equal parts: the same folder, or `copy`."""
+def named_as(prefix: str, adapter: Path, copy: Path, model_type: str) -> Path:
+    """The adapter in `adapter` with layers named as in a base model of that type whose decoder has
+    this prefix, and those of SPLIT_LAYERS in equal parts: the same folder, or `copy`."""
+    splits = SPLIT_LAYERS.get(model_type, {})
     weights = cast(Any, safetensors).load_file(adapter / WEIGHTS)
     start = "base_model.model."
     own = decoder_prefix(name.removeprefix(start) for name in weights)

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from environments.sandbox.kernel import die_with_parent
 from flash_mcp.protocol.errors import CODES, FlashError
-from flash_mcp.protocol.listening import Listening, free_port, port_taken, trust
+from flash_mcp.protocol.listening import FREE_FIX, Listening, free_port, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
@@ -162,7 +162,8 @@ def explained(text: str, port: int, *, has_started: bool) -> FlashError:
     if has_started:
         text = tail
     if re.search(r"address already in use", text, re.IGNORECASE):
-        return port_taken(port)
+        what = f"port {port} cannot be listened on"
+        return FlashError("port_taken", what, port=port, fix=FREE_FIX)
     # vLLM quotes some in its warnings.
     cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)
     what = "the server ended" if cause else "the server ended: its log does not say why"

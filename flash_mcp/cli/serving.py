@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
-import socket
 import sys
 import webbrowser
 from pathlib import Path
 
 from flash_mcp.cli.parsing import Arguments, Command, Group, Option, flag, option, repeated
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import LOOPBACK, in_url
+from flash_mcp.protocol.listening import LOOPBACK, check_port, in_url
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import without_none
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ensure import supervised
+
+PORT_FIX = "choose another --port, or end the program that holds this one"
 
 
 def _limit(name: str, default: int, what: str) -> Option:
@@ -60,7 +60,7 @@ def _serve_http(arguments: Arguments) -> None:
         what = "anyone who can reach this address could run code as you"
         raise FlashError("invalid_argument", what, host=host, fix=fix)
     # Before the tools are loaded: the answer comes in a moment.
-    _check_port(host, port)
+    check_port(host, port, PORT_FIX)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
@@ -109,7 +109,7 @@ def ui(arguments: Arguments) -> None:
     Only you can open the pages: the address that is printed signs you in, once. `serve --http` has
     the same pages at /ui, behind its tokens."""
     host, port = LOOPBACK[0], arguments.port
-    _check_port(host, port)
+    check_port(host, port, PORT_FIX)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
@@ -122,25 +122,6 @@ def ui(arguments: Arguments) -> None:
     admission = http_server.Admission(authenticate=True, on_loopback=True, code=code)
     with supervised():
         http_server.serve(server, host, port, admission)
-
-
-def _check_port(host: str, port: int) -> None:
-    """FlashError(port_taken | invalid_argument) where nobody can listen there."""
-    if not 0 < port < 65536:
-        fix = "choose a --port from 1 to 65535"
-        raise FlashError("invalid_argument", "there is no such port", port=port, fix=fix)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            what = f"cannot listen there: {error.strerror}"
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                fix = "use an address of this machine: see `ip address`, or 0.0.0.0 for all"
-                raise FlashError("invalid_argument", what, host=host, fix=fix) from error
-            fix = "choose another --port, or end the program that holds this one"
-            raise FlashError("port_taken", what, host=host, port=port, fix=fix) from error
 
 
 def supervise(arguments: Arguments) -> int:

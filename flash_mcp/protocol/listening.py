@@ -6,6 +6,7 @@ start, and is the only one that is accepted: whoever else listens there learns n
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import socket
@@ -17,6 +18,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import ListeningFile
 
+FREE_FIX = "choose another port, or leave port out for a free one"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -60,9 +62,22 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def port_taken(port: int) -> FlashError:
-    fix = "choose another port, or leave port out for a free one"
-    return FlashError("port_taken", f"port {port} cannot be listened on", port=port, fix=fix)
+def check_port(host: str, port: int, fix: str = FREE_FIX) -> None:
+    """FlashError(port_taken | invalid_argument) unless this process could listen there."""
+    if not 0 < port < 65536:
+        what = "there is no such port"
+        raise FlashError("invalid_argument", what, port=port, fix="choose one from 1 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            what = f"cannot listen there: {error.strerror}"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                fix = "use an address of this machine: see `ip address`, or 0.0.0.0 for all"
+                raise FlashError("invalid_argument", what, host=host, fix=fix) from error
+            raise FlashError("port_taken", what, host=host, port=port, fix=fix) from error
 
 
 def trust(certificate: str) -> ssl.SSLContext:

@@ -5,6 +5,7 @@ what is wrong with it, and nobody has to expect anything but these shapes."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -32,6 +33,14 @@ MAX_BYTES = 64 << 20
 MAX_ROLLOUTS_BYTES = 2 << 30
 MAX_SMALL_BYTES = 1 << 20
 """The longest heartbeat, and the longest configuration of an adapter."""
+MAX_OBJECTS = 1 << 24
+"""The most objects, lists and lines of a file: an empty one takes far more memory than bytes."""
+
+MAY_PASS = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE,
+    errno.ENFILE,
+)  # fmt: skip
+"""Errors of a file system that say nothing about the file: it may be read later."""
 
 MAX_NAME = 255
 MAX_FILES = 1000
@@ -263,8 +272,9 @@ def decoded(text: str, shape: type[Shape]) -> Shape:
 
 
 def read_local(path: Path, max_bytes: int, *, root: str = "", is_tail: bool = False) -> bytes:
-    """A file's content; of a larger one its end, with `is_tail`. FileNotFoundError, or Damaged if
-    it cannot be read, is too large, or does not lie below `root`: others may make links there.
+    """A file's content; of a larger one its end, with `is_tail`. FileNotFoundError, OSError of
+    MAY_PASS, or Damaged if it cannot be read, is too large, or does not lie below `root`: others
+    may make links there.
 
     Opening a named pipe would wait for a writer; this does not."""
     try:
@@ -281,9 +291,9 @@ def read_local(path: Path, max_bytes: int, *, root: str = "", is_tail: bool = Fa
             elif status.st_size > max_bytes:
                 raise Damaged(f"it has {status.st_size} bytes, more than {max_bytes}")
             return stream.read(max_bytes)
-    except FileNotFoundError:
-        raise
     except OSError as error:
+        if isinstance(error, FileNotFoundError) or error.errno in MAY_PASS:
+            raise
         raise Damaged(f"it cannot be read: {error.strerror or error}") from error
 
 

@@ -28,6 +28,7 @@ import fsspec  # pyright: ignore[reportMissingTypeStubs]
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.run_files import (
     MAX_BYTES,
+    MAX_OBJECTS,
     MAX_ROLLOUTS_BYTES,
     MAX_SMALL_BYTES,
     Damaged,
@@ -175,13 +176,15 @@ class Storage:
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, name: str, max_bytes: int = MAX_BYTES) -> str | None:
-        """A file's text; None if there is none, or it is damaged."""
+        """A file's text; None if there is none, or it is damaged. OSError where a disk fails."""
         self.damaged.pop(name, None)
         try:
             if self.is_local:
                 body = read_local(Path(self.path(name)), max_bytes, root=self.root)
             else:
                 body = self._read_remote(name, max_bytes)
+            if sum(map(body.count, (b"{", b"[", b"\n"))) > MAX_OBJECTS:
+                raise Damaged(f"it has more than {MAX_OBJECTS} objects, lists and lines")
             return body.decode()
         except FileNotFoundError:
             return None
@@ -263,7 +266,7 @@ class Storage:
         except (*REFUSALS, Damaged):
             return ""
         except OSError as error:
-            if not _is_empty(error):
+            if not (self.is_local or _is_empty(error)):
                 raise
             return ""
         return tail.decode(errors="replace")

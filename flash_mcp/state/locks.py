@@ -12,6 +12,8 @@ from environments import locks
 from flash_mcp.protocol.errors import FlashError
 
 BACKUP = "backup.lock"
+DELETE_S = 0.2
+"""Another process deletes for so long."""
 
 
 def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
@@ -41,13 +43,13 @@ def backing_up(base: Path) -> Generator[None]:
         yield
 
 
-def is_backed_up(base: Path) -> bool:
-    """Whether a backup is being made."""
-    path = base / BACKUP
-    if not path.exists():
-        return False
-    with path.open("a") as file:
-        return not try_lock(file)
+@contextmanager
+def deleting(base: Path) -> Generator[bool]:
+    """Whether what the database names may be deleted: no backup is being made, and none begins
+    within.
+    """
+    with (base / BACKUP).open("a") as file:
+        yield lock(file, DELETE_S)
 
 
 def _unsupported(file: IO[Any], error: OSError) -> FlashError:

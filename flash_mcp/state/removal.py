@@ -28,6 +28,7 @@ from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import datasets
 from flash_mcp.state.database import marks
 from flash_mcp.state.disk import size_of
+from flash_mcp.state.locks import deleting
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_RETRY_S, folder_of
@@ -86,7 +87,9 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     the digest do. A run on a target is removed from its storage too; what other runs need stays
     there. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset | disk_full
     | store_unreachable)."""
-    with store.transaction():
+    with deleting(store.base) as may_delete, store.transaction():
+        if not (may_delete or dry_run):
+            raise _in_use(reference, "a backup is being made", "repeat it after the backup")
         result = _find(store, reference)
         stored = result.on_target and folder_of(result.on_target)
         if stored and not dry_run:

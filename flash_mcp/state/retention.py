@@ -20,7 +20,7 @@ from flash_mcp.protocol.paths import (
 from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Evaluation, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.database import marks
-from flash_mcp.state.locks import is_backed_up
+from flash_mcp.state.locks import deleting
 from flash_mcp.state.removal import elsewhere, empty_away, move_away, own, run_folders
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import folder_of
@@ -95,9 +95,11 @@ def prune_checkpoints(store: Store, run: Run) -> None:
     spec = run.spec
     if not isinstance(spec, RunSpec) or _is_kept_by_others(store, run):
         return
-    if len(store.checkpoints(run.id)) <= 1 + spec.keep_checkpoints or is_backed_up(store.base):
+    if len(store.checkpoints(run.id)) <= 1 + spec.keep_checkpoints:
         return
-    with store.transaction():
+    with deleting(store.base) as may_delete, store.transaction():
+        if not may_delete:
+            return
         saved = store.checkpoints(run.id)
         kept = {row.step for row in saved[-1 - spec.keep_checkpoints :]}
         # `status` and `deploy` recommend the best one.
@@ -203,11 +205,11 @@ def drop_files(store: Store, run_id: str, why: str) -> bool:
 
     Its row, metrics, evaluations and events stay, with an event that says why. Returns whether it
     was done."""
-    with store.transaction():
+    with deleting(store.base) as may_delete, store.transaction():
         run = store.run(run_id)
         is_used = run_id in {item for item, _ in referred(store)}
         is_kept = run.state in ACTIVE or is_used or _is_kept_by_others(store, run)
-        if is_kept or run.files_removed is not None or is_backed_up(store.base):
+        if is_kept or run.files_removed is not None or not may_delete:
             return False
         now = time.time()
         store.execute("UPDATE main.runs SET files_removed = ? WHERE id = ?", [now, run_id])

@@ -27,19 +27,20 @@ from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, explain
 FILE = "targets.toml"
 KEY_FILE = "targets.key"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-HEADER = re.compile(r"\s*\[\s*([^].\s]+)")
-"""How a table begins, and its name."""
+HEADER = re.compile(r"\s*\[\s*([^].\s]+)\s*([].])")
+"""How a table begins, its name, and what comes after it: a dot where it is a table below."""
 RESERVED = (LOCAL_TARGET, AUTO)
 Engine = Literal["slurm", "ray", "sky"]
+STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Cards(BaseModel):
     """What a node gives an attempt to compute with."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = STRICT
 
     name: str
-    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    memory_gib: Annotated[float, Field(gt=0)]
     """Of one card; of the machine if it has none."""
     kind: Literal["gpu", "cpu"] = "gpu"
     count: Annotated[int, Field(ge=1)] = 1
@@ -53,7 +54,7 @@ class Cards(BaseModel):
 class TargetSettings(BaseModel):
     """One table of targets.toml."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = STRICT
 
     engine: Engine
     """Who gives attempts a machine."""
@@ -98,7 +99,7 @@ class TargetSettings(BaseModel):
     """GPUs of the attempts that are submitted at once; one without a GPU counts as one."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
     """GiB of artifacts that a node keeps."""
-    price_per_hour: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    price_per_hour: Annotated[float | None, Field(gt=0)] = None
     """Price of an hour of one attempt, with each GPU."""
     cards: Cards | None = None
     """What its nodes have, for target="auto"; the job that proves the target finds it."""
@@ -206,9 +207,8 @@ def note_cards(base: Path, name: str, cards: Cards) -> None:
     path = base / FILE
     line = _line("cards", cards.model_dump(exclude_defaults=True))
     lines = path.read_text().splitlines(keepends=True)
-    header = re.compile(rf"""\s*\[\s*["']?{name}["']?\s*\]""")  # not [lab.env]
     for number, text in enumerate(lines):
-        if header.match(text):
+        if _begun(text) == (name, "]"):
             lines[number] = f"{text.rstrip()}\n{line}\n"
     write_private(path, "".join(lines))
 
@@ -221,7 +221,7 @@ def remove_target(base: Path, name: str) -> None:
     is_kept = True
     for line in path.read_text().splitlines(keepends=True):
         if begun := _begun(line):
-            is_kept = begun != name
+            is_kept = begun[0] != name
         if is_kept:
             kept.append(line)
     write_private(path, "".join(kept))
@@ -241,11 +241,11 @@ def _settings(name: str, body: Any, fix: str) -> TargetSettings:
         raise FlashError("targets_invalid", f"{name}: {explain(error)}", fix=fix) from error
 
 
-def _begun(line: str) -> str | None:
-    """The target whose table begins in this line of targets.toml."""
+def _begun(line: str) -> tuple[str, str] | None:
+    """The target whose table begins in this line of targets.toml, and what comes after its name."""
     header = HEADER.match(line)
     if header:
-        return header[1].strip("\"'")
+        return header[1].strip("\"'"), header[2]
     return None
 
 

@@ -50,7 +50,6 @@ class Attempt:
     and a pause of the whole machine is no silence of the attempt.
     """
 
-    run_id: str
     number: int
     folder: RunFolder
     handle: Handle

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Body = TypeVar("Body")
 Name = TypeVar("Name", int, str)
 Put = Callable[[], None]
-FILES_PER_COMMIT = 8  # few enough to let other writers in between, and for the memory
+FILES_PER_COMMIT = 8  # few enough to let other writers in between
 
 
 class Reader:
@@ -31,7 +31,8 @@ class Reader:
         self, store: Store, run_id: str, folder: RunFolder, alive: Callable[[], None] = lambda: None
     ) -> None:
         self.store, self.run_id, self.folder = store, run_id, folder
-        self._seen: dict[tuple[str, int | str], str] = {}
+        self._seen: dict[tuple[str, int | str], str | None] = {}
+        """The version that was read last; None if the disk failed then."""
         self._next_at = 0.0
         self._alive = alive
 
@@ -86,13 +87,21 @@ class Reader:
         news = [
             name for name, version in versions.items() if self._seen.get((kind, name)) != version
         ]
-        for start in range(0, len(news), FILES_PER_COMMIT):
-            names = news[start : start + FILES_PER_COMMIT]
+        # Files with rollouts may need much memory.
+        count = 1 if kind in ("rollouts", "evals") else FILES_PER_COMMIT
+        for start in range(0, len(news), count):
+            names = news[start : start + count]
             self._alive()
             puts: dict[Name, Put] = {}
             for name in names:
-                with suppress(Damaged):  # the folder has noted what is wrong
+                try:
                     puts[name] = fetch(name)
+                except Damaged:  # the folder has noted what is wrong
+                    self._seen[kind, name] = versions[name]
+                except OSError as error:
+                    if (kind, name) not in self._seen:
+                        log.warning("%s: %s %s is read later: %r", self.run_id, kind, name, error)
+                    self._seen[kind, name] = None
             # Only now: while a store is slow, others write to the database.
             with self.store.transaction():
                 for name, put in puts.items():
@@ -103,7 +112,7 @@ class Reader:
                         # A damaged file must not keep the run from ending.
                         log.warning("%s: %s %s is damaged: %r", self.run_id, kind, name, error)
                         self.folder.damaged.setdefault(f"{kind}/{name}", repr(error))
-            self._seen.update({(kind, name): versions[name] for name in names})
+            self._seen.update({(kind, name): versions[name] for name in puts})
         return bool(news)
 
 

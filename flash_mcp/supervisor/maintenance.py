@@ -81,7 +81,8 @@ class Maintenance:
             retry_s = self.target.retry_s
             try:
                 delete_run(RunFolder(place, retry_s=retry_s), retry_s)
-            except OSError as error:  # of this folder alone; a store that is away ends the look
+            except (OSError, FlashError) as error:
+                _raise_if_of_all(error)
                 log.warning("the folder of a removed run cannot be deleted: %s", error)
                 postpone(self.store, place)
                 continue
@@ -92,7 +93,8 @@ class Maintenance:
         for run in self._ended():
             try:
                 self._clear_ended(run, settings.disk)
-            except OSError as error:
+            except (OSError, FlashError) as error:
+                _raise_if_of_all(error)
                 log.warning("%s: its files cannot be cleared: %s", run.id, error)
 
     def _ended(self) -> list[Run]:
@@ -116,6 +118,12 @@ class Maintenance:
         self._has_dropped = True
         log.warning("%s: %s", run.id, what)
         return True
+
+
+def _raise_if_of_all(error: OSError | FlashError) -> None:
+    """A store that is away ends the look; what is wrong in one folder does not."""
+    if isinstance(error, FlashError) and error.code != "artifact_damaged":
+        raise error
 
 
 class LocalMaintenance(Maintenance):

@@ -20,7 +20,6 @@ import psutil
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.paths import home
 from flash_mcp.state.locks import try_lock
 from flash_mcp.state.schema import schema
 from flash_mcp.supervisor.launch.local import boot_id, started_ticks, wait_for
@@ -42,13 +41,12 @@ STARTS = 2
 MAX_LOG_BYTES = 10_000_000
 
 
-def ensure_supervisor(base: Path | None = None) -> bool:
+def ensure_supervisor(base: Path) -> bool:
     """Start a supervisor for the state directory unless one is there; whether one was started.
 
     A supervisor that hangs or is of an older version is ended first; its runs continue. The
     supervisor is detached and outlives the caller. If it is killed while it starts, another one is
     started. Raises FlashError(internal) if none keeps running."""
-    base = base or home()
     if is_supervised(base) and not replace_unfit(base):
         return False
     log_path = base / LOG

@@ -298,7 +298,7 @@ class RunReconciler:
     def _new_attempt(self, run: Run) -> Attempt:
         folder = RunFolder(run.folder, retry_s=self.target.retry_s)
         reader = Reader(self.store, run.id, folder, self.alive)
-        return Attempt(run.id, run.attempt, folder, Handle.of(run), reader)
+        return Attempt(run.attempt, folder, Handle.of(run), reader)
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
         folder.create(self.target.job(run))
@@ -427,7 +427,7 @@ class RunReconciler:
         """Read what the attempt has written since the last time."""
         if attempt.reader.read(now=now):
             prune_checkpoints(self.store, run)
-        self._store_log(attempt)
+        self._store_log(run, attempt)
 
     def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
         """Seal the secrets for an attempt on another machine, once it asks for them."""
@@ -446,12 +446,12 @@ class RunReconciler:
             return keys_of(self.base, run)
         return self.vault.values(run.id, run.spec.secrets)
 
-    def _store_log(self, attempt: Attempt) -> None:
+    def _store_log(self, run: Run, attempt: Attempt) -> None:
         """Keep the end of its output, if nobody else reads the folder."""
         if self.target.shares_disk:
             return
         if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
-            self.store.put_log(attempt.run_id, attempt.number, tail)
+            self.store.put_log(run.id, attempt.number, tail)
 
     def _note_wait(self, run: Run, attempt: Attempt, status: JobStatus) -> None:
         """Store what the attempt waits for, and hold its clocks meanwhile."""

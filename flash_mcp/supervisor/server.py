@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import socket
 import ssl
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ import httpx
 
 from environments.settings import ServingSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import port_taken, trust
+from flash_mcp.protocol.listening import check_port, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET
@@ -148,7 +147,7 @@ def error_message(body: str) -> str:
     return body[:500]
 
 
-def check_port(store: Store, run_id: str, port: int) -> None:
+def check_port_of(store: Store, run_id: str, port: int) -> None:
     """FlashError(unknown_run | invalid_argument | port_taken) unless `port` can serve the run."""
     model = served_model(store, store.run(run_id))
     for row in store.deployments(LIVE_DEPLOYMENT):
@@ -159,12 +158,7 @@ def check_port(store: Store, run_id: str, port: int) -> None:
                 fix = "leave port out: all adapters of a base model share its server"
                 raise FlashError("invalid_argument", what, port=port, fix=fix)
             return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise port_taken(port) from error
+    check_port("127.0.0.1", port)
 
 
 def idle_error(row: Deployment, minutes: float) -> FlashError:

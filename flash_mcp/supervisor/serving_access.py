@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Protocol
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening
@@ -16,44 +15,26 @@ from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.targets import launcher_of
 
 
-class ServingAccess(Protocol):
-    """What differs between the places where model servers run."""
+class ServingAccess:
+    """The way to the servers of this machine, and what differs for those elsewhere."""
 
-    is_shared: bool
+    is_shared = True
     """Whether the deployments of a base model share a server."""
 
     def ssh(self) -> str:
         """The host through which the nodes are reached, or ""."""
-        ...
-
-    def addresses(self, run: Run, listening: Listening) -> list[str]:
-        """The addresses that may be tried, of those that a server named."""
-        ...
-
-    def log(self, run: Run) -> str | None:
-        """The file with what the server printed, if it is on this machine."""
-        ...
-
-    def unreachable(self, ways: str, seconds: float) -> FlashError:
-        """The error of a server that listens but could not be reached by `ways` in time."""
-        ...
-
-
-class LocalAccess(ServingAccess):
-    """This machine."""
-
-    is_shared = True
-
-    def ssh(self) -> str:
         return ""
 
     def addresses(self, run: Run, listening: Listening) -> list[str]:
+        """The addresses that may be tried, of those that a server named."""
         return listening.addresses
 
     def log(self, run: Run) -> str | None:
+        """The file with what the server printed, if it is on this machine."""
         return f"{run.folder}/log.{run.attempt}"
 
     def unreachable(self, ways: str, seconds: float) -> FlashError:
+        """The error of a server that listens but could not be reached by `ways` in time."""
         what = f"its server did not answer within {seconds:.0f} s: {ways}"
         fix = "call deploy again; the machine may have too much to do, see catalog(kind='health')"
         return FlashError("unresponsive", what, fix=fix)
@@ -103,4 +84,4 @@ class TargetAccess(ServingAccess):
 
 
 def access_to(home: Path, target: str) -> ServingAccess:
-    return LocalAccess() if target == LOCAL_TARGET else TargetAccess(home, target)
+    return ServingAccess() if target == LOCAL_TARGET else TargetAccess(home, target)

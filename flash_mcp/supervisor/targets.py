@@ -174,9 +174,7 @@ def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> f
     return need.all_gib / WEIGHTS_SHARE
 
 
-def on_node(
-    settings: TargetSettings, module: Sequence[str], code: Order | None = None
-) -> list[str]:
+def on_node(settings: TargetSettings, module: Sequence[str], code: Order | None) -> list[str]:
     """The command that runs a module of ours on a node."""
     command = [*shlex.split(settings.python or "python3"), "-P", "-m", *module]
     if code:

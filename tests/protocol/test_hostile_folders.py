@@ -286,3 +286,13 @@ def test_a_file_in_a_store_is_read_up_to_the_limit_of_local_ones(honest: Files) 
     assert "more than" in folder.damaged["result.1.json"]
     write({"beat.json": b" " * (2 << 20) + honest["beat.json"]}, url)
     assert read_beats([folder]) == [None]
+
+
+@pytest.mark.hostile("run folders")
+@pytest.mark.parametrize("body", [b"{}\n" * 60, b"\n" * 101, b'{"a": [' + b"[]," * 100 + b"0]}"])
+def test_a_file_of_many_empty_objects_is_damaged(body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_mcp.protocol.storage.MAX_OBJECTS", 100)
+    write({"rollouts/1.1.jsonl": body, "evals/1.1.json": body}, str(tmp_path))
+    folder = RunFolder(tmp_path)
+    assert folder.rollouts(1) == [] and folder.evaluation(1) is None
+    assert all("more than 100 objects" in damage for damage in folder.damaged.values()) and len(folder.damaged) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.storage import Storage
 from flash_mcp.state import queue, retention, serving
 from flash_mcp.state.disk import usage
-from flash_mcp.state.locks import backing_up
+from flash_mcp.state.locks import BACKUP, backing_up, try_lock
+from flash_mcp.state.removal import remove
 from flash_mcp.state.retention import drop_files, prune_checkpoints
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.checkpoints import _listed
@@ -267,11 +269,33 @@ def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(store: 
     assert len(steps(store, run)) < len(before)
 
 
+def test_no_backup_begins_while_files_are_deleted(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = saved(tmp_path, keep_checkpoints=2)
+    began: list[bool] = []
+
+    def try_to_begin(*arguments: Any) -> None:
+        with (store.base / BACKUP).open("a") as file:
+            began.append(try_lock(file, shared=True))
+        move_away(*arguments)
+
+    move_away = retention.move_away
+    monkeypatch.setattr(retention, "move_away", try_to_begin)
+    prune_checkpoints(store, run)
+    assert began == [False]
+    with backing_up(store.base):
+        assert len(steps(store, run)) < len(STEPS)
+
+
 def test_no_run_loses_its_files_while_a_backup_copies_them(store: Store, tmp_path: Path) -> None:
     run, _ = saved(tmp_path)
     assert queue.finish(store, run.id, 1, "succeeded", step=10)
     with backing_up(store.base):
         assert not drop_files(store, run.id, "it is old")
+        with pytest.raises(FlashError, match="a backup is being made"):
+            remove(store, run.id)
+        assert remove(store, run.id, dry_run=True).freed_bytes
         assert steps(store, run) == list(STEPS)
     assert drop_files(store, run.id, "it is old") and not Path(run.folder).exists()
 

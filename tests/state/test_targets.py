@@ -68,6 +68,12 @@ def test_any_name_and_text_of_a_target_is_read_back(tmp_path: Path) -> None:
     assert find_target(tmp_path, "lab") == added
 
 
+def test_a_number_that_toml_writes_otherwise_is_refused(tmp_path: Path) -> None:
+    fields = {"engine": "ray", "storage": "/s", "address": "http://head", "resources": {"GPU": float("inf")}}
+    with pytest.raises(FlashError, match="a finite number"):
+        new_target(tmp_path, "lab", fields)
+
+
 RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
 
 

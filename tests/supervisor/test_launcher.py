@@ -100,7 +100,7 @@ def on_slurm(tmp_path: Path) -> Harness:
     def end(handle: Handle) -> None:
         subprocess.run(["scancel", "--full", "--signal=KILL", handle.id], check=True)
 
-    return Harness(lambda: SlurmLauncher(2), end, tmp_path / "run")
+    return Harness(lambda: SlurmLauncher(2, tag="flash-mcp-1"), end, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -402,13 +402,20 @@ def test_the_jobs_of_a_state_directory_are_listed_and_no_others(cluster: None, t
     wait_for(lambda: mine.under_way() == [])
 
 
+def stand_in(folder: Path, commands: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that run these lines of a shell, first in PATH."""
+    for name, lines in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 @pytest.mark.slow
 def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(
     cluster: None, there: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "squeue").write_text(f'#!/bin/sh\necho >>{tmp_path}/calls\nexec {slurm.find("squeue")} "$@"\n')
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    squeue = f'echo >>{tmp_path}/calls\nexec {slurm.find("squeue")} "$@"'
+    stand_in(tmp_path, {"squeue": squeue}, monkeypatch)
     targets = [SlurmLauncher(2), SlurmLauncher(2, ["--partition=debug"])]
     handles = [there.submit(launcher, attempt) for attempt, launcher in enumerate(targets, 1)]
     calls = tmp_path / "calls"
@@ -686,20 +693,53 @@ def test_commands_over_ssh_share_one_connection(tmp_path: Path, monkeypatch: pyt
         assert (tmp_path / "sshd.log").read_text().count("Accepted") == before + 1
 
 
+def test_ssh_has_a_folder_for_its_sockets_though_the_one_before_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = 'for word; do case "$word" in -oControlPath=*) dirname "${word#*=}";; esac; done'
+    stand_in(tmp_path, {"ssh": ssh}, monkeypatch)
+    launcher = SlurmLauncher(ssh="lab")
+    first, again = (Path(launcher._run(["true"]).strip()) for _ in range(2))
+    assert first == again and first.is_dir()
+    first.rmdir()
+    second = Path(launcher._run(["true"]).strip())
+    assert second != first and second.is_dir() and second.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize(("said", "number"), [("Welcome to node 7\n4711;lab", "4711"), ("4711", "4711"), ("hello", "")])
 def test_a_greeting_of_the_host_is_no_number_of_a_job(
     said: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, printed in (("squeue", ""), ("sbatch", said)):
-        (tmp_path / name).write_text(f"#!/bin/sh\ncat >/dev/null\necho '{printed}'\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    commands = {"squeue": "true", "sbatch": f"cat >/dev/null\necho '{said}'"}
+    stand_in(tmp_path, commands, monkeypatch)
     launch = Launch("run-1", 1, SLEEPER, {}, None)
     if number:
         assert SlurmLauncher().submit(launch).id == number
     else:
         with pytest.raises(FlashError, match="no number of a job: 'hello'"):
             SlurmLauncher().submit(launch)
+
+
+@pytest.mark.parametrize(
+    ("comment", "account", "user", "number"),
+    [
+        ("flash-mcp-1", "flash", "", "7"),
+        ("flash-mcp-1", "alice", "alice", "7"),
+        ("flash-mcp-1", "alice", "", "4711"),
+        ("flash-mcp-1", "flash", "alice", "4711"),
+        ("flash-mcp-2", "flash", "", "4711"),
+        ("(null)", "flash", "", "4711"),
+    ],
+)
+def test_a_job_of_that_name_is_ours_only_with_our_comment_and_account(
+    comment: str, account: str, user: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = f"7|run-1-1|RUNNING|{comment}|{account}|None"
+    sudo = 'shift 4\nexec "$@"'
+    commands = {"id": "echo flash", "squeue": f"echo '{listed}'", "sbatch": "cat >/dev/null\necho 4711", "sudo": sudo}
+    stand_in(tmp_path, commands, monkeypatch)
+    launcher = SlurmLauncher(tag="flash-mcp-1", users=["alice"])
+    assert launcher.submit(Launch("run-1", 1, SLEEPER, {}, None, user=user)).id == number
 
 
 @pytest.mark.parametrize(
@@ -716,9 +756,7 @@ def test_a_greeting_of_the_host_is_no_number_of_a_job(
 def test_a_job_counts_as_cancelled_only_if_slurm_says_that_it_is_over(
     said: str, is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "scancel").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-    (tmp_path / "scancel").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path, {"scancel": f"echo '{said}' >&2\nexit 1"}, monkeypatch)
     launcher, handle = SlurmLauncher(), Handle("run-x-1", "7")
     if is_over:
         launcher.cancel(handle)

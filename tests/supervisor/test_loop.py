@@ -4,6 +4,7 @@ killed and stopped.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -170,6 +171,31 @@ def test_reading_a_folder_twice_gives_the_same_rows(bench: Bench) -> None:
     assert before[0] and before[1][0] and before[2] and before[3] and before[4]
     for _ in range(2):
         Reader(bench.store, run.id, RunFolder(run.folder)).read(now=True)
+    assert all_rows(bench.store, run.id) == before
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+def test_files_that_a_disk_cannot_read_now_are_read_at_a_later_look(
+    error: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.train({"steps": 4})
+    bench.finish(run)
+    before = all_rows(bench.store, run.id)
+    for table in ("metrics", "rollouts"):
+        bench.store.execute(f"DELETE FROM main.{table} WHERE run_id = ?", [run.id])
+    reader = Reader(bench.store, run.id, RunFolder(run.folder))
+    opening = os.open
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith((".json", ".jsonl")):
+            raise OSError(error, os.strerror(error), path)
+        return opening(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        reader.read(now=True)
+    assert not reader.folder.damaged and all_rows(bench.store, run.id) != before
+    reader.read(now=True)
     assert all_rows(bench.store, run.id) == before
 
 

@@ -177,10 +177,13 @@ def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(benc
     assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), FlashError("artifact_damaged", "a link leads elsewhere")]
+)
 def test_one_folder_that_cannot_be_deleted_or_cleared_holds_up_no_other(
-    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It belongs to another account, whose files this one may not delete."""
+    """It belongs to another account, whose files this one may not delete, or a node made a link in it."""
     stuck, other = ended(bench, folder), ended(bench, folder)
     for run in (stuck, other):
         aged(bench, run, 31)
@@ -189,7 +192,7 @@ def test_one_folder_that_cannot_be_deleted_or_cleared_holds_up_no_other(
     def refuse_one(name: str) -> None:
         def call(of: RunFolder, *arguments: list[str]) -> None:
             if of.url == stuck.folder:
-                raise PermissionError(13, "Permission denied")
+                raise error
             mine[name](of, *arguments)
 
         monkeypatch.setattr(RunFolder, name, call)

@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from environments.settings import state_directory
-from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, WEIGHTS, named_as, with_noise
+from worker.adapter_files import WEIGHTS, named_as, with_noise
 from worker.engine.recorder import RATINGS, ROUTES, Recorder
 from worker.model_files import checkpoint_prefix, config_of
 from worker.process import MODEL_FOLDER
@@ -186,8 +186,8 @@ class Front:
     def _named(self, name: str, adapter: Path) -> Path:
         """The adapter as vLLM can load it; kept, since vLLM may read it again."""
         model = Path(os.environ[MODEL_FOLDER])
-        splits = SPLIT_LAYERS.get(config_of(model).model_type, NO_SPLITS)
-        return named_as(checkpoint_prefix(model), adapter, self.copies / name, splits)
+        model_type = config_of(model).model_type
+        return named_as(checkpoint_prefix(model), adapter, self.copies / name, model_type)
 
     async def _greedy(self, scope: Scope, model: str | None) -> Any:
         """Tokens and log-probabilities that a model says; None is the base model."""

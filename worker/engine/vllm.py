@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.adapter import merged_weights, save_adapter
-from worker.adapter_files import NO_SPLITS, SPLIT_LAYERS, named_as
+from worker.adapter_files import named_as
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
 from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
 from worker.engine.text_models import prepare_text_model
@@ -81,7 +81,7 @@ class VllmEngine:
         config = config_of(model_path)
         prepare_text_model(config)
         self._prefix = checkpoint_prefix(model_path)
-        self._splits = SPLIT_LAYERS.get(config.model_type, NO_SPLITS)
+        self._model_type: str = config.model_type
         _rank_no_tokens()
         _record_shares()
         if not on_gpu:
@@ -218,7 +218,7 @@ class VllmEngine:
         # name.
         request = LoRARequest(f"policy-{next(self._versions)}", 1, str(folder))
         with tempfile.TemporaryDirectory() as scratch:
-            named = str(named_as(self._prefix, folder, Path(scratch), self._splits))
+            named = str(named_as(self._prefix, folder, Path(scratch), self._model_type))
             # On a turn's own request, load_inplace would read the adapter again at every step.
             self._engine.add_lora(LoRARequest(request.lora_name, 1, named, load_inplace=True))
         self._adapter = request

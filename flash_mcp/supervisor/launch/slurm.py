@@ -1,20 +1,23 @@
 """Attempts as jobs of Slurm, through sbatch, squeue and scancel: on this machine, or over ssh.
 
-An attempt's key is its job's name, by which it is found again for as long as Slurm lists it: 300 s
-after its end by default. Jobs get nothing of this process's environment."""
+An attempt's job is found again by its name, its comment and its account for as long as Slurm lists
+it: 300 s after its end by default. Jobs get nothing of this process's environment."""
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from tempfile import mkdtemp
 
 from flash_mcp.protocol.errors import FlashError
@@ -62,6 +65,8 @@ class Queue:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     jobs: Sequence[Job] = ()
+    account: str = ""
+    """This process's own, there; empty if no job has another."""
     listed_at: float = -math.inf
 
 
@@ -97,8 +102,10 @@ class SlurmLauncher(Launcher):
     def submit(self, launch: Launch) -> Handle:
         # Nobody else submits: a list that is younger than our last try, or than this launcher, has
         # the job if there is one.
-        for job in self._jobs(self._submitted_at.get(launch.key, self._began_at)):
-            if job.name == launch.key:
+        for job in self._tagged(self._submitted_at.get(launch.key, self._began_at)):
+            # Of another account's job anybody may have chosen the name and the comment.
+            is_own = not self.users or job.user == (launch.user or self._queue.account)
+            if is_own and job.name == launch.key:
                 return Handle(launch.key, job.id)
         self._submitted_at[launch.key] = time.monotonic()
         output = str(launch.log or os.devnull)
@@ -142,9 +149,8 @@ class SlurmLauncher(Launcher):
         return sorted(address for address in addresses if "." in address)
 
     def under_way(self) -> list[Handle]:
-        jobs = self._jobs(time.monotonic() - LIST_EVERY_S)
-        mine = [job for job in jobs if self.tag and job.comment == self.tag]
-        return [Handle(job.name, job.id) for job in mine if job.status().state != "gone"]
+        jobs = self._tagged(time.monotonic() - LIST_EVERY_S)
+        return [Handle(job.name, job.id) for job in jobs if job.status().state != "gone"]
 
     def cancel(self, handle: Handle) -> None:
         if not handle.id:
@@ -158,6 +164,9 @@ class SlurmLauncher(Launcher):
         self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id], user=user)
         self._run(["scancel", "--quiet", handle.id], user=user)
 
+    def _tagged(self, since: float) -> list[Job]:
+        return [job for job in self._jobs(since) if self.tag and job.comment == self.tag]
+
     def _jobs(self, since: float) -> Sequence[Job]:
         """The users' jobs, and those that ended lately, as a list has them that is not older."""
         with self._queue.lock:
@@ -165,7 +174,8 @@ class SlurmLauncher(Launcher):
                 began = time.monotonic()
                 whose = "--me"
                 if self.users:
-                    whose = f"--user={','.join([self._run(['id', '-un']).strip(), *self.users])}"
+                    self._queue.account = self._run(["id", "-un"]).strip()
+                    whose = f"--user={','.join([self._queue.account, *self.users])}"
                 form = "--format=%i|%j|%T|%k|%u|%r"
                 listed = self._run(["squeue", whose, "--states=all", "--noheader", form])
                 lines = [line for line in listed.splitlines() if line.count("|") >= 5]
@@ -204,13 +214,24 @@ class SlurmLauncher(Launcher):
 
 
 @cache
+def _control_folder() -> Path:
+    """For ssh's sockets."""
+    folder = Path(mkdtemp(prefix="flash-ssh-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _ssh_options() -> list[str]:
     """All commands share one connection, which ends a minute after the last of them."""
+    folder = _control_folder()
+    # What cleans temporary files may have removed it, and another user may have it now.
+    if not folder.exists() or folder.stat().st_uid != os.getuid():
+        _control_folder.cache_clear()
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": f"{TIMEOUT_S / 2:.0f}",
         "ControlMaster": "auto",
-        "ControlPath": f"{mkdtemp(prefix='flash-ssh-')}/%C",
+        "ControlPath": f"{_control_folder()}/%C",
         "ControlPersist": "60",
         "ServerAliveInterval": "5",
     }
