@@ -66,7 +66,7 @@ def check_port(host: str, port: int, fix: str = FREE_FIX) -> None:
     """FlashError(port_taken | invalid_argument) unless this process could listen there."""
     if not 0 < port < 65536:
         what = "there is no such port"
-        raise FlashError("invalid_argument", what, port=port, fix="choose one from 1 to 65535")
+        raise FlashError("invalid_argument", what, port=port, fix="choose a port from 1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

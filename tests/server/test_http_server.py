@@ -555,7 +555,7 @@ def test_other_addresses_are_served_only_with_tokens(flash_home: Path, capsys: p
     ("words", "named"),
     [
         (["--port", "80000"], "[invalid_argument port=80000] there is no such port"),
-        (["--port", "0"], "a --port from 1 to 65535"),
+        (["--port", "0"], "a port from 1 to 65535"),
         (["--host", "box.invalid", "--unauthenticated"], "[invalid_argument host=box.invalid] cannot listen there"),
         (["--host", "192.0.2.1", "--unauthenticated"], "see `ip address`"),
         (["--allow-host", "https://box.example"], "--allow-host flash.example.com"),
