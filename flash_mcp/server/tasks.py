@@ -30,7 +30,7 @@ from mcp_types import (
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, Deployment, Run, without_none
+from flash_mcp.protocol.records import ACTIVE, Deployment, Json, Run, without_none
 from flash_mcp.state import queue
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.serving import request_stop
@@ -43,7 +43,6 @@ from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.shared.waiting import obstacle, obstacles
 from flash_mcp.tools.status import status
 
-Json = dict[str, Any]
 IDENTIFIER = "io.modelcontextprotocol/tasks"
 POLL_INTERVAL_MS = 5_000
 

@@ -27,12 +27,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.agents.dialects import DIALECTS, ApiError
+from environments.base import Json
 from environments.redaction import Redactor
 from environments.tools import add_call_parts, as_list, as_object
 from flash_mcp.protocol.recordings import TOKENS, Recording, rating_of
 
 log = logging.getLogger(__name__)
-Json = dict[str, Any]
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 """Names of variables whose values are not recorded."""
 MIN_SECRET = 8

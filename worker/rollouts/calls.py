@@ -15,7 +15,8 @@ from itertools import takewhile
 from typing import Any
 
 from environments.agents.calls import NO_OPTIONS, CallOptions
-from worker.rollouts.transcript import Json, Transcript
+from environments.base import Json
+from worker.rollouts.transcript import Transcript
 
 
 @dataclass

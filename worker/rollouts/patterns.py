@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-Json = dict[str, Any]
+from environments.base import Json
+
 ANY_CHARACTER = r"[\s\S]"
 PATTERN_PART = 100
 """Characters of one repetition in a pattern. xgrammar fails at more than 128."""

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from environments.base import ChatMessage, Json
 from environments.tools import as_object, call_id, problem_of
 from flash_mcp.protocol.chat_templates import ToolForm
-
-Json = dict[str, Any]
-ChatMessage = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Self
 
 from environments.agents.calls import CallOptions
+from environments.base import ChatMessage, Json
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.rollouts.patterns import with_valid_strings
@@ -23,8 +24,6 @@ from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
 from worker.rollouts.tool_calls import CallReader, Turn, sample_call
 from worker.rollouts.turns import Completion, Grammar
 
-Json = dict[str, Any]
-ChatMessage = dict[str, Any]
 MOST_TOOL_SETS = 64
 """Sets of tools whose templates are kept: each task may have its own."""
 MOST_STARTS = 32
