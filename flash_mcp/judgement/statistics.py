@@ -120,10 +120,8 @@ def mcnemar(won: int, lost: int) -> float:
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:
     """Percentile bootstrap interval of a mean, always by the same draws; of more than
-    MOST_RESAMPLED values the normal interval, which is alike and quick. ValueError for no values.
+    MOST_RESAMPLED values the normal interval, which is alike and quick.
     """
-    if not values:
-        raise ValueError("there is nothing to resample")
     count = len(values)
     if count > MOST_RESAMPLED:
         middle, half = fmean(values), Z95 * math.sqrt(variance(values) / count)
