@@ -427,7 +427,7 @@ class Hunt:
         tasks = [task for task in self._confirmed if task in self._gold_rewards]
         if not tasks:
             return
-        gold = fmean(self._gold_rewards[task] for task in tasks)
+        gold = self._gold_mean()
         for text in ("bla " * 400, "\n".join(WORDS), "- item\n" * 100):
             rewards: list[float] = []
             for task in tasks:
