@@ -45,6 +45,10 @@ JSON_TYPES: dict[Any, str] = {
 }
 
 
+class ToolsEnded(RuntimeError):
+    """What runs the tools has ended: not the model's fault, so the rollout is dropped."""
+
+
 class EnvironmentToolUse(EnvironmentMultiTurn):
     """A conversation in which the model calls Python functions. Implement `start_episode` and
     `score_episode`, and set `tools` or override `episode_tools`.
@@ -95,6 +99,8 @@ class EnvironmentToolUse(EnvironmentMultiTurn):
             try:
                 result = self.call_tool(example, name, json.loads(call["function"]["arguments"]))
                 content = result if isinstance(result, str) else json.dumps(result, default=str)
+            except ToolsEnded:
+                raise
             except Exception as error:  # the model may call again, in another way
                 content = f"{TOOL_ERROR}{error or type(error).__name__}"
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}

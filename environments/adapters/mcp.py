@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from environments.base import Json
+from environments.tools import ToolsEnded
 
 PROTOCOL = "2025-06-18"
 TIMEOUT_S = 10.0
@@ -31,7 +32,7 @@ NO_METHOD = {"code": -32601, "message": "this client serves no requests"}
 
 
 class McpError(RuntimeError):
-    """The server refused a request, reported a failure of its tool, or has ended."""
+    """The server refused a request or reported a failure of its tool."""
 
 
 class McpTimeout(McpError):
@@ -72,7 +73,7 @@ class McpServer:
             raise
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that the tool returns. Raises McpError."""
+        """The text that the tool returns. Raises McpError, or ToolsEnded if the server has."""
         result = self._request("tools/call", {"name": name, "arguments": arguments})
         parts = cast("list[Json]", result.get("content", []))
         text = "\n".join(part["text"] for part in parts if part.get("type") == "text")
@@ -112,13 +113,13 @@ class McpServer:
                 with suppress(OSError):
                     os.write(2, chunk)
 
-    def _ended(self) -> McpError:
+    def _ended(self) -> ToolsEnded:
         what = f"the MCP server ended, with exit code {self._process.wait()}"
         self._stderr_reader.join(timeout=1.0)  # a process of the server may hold the pipe open
         if tail := self._stderr_tail.decode(errors="replace").strip():
             # The last line comes first: the beginning of a long message is what is always shown.
             what += f": {tail.splitlines()[-1]:.200}\nIts standard error ended with:\n{tail}"
-        return McpError(what)
+        return ToolsEnded(what)
 
     def _request(self, method: str, parameters: Json) -> Json:
         with self._lock:

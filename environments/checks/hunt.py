@@ -290,7 +290,6 @@ class Hunt:
         prompts = [view.prompt for view in self._views.values()]
         golds = [self._golds[task] for task in self._search if task in self._golds]
         constants = [turns[0] for turns in candidates(golds, prompts) if len(turns) == 1]
-        around = [*tags("\n".join(prompts)), ("", "")]
         forms = {_form(gold[-1]) for gold in golds} | {_emptied(gold[-1]) for gold in golds}
         everything = "\n".join(gold[-1] for gold in self._golds.values())
         texts: dict[str, list[str]] = {
@@ -312,7 +311,7 @@ class Hunt:
         for kind, several in texts.items():
             for text in several:
                 moves.setdefault(text, Move(kind, partial(_same, text)))
-        for before, after in around[:-1]:
+        for before, after in tags("\n".join(prompts)):
             for text in (*HEDGES, *INJECTED, "x", ""):
                 whole = before + text + after
                 moves.setdefault(whole, Move("form", partial(_same, whole)))
@@ -428,7 +427,7 @@ class Hunt:
         tasks = [task for task in self._confirmed if task in self._gold_rewards]
         if not tasks:
             return
-        gold = fmean(self._gold_rewards[task] for task in tasks)
+        gold = self._gold_mean()
         for text in ("bla " * 400, "\n".join(WORDS), "- item\n" * 100):
             rewards: list[float] = []
             for task in tasks:

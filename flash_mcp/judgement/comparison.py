@@ -165,11 +165,10 @@ def verdict(change: Change, overlap: Json | None, trained: Evaluation) -> Verdic
         if doubt := against_constant(trained):
             explanation += f". BUT {doubt}: read rollouts"
         return Verdict(outcome=change.outcome, explanation=explanation)
-    tasks = f"{overlap['shared']} of {overlap['eval_tasks']} eval tasks are train tasks too"
     return Verdict(
         outcome="contaminated",
-        explanation=f"CONTAMINATED: {tasks} ({overlap['evidence']}): this measures memory. "
-        f"not to be trusted: {change.explanation}",
+        explanation=f"CONTAMINATED: {health.contaminated(**overlap).evidence}. "
+        f"Not to be trusted: {change.explanation}",
     )
 
 

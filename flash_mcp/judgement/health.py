@@ -37,7 +37,6 @@ REFUSED = "refused/"
 """Begins the metrics that count the refusals of one kind."""
 TRUNCATED = 0.2
 """Share of tokens with a truncated weight from which a policy is too far from its samples."""
-EMPTY: Mapping[str, float] = {}
 SPIKES = {"kl": 0.5, "sampling_kl": 0.05, "is_ratio/clipped_share": 0.05}
 """Metrics that may jump, each with the value below which a jump does not count."""
 
@@ -108,7 +107,7 @@ def flags(history: Sequence[Metrics]) -> list[Flag]:
     return _found(Steps(history))
 
 
-def sample_flags(tries: Sequence[Try], summary: Mapping[str, float] = EMPTY) -> list[Flag]:
+def sample_flags(tries: Sequence[Try], summary: Mapping[str, float]) -> list[Flag]:
     """What a sample of groups, made before training, says against training on them; the gravest
     first. `summary` is that of its evaluation.
     """

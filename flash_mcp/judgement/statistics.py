@@ -118,17 +118,15 @@ def mcnemar(won: int, lost: int) -> float:
     return min(1.0, 2 * tail / 2**changed)
 
 
-def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Percentile bootstrap interval of a mean, decided by `seed`; of more than MOST_RESAMPLED
-    values the normal interval, which is alike and quick. ValueError for no values.
+def bootstrap_mean(values: Sequence[float]) -> Interval:
+    """Percentile bootstrap interval of a mean, always by the same draws; of more than
+    MOST_RESAMPLED values the normal interval, which is alike and quick.
     """
-    if not values:
-        raise ValueError("there is nothing to resample")
     count = len(values)
     if count > MOST_RESAMPLED:
         middle, half = fmean(values), Z95 * math.sqrt(variance(values) / count)
         return Interval(middle - half, middle + half)
-    rng = random.Random(seed)
+    rng = random.Random(0)
     means = [sum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES)]
     cuts = quantiles(means, n=40, method="inclusive")
     return Interval(cuts[0], cuts[-1])

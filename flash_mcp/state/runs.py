@@ -14,6 +14,8 @@ from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.database import Connection, marks
 from flash_mcp.state.owners import caller
 
+LOOKED_AT = 50
+"""Newest runs among which one like another is looked for."""
 RunKind = Literal["trainings", "evaluations", "samples"]
 RunOrder = Literal["newest", "success", "name", "longest"]
 KINDS: dict[str, str] = {
@@ -85,11 +87,11 @@ class RunTable(Connection):
         )
         return self.records(Run, sql, [*values, limit])
 
-    def trainings_on(self, environment: str, owner: str, limit: int) -> list[Run]:
-        """An owner's training runs on any version of the environment, the newest first."""
+    def trainings_on(self, environment: str, owner: str) -> list[Run]:
+        """An owner's newest training runs on any version of the environment, the newest first."""
         sql = """SELECT * FROM runs WHERE environment = ? AND owner = ? AND algorithm != 'eval'
                  AND serves IS NULL ORDER BY created DESC LIMIT ?"""
-        return self.records(Run, sql, [environment, owner, limit])
+        return self.records(Run, sql, [environment, owner, LOOKED_AT])
 
     def listed_runs(
         self,

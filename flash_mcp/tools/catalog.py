@@ -18,6 +18,7 @@ from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
 from flash_mcp.state import costs, datasets, queue, references
 from flash_mcp.state.disk import in_words, size_of
 from flash_mcp.state.owners import caller
+from flash_mcp.state.runs import LOOKED_AT
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch import devices as machine
@@ -41,8 +42,6 @@ Kind = Literal[
 ]
 RARER = ("ledger", "whoami", "health")
 """Kinds that are read only where they are named."""
-LOOKED_AT = 50
-"""Newest runs among which one with measured steps is looked for."""
 
 
 class Model(ResultModel):

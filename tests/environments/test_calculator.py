@@ -197,3 +197,10 @@ def test_configs_are_valid_runs_of_their_environment(example: str, config: str, 
     assert (spec.environment, spec.algorithm, spec.eval_after) == (example, algorithm, True)
     begins_from_sft = (example, config) == ("agent_calculator", "rl")
     assert spec.eval_before is not begins_from_sft
+
+
+@pytest.mark.slow
+def test_a_number_that_the_agents_tool_cannot_take_is_an_error_for_the_model() -> None:
+    pytest.importorskip("openai")
+    agent = load("agent_calculator", "agent")
+    assert agent.calculate('{"left": 1e999, "operator": "+", "right": 1}').startswith("error: cannot convert")

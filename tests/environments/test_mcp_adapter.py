@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from environments.adapters.mcp import McpError, McpServer, McpTimeout
+from environments.faults import EnvironmentFault
+from environments.process.host import EnvironmentHost
+from environments.tools import ToolsEnded
 from tests.places import CALCULATOR
 
 FOLDER = CALCULATOR.parent / "mcp_server"
@@ -59,16 +65,16 @@ def test_a_tool_that_does_not_answer_fails_in_time(tmp_path: Path, source: str) 
 
 
 def test_a_server_that_ends_is_named_with_its_exit_code(tmp_path: Path) -> None:
-    with pytest.raises(McpError, match="exit code 3"):
+    with pytest.raises(ToolsEnded, match="exit code 3"):
         server_of(tmp_path, "raise SystemExit(3)")
 
 
 def test_a_server_that_ends_is_quoted_with_the_end_of_its_standard_error(tmp_path: Path, source: str) -> None:
-    with pytest.raises(McpError, match=r"exit code 1: ModuleNotFoundError: No module named 'no_such'\n.*\nTraceback"):
+    with pytest.raises(ToolsEnded, match=r"exit code 1: ModuleNotFoundError: No module named 'no_such'\n.*\nTraceback"):
         server_of(tmp_path, "import no_such")
     filled = 'import sys\nsys.stderr.write("a line\\n" * 20_000)\n'
     server = server_of(tmp_path, filled + source.replace("return str(left * right)", "sys.exit('no more')"))
-    with pytest.raises(McpError, match=r": no more\n") as caught:
+    with pytest.raises(ToolsEnded, match=r": no more\n") as caught:
         server.call("multiply", {"left": 6, "right": 7})
     assert len(str(caught.value)) < 1000
     server.close()
@@ -89,3 +95,24 @@ def test_a_tool_whose_results_change_makes_no_task(tmp_path: Path, source: str, 
     server = server_of(tmp_path, changing)
     assert {row["tool"] for row in make_tasks.make_rows(server)} == {"convert_length", "count_letters"}
     server.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.slow
+async def test_a_rollout_fails_if_its_server_ends_and_not_if_a_call_cannot_be_computed(tmp_path: Path) -> None:
+    folder = tmp_path / "tools"
+    shutil.copytree(FOLDER, folder)
+    source = (folder / "server.py").read_text()
+    count = "return str(sum("
+    (folder / "server.py").write_text(source.replace(count, f'if text == "end": sys.exit("no more")\n    {count}'))
+
+    def calling(name: str, **arguments: Any) -> list[dict[str, Any]]:
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        return [{"id": "call00000", "type": "function", "function": function}]
+
+    async with await EnvironmentHost.start(folder, timeout_s=20) as host:
+        episode = (await host.open("train", 0)).episode
+        step = await host.step(episode, "", calling("convert_length", value=10**400, unit="km", to="m"))
+        assert "too large" in step.messages[0]["content"]
+        with pytest.raises(EnvironmentFault, match="no more"):
+            await host.step(episode, "", calling("count_letters", text="end"))

@@ -320,7 +320,7 @@ def test_a_sample_of_one_answer_to_all_tasks_has_collapsed():
 
 
 def of_sample(groups: list[list[Try]]) -> list[tuple[str, str]]:
-    found = health.sample_flags([each for group in groups for each in group])
+    found = health.sample_flags([each for group in groups for each in group], {})
     return [(flag.name, flag.severity) for flag in found]
 
 
@@ -341,7 +341,7 @@ def test_a_sample_of_solved_tasks_is_a_problem_before_training():
 def test_a_sample_that_fails_everywhere_has_only_that_to_say():
     failed = [group(f"failed-{number}", 0.0, 0.0, error="environment_error") for number in range(8)]
     assert of_sample(failed) == [("environment_errors", "problem")]
-    assert health.sample_flags([]) == []
+    assert health.sample_flags([], {}) == []
 
 
 @pytest.mark.parametrize(

@@ -407,12 +407,7 @@ async def _score(ended: Sequence[_Conversation], host: Host) -> None:
     facts = [talk.ended() for talk in ended]
     try:
         if len(facts) == 1:
-            (one,) = facts
-            latency_ms = one.latency_ms
-            total_tokens = one.total_tokens
-            scores = [
-                await host.score(one.episode, latency_ms=latency_ms, total_tokens=total_tokens)
-            ]
+            scores = [await host.score(**vars(facts[0]))]
         else:
             scores = await host.score_group(facts)
     except EnvironmentFault as fault:

@@ -27,6 +27,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Attent
 from transformers import masking_utils as masks
 from transformers.integrations import sdpa_attention as sdpa
 
+from worker.model_files import head_size
+
 once_differentiable: Any = function.once_differentiable
 BLOCK = 64
 """Sequences are padded to a multiple. On the CPU PyTorch compiles kernels for each new length and
@@ -64,8 +66,7 @@ def can_flash(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     config = config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         return False
-    existing: int | None = getattr(config, "head_dim", None)
-    size: int = existing or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     fits = size % 8 == 0 and size <= FLASH_HEAD
     return fits and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 

@@ -412,13 +412,13 @@ def pack_limit(
     return min(limit, masked)
 
 
-def longest_pack(causal_lm: Any, device: torch.device | None = None) -> float | None:
+def longest_pack(causal_lm: Any) -> float | None:
     """`longest` of `pack_limit`: where attention has no mask, memory alone bounds a pack."""
-    device = device or cast(torch.device, causal_lm.device)
     windows = windows_of(causal_lm.config)
     if windows is None or any(windows.values()):
         return None
-    return FLASH_TOKENS if can_flash(causal_lm.config, causal_lm.dtype, device) else None
+    flash = can_flash(causal_lm.config, causal_lm.dtype, causal_lm.device)
+    return FLASH_TOKENS if flash else None
 
 
 def layout_of(

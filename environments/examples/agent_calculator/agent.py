@@ -39,7 +39,7 @@ def calculate(arguments: str) -> str:
     try:
         given = json.loads(arguments)
         return str(OPERATORS[given["operator"]](int(given["left"]), int(given["right"])))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         return f"error: {error}"
 
 

@@ -43,7 +43,7 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         (function,) = [tool for tool in TOOLS if tool.__name__ == name]
         return {"content": [{"type": "text", "text": function(**arguments)}]}
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         return {"content": [{"type": "text", "text": str(error)}], "isError": True}
 
 

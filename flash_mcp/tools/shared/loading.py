@@ -17,6 +17,7 @@ from environments.checks.splits import Overlap
 from environments.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.judgement.curation import HeldOut, prompt_digest
+from flash_mcp.judgement.health import contaminated
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import how_to_install, missing_packages
 from flash_mcp.protocol.records import EnvironmentVersion
@@ -152,8 +153,8 @@ def contamination_note(shared: Overlap) -> str | None:
     """A warning for splits that share tasks; None if they share none."""
     if not shared.shared:
         return None
-    how_many = f"{shared.shared} of {shared.eval_tasks} eval tasks are train tasks too"
-    return f"CONTAMINATED: {how_many} ({shared}): an evaluation measures memory"
+    flag = contaminated(shared.shared, shared.eval_tasks, str(shared))
+    return f"CONTAMINATED: {flag.evidence}"
 
 
 def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:

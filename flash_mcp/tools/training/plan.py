@@ -38,8 +38,6 @@ from flash_mcp.tools.training.run_time import Work, expected_time, work_of
 
 MOST_DIFFERING = 2
 """Values in which a run differs from one that it is nearly the same as."""
-LOOKED_AT = 50
-"""Newest runs that a new one is compared with."""
 Like = tuple[Run, dict[str, list[Any]]]
 """A run, and {field: [its value there, its value here]} of the values that differ."""
 
@@ -206,7 +204,7 @@ def _likest(store: Store, spec: RunSpec, environment: EnvironmentVersion) -> Lik
     ours = {**spec.model_dump(), "environment": environment.reference}
     likest = None
     fewest = (MOST_DIFFERING + 1, False)
-    for run in store.trainings_on(environment.name, caller().owner, LOOKED_AT):
+    for run in store.trainings_on(environment.name, caller().owner):
         differing = resolve.differing_values([run.spec.model_dump(), ours])
         key = (len(differing), run.ended is not None)
         if key < fewest:

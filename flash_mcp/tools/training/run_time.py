@@ -14,6 +14,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import costs
+from flash_mcp.state.runs import LOOKED_AT
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.truncation import two_digits
 
@@ -21,8 +22,6 @@ TRAINING_SHARE = 1.0
 """Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
 for SmolLM2-135M on a CPU, and is not known elsewhere.
 """
-LOOKED_AT = 50
-"""Newest runs among which an earlier one of the model is looked for."""
 REGRESSION_ROLLOUTS = 200
 """A hundred tasks before and after."""
 REGRESSION_SHARE = 0.1
