@@ -83,8 +83,10 @@ def test_a_server_starts_one_without_being_asked(flash_home: Path, waiting_run: 
 
 
 @pytest.mark.slow
-def test_waiting_for_a_run_starts_one(flash_home: Path, waiting_run: Run) -> None:
-    command = [sys.executable, "-m", "flash_mcp.cli", "wait", waiting_run.id]
+@pytest.mark.parametrize("words", ["wait {}", "logs {} --follow", "gateway {} -- true"])
+def test_waiting_for_a_run_starts_one(flash_home: Path, waiting_run: Run, tmp_path: Path, words: str) -> None:
+    (tmp_path / "environment" / "environment.toml").write_text("gateway = true\n")
+    command = [sys.executable, "-m", "flash_mcp.cli", *words.format(waiting_run.id).split()]
     with subprocess.Popen(command, cwd=ROOT) as waiting:
         wait_for(lambda: is_supervised(flash_home))
         waiting.terminate()
