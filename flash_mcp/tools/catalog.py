@@ -24,9 +24,10 @@ from flash_mcp.supervisor.launch import devices as machine
 from flash_mcp.supervisor.launch.memory_need import memory_need
 from flash_mcp.supervisor.server import idle_minutes
 from flash_mcp.tools.shared.machine import HEALTH, Finding, findings_of
+from flash_mcp.tools.shared.numbers import two_digits
 from flash_mcp.tools.shared.placing import Place, places
 from flash_mcp.tools.shared.tool_base import Result, ResultModel
-from flash_mcp.tools.shared.truncation import two_digits, utc
+from flash_mcp.tools.shared.truncation import utc
 
 Kind = Literal[
     "models",
