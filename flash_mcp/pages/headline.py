@@ -9,7 +9,7 @@ from flash_mcp.tools.shared.run_view import HeldOut, RunView
 
 
 def headline(view: RunView) -> str:
-    """Such as "3 % → 100 % of 200 held-out tasks: improved"."""
+    """Such as "10 % → 100 % of 200 held-out tasks: improved"."""
     if view.held_out:
         return _held_out(view, view.held_out)
     subject = "Evaluation" if view.algorithm == "eval" else "Training"
