@@ -19,6 +19,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ensure import supervised
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PORTS = 1 << 16
 
 
 def _limit(name: str, default: int, what: str) -> Option:
@@ -103,6 +104,9 @@ def ui(arguments: Arguments) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
+    if not 0 <= port < PORTS:
+        fix = f"choose a --port below {PORTS}"
+        raise FlashError("invalid_argument", "there is no such port", port=port, fix=fix)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

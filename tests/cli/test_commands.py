@@ -315,6 +315,14 @@ def test_a_port_that_is_taken_is_refused(run: Run):
     assert "port_taken" in err
 
 
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_number_that_no_port_has_is_refused(run: Run, port: str):
+    for command in ("serve --http", "ui --no-browser"):
+        code, _, err = run(*command.split(), "--port", port)
+        assert code == 2
+        assert err == f"[invalid_argument port={port}] there is no such port. Fix: choose a --port below 65536\n"
+
+
 def test_the_doctor_examines_this_machine(run: Run):
     names = {finding.name for finding in examine()}
     assert {"python", "state directory", "disk", "memory", "gpu", "training packages", "sqlite"} <= names
