@@ -315,6 +315,13 @@ def test_a_port_that_is_taken_is_refused(run: Run):
     assert "port_taken" in err
 
 
+@pytest.mark.parametrize("words", ["backup /no-such-folder/b.tar", "token create ci --expires-days 0"])
+def test_a_refusal_says_what_to_do(run: Run, words: str):
+    code, _, err = run(*words.split())
+    assert code == 2
+    assert "Fix: " in err
+
+
 @pytest.mark.parametrize("port", ["-1", "65536"])
 def test_a_number_that_no_port_has_is_refused(run: Run, port: str):
     for command in ("serve --http", "ui --no-browser"):
