@@ -48,6 +48,8 @@ def remove(arguments: Arguments) -> None:
             answer(arguments, asdict(gone), f"would remove {_line(gone)}")
         if len(references) > 1 and not arguments.json:
             say(f"{len(sizes)} of {len(references)}, {in_words(sum(sizes))}")
+        if not references:
+            sys.stderr.write("no such run has ended\n")
         if arguments.dry_run or not sizes:
             return
         _ask(len(references))
