@@ -62,6 +62,7 @@ def test_a_browser_signs_in_with_a_token_and_keeps_a_session_in_a_cookie(team: T
         page = http.get("/ui")
         assert page.status_code == 200
         assert page.headers["cache-control"] == "no-store"
+        assert http.get("/ui/").headers["location"] == "/ui"
 
 
 @pytest.mark.hostile("pages")
