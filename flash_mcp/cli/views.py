@@ -20,7 +20,7 @@ from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import Checkpoints
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
-from flash_mcp.tools.shared.numbers import number, percent
+from flash_mcp.tools.shared.numbers import duration, number, percent
 from flash_mcp.tools.shared.scores import Scores
 from flash_mcp.tools.status import RunLine, Status
 
@@ -161,19 +161,7 @@ def _page_of(result: BaseModel) -> str | None:
     return "\n".join(page.lines)
 
 
-# -- times as people write them --------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    if minutes:
-        return f"{minutes} min {rest} s"
-    return f"{rest} s"
+# -- cells -----------------------------------------------------------------------------------------
 
 
 def _age(created: str) -> str:

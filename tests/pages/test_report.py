@@ -154,11 +154,14 @@ def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):
     assert "no success (wrong)" in text
 
 
-def test_large_rewards_have_no_exponent(tmp_path: Path):
+def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
     run, writer = started_run(tmp_path)
     writer.rollouts(1, [sample_rollout(1, 0, 12345.0)])
     read_in(open_store(), run.id)
-    assert "reward 12,345" in Tags(html(open_store(), run.id)).text
+    open_store().execute("UPDATE runs SET started = 1, ended = 11521 WHERE id = ?", [run.id])
+    text = Tags(html(open_store(), run.id)).text
+    assert "reward 12,345" in text
+    assert ", 3 h 12 min" in text
 
 
 def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):

@@ -30,3 +30,16 @@ def percent(share: float | None) -> str:
     while digits < MOST_DIGITS and float(f"{100 * share:.{digits}f}") in (0, 100):
         digits += 1
     return f"{100 * share:.{digits}f} %"
+
+
+def duration(seconds: float) -> str:
+    """Such as 5 s, 2 min 5 s and 3 h 12 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{rest} s"
