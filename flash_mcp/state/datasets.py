@@ -80,12 +80,12 @@ def register(
         return stage.commit()
 
 
-def find(reference: str, base: Path | None = None) -> Dataset:
+def find(reference: str) -> Dataset:
     """In NAME@DIGEST six characters of the digest do; NAME alone where there is one version.
 
     Raises FlashError(unknown_dataset | dataset_invalid).
     """
-    path = locate(reference, base)
+    path = locate(reference)
     if digest_of(path) != path.name:
         what = "its files were changed since it was made"
         fix = "curate it again; a run would not learn what its manifest says"

@@ -312,17 +312,15 @@ def _is_empty(row: Row) -> bool:
     return False
 
 
-def keep_conversations(
-    source: str, name: str | None = None, holdout: float = 0.0, base: Path | None = None
-) -> Dataset:
+def keep_conversations(source: str, name: str | None = None, holdout: float = 0.0) -> Dataset:
     """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
     train, held_out, counts = split_conversations(source, holdout)
     stem = Path(source).stem.rpartition(":")[2]
     name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_")[:64] or "rows"
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
-    version = datasets.register(name, train, held_out, manifest, base)
-    return datasets.find(f"{version.name}@{version.digest}", base)
+    version = datasets.register(name, train, held_out, manifest)
+    return datasets.find(f"{version.name}@{version.digest}")
 
 
 def _by_name(columns: Sequence[str]) -> dict[str, str]:
