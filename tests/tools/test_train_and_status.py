@@ -29,7 +29,8 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
-from flash_mcp.tools.shared.truncation import to_text, two_digits
+from flash_mcp.tools.shared.numbers import two_digits
+from flash_mcp.tools.shared.truncation import to_text
 from flash_mcp.tools.training import probe
 from flash_mcp.tools.training.run_time import RunTime
 from tests.calls import call, named_calls, refused
