@@ -26,7 +26,7 @@ from flash_mcp.supervisor.server import idle_minutes
 from flash_mcp.tools.shared.machine import HEALTH, Finding, findings_of
 from flash_mcp.tools.shared.numbers import two_digits
 from flash_mcp.tools.shared.placing import Place, places
-from flash_mcp.tools.shared.tool_base import Result, ResultModel
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, page_offset
 from flash_mcp.tools.shared.truncation import utc
 
 Kind = Literal[
@@ -244,8 +244,8 @@ def catalog(
     }
     requested = (contains or "").lower()
     start = 0
-    if kind and cursor and cursor.isdigit():
-        start = int(cursor)
+    if kind:
+        start = page_offset(cursor, "catalog")
     end = start + limit
     shown: dict[str, Any] = {}
     has_more = False

@@ -989,6 +989,7 @@ async def test_the_catalog_can_be_narrowed_and_paged():
     second = await call("catalog", kind="models", contains="-", limit=30, cursor=first["cursor"])
     assert first["models"] + second["models"] == everything
     assert json.loads(to_text(first))["has_more"] is True
+    assert "no cursor of catalog" in str(await refused("catalog", kind="models", cursor="newest"))
 
 
 async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
