@@ -348,6 +348,10 @@ def play(
     agent: bool = False,
 ) -> int:
     """Play the demo, write its figures and return the exit code."""
+    for path in filter(None, (curve_path, figures_path)):
+        if not path.absolute().parent.is_dir():  # it would be missed after minutes
+            fix = "make that folder, or name a file in another one"
+            raise FlashError("invalid_argument", "there is no such folder", file=path, fix=fix)
     console = Console(soft_wrap=True)
     started = time.monotonic()
     if agent:

@@ -236,7 +236,10 @@ def _reboot() -> Outcome:
     for unit in service_units():
         if f"Environment={quoted(f'FLASH_HOME={home()}')}" in unit.read_text().splitlines():
             return ok(f"{unit.name} continues runs after a reboot")
-    return ok("runs wait for the next command; `flash-mcp install service` continues them")
+    return ok(
+        "runs wait for a server or a command that follows one; `flash-mcp install service` "
+        "continues them"
+    )
 
 
 CHECKS: dict[str, Callable[[], Outcome]] = {

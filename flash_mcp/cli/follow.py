@@ -16,6 +16,7 @@ from flash_mcp.cli.output import visible
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ensure import ensure_supervised
+from flash_mcp.tools.shared.numbers import number, percent
 
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status
@@ -107,8 +108,6 @@ def progress_line(view: dict[str, Any], *, has_bars: bool = True) -> str:
     """State, step, trends and the time left, of a run as status reports it. `has_bars`: with all
     steps of a trend as bars.
     """
-    from flash_mcp.pages.headline import percent  # noqa: PLC0415
-
     steps = f"/{view['steps']}" if view.get("steps") else ""
     parts = [view["state"], f"step {view['step']}{steps}"]
     phase = view.get("phase") or ""
@@ -119,7 +118,7 @@ def progress_line(view: dict[str, Any], *, has_bars: bool = True) -> str:
             label = name.replace("held_out_", "held-out ")
             bars = f" {view[name]['spark']}" if has_bars else ""
             last: float = view[name]["last"]
-            parts.append(f"{label} {percent(last) if name == 'success' else f'{last:.3g}'}{bars}")
+            parts.append(f"{label} {percent(last) if name == 'success' else number(last)}{bars}")
     if held_out := view.get("held_out"):
         parts.append(f"held-out success {percent(held_out[-1]['success'])}")
     if "hours" in view:

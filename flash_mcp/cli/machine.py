@@ -166,12 +166,14 @@ COMMANDS: dict[str, Command | Group] = {
                 "what the agent calls the server (default flash); a service is NAME-mcp.service",
                 default="flash",
             ),
-            option("--ssh", "start the server of USER@HOST over ssh, or USER@HOST:COMMAND", "HOST"),
-            option("--url", "use a server that listens, with the token in FLASH_TOKEN", "URL"),
             flag("--print", "print the new file, and write nothing", dest="only_print"),
             flag("--dry-run", "as --print", dest="only_print"),
             flag("--remove", "stop and remove the service; what it started goes on"),
             JSON,
+        ),
+        (
+            option("--ssh", "start the server of USER@HOST over ssh, or USER@HOST:COMMAND", "HOST"),
+            option("--url", "use a server that listens, with the token in FLASH_TOKEN", "URL"),
         ),
     ),
     "backup": Command(

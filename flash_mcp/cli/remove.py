@@ -42,13 +42,8 @@ def remove(arguments: Arguments) -> None:
     asks = (is_filtered or sys.stdin.isatty()) and not arguments.yes
     if arguments.dry_run or asks:
         skips = references if is_filtered or asks else []
-        sizes: list[int] = []
-        for gone in _removed(store, references, skips, dry_run=True):
-            sizes.append(gone.freed_bytes)
-            answer(arguments, asdict(gone), f"would remove {_line(gone)}")
-        if len(references) > 1 and not arguments.json:
-            say(f"{len(sizes)} of {len(references)}, {in_words(sum(sizes))}")
-        if arguments.dry_run or not sizes:
+        count = _show(arguments, store, references, skips)
+        if arguments.dry_run or not count:
             return
         _ask(len(references))
     freed = 0
@@ -58,6 +53,19 @@ def remove(arguments: Arguments) -> None:
     shrunk = store.shrink()
     if is_filtered and not arguments.json:
         say(f"freed {in_words(freed)}; the database shrank by {in_words(shrunk)}")
+
+
+def _show(arguments: Arguments, store: Store, references: list[str], skips: list[str]) -> int:
+    """Say what would be removed; how many that is."""
+    sizes: list[int] = []
+    for gone in _removed(store, references, skips, dry_run=True):
+        sizes.append(gone.freed_bytes)
+        answer(arguments, asdict(gone), f"would remove {_line(gone)}")
+    if len(references) > 1 and not arguments.json:
+        say(f"{len(sizes)} of {len(references)}, {in_words(sum(sizes))}")
+    if not references:
+        sys.stderr.write("no such run has ended\n")
+    return len(sizes)
 
 
 def _removed(

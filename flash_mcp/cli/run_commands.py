@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from flash_mcp.protocol.records import Json, text_of
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.ensure import supervised
 from flash_mcp.tools.shared.truncation import shorten, utc
 
 QUESTION_CHARACTERS = 80
@@ -94,17 +96,18 @@ def logs(arguments: Arguments) -> None:
     With --follow also what comes, until the run has ended."""
     store = open_store()
     attempt, before = 0, ""
-    while True:
-        run = store.run(arguments.run_id)
-        folder = RunFolder(run.folder, retry_s=REMOTE_RETRY_S)
-        tail = folder.log_tail(run.attempt, LOG_BYTES)
-        news = _after(before if attempt == run.attempt else "", tail)
-        if news:
-            say(news.rstrip("\n"))
-        if run.ended or not arguments.follow:
-            return
-        attempt, before = run.attempt, tail
-        time.sleep(LOG_EVERY_S)
+    with supervised():
+        while True:
+            run = store.run(arguments.run_id)
+            folder = RunFolder(run.folder, retry_s=REMOTE_RETRY_S)
+            tail = folder.log_tail(run.attempt, LOG_BYTES)
+            news = _after(before if attempt == run.attempt else "", tail)
+            if news:
+                say(news.rstrip("\n"))
+            if run.ended or not arguments.follow:
+                return
+            attempt, before = run.attempt, tail
+            time.sleep(LOG_EVERY_S)
 
 
 def _after(before: str, tail: str) -> str:
@@ -146,7 +149,9 @@ def gateway(arguments: Arguments) -> int:
 
     run_id = arguments.run_id
     player = Player(run_id, arguments.program, arguments.at_once, arguments.url, arguments.token)
-    follow.run(player.play)
+    # The run of another machine has its supervisor there.
+    with nullcontext() if arguments.url else supervised():
+        follow.run(player.play)
     body = {"run_id": run_id, "state": player.state}
     body |= {"played": player.played, "dropped": player.dropped}
     words = f"{player.played} rollouts played, {player.dropped} dropped"

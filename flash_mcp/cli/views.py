@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flash_mcp.cli.output import render, say, to_json, visible
 from flash_mcp.cli.shell import in_shell
-from flash_mcp.pages.headline import headline, percent
+from flash_mcp.pages.headline import headline
 from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import Checkpoints
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
+from flash_mcp.tools.shared.numbers import duration, number, percent
 from flash_mcp.tools.shared.scores import Scores
 from flash_mcp.tools.status import RunLine, Status
 
@@ -160,31 +161,7 @@ def _page_of(result: BaseModel) -> str | None:
     return "\n".join(page.lines)
 
 
-# -- numbers as people write them ------------------------------------------------------------------
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return ""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    if minutes:
-        return f"{minutes} min {rest} s"
-    return f"{rest} s"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else percent(value)
+# -- cells -----------------------------------------------------------------------------------------
 
 
 def _age(created: str) -> str:
@@ -257,7 +234,7 @@ def _progress(view: RunView) -> str:
 def _numbers(page: Page, view: RunView) -> None:
     trends = [
         _trend("reward", view.reward, number),
-        _trend("success", view.success, _share),
+        _trend("success", view.success, percent),
         _trend("loss", view.loss, number),
         _trend("held-out loss", view.held_out_loss, number),
     ]
@@ -310,14 +287,14 @@ def _trend(name: str, trend: Trend | None, form: Any) -> list[Cell]:
 
 
 def _measured(point: HeldOut | Scores) -> list[Cell]:
-    low, high = point.low or 0.0, point.high or 0.0
+    low = percent(point.low or 0.0).removesuffix(" %")
     return [
-        (_share(point.success), "bold"),
-        f"{100 * low:.0f} to {100 * high:.0f} % of {point.n}",
+        (percent(point.success), "bold"),
+        f"{low} to {percent(point.high or 0.0)} of {point.n}",
         number(point.reward),
-        _share(point.constant),
-        _share(point.truncated),
-        str(point.errors or "") if isinstance(point, Scores) else _share(point.errors),
+        percent(point.constant),
+        percent(point.truncated),
+        str(point.errors or "") if isinstance(point, Scores) else percent(point.errors),
     ]
 
 
@@ -418,9 +395,9 @@ def _checkpoints(page: Page, result: Checkpoints) -> None:
         lines.append(
             [
                 str(row.step),
-                (_share(row.eval_success), "bold"),
+                (percent(row.eval_success), "bold"),
                 number(row.held_out_loss),
-                _share(row.success),
+                percent(row.success),
                 number(row.reward),
                 number(row.loss),
                 in_words(row.size_bytes),

@@ -8,6 +8,7 @@ from typing import Any
 
 from flash_mcp.judgement.statistics import Interval
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.numbers import number
 from flash_mcp.tools.shared.run_view import RunView
 
 POINTS = 200
@@ -186,7 +187,7 @@ def chart(title: str, lines: Sequence[Series]) -> Chart:
     return Chart(
         title,
         [_line(colour, series, x, y) for colour, series in enumerate(lines, 1)],
-        [(y(tick), f"{tick:.4g}") for tick in ticks],
+        [(y(tick), f"{tick:,.10g}") for tick in ticks],
         [(x(step), step, anchor) for step, anchor in _step_ticks(min(steps), max(steps))],
     )
 
@@ -204,7 +205,7 @@ def spark(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
 def _line(colour: int, series: Series, x: Axis, y: Axis) -> Line:
     first = series.points[0][1]
     last = series.points[-1][1]
-    summary = f"{series.name} from {first:.3g} to {last:.3g}"
+    summary = f"{series.name} from {number(first)} to {number(last)}"
     points = [(x(step), y(value)) for step, value in series.points]
     if not series.intervals:
         return Line(series.name, colour, summary, points, [])

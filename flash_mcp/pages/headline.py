@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flash_mcp.tools.shared.numbers import number, percent
 from flash_mcp.tools.shared.run_view import HeldOut, RunView
 
 
 def headline(view: RunView) -> str:
-    """Such as "3 % → 100 % of 200 held-out tasks: improved"."""
+    """Such as "10 % → 100 % of 200 held-out tasks: improved"."""
     if view.held_out:
         return _held_out(view, view.held_out)
     subject = "Evaluation" if view.algorithm == "eval" else "Training"
@@ -20,9 +21,10 @@ def headline(view: RunView) -> str:
         moved = f"{percent(view.success.first)} → {percent(view.success.last)}"
         return f"{moved} success in training"
     if view.held_out_loss:
-        return f"Held-out loss {view.held_out_loss.first:.3g} → {view.held_out_loss.last:.3g}"
+        first, last = view.held_out_loss.first, view.held_out_loss.last
+        return f"Held-out loss {number(first)} → {number(last)}"
     if view.loss:
-        return f"Training loss {view.loss.first:.3g} → {view.loss.last:.3g}"
+        return f"Training loss {number(view.loss.first)} → {number(view.loss.last)}"
     return f"{subject}: {view.state}"
 
 
@@ -35,10 +37,3 @@ def _held_out(view: RunView, points: Sequence[HeldOut]) -> str:
     if view.verdict:
         text += f": {view.verdict.outcome.replace('_', ' ')}"
     return text
-
-
-def percent(share: float) -> str:
-    """As people write it; a share that is not quite 0 or 1 is not written as one."""
-    if 0 < share < 0.01 or 0.99 < share < 1:
-        return f"{100 * share:.1f} %"
-    return f"{100 * share:.0f} %"

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from environments.untrusted_text import visible
 from flash_mcp.pages.charts import Axis
 from flash_mcp.pages.dialogue import dialogue
+from flash_mcp.tools.shared.numbers import duration, number
 from flash_mcp.tools.shared.truncation import shorten, utc
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -61,6 +62,8 @@ def _environment() -> Environment:
         as_dialogue=dialogue,
         as_json=partial(json.dumps, ensure_ascii=False, default=str),
         clock=_clock,
+        duration=duration,
+        number=number,
         policy=_policy,
         shorten=partial(shorten, limit=MESSAGE_CHARACTERS),
         utc=utc,

@@ -18,6 +18,7 @@ from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Rollout, Run
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.tools.rollouts import shared_opening
+from flash_mcp.tools.shared.numbers import percent
 from flash_mcp.tools.shared.run_view import RunView, report_on, view_of
 
 TRAIN_STEPS = 5
@@ -103,7 +104,7 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Step:
     total = store.rollout_count(run_id, split, step)
     solved = store.rollout_count(run_id, split, step, success=True)
     name = f"Step {step}" if split == "train" else f"Held out, step {step}"
-    summary = f"{name}: {total} rollouts, success {solved / total:.0%}"
+    summary = f"{name}: {total} rollouts, success {percent(solved / total)}"
     sample = store.rollouts(run_id, split, step, "random", limit=SAMPLE_ROLLOUTS)
     if counts := failure_counts(sample):
         failed = ", ".join(f"{mode} {count}" for mode, count in counts.items())

@@ -60,7 +60,7 @@ def routes() -> list[Route]:
     }
     results = [Route(f"{PATH}{path}", _served(page)) for path, page in pages.items()]
     return [
-        Route("/", _to_overview),
+        *(Route(path, _to_overview) for path in ("/", f"{PATH}/")),
         *results,
         *(Route(f"{PATH}/runs/{{run_id}}/{name}", act, methods=BOTH) for name in ACTIONS),
         Route(EVENTS, events),

@@ -85,7 +85,8 @@ def backup(base: Path, file: Path) -> Summary:
         part.replace(file)
     except FileNotFoundError as error:
         what = f"cannot write there: {error.strerror}"
-        raise FlashError("invalid_argument", what, file=file) from error
+        fix = "name a file in a folder that exists"
+        raise FlashError("invalid_argument", what, file=file, fix=fix) from error
     except OSError as error:
         raise disk_error(error, file) from error
     finally:

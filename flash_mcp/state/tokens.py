@@ -59,7 +59,8 @@ def create(
         raise FlashError("invalid_argument", f"a token cannot be for {owner!r:.100}", fix=fix)
     if expires_days is not None and not 0 < expires_days <= 36_500:
         what = "a token lives for more than 0 and at most 36500 days"
-        raise FlashError("invalid_argument", what, days=expires_days)
+        fix = "leave --expires-days out for a token that never expires"
+        raise FlashError("invalid_argument", what, days=expires_days, fix=fix)
     text, now = PREFIX + secrets.token_urlsafe(32), time.time()
     token = Token(
         id=f"tok-{secrets.token_hex(4)}",

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import LOCAL, acting_as
@@ -64,7 +65,8 @@ def _ensure_until(stop: threading.Event, every_s: float) -> None:
         except Exception as error:
             delay_s = min(2 * delay_s, MAX_DELAY_S)
             if repr(error) != trouble:
-                log.exception("no supervisor could be started")
+                is_foreseen = isinstance(error, FlashError)
+                log.error("no supervisor could be started: %s", error, exc_info=not is_foreseen)
             trouble = repr(error)
         else:
             delay_s = every_s

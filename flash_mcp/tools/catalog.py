@@ -25,9 +25,10 @@ from flash_mcp.supervisor.launch import devices as machine
 from flash_mcp.supervisor.launch.memory_need import memory_need
 from flash_mcp.supervisor.server import idle_minutes
 from flash_mcp.tools.shared.machine import HEALTH, Finding, findings_of
+from flash_mcp.tools.shared.numbers import two_digits
 from flash_mcp.tools.shared.placing import Place, places
-from flash_mcp.tools.shared.tool_base import Result, ResultModel
-from flash_mcp.tools.shared.truncation import two_digits, utc
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, page_offset
+from flash_mcp.tools.shared.truncation import utc
 
 Kind = Literal[
     "models",
@@ -242,8 +243,8 @@ def catalog(
     }
     requested = (contains or "").lower()
     start = 0
-    if kind and cursor and cursor.isdigit():
-        start = int(cursor)
+    if kind:
+        start = page_offset(cursor, "catalog")
     end = start + limit
     shown: dict[str, Any] = {}
     has_more = False

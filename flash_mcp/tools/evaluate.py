@@ -229,7 +229,7 @@ def environment_of(environment: str | None, subject: Subject) -> str:
         return environment
     if subject.run is None:
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
-        what = "a base model says nothing of the environment to use"
+        what = "environment: missing, and a base model has none of its own"
         raise FlashError("invalid_argument", what, fix=fix)
     return subject.run.environment_reference
 

@@ -336,6 +336,24 @@ def test_a_port_that_is_taken_is_refused(run: Run):
     assert "port_taken" in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["backup /no-such-folder/b.tar", "token create ci --expires-days 0", "demo --curve /no-such-folder/curve.png"],
+)
+def test_a_refusal_says_what_to_do(run: Run, words: str):
+    code, _, err = run(*words.split())
+    assert code == 2
+    assert "Fix: " in err
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_number_that_no_port_has_is_refused(run: Run, port: str):
+    for command in ("serve --http", "ui --no-browser"):
+        code, _, err = run(*command.split(), "--port", port)
+        assert code == 2
+        assert err == f"[invalid_argument port={port}] there is no such port. Fix: choose a --port below 65536\n"
+
+
 def test_the_doctor_examines_this_machine(run: Run):
     names = {finding.name for finding in examine()}
     assert {"python", "state directory", "disk", "memory", "gpu", "training packages", "sqlite"} <= names

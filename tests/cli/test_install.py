@@ -330,6 +330,13 @@ def test_a_service_needs_systemd(
     assert not unit(own_home).exists()
 
 
+def test_a_server_is_reached_in_one_way(own_home: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main.main(["install", "claude", "--ssh", "box", "--url", "https://box/mcp"])
+    assert "--url: not allowed with argument --ssh" in capsys.readouterr().err
+    assert not (own_home / ".claude.json").exists()
+
+
 def test_only_a_service_can_be_removed(own_home: Path, capsys: pytest.CaptureFixture[str]):
     assert main.main(["install", "claude", "--remove"]) == 2
     assert "only a service" in capsys.readouterr().err

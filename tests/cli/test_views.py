@@ -96,7 +96,10 @@ def test_a_run_that_waits_is_followed_by_one_command(tmp_path: Path, capsys: pyt
 
 
 def test_numbers_are_as_people_write_them():
-    assert [views.number(value) for value in (0.83684, 12345.6, 500.0, None)] == ["0.837", "12,346", "500", ""]
+    numbers = [views.number(value) for value in (0.83684, 12345.6, 999.6, 500.0, None)]
+    assert numbers == ["0.837", "12,346", "1,000", "500", ""]
+    shares = [views.percent(share) for share in (0.5, 1.0, 0.0, 0.996, 1999 / 2000, 1 / 40_000)]
+    assert shares == ["50 %", "100 %", "0 %", "99.6 %", "99.95 %", "0.003 %"]
     times = [views.duration(seconds) for seconds in (4.6, 125, 3 * 3600 + 720, 50 * 3600)]
     assert times == ["5 s", "2 min 5 s", "3 h 12 min", "2 d 2 h"]
     assert [in_words(count) for count in (86, 437_600, 3_700_000, 2.5e9)] == ["86 B", "438 kB", "3.7 MB", "2.5 GB"]

@@ -119,7 +119,7 @@ def test_the_page_has_the_figures_of_status(tmp_path: Path):
         "group_size",
         "recipe",
         "Step 20: 8 rollouts",
-        "Held out, step 20: 100 rollouts, success 90%; failures: wrong 10",
+        "Held out, step 20: 100 rollouts, success 90 %; failures: wrong 10",
         "The answer is 84.",
         *(view.metrics or {}),
     ):
@@ -150,8 +150,18 @@ def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):
     writer.evaluation(0, {"n": 1000, "success": 0.25, "reward_mean": 0.25, "error_share": 0.0}, rollouts)
     read_in(open_store(), run.id)
     text = Tags(html(open_store(), run.id)).text
-    assert "Held out, step 0: 1000 rollouts, success 25%; failures of 256 drawn at random: wrong 1" in text
+    assert "Held out, step 0: 1000 rollouts, success 25 %; failures of 256 drawn at random: wrong 1" in text
     assert "no success (wrong)" in text
+
+
+def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    writer.rollouts(1, [sample_rollout(1, 0, 12345.0)])
+    read_in(open_store(), run.id)
+    open_store().execute("UPDATE runs SET started = 1, ended = 11521 WHERE id = ?", [run.id])
+    text = Tags(html(open_store(), run.id)).text
+    assert "reward 12,345" in text
+    assert ", 3 h 12 min" in text
 
 
 def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):

@@ -62,6 +62,7 @@ def test_a_browser_signs_in_with_a_token_and_keeps_a_session_in_a_cookie(team: T
         page = http.get("/ui")
         assert page.status_code == 200
         assert page.headers["cache-control"] == "no-store"
+        assert http.get("/ui/").headers["location"] == "/ui"
 
 
 @pytest.mark.hostile("pages")
@@ -225,7 +226,8 @@ def test_events_come_when_something_about_the_run_changes(team: Team, tmp_path: 
 
 def test_a_chat_with_nothing_says_what_there_is(team: Team) -> None:
     with signed_in(team, team.token("alice", "read")) as http:
-        assert "<textarea" in http.get("/ui/chat/dep-none").text
+        page = http.get("/ui/chat/dep-none").text
+        assert "<textarea" in page and "There is no such deployment." in page
         answer = http.post("/ui/chat/dep-none", data={"message": "Hello"})
         assert answer.status_code == 404 and "unknown_deployment" in answer.text
 

@@ -305,6 +305,11 @@ def test_what_was_shown_to_stay_does_not_end_the_removal(
     assert [run.id for run in store.runs()] == [served.id]
 
 
+def test_a_removal_that_concerns_no_run_says_so(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["remove", "--failed"]) == 0
+    assert capsys.readouterr().err == "no such run has ended\n"
+
+
 @pytest.mark.parametrize("words", [[], ["--older-than", "soon"]])
 def test_remove_without_anything_to_remove_is_refused(
     store: Store, capsys: pytest.CaptureFixture[str], words: list[str]

@@ -68,7 +68,8 @@ def test_it_goes_on_after_trouble_and_tells_it_once(
     monkeypatch.setattr(ensure, "ensure_supervisor", fail)
     with ensure.supervised(every_s=0.01):
         wait_for(lambda: len(tried) >= 3)
-    assert caplog.text.count("no supervisor could be started") == 1
+    assert caplog.text.count("no supervisor could be started: [internal] the supervisor did not start") == 1
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.slow
@@ -83,8 +84,10 @@ def test_a_server_starts_one_without_being_asked(flash_home: Path, waiting_run: 
 
 
 @pytest.mark.slow
-def test_waiting_for_a_run_starts_one(flash_home: Path, waiting_run: Run) -> None:
-    command = [sys.executable, "-m", "flash_mcp.cli", "wait", waiting_run.id]
+@pytest.mark.parametrize("words", ["wait {}", "logs {} --follow", "gateway {} -- true"])
+def test_waiting_for_a_run_starts_one(flash_home: Path, waiting_run: Run, tmp_path: Path, words: str) -> None:
+    (tmp_path / "environment" / "environment.toml").write_text("gateway = true\n")
+    command = [sys.executable, "-m", "flash_mcp.cli", *words.format(waiting_run.id).split()]
     with subprocess.Popen(command, cwd=ROOT) as waiting:
         wait_for(lambda: is_supervised(flash_home))
         waiting.terminate()

@@ -29,7 +29,8 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
-from flash_mcp.tools.shared.truncation import to_text, two_digits
+from flash_mcp.tools.shared.numbers import two_digits
+from flash_mcp.tools.shared.truncation import to_text
 from flash_mcp.tools.training import probe
 from flash_mcp.tools.training.run_time import RunTime
 from tests.calls import call, named_calls, refused
@@ -988,6 +989,7 @@ async def test_the_catalog_can_be_narrowed_and_paged():
     second = await call("catalog", kind="models", contains="-", limit=30, cursor=first["cursor"])
     assert first["models"] + second["models"] == everything
     assert json.loads(to_text(first))["has_more"] is True
+    assert "no cursor of catalog" in str(await refused("catalog", kind="models", cursor="newest"))
 
 
 async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):

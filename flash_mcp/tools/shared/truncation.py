@@ -29,11 +29,6 @@ def utc(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(moment))
 
 
-def two_digits(value: float) -> str:
-    """Without an exponent: 140, 1.4, 0.014."""
-    return f"{float(f'{value:.2g}'):g}"
-
-
 def shorten(text: str, limit: int) -> str:
     """`text` within `limit` characters: its start and end, and how much was cut between them."""
     if len(text) <= limit:

@@ -25,8 +25,8 @@ from flash_mcp.state.tournaments import Tournament
 from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
+from flash_mcp.tools.shared.numbers import two_digits
 from flash_mcp.tools.shared.tool_base import longest_wait_s, report
-from flash_mcp.tools.shared.truncation import two_digits
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import costs
 from flash_mcp.state.runs import LOOKED_AT
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.truncation import two_digits
+from flash_mcp.tools.shared.numbers import two_digits
 
 TRAINING_SHARE = 1.0
 """Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
