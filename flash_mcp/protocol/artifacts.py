@@ -26,6 +26,7 @@ from uuid import uuid4
 
 from environments.locks import make_once, part_of, remove_parts, try_lock
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.node_code import unpack
 from flash_mcp.protocol.run_files import Json, StoredJob
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.storage import connect, sha256_of
@@ -157,7 +158,7 @@ class Artifacts:
             raise FlashError("artifact_damaged", what, storage=self.url, fix=fix)
         folder = scratch / "folder"
         with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
+            unpack(tar, folder)
         archive.unlink()
         return folder
 

@@ -113,7 +113,24 @@ def _unpack(order: Order, folder: Path) -> None:
     if hashlib.sha256(body).hexdigest() != order["digest"]:
         raise ValueError(f"{order['archive']} does not match its checksum")
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        archive.extractall(folder, filter="data")
+        unpack(archive, folder)
+
+
+def unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Write the files of an archive of ours below `folder`. tarfile.TarError if it holds something
+    else, or a path that leads elsewhere. Python has its own filters only since 3.11.4.
+    """
+    root = folder.resolve()
+    for member in archive:
+        path = (root / member.name).resolve()
+        source = archive.extractfile(member) if member.isreg() else None
+        if source is None or root not in path.parents:
+            raise tarfile.ExtractError(f"{member.name!r:.200} is no file of this archive")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with source, path.open("xb") as target:
+            shutil.copyfileobj(source, target)
+        path.chmod(member.mode & 0o755 | 0o600)
+        os.utime(path, (member.mtime, member.mtime))
 
 
 def _install(folder: Path, extra: str) -> None:

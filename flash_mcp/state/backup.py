@@ -24,6 +24,7 @@ from typing import IO
 from environments import settings
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.node_code import unpack
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import targets
 from flash_mcp.state.locks import backing_up
@@ -167,7 +168,7 @@ def _extract(file: Path, into: Path) -> float:
     """Unpack a backup. Returns when it was saved, as of time.time()."""
     try:
         with tarfile.open(file) as archive:
-            archive.extractall(into, filter="data")
+            unpack(archive, into)
         saved = float(json.loads((into / LABEL).read_text())["time"])
         (into / LABEL).unlink()
         if not (into / "flash.db").exists():

@@ -351,7 +351,7 @@ def test_a_number_that_no_port_has_is_refused(run: Run, port: str):
     for command in ("serve --http", "ui --no-browser"):
         code, _, err = run(*command.split(), "--port", port)
         assert code == 2
-        assert err == f"[invalid_argument port={port}] there is no such port. Fix: choose a --port below 65536\n"
+        assert err == f"[invalid_argument port={port}] there is no such port. Fix: choose a port from 1 to 65535\n"
 
 
 def test_the_doctor_examines_this_machine(run: Run):

@@ -153,3 +153,17 @@ def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path
             backup.restore(elsewhere, archive)
         assert caught.value.code in ("upload_invalid", "state_corrupt")
         assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../planted", "/tmp/planted", "runs/../../planted", "link"])
+def test_an_archive_that_leads_out_of_the_state_directory_is_no_backup(tmp_path: Path, name: str) -> None:
+    archive, elsewhere = tmp_path / "state.tar", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with tarfile.open(archive, "w") as made:
+        member = tarfile.TarInfo(name)
+        if name == "link":
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+        made.addfile(member)
+    with pytest.raises(FlashError, match=rf"upload_invalid.*'{name}' is no file of this archive"):
+        backup.restore(elsewhere, archive)
+    assert list(elsewhere.iterdir()) == [] and not (tmp_path / "planted").exists()
