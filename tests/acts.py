@@ -184,7 +184,8 @@ FILES = {
         "if HIDDEN not in open('/proc/self/mountinfo').read(): raise OSError(errno.ENOENT, 'no such mount')"
     ),
     "the names in the machine's root": (
-        "if not {'boot', 'home', 'run', 'var'} & {*os.listdir('/')}: raise OSError(errno.ENOENT, 'none is there')"
+        # Others lead to folders that it may use: a checkout below /home, a temporary folder below /var.
+        "if not {'boot', 'media', 'srv'} & {*os.listdir('/')}: raise OSError(errno.ENOENT, 'none is there')"
     ),
     "a file in the root": "os.close(os.open('/', os.O_TMPFILE | os.O_RDWR))",
     "a folder in place of the machine's root": "os.mkdir('/.machine/etc')",

@@ -24,9 +24,9 @@ def push(name: str, files: pushes.Files) -> Version:
 
 
 def project(folder: Path, **files: str) -> Path:
-    """A folder with an environment.py and these files; `__` in a name stands for a folder's slash."""
+    """A folder with an environment.py and these files."""
     for name, text in {"environment.py": SOURCE, **files}.items():
-        path = folder / name.replace("__", "/")
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
