@@ -133,12 +133,12 @@ class InProcess:
     async def refuse_call(self, number: int, call: int, code: str, what: str) -> None:
         self.episodes[number][0].refuse_call(call, code, what)
 
-    async def score(self, number: int, *, latency_ms: int, total_tokens: int) -> Score:
-        episode, example = self.episodes[number]
+    async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
+        agent, example = self.episodes[episode]
         try:
-            result = await episode.score_episode(example, None)
+            result = await agent.score_episode(example, None)
         finally:
-            await self.close(number)
+            await self.close(episode)
         return Score(result.score, True, {}, result.reason, None)
 
     async def score_group(self, ended: Any) -> list[Score]:
