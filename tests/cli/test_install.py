@@ -49,7 +49,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CLAUDE = """#!{python}
+CLAUDE = """#!/bin/sh
+exec '{python}' - "$@" <<'END'
 import json, pathlib, sys
 pathlib.Path({calls!r}).write_text(json.dumps(sys.argv[1:]))
 if {works}:
@@ -58,6 +59,7 @@ if {works}:
     found["mcpServers"] = {{sys.argv[-2]: json.loads(sys.argv[-1])}}
     path.write_text(json.dumps(found))
 sys.exit(not {works})
+END
 """
 
 
@@ -371,7 +373,7 @@ def test_an_agent_starts_the_server_of_another_machine_over_ssh(own_home: Path, 
     there = Path(sys.executable).with_name("flash-mcp")
     install("cursor", ssh=f"user@box:{there}")
     server = json.loads((own_home / ".cursor/mcp.json").read_text())["mcpServers"]["flash"]
-    assert server["command"] == "ssh" and server["args"][-2:] == ["user@box", f"{there} serve"]
+    assert server["command"] == "ssh" and server["args"][-2:] == ["user@box", f"{shlex.quote(str(there))} serve"]
     program = own_home / "bin" / "ssh"
     program.parent.mkdir()
     program.write_text(SSH)

@@ -116,7 +116,7 @@ def test_a_card_is_free_once_an_attempt_is_ended_though_a_child_of_its_shell_tak
     is_large = tmp_path / "is large"
     large = f"memory = b'x' * 2**29; pathlib.Path({str(is_large)!r}).touch(); signal.pause()"
     program = folder.parent / "bin" / "rm"  # what the shell calls before it becomes the worker
-    program.write_text(f"#!{sys.executable}\nimport pathlib, signal\n{large}\n")
+    program.write_text(f"#!/bin/sh\nexec '{sys.executable}' - <<'END'\nimport pathlib, signal\n{large}\nEND\n")
     program.chmod(0o755)
     launcher = LocalLauncher(tmp_path / "here" / "records", gpus=["0"])
     handle = launcher.submit(local(tmp_path / "here").launch())
