@@ -58,7 +58,8 @@ class Node:
                           "PYTHONPATH": sysconfig.get_path("purelib")}  # fmt: skip
 
     def start(self, *module: str, **variables: str) -> subprocess.Popen[str]:
-        settings = TargetSettings(engine="slurm", storage=self.storage, setup="uv", python=sys.executable)
+        python = str(Path(sys.executable).resolve())
+        settings = TargetSettings(engine="slurm", storage=self.storage, setup="uv", python=python)
         code = Order(archive=self.archive, digest=self.digest, log=str(self.log))
         command = on_node(settings, module, code)
         if "://" in self.storage:  # uv would fetch fsspec for it, which this interpreter has
