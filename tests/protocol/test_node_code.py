@@ -32,7 +32,7 @@ from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.targets import on_node
 from tests.places import ROOT
 from tests.protocol.test_run_folder import BUCKET, ObjectStore
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +91,11 @@ def node(tmp_path: Path, flash_home: Path) -> Node:
     return Node(tmp_path, flash_home)
 
 
+def is_locked(path: Path) -> bool:
+    with path.open("a") as lock:
+        return not locks.try_lock(lock)
+
+
 def test_attempts_at_once_share_one_installation_of_the_servers_version(node: Node) -> None:
     longest = node.start("http.server", "0")
     processes = [node.start("inspect", "--details", "worker.node") for _ in range(2)]
@@ -98,9 +103,9 @@ def test_attempts_at_once_share_one_installation_of_the_servers_version(node: No
         said, _ = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, said
         assert f"Origin: {node.caches}/code/{node.digest[:16]}-cpu/venv/lib/" in said
+    # Until it holds the lock, an attempt of another version could remove what it runs.
+    wait_for(lambda: is_locked(node.caches / "code" / f"{node.digest[:16]}-cpu.lock"))
     assert longest.poll() is None
-    with (node.caches / "code" / f"{node.digest[:16]}-cpu.lock").open("a") as lock:
-        assert not locks.try_lock(lock), "an attempt of another version could remove it"
     (unchanged := next(node.caches.glob("code/*/venv")) / "unchanged").touch()
     assert node.run("inspect", "flash_mcp")[0] == 0
     assert unchanged.exists()
