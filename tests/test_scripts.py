@@ -115,7 +115,7 @@ def ci(
     run = folder / ".ci" / "run"
     shutil.copy(ROOT / ".ci" / "run", run)
     run.write_text(run.read_text().replace("38 * 60", f"{minutes} * 60"))
-    tests = f'exec {sys.executable} -m pytest -c /dev/null --rootdir=. "$@"'
+    tests = f'exec "{sys.executable}" -m pytest -c /dev/null --rootdir=. "$@"'
     tests = f'if [ "${{1-}}" = --long ]; then echo LONG; else {tests}; fi'
     commands = {"install": "", "lint": lint, "test": tests, "test-engines": engines}
     for name, command in commands.items():

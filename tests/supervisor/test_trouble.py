@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
 def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec {sys.executable} -P -m "$@"'
+    script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec "{sys.executable}" -P -m "$@"'
     monkeypatch.setattr("flash_mcp.supervisor.process.PYTHON", ("/bin/sh", "-c", script, "sh"))
     monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 5.0)
     monkeypatch.setattr("flash_mcp.supervisor.process.STARTS", 8)
