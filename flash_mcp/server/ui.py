@@ -142,9 +142,10 @@ def _run(request: Request) -> str:
 
 def _transcripts(request: Request) -> str:
     query = request.query_params
-    order = _chosen(query.get("order", "worst"), get_args(RolloutOrder), None)
+    wish = query.get("order", "worst")
+    order = _chosen(wish, get_args(RolloutOrder), None)
     if order is None:
-        raise FlashError("invalid_argument", "there is no such order", fix="use order=worst")
+        raise FlashError("invalid_argument", "there is no such order", order=wish, fix="use worst")
     choice = live.Choice(
         split="eval" if query.get("split") == "eval" else "train",
         step=_number(query.get("step", "")),
