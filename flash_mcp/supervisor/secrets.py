@@ -53,6 +53,8 @@ class Vault:
         self._values: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
+        self._trouble = ""
+        """Why there is none, as the log has it."""
         self._key = secrets.token_urlsafe(32)
         self._used_keys = [store_keys()]
         """Keys of stores that this process has or had."""
@@ -74,7 +76,9 @@ class Vault:
             (self.base / NAME).chmod(0o600)
             listener.listen()
         except OSError as error:  # a full disk: runs without secrets go on
-            log.warning("no secrets can be taken: %s", error)
+            if str(error) != self._trouble:
+                log.warning("no secrets can be taken: %s", error)
+            self._trouble = str(error)
             listener.close()
             return
         self._listener = listener
