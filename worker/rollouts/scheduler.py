@@ -22,7 +22,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
 from environments.agents.calls import AgentCall, CallOptions, Usage
@@ -407,7 +407,7 @@ async def _score(ended: Sequence[_Conversation], host: Host) -> None:
     facts = [talk.ended() for talk in ended]
     try:
         if len(facts) == 1:
-            scores = [await host.score(**vars(facts[0]))]
+            scores = [await host.score(**asdict(facts[0]))]
         else:
             scores = await host.score_group(facts)
     except EnvironmentFault as fault:
