@@ -147,7 +147,7 @@ def error_message(body: str) -> str:
     return body[:500]
 
 
-def check_port_of(store: Store, run_id: str, port: int) -> None:
+def check_serving_port(store: Store, run_id: str, port: int) -> None:
     """FlashError(unknown_run | invalid_argument | port_taken) unless `port` can serve the run."""
     model = served_model(store, store.run(run_id))
     for row in store.deployments(LIVE_DEPLOYMENT):

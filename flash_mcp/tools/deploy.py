@@ -24,7 +24,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor.ensure import ensure_supervised
 from flash_mcp.supervisor.launch.memory_need import cards_for
-from flash_mcp.supervisor.server import Server, check_port_of, error_message, server_of
+from flash_mcp.supervisor.server import Server, check_serving_port, error_message, server_of
 from flash_mcp.supervisor.server import idle_minutes as idle_limit
 from flash_mcp.tools import snippets
 from flash_mcp.tools.shared.loading import check_machine
@@ -153,7 +153,7 @@ async def deploy(
     if is_here:
         check_machine(ELSEWHERE.format(run_id=run_id))
     if is_here and port is not None:
-        await run_sync(check_port_of, store, run_id, port)
+        await run_sync(check_serving_port, store, run_id, port)
     gpus = 1 if target is None or is_here else await run_sync(_cards, store, run_id, target)
     row = await run_sync(
         lambda: serving.request(

@@ -42,7 +42,7 @@ from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import WORKER, Supervisor
 from flash_mcp.supervisor.process import is_supervised
-from flash_mcp.supervisor.server import ADMIN_KEY, Server, check_port_of, idle_minutes, server_of
+from flash_mcp.supervisor.server import ADMIN_KEY, Server, check_serving_port, idle_minutes, server_of
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from flash_mcp.tools.rollouts import rollouts
@@ -413,7 +413,7 @@ def test_another_port_for_a_model_that_is_served_is_refused(
     row = request(store, run_id, step=1)
     until(deployments, lambda: server_of(store.base, store.deployment(row.id)))  # it has not answered yet
     with pytest.raises(FlashError, match="is served on port"):
-        check_port_of(store, run_id, 1)
+        check_serving_port(store, run_id, 1)
 
 
 def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
