@@ -96,7 +96,7 @@ def logs(arguments: Arguments) -> None:
     With --follow also what comes, until the run has ended."""
     store = open_store()
     attempt, before = 0, ""
-    with supervised():
+    with supervised() if arguments.follow else nullcontext():
         while True:
             run = store.run(arguments.run_id)
             folder = RunFolder(run.folder, retry_s=REMOTE_RETRY_S)
