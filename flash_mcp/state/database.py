@@ -235,8 +235,8 @@ class Connection:
     def update(
         self, table: str, row_id: str, values: Mapping[str, Any], states: Sequence[str] = ()
     ) -> bool:
-        """Set columns of the row, if the caller sees it and its state is one of `states`, where
-        given; whether it was.
+        """Set columns of a row that the caller sees; with `states` only if it is in one of them.
+        Whether it was set.
         """
         only = f"AND state IN ({marks(states)})" if states else ""
         assignments = ", ".join(f"{name} = ?" for name in values)

@@ -13,7 +13,7 @@ from flash_mcp.protocol.errors import FlashError
 
 BACKUP = "backup.lock"
 DELETE_S = 0.2
-"""Another process deletes for so long."""
+"""Seconds to wait for another process that deletes."""
 
 
 def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
@@ -45,7 +45,7 @@ def backing_up(base: Path) -> Generator[None]:
 
 @contextmanager
 def deleting(base: Path) -> Generator[bool]:
-    """Whether what the database names may be deleted: no backup is being made, and none begins
+    """Whether files that the database names may be deleted: no backup is under way. None begins
     within.
     """
     with (base / BACKUP).open("a") as file:

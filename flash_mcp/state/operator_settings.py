@@ -1,4 +1,4 @@
-"""settings.toml for who has to obey it."""
+"""settings.toml, with an error that says who can correct it."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def find(store: Store, digest: str) -> Token | None:
 
 
 def local_token(base: Path) -> str:
-    """The text of LOCAL_TOKEN; made if there is none. FlashError(invalid_argument) if it cannot be
-    read.
+    """The text of LOCAL_TOKEN, a new one if there is none. FlashError(invalid_argument) if it
+    cannot be read.
     """
     path = base / LOCAL_TOKEN
     try:

@@ -167,7 +167,7 @@ def supervise(
 
 
 def _made(base: Path, make: Callable[[Path], Supervisor], ticker: Ticker) -> Supervisor:
-    """The supervisor, as soon as the machine lets it be made."""
+    """The supervisor, as soon as the machine has room for it."""
     while True:
         ticker()
         try:

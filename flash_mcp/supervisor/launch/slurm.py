@@ -1,6 +1,6 @@
 """Attempts as jobs of Slurm, through sbatch, squeue and scancel: on this machine, or over ssh.
 
-An attempt's job is found again by its name, its comment and its account for as long as Slurm lists
+An attempt's job is recognised by its name, its comment and its account for as long as Slurm lists
 it: 300 s after its end by default. Jobs get nothing of this process's environment."""
 
 from __future__ import annotations
