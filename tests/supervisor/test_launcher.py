@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -701,7 +702,7 @@ def test_ssh_has_a_folder_for_its_sockets_though_the_one_before_was_removed(
     launcher = SlurmLauncher(ssh="lab")
     first, again = (Path(launcher._run(["true"]).strip()) for _ in range(2))
     assert first == again and first.is_dir()
-    first.rmdir()
+    shutil.rmtree(first)  # it may hold the sockets of other tests
     second = Path(launcher._run(["true"]).strip())
     assert second != first and second.is_dir() and second.stat().st_mode & 0o777 == 0o700
 
