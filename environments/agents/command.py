@@ -120,7 +120,9 @@ def model_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
     """The environment variables in which a program finds the model."""
     results = {"MODEL": model}
     for firm in ("OPENAI", "ANTHROPIC"):
-        results[f"{firm}_BASE_URL"] = base_url
+        # LlamaIndex, CAMEL and others have names of their own for what the firms' packages read.
+        for variable in ("BASE_URL", "API_BASE", "API_BASE_URL"):
+            results[f"{firm}_{variable}"] = base_url
         results[f"{firm}_API_KEY"] = api_key
         results[f"{firm}_MODEL"] = model
     return results

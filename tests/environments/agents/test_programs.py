@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from environments.agents import programs as programs_module
+from environments.agents.command import model_variables
 from environments.process.host import EnvironmentHost
 from environments.sandbox.landlock import knows_ports
 from tests.folders import environment_folder
@@ -273,6 +274,12 @@ def test_a_program_learns_nothing_of_another_rollouts(attack: dict[str, Any], ac
 @pytest.mark.parametrize("act", REQUESTS)
 def test_a_key_opens_no_other_session(attack: dict[str, Any], act: str) -> None:
     assert attack[act] == (401 if "key" in act and "response" not in act else 404)
+
+
+def test_the_model_is_where_the_packages_of_frameworks_look_for_it() -> None:
+    variables = model_variables("http://localhost:1/v1", "a key", "policy")
+    names = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_BASE_URL", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE")
+    assert {variables[name] for name in names} == {"http://localhost:1/v1"}
 
 
 def test_a_command_may_hold_a_text_that_is_too_long_for_a_path() -> None:
