@@ -112,6 +112,8 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
     ("words", "code", "named"),
     [
         (["train", "--step", "3"], 2, "did you mean '--steps'?"),
+        (["doctor", "--jsn"], 2, "there is no --jsn; did you mean '--json'?"),
+        (["doctor", "--frob"], 2, "there is no --frob. Fix: see flash-mcp doctor --help"),
         (["train", "--environment", "echo", "--steps", "0"], 2, "steps"),
         (["train", "--environment", "echo", "--set", "stepz=3"], 2, "did you mean 'steps'?"),
         (["train", "--environment", "echo", "--set", "steps"], 2, "no '='"),
