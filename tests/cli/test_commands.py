@@ -145,6 +145,7 @@ def test_errors_go_to_stderr_with_an_exit_code(run: Run, words: list[str], code:
         (["token"], "required: ACTION. Fix: see flash-mcp token --help"),
         (["serve", "--port", "many"], "invalid int value: 'many'"),
         (["install", "emacs"], "invalid choice: 'emacs'"),
+        (["target", "add", "lab", "--env", "A=\udcff"], r"'A=\udcff' is not UTF-8. Fix: write it in UTF-8"),
     ],
 )
 def test_wrong_usage_is_one_line_with_a_code(words: list[str], named: str, capsys: pytest.CaptureFixture[str]):
