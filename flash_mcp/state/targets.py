@@ -11,6 +11,7 @@ import hmac
 import json
 import re
 import secrets
+import shlex
 import tomllib
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -113,6 +114,12 @@ class TargetSettings(BaseModel):
             return storage.removeprefix("file://").rstrip("/")
         return storage.rstrip("/")
 
+    @field_validator("python")
+    @classmethod
+    def _is_command(cls, python: str) -> str:
+        shlex.split(python)  # ValueError if a quotation does not end
+        return python
+
     @field_validator("env")
     @classmethod
     def _are_names(cls, env: dict[str, str]) -> dict[str, str]:
@@ -122,8 +129,11 @@ class TargetSettings(BaseModel):
 
     @model_validator(mode="after")
     def _suits_its_engine(self) -> Self:
-        if self.setup == "uv" and " " in self.python:
-            raise ValueError("with setup = uv, python is an interpreter or a version, no command")
+        if self.setup == "uv" and len(shlex.split(self.python)) > 1:
+            raise ValueError(
+                "with setup = uv, python is an interpreter or a version, no command: quote a path "
+                "that has spaces"
+            )
         if (self.engine in ("ray", "sky")) != bool(self.address):
             raise ValueError("the engines ray and sky need an address, and no other has one")
         if (self.owners or self.users) and self.engine != "slurm":
