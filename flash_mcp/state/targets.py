@@ -79,7 +79,7 @@ class TargetSettings(BaseModel):
     env_file: str | None = None
     """A shell file on the nodes that sets others, such as the keys of the store."""
     ssh: str = ""
-    """Host that has the engine's commands; by default this machine."""
+    """Host that has the engine's commands; by default the server's machine."""
     nodes: list[IPv4Network] = []
     """Networks such as 10.1.0.0/16: model servers of nodes are reached nowhere else. By default
     only where the engine says that the node is."""
@@ -92,7 +92,7 @@ class TargetSettings(BaseModel):
     address: str = ""
     """URL of Ray's dashboard, such as http://head:8265, or of SkyPilot's API server."""
     token_file: str | None = None
-    """File on this machine with the token of Ray's cluster, or of SkyPilot's API server."""
+    """File on the server's machine with the token of Ray's cluster, or of SkyPilot's API server."""
     resources: dict[str, bool | int | float | str] = {}
     """What an attempt takes of Ray's cluster: CPU, GPU, or the cluster's own; default one CPU. With
     SkyPilot the resources of a task: infra, use_spot, accelerators and others."""
