@@ -24,7 +24,7 @@ from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import RunState
 from flash_mcp.server.sessions import keep_in_cookie
 from flash_mcp.server.shared_pages import SharedPages
-from flash_mcp.server.uploads import STATUS
+from flash_mcp.server.uploads import status_and_headers
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.queue import Label, label
 from flash_mcp.state.runs import RunKind, RunOrder
@@ -92,11 +92,8 @@ def _served(page: Page) -> Callable[[Request], Any]:
 
 def _refusal(request: Request, error: Exception) -> Response:
     problem = as_flash_error(request.url.path, error)
-    status = 404 if problem.code.startswith("unknown_") else STATUS.get(problem.code, 400)
-    headers = dict(HEADERS)
-    if "retry_after_s" in problem.values:
-        headers["retry-after"] = str(problem.values["retry_after_s"])
-    return HTMLResponse(live.problem(problem), status, headers=headers)
+    status, headers = status_and_headers(problem)
+    return HTMLResponse(live.problem(problem), status, headers=HEADERS | headers)
 
 
 async def refused(request: Request, error: FlashError, start: SignIn) -> Response:

@@ -410,6 +410,7 @@ def test_a_gateway_names_what_is_wrong_in_a_damaged_environment_toml(team: Team,
     (tmp_path / "environment.toml").write_text("gateway = 3")
     with team.http(team.token("alice")) as http:
         answer = http.post(f"/gateway/{run.id}/tasks")
+        assert http.post("/gateway/run-none/tasks").status_code == 404
     error = answer.json()["error"]
     assert (answer.status_code, error["data"]["code"]) == (400, "environment_invalid")
     assert "environment.toml: gateway must be true or false, got 3" in error["message"]
