@@ -267,21 +267,25 @@ ACTIONS: dict[str, Callable[[str, Form], Awaitable[str]]] = {
 async def talk(request: Request) -> Response:
     """A form, and what the deployment answers to it."""
     deployment = request.path_params["deployment"]
-    if request.method == "GET":
-        return HTMLResponse(await run_sync(live.talk, open_store(), deployment), headers=HEADERS)
-    form = await _form(request)
-    message = form.get("message", "")
     try:
-        result = await chat(deployment, message, raw="raw" in form, side_by_side="both" in form)
+        page = functools.partial(live.talk, open_store(), deployment)
+        if request.method == "POST":
+            page = await _answered(deployment, await _form(request))
+        text = await run_sync(page)
     except Exception as error:
         return _refusal(request, error)
+    return HTMLResponse(text, headers=HEADERS)
+
+
+async def _answered(deployment: str, form: Form) -> Callable[[], str]:
+    """What makes the page with the deployment's answer to a form."""
+    message = form.get("message", "")
+    result = await chat(deployment, message, raw="raw" in form, side_by_side="both" in form)
     answers = {deployment: result.adapter.text}
     if result.base:
         answers["base model"] = result.base.text
     options = {"opening": result.opening, "raw": "raw" in form}
-    page = functools.partial(live.talk, open_store(), deployment, message, answers, **options)
-    text = await run_sync(page)
-    return HTMLResponse(text, headers=HEADERS)
+    return functools.partial(live.talk, open_store(), deployment, message, answers, **options)
 
 
 async def _form(request: Request) -> Form:
