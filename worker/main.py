@@ -30,6 +30,7 @@ from environments.settings import machine_directory
 from flash_mcp.protocol import credentials
 from flash_mcp.protocol.artifacts import Artifacts, placed, trim
 from flash_mcp.protocol.errors import FlashError, disk_error, first_of
+from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.paths import ANY_SCRATCH, scratch_prefix
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
@@ -271,9 +272,7 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         if isinstance(full, FlashError):
             return full
     if isinstance(error, ModuleNotFoundError):
-        what = f"the training packages are not installed: {error}"
-        fix = "install flash-mcp with the extra cpu or gpu"
-        return FlashError("engine_missing", what, fix=fix)
+        return engine_missing(str(error))
     if is_memory_error(error):
         state: Json = memory_state(error)
         return FlashError(

@@ -19,7 +19,7 @@ import psutil
 from environments.sandbox.confinement import describe
 from environments.sandbox.needs import WARDEN, Bounds
 from environments.settings import FILE, load_settings
-from flash_mcp.cli.doctor_gpu import c_compiler, torchvision, training_packages
+from flash_mcp.cli.doctor_gpu import c_compiler, cause_of, torchvision, training_packages
 from flash_mcp.cli.service import quoted, service_units
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
@@ -33,7 +33,6 @@ from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.tools.shared import machine
 from flash_mcp.tools.shared.machine import SHOWN, Finding, Outcome, findings_of, ok
-from flash_mcp.tools.shared.truncation import shorten
 
 MOST_READ_BYTES = 1 << 30
 """A larger database takes long to read."""
@@ -204,8 +203,7 @@ def _sandbox() -> Outcome:
         command = (*WARDEN, str(os.getpid()), bounds.dump(), shutil.which("true") or "true")
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     if done.returncode:
-        detail = shorten(done.stderr.strip(), 500)
-        return "problem", detail, "report this error; no environment will load"
+        return "problem", cause_of(done), "report this error; no environment will load"
     missing: dict[str, str] = json.loads(done.stdout)
     lacking = [name for name, why in missing.items() if why]
     if not lacking:

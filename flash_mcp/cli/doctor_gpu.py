@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from flash_mcp.protocol import packages
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.tools.shared.machine import Outcome, ok
+from flash_mcp.tools.shared.truncation import shorten
 
 LOAD = """
 import torch
@@ -23,6 +25,8 @@ except ModuleNotFoundError:
 """
 """The first use of the card, and of vLLM's kernels, whose name depends on the version."""
 LOAD_S = 120.0
+ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
+"""How the line of a traceback begins that names the error."""
 
 
 def c_compiler() -> Outcome:
@@ -66,8 +70,16 @@ def _trouble_on_gpu() -> str:
         return f"PyTorch did not reach the GPU within {LOAD_S:.0f} s"
     if done.returncode == 0:
         return ""
-    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return f"PyTorch and vLLM cannot use the GPU: {said[-1]:.200}"
+    return f"PyTorch and vLLM cannot use the GPU: {cause_of(done)}"
+
+
+def cause_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a command failed: the last error that it raised, without the lines of advice that CUDA
+    adds, or the last line that it wrote.
+    """
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    errors = [line for line in lines if ERROR.match(line)]
+    return shorten((errors or lines)[-1], 300)
 
 
 def torchvision() -> Outcome:

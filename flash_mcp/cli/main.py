@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        _check_utf8(words)
         parser = parser_for(words)
         arguments, rest = parser.parse_known_args(words)
     except FlashError as error:
@@ -50,6 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         return _report(as_flash_error(" ".join(words[:1]), error), words)
+
+
+def _check_utf8(words: Sequence[str]) -> None:
+    """FlashError(invalid_argument) for a word that no file and no database of ours can store."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            what = f"{word!r} is not UTF-8"
+            raise FlashError("invalid_argument", what, fix="write it in UTF-8") from error
 
 
 def parser_for(arguments: Sequence[str]) -> Parser:

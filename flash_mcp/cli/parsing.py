@@ -130,7 +130,9 @@ def check_known(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     command: str = arguments.command
     option = rest[0].partition("=")[0]
     if option.startswith("-"):
-        what = f"there is no {option}{did_you_mean(option, arguments.options, count=1)}"
+        # The dashes that all options share are likeness too.
+        near = did_you_mean(option, arguments.options, count=1, likeness=0.55)
+        what = f"there is no {option}{near}"
         raise FlashError("unknown_argument", what, fix=f"see flash-mcp {command} --help")
     takes = ", ".join(f"one {name.upper()}" for name in arguments.words) or "options only"
     named = "".join(f"; the {name} is --{name}" for name in arguments.named)

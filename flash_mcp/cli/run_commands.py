@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,9 +106,12 @@ def logs(arguments: Arguments) -> None:
             if news:
                 say(news.rstrip("\n"))
             if run.ended or not arguments.follow:
-                return
+                break
             attempt, before = run.attempt, tail
             time.sleep(LOG_EVERY_S)
+    if not tail:
+        why = f"see why with `flash-mcp status {run.id}`"
+        sys.stderr.write(f"{run.id}, which is {run.state}, has no log: {why}\n")
 
 
 def _after(before: str, tail: str) -> str:

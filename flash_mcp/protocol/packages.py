@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+from flash_mcp.protocol.errors import FlashError
 
 WORKER_PACKAGES = ("torch", "vllm", "trl", "peft")
 LIBRARY = "libnuma.so.1"
@@ -19,10 +22,15 @@ def missing_packages() -> list[str]:
     return missing
 
 
-def how_to_install(missing: list[str]) -> str:
-    if missing == [LIBRARY]:
+def how_to_install(missing: Sequence[str] = ()) -> str:
+    if LIBRARY in missing:
         return "install it (on Debian and Ubuntu `apt-get install libnuma1`)"
     return "install flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu]"
+
+
+def engine_missing(why: str) -> FlashError:
+    what = f"the training packages are not installed: {why}"
+    return FlashError("engine_missing", what, fix=how_to_install())
 
 
 def installed(package: str) -> str | None:

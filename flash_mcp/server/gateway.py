@@ -124,13 +124,18 @@ def _run_of(run_id: str) -> tuple[Run | None, GatewayFile | None]:
 
 def worker_of(store: Store, run_id: str) -> tuple[Run, GatewayFile | None]:
     """The run, and where its worker gives out tasks, if it does so now. FlashError(unknown_run),
-    FlashError(invalid_argument) if the run never does.
+    FlashError(invalid_argument) if the run never does, FlashError(environment_invalid).
     """
     run = store.run(run_id)
     where = None
     if run.state in ACTIVE:
         folder = Path(references.environment(store, run.environment_reference).path)
-        if run.target != LOCAL_TARGET or not Needs.from_folder(folder).gateway:
+        try:
+            is_outside = Needs.from_folder(folder).gateway
+        except ValueError as error:
+            fix = "push the environment again, and start another run"
+            raise FlashError("environment_invalid", str(error), run_id=run_id, fix=fix) from error
+        if run.target != LOCAL_TARGET or not is_outside:
             what = "this run plays its rollouts itself"
             fix = "for a run that agents outside play, put gateway = true into environment.toml"
             raise FlashError("invalid_argument", what, run_id=run_id, fix=fix)

@@ -24,7 +24,7 @@ from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import RunState
 from flash_mcp.server.sessions import keep_in_cookie
 from flash_mcp.server.shared_pages import SharedPages
-from flash_mcp.server.uploads import STATUS
+from flash_mcp.server.uploads import status_and_headers
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.queue import Label, label
 from flash_mcp.state.runs import RunKind, RunOrder
@@ -92,11 +92,8 @@ def _served(page: Page) -> Callable[[Request], Any]:
 
 def _refusal(request: Request, error: Exception) -> Response:
     problem = as_flash_error(request.url.path, error)
-    status = 404 if problem.code.startswith("unknown_") else STATUS.get(problem.code, 400)
-    headers = dict(HEADERS)
-    if "retry_after_s" in problem.values:
-        headers["retry-after"] = str(problem.values["retry_after_s"])
-    return HTMLResponse(live.problem(problem), status, headers=headers)
+    status, headers = status_and_headers(problem)
+    return HTMLResponse(live.problem(problem), status, headers=HEADERS | headers)
 
 
 async def refused(request: Request, error: FlashError, start: SignIn) -> Response:
@@ -270,21 +267,25 @@ ACTIONS: dict[str, Callable[[str, Form], Awaitable[str]]] = {
 async def talk(request: Request) -> Response:
     """A form, and what the deployment answers to it."""
     deployment = request.path_params["deployment"]
-    if request.method == "GET":
-        return HTMLResponse(await run_sync(live.talk, open_store(), deployment), headers=HEADERS)
-    form = await _form(request)
-    message = form.get("message", "")
     try:
-        result = await chat(deployment, message, raw="raw" in form, side_by_side="both" in form)
+        page = functools.partial(live.talk, open_store(), deployment)
+        if request.method == "POST":
+            page = await _answered(deployment, await _form(request))
+        text = await run_sync(page)
     except Exception as error:
         return _refusal(request, error)
+    return HTMLResponse(text, headers=HEADERS)
+
+
+async def _answered(deployment: str, form: Form) -> Callable[[], str]:
+    """What makes the page with the deployment's answer to a form."""
+    message = form.get("message", "")
+    result = await chat(deployment, message, raw="raw" in form, side_by_side="both" in form)
     answers = {deployment: result.adapter.text}
     if result.base:
         answers["base model"] = result.base.text
     options = {"opening": result.opening, "raw": "raw" in form}
-    page = functools.partial(live.talk, open_store(), deployment, message, answers, **options)
-    text = await run_sync(page)
-    return HTMLResponse(text, headers=HEADERS)
+    return functools.partial(live.talk, open_store(), deployment, message, answers, **options)
 
 
 async def _form(request: Request) -> Form:

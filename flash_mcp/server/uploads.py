@@ -141,19 +141,26 @@ STATUS = {
     "state_busy": 503,
     "internal": 500,
 }
-"""HTTP status of an error code; 400 for all others."""
+"""HTTP status of an error code; 404 for those of unknown things, 400 for all others."""
 
 
-def refusal_response(error: FlashError) -> Response:
-    """The error as an HTTP response, with a JSON-RPC error that MCP clients show."""
+def status_and_headers(error: FlashError) -> tuple[int, dict[str, str]]:
+    """Those of an HTTP response that says the error."""
+    otherwise = 404 if error.code.startswith("unknown_") else 400
     headers: dict[str, str] = {}
     if error.code == "unauthenticated":
         headers["www-authenticate"] = 'Bearer error="invalid_token"'
     if "retry_after_s" in error.values:
         headers["retry-after"] = str(error.values["retry_after_s"])
+    return STATUS.get(error.code, otherwise), headers
+
+
+def refusal_response(error: FlashError) -> Response:
+    """The error as an HTTP response, with a JSON-RPC error that MCP clients show."""
+    status, headers = status_and_headers(error)
     details = {"code": -32000, "message": str(error), "data": error.to_dict()}
     body = {"jsonrpc": "2.0", "id": None, "error": details}
-    return JSONResponse(body, STATUS.get(error.code, 400), headers)
+    return JSONResponse(body, status, headers)
 
 
 class Uploads:

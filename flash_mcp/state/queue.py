@@ -337,17 +337,12 @@ def record_beat(
     work."""
     now = time.time()
     until = min(now, beat.get("time", now))
-    if worked_s is not None:
-        worked = "?"
-        counted = [worked_s]
-    else:
-        worked = "max(0, ? - coalesce(beat, ?))"
-        counted = [until, until]
-    assignments = f"""used_s = used_s + {worked},
+    assignments = """used_s = used_s + coalesce(?, max(0, ? - coalesce(beat, ?))),
         step = coalesce(nullif(?, 0), step), steps = coalesce(?, steps),
         phase = ?, beat = ?,
         progress = CASE WHEN ? THEN ? ELSE progress END"""
-    values = [*counted, beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
+    values = [worked_s, until, until, beat["step"], beat.get("steps"), beat["phase"], now]
+    values += [progressed, now]
     return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
 
 

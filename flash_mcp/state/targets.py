@@ -11,6 +11,7 @@ import hmac
 import json
 import re
 import secrets
+import shlex
 import tomllib
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -78,7 +79,7 @@ class TargetSettings(BaseModel):
     env_file: str | None = None
     """A shell file on the nodes that sets others, such as the keys of the store."""
     ssh: str = ""
-    """Host that has the engine's commands; by default this machine."""
+    """Host that has the engine's commands; by default the server's machine."""
     nodes: list[IPv4Network] = []
     """Networks such as 10.1.0.0/16: model servers of nodes are reached nowhere else. By default
     only where the engine says that the node is."""
@@ -91,7 +92,7 @@ class TargetSettings(BaseModel):
     address: str = ""
     """URL of Ray's dashboard, such as http://head:8265, or of SkyPilot's API server."""
     token_file: str | None = None
-    """File on this machine with the token of Ray's cluster, or of SkyPilot's API server."""
+    """File on the server's machine with the token of Ray's cluster, or of SkyPilot's API server."""
     resources: dict[str, bool | int | float | str] = {}
     """What an attempt takes of Ray's cluster: CPU, GPU, or the cluster's own; default one CPU. With
     SkyPilot the resources of a task: infra, use_spot, accelerators and others."""
@@ -113,6 +114,12 @@ class TargetSettings(BaseModel):
             return storage.removeprefix("file://").rstrip("/")
         return storage.rstrip("/")
 
+    @field_validator("python")
+    @classmethod
+    def _is_command(cls, python: str) -> str:
+        shlex.split(python)  # ValueError if a quotation does not end
+        return python
+
     @field_validator("env")
     @classmethod
     def _are_names(cls, env: dict[str, str]) -> dict[str, str]:
@@ -122,8 +129,11 @@ class TargetSettings(BaseModel):
 
     @model_validator(mode="after")
     def _suits_its_engine(self) -> Self:
-        if self.setup == "uv" and " " in self.python:
-            raise ValueError("with setup = uv, python is an interpreter or a version, no command")
+        if self.setup == "uv" and len(shlex.split(self.python)) > 1:
+            raise ValueError(
+                "with setup = uv, python is an interpreter or a version, no command: quote a path "
+                "that has spaces"
+            )
         if (self.engine in ("ray", "sky")) != bool(self.address):
             raise ValueError("the engines ray and sky need an address, and no other has one")
         if (self.owners or self.users) and self.engine != "slurm":

@@ -187,8 +187,9 @@ def on_node(settings: TargetSettings, module: Sequence[str], code: Order | None)
 
 def _with_code(settings: TargetSettings, code: Order, module: Sequence[str]) -> list[str]:
     program = ["-P", "-c", node_code.program(), json.dumps(code), *module]
-    python = settings.python or f"{sys.version_info.major}.{sys.version_info.minor}"
-    uv = ["uv", "run", "--no-project", "--no-config", "--quiet", "--python", python]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = shlex.split(settings.python) or [version]
+    uv = ["uv", "run", "--no-project", "--no-config", "--quiet", "--python", *python]
     if "://" in settings.storage:
         uv += ["--with", "fsspec", "--with", "s3fs"]
     return [*uv, "python", *program]

@@ -112,6 +112,8 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
     ("words", "code", "named"),
     [
         (["train", "--step", "3"], 2, "did you mean '--steps'?"),
+        (["doctor", "--jsn"], 2, "there is no --jsn; did you mean '--json'?"),
+        (["doctor", "--frob"], 2, "there is no --frob. Fix: see flash-mcp doctor --help"),
         (["train", "--environment", "echo", "--steps", "0"], 2, "steps"),
         (["train", "--environment", "echo", "--set", "stepz=3"], 2, "did you mean 'steps'?"),
         (["train", "--environment", "echo", "--set", "steps"], 2, "no '='"),
@@ -143,6 +145,7 @@ def test_errors_go_to_stderr_with_an_exit_code(run: Run, words: list[str], code:
         (["token"], "required: ACTION. Fix: see flash-mcp token --help"),
         (["serve", "--port", "many"], "invalid int value: 'many'"),
         (["install", "emacs"], "invalid choice: 'emacs'"),
+        (["target", "add", "lab", "--env", "A=\udcff"], r"'A=\udcff' is not UTF-8. Fix: write it in UTF-8"),
     ],
 )
 def test_wrong_usage_is_one_line_with_a_code(words: list[str], named: str, capsys: pytest.CaptureFixture[str]):

@@ -85,6 +85,7 @@ def test_pytorch_for_the_cpu_beside_vllm_for_cuda_is_a_problem(gpu_packages: dic
         ("pass", ""),
         ("raise OSError('libcudart.so.13: cannot open')", "libcudart.so.13: cannot open"),
         ("import os; os.abort()", "exit code -6"),
+        ("raise RuntimeError('CUDA error: no kernel image\\nCompile with X')", "RuntimeError: CUDA error: no kernel"),
     ],
 )
 def test_packages_that_cannot_use_the_card_are_found_by_using_it(

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from flash_mcp.cli import doctor
 from tests.places import ROOT
 from tests.waiting import WAIT_S
 
@@ -24,3 +25,10 @@ def test_doctor_says_in_one_line_what_a_container_without_namespaces_leaves_out(
     assert "no namespaces can be had, as in most containers" in line and "Landlock and seccomp" in line
     assert "process_tree, proc, attributes" in line and "Errno" not in line
     assert "WARNING" in line
+
+
+def test_doctor_says_why_the_sandbox_fails_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; sys.stderr.write('a warning\\n' * 99); raise OSError('the cause')"
+    monkeypatch.setattr(doctor, "WARDEN", (sys.executable, "-c", program))
+    level, detail, _ = doctor._sandbox()
+    assert (level, detail) == ("problem", "OSError: the cause")

@@ -79,6 +79,13 @@ def test_logs_print_what_comes_after_what_was_printed_until_the_run_has_ended(
     assert capsys.readouterr().out == "".join(printed)
 
 
+def test_a_run_without_a_log_says_so_and_where_its_reason_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = queued_run(tmp_path)
+    assert main.main(["logs", run.id]) == 0
+    says = f"{run.id}, which is queued, has no log: see why with `flash-mcp status {run.id}`\n"
+    assert capsys.readouterr() == ("", says)
+
+
 def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
     with supervised():
         run, store = finished_run(tmp_path), open_store()

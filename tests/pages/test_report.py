@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Generator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +19,9 @@ from flash_mcp.pages.report import html
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.numbers import number
 from flash_mcp.tools.shared.run_view import report_on
+from tests.places import ROOT
 from tests.samples import evaluate, finished_run, learn, read_in, sample_rollout, save_adapter, started_run, supervised
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -162,6 +165,18 @@ def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
     text = Tags(html(open_store(), run.id)).text
     assert "reward 12,345" in text
     assert ", 3 h 12 min" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_the_large_chart_writes_values_as_the_tables_do() -> None:
+    values = (12345, -12345.6, 100.4, 99.5, 12.345, 0.5, 0.00123456, 0)
+    page = "const addEventListener = () => {}, matchMedia = () => ({ addEventListener });"
+    page += "const document = { getElementById: () => null };"
+    chart = (ROOT / "flash_mcp" / "pages" / "templates" / "chart.js").read_text()
+    program = f"{page}{chart}console.log(JSON.stringify({list(values)}.map(numberText)))"
+    printed = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == [number(value, 4) for value in values]
 
 
 def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):

@@ -50,6 +50,9 @@ class Node:
         programs = tmp_path / "bin"
         programs.mkdir()
         (programs / "uv").symlink_to(UV)
+        interpreter = Path(sys.executable).resolve()
+        (tmp_path / "my python").symlink_to(interpreter.parent)
+        self.python = f"'{tmp_path}/my python/{interpreter.name}'"
         flash_home.mkdir(exist_ok=True)
         artifacts = Artifacts(self.storage, retry_s=5)
         self.digest = artifacts.put(code_folder(flash_home), "run-1")
@@ -58,8 +61,7 @@ class Node:
                           "PYTHONPATH": sysconfig.get_path("purelib")}  # fmt: skip
 
     def start(self, *module: str, **variables: str) -> subprocess.Popen[str]:
-        python = str(Path(sys.executable).resolve())
-        settings = TargetSettings(engine="slurm", storage=self.storage, setup="uv", python=python)
+        settings = TargetSettings(engine="slurm", storage=self.storage, setup="uv", python=self.python)
         code = Order(archive=self.archive, digest=self.digest, log=str(self.log))
         command = on_node(settings, module, code)
         if "://" in self.storage:  # uv would fetch fsspec for it, which this interpreter has

@@ -404,6 +404,18 @@ async def test_a_read_only_token_queues_no_evaluation(team: Team):
     assert code_of(text) == "not_permitted" and open_store().runs() == []
 
 
+def test_a_gateway_names_what_is_wrong_in_a_damaged_environment_toml(team: Team, tmp_path: Path):
+    with acting_as(Caller("alice")):
+        run = queued_run(tmp_path)
+    (tmp_path / "environment.toml").write_text("gateway = 3")
+    with team.http(team.token("alice")) as http:
+        answer = http.post(f"/gateway/{run.id}/tasks")
+        assert http.post("/gateway/run-none/tasks").status_code == 404
+    error = answer.json()["error"]
+    assert (answer.status_code, error["data"]["code"]) == (400, "environment_invalid")
+    assert "environment.toml: gateway must be true or false, got 3" in error["message"]
+
+
 @pytest.mark.hostile("requests")
 @pytest.mark.parametrize("path", ["/mcp", "/metrics", "/environments/e", "/nowhere"])
 def test_nothing_but_health_answers_without_a_valid_token(team: Team, path: str):

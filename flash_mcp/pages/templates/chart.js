@@ -1,4 +1,10 @@
 "use strict";
+// A number as the tables of the page write it.
+const numberText = value => {
+  if (value === null || value === undefined) return "-";
+  if (Math.abs(value) >= 100) return Math.round(value).toLocaleString("en-US");
+  return Number(value.toPrecision(4)).toString();
+};
 // One large chart with values under the pointer. Dragging zooms, a double click shows all again.
 const drawChart = (() => {
   const choice = { title: null, smooth: 0, log: false };
@@ -44,7 +50,7 @@ const drawChart = (() => {
     const lines = chart.lines.map((line, index) => ({
       label: line.name, spanGaps: true, width: 2, stroke: colour(`--c${index % 6 + 1}`),
       points: { show: chart.steps.length < 40 },
-      value: (_, value) => value === null || value === undefined ? "-" : Number(value.toPrecision(4)).toString(),
+      value: (_, value) => numberText(value),
     }));
     const values = chart.lines.map(line => smoothed(line.values, choice.smooth)
       .map(value => choice.log && value !== null && value <= 0 ? null : value));

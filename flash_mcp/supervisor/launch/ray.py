@@ -58,13 +58,23 @@ class RayLauncher(ApiLauncher):
                 "head with another --dashboard-agent-listen-port"
             )
             raise FlashError("target_unreachable", what, fix=fix)
-        if answer.is_error and "already exists" not in answer.text:
+        if answer.is_error and "already exists" in answer.text:
+            return self._existing(launch.key)
+        if answer.is_error:
             said = answer.text.strip().splitlines()[-1:]
             fix = "correct the target's resources in targets.toml"
             raise FlashError("target_refused", f"Ray refused: {' '.join(said)[-500:]}", fix=fix)
-        if answer.is_success:
-            self.json_of(answer)
+        self.json_of(answer)
         return Handle(launch.key, launch.key)
+
+    def _existing(self, key: str) -> Handle:
+        """The job that Ray has by that key, if this state directory submitted it."""
+        job = self._list().get(key)
+        if job and not self._is_ours(job):
+            what = f"Ray has a job {key} already, which another state directory submitted"
+            fix = f"cancel the run, or `ray job delete {key}` if no copy of this directory needs it"
+            raise FlashError("target_refused", what, fix=fix)
+        return Handle(key, key)
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         try:
@@ -75,7 +85,8 @@ class RayLauncher(ApiLauncher):
 
     def cancel(self, handle: Handle) -> None:
         """Ray ends the job's processes within some seconds."""
-        self._ask("POST", f"{handle.id or handle.key}/stop")
+        if handle.id:  # another state directory may have a job of that key
+            self._ask("POST", f"{handle.id}/stop")
 
     def addresses_of(self, handle: Handle) -> list[str] | None:
         agent = urlsplit(self._list().get(handle.id, {}).get("driver_agent_http_address") or "")
@@ -83,11 +94,11 @@ class RayLauncher(ApiLauncher):
 
     def under_way(self) -> list[Handle]:
         live = {key: job for key, job in self._list().items() if _hint(job).state != "gone"}
-        return [Handle(key, key) for key, job in live.items() if self._is_ours(job)]
+        return [Handle(key, key) for key, job in live.items() if self.tag and self._is_ours(job)]
 
     def _is_ours(self, job: Json) -> bool:
         marks = cast("dict[str, str]", job["metadata"] or {})
-        return bool(self.tag) and marks.get(TAG) == self.tag
+        return marks.get(TAG) == self.tag
 
     def _list(self) -> dict[str, Json]:
         """All jobs by submission id. Those of programs that connect by themselves have none."""

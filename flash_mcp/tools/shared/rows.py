@@ -16,6 +16,7 @@ import httpx
 from flash_mcp.protocol.credentials import HUB as LOGIN
 from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError, expanded
+from flash_mcp.protocol.packages import how_to_install
 from flash_mcp.protocol.records import Json
 from flash_mcp.state.owners import caller
 
@@ -137,7 +138,7 @@ def _parquet(source: str, content: bytes) -> list[Row]:
     try:
         parquet: Any = import_module("pyarrow.parquet")  # only there with the extra cpu or gpu
     except ImportError as error:
-        fix = "install flash-mcp with the extra cpu or gpu, or give CSV or JSONL"
+        fix = f"{how_to_install()}, or give CSV or JSONL"
         raise refusal(source, "parquet needs pyarrow, which is not installed", fix) from error
     try:
         return parquet.read_table(io.BytesIO(content)).to_pylist()
