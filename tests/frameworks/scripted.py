@@ -2,7 +2,7 @@
 model.
 
     scripts/frameworks              installs the packages, plays all, and prints a table
-    scripts/frameworks --only dspy  those whose names begin so
+    scripts/frameworks --only dspy  those of one framework
     scripts/frameworks --write      puts the table into docs/hubs.md
 
 The model calls each tool once, fills in each schema that it is held to, and else says ANSWER."""
@@ -13,8 +13,11 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import sys
+import tempfile
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +28,18 @@ from environments.settings import FILE as SETTINGS_FILE
 from tests import hubs
 from tests.places import ROOT
 
-FOLDER = Path(__file__).with_name("environment")
+FOLDER = Path(__file__).parent
 QUICKSTARTS = FOLDER / "quickstarts"
+FRAMEWORKS = sorted(path.name for path in QUICKSTARTS.iterdir() if path.is_dir())
+"""Each has packages of its own: not all can be installed together."""
 DOCUMENT = ROOT / "docs" / "hubs.md"
 ANSWER = "The answer is 12."
 CODE = "Thoughts: I know it.\n<code>\nfinal_answer(12)\n</code>"
 SCRIPTS = {
-    "smolagents_code_agent": [CODE],
-    "smolagents_litellm": [CODE],
-    "dspy_predict": ["[[ ## reasoning ## ]]\nBoth show one.\n\n[[ ## answer ## ]]\n12.0\n\n[[ ## completed ## ]]"],
-    "dspy_react": [
+    "smolagents/code_agent": [CODE],
+    "smolagents/with_litellm": [CODE],
+    "dspy/predict": ["[[ ## reasoning ## ]]\nBoth show one.\n\n[[ ## answer ## ]]\n12.0\n\n[[ ## completed ## ]]"],
+    "dspy/react": [
         "[[ ## next_thought ## ]]\nI add.\n\n[[ ## next_tool_name ## ]]\nevaluate_math\n\n"
         '[[ ## next_tool_args ## ]]\n{"expression": "5+7"}\n\n[[ ## completed ## ]]',
         "[[ ## next_thought ## ]]\nDone.\n\n[[ ## next_tool_name ## ]]\nfinish\n\n"
@@ -44,17 +49,6 @@ SCRIPTS = {
 }
 """What the model says in each call, where a framework reads a form of its own. The last is
 repeated."""
-PACKAGES = {
-    "openai_agents": "openai-agents",
-    "openai_": "openai",
-    "anthropic": "anthropic",
-    "langchain": "langchain",
-    "langgraph": "langgraph",
-    "smolagents": "smolagents",
-    "pydantic_ai": "pydantic-ai-slim",
-    "dspy": "dspy",
-    "litellm": "litellm",
-}
 TIMEOUT_S = 300.0
 AT_ONCE = 4
 
@@ -69,8 +63,16 @@ class Outcome:
     refusals: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def names(only: str = "") -> list[str]:
-    return sorted(path.stem for path in QUICKSTARTS.glob(f"{only}*.py"))
+def names(framework: str) -> list[str]:
+    return sorted(path.stem for path in (QUICKSTARTS / framework).glob("*.py"))
+
+
+def write_environment(framework: str, folder: Path) -> None:
+    """An environment whose tasks are the framework's quickstarts."""
+    shutil.copytree(QUICKSTARTS / framework, folder / "quickstarts")
+    for file in ("environment.py", "environment.toml"):
+        shutil.copy(FOLDER / file, folder)
+    (folder / "quickstarts" / requirements.FILE).rename(folder / requirements.FILE)
 
 
 def use_home() -> None:
@@ -80,8 +82,8 @@ def use_home() -> None:
     (hubs.HOME / SETTINGS_FILE).write_text(hubs.SETTINGS)
 
 
-def is_installed() -> bool:
-    return hubs.is_installed(FOLDER)
+def is_installed(framework: str) -> bool:
+    return hubs.is_installed(QUICKSTARTS / framework)
 
 
 class Model:
@@ -159,47 +161,49 @@ async def play(host: EnvironmentHost, index: int, name: str) -> Outcome:
     return outcome
 
 
-async def play_all(only: str = "") -> list[Outcome]:
-    everything = names()
-    chosen = names(only)
-    async with await EnvironmentHost.start(FOLDER, timeout_s=TIMEOUT_S) as host:
-        tasks = [task for task, _ in await host.tasks("train")]
-        assert tasks == everything
-        places = asyncio.Semaphore(AT_ONCE)
+async def play_all(framework: str) -> list[Outcome]:
+    """The quickstarts of a framework, some at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_environment(framework, Path(folder))
+        async with await EnvironmentHost.start(Path(folder), timeout_s=TIMEOUT_S) as host:
+            tasks = [task for task, _ in await host.tasks("train")]
+            assert tasks == names(framework)
+            places = asyncio.Semaphore(AT_ONCE)
 
-        async def one(name: str) -> Outcome:
-            async with places:
-                outcome = await play(host, everything.index(name), name)
-            print(name, outcome.failure or "works", file=sys.stderr, flush=True)
-            return outcome
+            async def one(index: int, task: str) -> Outcome:
+                async with places:
+                    outcome = await play(host, index, f"{framework}/{task}")
+                print(outcome.name, outcome.failure or "works", file=sys.stderr, flush=True)
+                return outcome
 
-        return list(await asyncio.gather(*map(one, chosen)))
+            return list(await asyncio.gather(*starmap(one, enumerate(tasks))))
 
 
 def table(outcomes: list[Outcome]) -> str:
     """The outcomes as a table of docs/hubs.md."""
-    versions = dict(line.strip().split("==") for line in (FOLDER / requirements.FILE).read_text().splitlines())
-    versions = {name.partition("[")[0]: version for name, version in versions.items()}
     lines = ["| package | quickstart | requests | result |", "|---|---|---|---|"]
     for outcome in outcomes:
-        prefix = next(prefix for prefix in PACKAGES if outcome.name.startswith(prefix))
-        package = PACKAGES[prefix]
-        title = outcome.name.removeprefix(prefix).strip("_").replace("_", " ")
+        framework, _, title = outcome.name.partition("/")
+        required = (QUICKSTARTS / framework / requirements.FILE).read_text().split()
+        package, version = required[0].split("==")
         result = "works" if not outcome.failure else "fails"
         if outcome.refusals:
             said = ", ".join(f"{what} ({count})" for what, count in outcome.refusals.items())
             result = f"{result}; refused on the way: {said}"
-        lines.append(f"| {package} {versions[package]} | {title} | {outcome.calls} | {result} |")
+        name = f"{package.partition('[')[0]} {version}"
+        lines.append(f"| {name} | {title.replace('_', ' ')} | {outcome.calls} | {result} |")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", choices=FRAMEWORKS)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     use_home()
-    outcomes = asyncio.run(play_all(options.only))
+    outcomes: list[Outcome] = []
+    for framework in [options.only] if options.only else FRAMEWORKS:
+        outcomes += asyncio.run(play_all(framework))
     print(table(outcomes))
     for outcome in outcomes:
         if outcome.failure:
