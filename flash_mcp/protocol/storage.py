@@ -13,10 +13,12 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +47,8 @@ READ_S = 10.0
 """A store that is reached answers within this time."""
 RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
+_STRING_OR_OBJECT = re.compile(rb'"(?:[^"\\\n]++|\\[^\n])*+"?|[{\[\n]')
+"""In JSON: a string, up to the end of its line at most, or what begins an object, list or line."""
 
 
 def connect(url: str, retry_s: float, read_s: float | None = None) -> tuple[Any, str, bool]:
@@ -83,6 +87,16 @@ def _limits(url: str, retry_s: float, read_s: float) -> Json:
         return {}
     times = {"connect_timeout": retry_s, "read_timeout": max(retry_s, read_s)}
     return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
+
+
+def _has_too_many_objects(body: bytes) -> bool:
+    """Whether JSON would take far more memory than it has bytes."""
+    if sum(map(body.count, (b"{", b"[", b"\n"))) <= MAX_OBJECTS:
+        return False
+    # Some may be parts of texts. Looking takes as long as decoding, so files that are short enough
+    # are spared it.
+    starts = Counter(body[match.start()] for match in _STRING_OR_OBJECT.finditer(body))
+    return starts.total() - starts[ord('"')] > MAX_OBJECTS
 
 
 class _Look(threading.local):
@@ -183,7 +197,7 @@ class Storage:
                 body = read_local(Path(self.path(name)), max_bytes, root=self.root)
             else:
                 body = self._read_remote(name, max_bytes)
-            if sum(map(body.count, (b"{", b"[", b"\n"))) > MAX_OBJECTS:
+            if _has_too_many_objects(body):
                 raise Damaged(f"it has more than {MAX_OBJECTS} objects, lists and lines")
             return body.decode()
         except FileNotFoundError:
