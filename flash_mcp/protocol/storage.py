@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -191,6 +192,16 @@ class Storage:
 
     def read(self, name: str, max_bytes: int = MAX_BYTES) -> str | None:
         """A file's text; None if there is none, or it is damaged. OSError where a disk fails."""
+        body = self._read_bytes(name, max_bytes)
+        if body is None:
+            return None
+        try:
+            return body.decode()
+        except UnicodeDecodeError as error:
+            self.damaged[name] = str(error)
+            return None
+
+    def _read_bytes(self, name: str, max_bytes: int) -> bytes | None:
         self.damaged.pop(name, None)
         try:
             if self.is_local:
@@ -199,10 +210,10 @@ class Storage:
                 body = self._read_remote(name, max_bytes)
             if _has_too_many_objects(body):
                 raise Damaged(f"it has more than {MAX_OBJECTS} objects, lists and lines")
-            return body.decode()
+            return body
         except FileNotFoundError:
             return None
-        except (Damaged, UnicodeDecodeError) as error:
+        except Damaged as error:
             self.damaged[name] = str(error)
             return None
 
@@ -255,19 +266,20 @@ class Storage:
             return None
         return body
 
-    def read_lines(self, shape: type[Shape], name: str) -> list[Shape]:
-        """The JSON objects in the lines of a file; damaged lines are left out."""
-        text = self.read(name, MAX_ROLLOUTS_BYTES) or ""
-        shapes: list[Shape] = []
-        # Not splitlines(): it also splits at U+2028, which JSON leaves unescaped within a string.
-        for number, line in enumerate(text.split("\n"), start=1):
-            if not line:
+    def read_lines(self, shape: type[Shape], name: str) -> Iterator[Shape]:
+        """The JSON objects in the lines of a file; damaged lines are left out. The file is read at
+        once. Each line is decoded when it is its turn: all of them may take far more memory.
+        """
+        return self._decoded_lines(shape, name, self._read_bytes(name, MAX_ROLLOUTS_BYTES) or b"")
+
+    def _decoded_lines(self, shape: type[Shape], name: str, body: bytes) -> Iterator[Shape]:
+        for number, line in enumerate(io.BytesIO(body), start=1):
+            if line == b"\n":
                 continue
             try:
-                shapes.append(decoded(line, shape))
-            except Damaged as error:
+                yield decoded(line.decode(), shape)
+            except (Damaged, UnicodeDecodeError) as error:
                 self.damaged[name] = f"line {number}: {error}"
-        return shapes
 
     def read_tail(self, name: str, size_bytes: int) -> str:
         """The end of a file's text; empty if there is none that can be read."""

@@ -297,7 +297,7 @@ def test_a_file_of_many_empty_objects_is_damaged(body: bytes, tmp_path: Path, mo
     monkeypatch.setattr("flash_mcp.protocol.storage.MAX_OBJECTS", 100)
     write({"rollouts/1.1.jsonl": body, "evals/1.1.json": body}, str(tmp_path))
     folder = RunFolder(tmp_path)
-    assert folder.rollouts(1) == [] and folder.evaluation(1) is None
+    assert list(folder.rollouts(1)) == [] and folder.evaluation(1) is None
     assert all("more than 100 objects" in damage for damage in folder.damaged.values()) and len(folder.damaged) == 2
 
 
@@ -308,5 +308,5 @@ def test_brackets_in_texts_are_no_objects(tmp_path: Path, monkeypatch: pytest.Mo
     writer.rollouts(1, rows)
     writer.evaluation(1, {}, rows)
     folder = RunFolder(tmp_path)
-    assert folder.rollouts(1) == rows
+    assert list(folder.rollouts(1)) == rows
     assert (folder.evaluation(1) or {})["rollouts"] == rows
