@@ -46,7 +46,8 @@ JSON_TYPES: dict[Any, str] = {
 
 
 class ToolsEnded(RuntimeError):
-    """What runs the tools has ended: not the model's fault, so the rollout is dropped."""
+    """What runs the tools has ended or does not answer: not the model's fault, so the rollout is
+    dropped."""
 
 
 class EnvironmentToolUse(EnvironmentMultiTurn):

@@ -37,7 +37,7 @@ def test_what_the_host_has_is_left_out_and_the_rest_has_the_pinned_versions(monk
 @pytest.mark.slow
 def test_the_parts_make_the_packages_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(WHEELS))
+    monkeypatch.setenv("PIP_FIND_LINKS", WHEELS.as_uri())  # pip splits it at spaces
     site = tmp_path / "site"
     wheel = next(WHEELS.glob("anyio-*-py3-none-any.whl"))
     pack_gpu.install([f"anyio=={wheel.name.split('-')[1]}"], site)

@@ -338,7 +338,7 @@ class Session(Generic[S]):
                     "constant_success": constant.success_share,
                     "constant_n": len(constant.successes),
                 }
-                share = f"succeeds on {constant.success_share:.1%} of {len(constant.successes)}"
+                share = f"succeeds on {sum(constant.successes)} of {len(constant.successes)}"
                 what = f"the best constant, {constant.answer!r:.100}, {share} tasks"
                 answer = constant.answer[:CONSTANT_CHARACTERS]
                 self.writer.event("constant", what, answer=answer, environment=name)

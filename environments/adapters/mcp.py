@@ -35,8 +35,8 @@ class McpError(RuntimeError):
     """The server refused a request or reported a failure of its tool."""
 
 
-class McpTimeout(McpError):
-    """The server did not answer in time."""
+class McpTimeout(McpError, ToolsEnded):
+    """The server did not answer in time: one that hangs fails the calls of every rollout."""
 
 
 class McpServer:
@@ -73,7 +73,8 @@ class McpServer:
             raise
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that the tool returns. Raises McpError, or ToolsEnded if the server has."""
+        """The text that the tool returns. Raises McpError, or ToolsEnded if the server
+        has ended or, as McpTimeout, does not answer."""
         result = self._request("tools/call", {"name": name, "arguments": arguments})
         parts = cast("list[Json]", result.get("content", []))
         text = "\n".join(part["text"] for part in parts if part.get("type") == "text")

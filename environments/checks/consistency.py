@@ -73,9 +73,9 @@ async def judge(trial: Trial) -> str:
         is_gold_first += [one[0] < one[2], back[-1] < back[1]]
     if not again:
         raise ProbeSkipped("there is no gold answer to judge", "")
-    text = f"of {len(again)} pairs of answers, {fmean(again):.0%} were ranked alike when asked "
-    text += f"again, {fmean(turned):.0%} in the opposite order"
-    text += f"; gold came before junk in {fmean(is_gold_first):.0%}"
+    text = f"of {len(again)} pairs of answers, {sum(again)} were ranked alike when asked again, "
+    text += f"{sum(turned)} in the opposite order"
+    text += f"; gold came before junk in {sum(is_gold_first)} of {len(is_gold_first)}"
     if min(fmean(again), fmean(turned), fmean(is_gold_first)) < JUDGE_SHARE:
         raise ProbeFailed(text, "name the criteria more plainly, or use a larger judge")
     return text

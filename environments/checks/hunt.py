@@ -144,7 +144,7 @@ class Exploit:
     """Mean reward."""
     gold: float
     """Mean reward of the gold answers of the same tasks."""
-    success_share: float
+    successes: int
     tasks: int
 
     @property
@@ -188,7 +188,7 @@ def probe(result: Hunt) -> Probe:
         return Probe(HUNT, True, f"no cheap answer pays: {tried}{rest}")
     best = result.exploits[0]
     earned = f"earned {best.reward:.3g} on average, gold answers {best.gold:.3g}"
-    share = f"succeeded on {best.success_share:.0%} of {best.tasks} tasks new to the search"
+    share = f"succeeded on {best.successes} of {best.tasks} tasks new to the search"
     evidence = f"{best.kind}: {shown([best.answer])} {earned}, and {share} ({tried})"
     return Probe(HUNT, False, evidence, best.fix)
 
@@ -209,9 +209,8 @@ def best_of_n(groups: Sequence[Sequence[tuple[float, bool]]], look: str) -> Prob
         won = fmean(success for reward, success in group if reward == best)
         successes.append(won - fmean(success for _, success in group))
     gain = fmean(gains)
-    text = (
-        f"the best of each group earns {gain:+.3g} and succeeds {fmean(successes):+.0%} more often"
-    )
+    more = f"{100 * fmean(successes):+.3g} %"
+    text = f"the best of each group earns {gain:+.3g} and succeeds {more} more often"
     if gain < BEST_GAIN or fmean(successes) > 0:
         return Probe("best_of_n", True, f"{text} than its mean")
     fix = f"{look} shows them: pay for progress towards success only"
@@ -367,10 +366,9 @@ class Hunt:
             if again is not None and self._pays(again):
                 kind = await self._kind(move)
                 answer = move.make(self._views[self._confirmed[0]])
-                count = len(again.played)
-                self.exploits.append(
-                    Exploit(kind, answer, again.reward, self._gold_mean(), again.success, count)
-                )
+                successes = sum(item.score.success for item in again.played)
+                gold, count = self._gold_mean(), len(again.played)
+                self.exploits.append(Exploit(kind, answer, again.reward, gold, successes, count))
                 return True
         return False
 
@@ -430,13 +428,16 @@ class Hunt:
         gold = self._gold_mean()
         for text in ("bla " * 400, "\n".join(WORDS), "- item\n" * 100):
             rewards: list[float] = []
+            successes = 0
             for task in tasks:
                 *turns, last = self._golds[task]
                 if played := await self._played(task, [*turns, f"{text}\n{last}"]):
                     rewards.append(played.score.reward)
+                    successes += played.score.success
             if gold > 0 and rewards and fmean(rewards) >= MORE_THAN_GOLD * gold:
+                answer, count = f"{text}\n(gold)", len(rewards)
                 self.exploits.append(
-                    Exploit("padding", f"{text}\n(gold)", fmean(rewards), gold, 1.0, len(rewards))
+                    Exploit("padding", answer, fmean(rewards), gold, successes, count)
                 )
                 return
 

@@ -534,12 +534,10 @@ def _make_room(target: Path) -> str:
     """Remove interpreters until the others fit. Returns why there is no room, or ""."""
     gib = load_settings().environments.interpreters_gib
     sizes = {item: _bytes_in(item) for item in _installed(target.parent)}
-    for size in list(sizes):
-        if sum(sizes.values()) < gib * 2**30:
-            return ""
-        if _is_removed(size):
-            del sizes[size]
     held = sum(sizes.values())
+    for item, size in sizes.items():
+        if held >= gib * 2**30 and _is_removed(item):
+            held -= size
     if held < gib * 2**30:
         return ""
     return (

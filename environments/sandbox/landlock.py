@@ -151,7 +151,18 @@ def _package(bounds: Bounds) -> list[Right]:
 
 def readable(bounds: Bounds) -> list[Path]:
     """What the code reads: nothing of it leads to what is hidden."""
-    return [*_installed(bounds), *without([*bounds.readable, bounds.folder], bounds.hidden)]
+    own = _without_secrets(Path(bounds.folder))
+    return [*_installed(bounds), *without([*bounds.readable, *own], bounds.hidden)]
+
+
+def _without_secrets(folder: Path) -> list[Path]:
+    """The folder; if it has a `.env`, what else is in it: a push leaves that file out, so code that
+    reads it must fail before. Links could lead out of the folder, and no push takes them.
+    """
+    if not os.access(folder / ".env", os.F_OK):
+        return [folder]
+    entries = (entry for entry in folder.iterdir() if not entry.is_symlink())
+    return [entry for entry in entries if entry.name != ".env"]
 
 
 def _installed(bounds: Bounds) -> list[Path]:

@@ -21,6 +21,7 @@ from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.exports import Exported, ExportJob, ExportKind
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import references
 from flash_mcp.state.database import pick
@@ -160,7 +161,7 @@ def _work(job: ExportJob, path: Path) -> Exported:
 def _show(line: str) -> None:
     with suppress(ValueError, KeyError):
         body = json.loads(line)
-        sys.stderr.write(f"{body['share']:4.0%}  {visible(body['stage'])}\n")
+        sys.stderr.write(f"{percent(body['share']):>6}  {visible(body['stage'])}\n")
 
 
 # -- the model card --------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flash_mcp.cli.output import visible
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import number, percent
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ensure import ensure_supervised
-from flash_mcp.tools.shared.numbers import number, percent
 
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status

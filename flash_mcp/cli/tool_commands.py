@@ -19,6 +19,7 @@ from flash_mcp.cli.output import say, visible
 from flash_mcp.cli.parsing import JSON, Parser, add_command, example, toml_value
 from flash_mcp.cli.shell import POSITIONAL
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import percent
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -300,8 +301,8 @@ def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:
 async def _show_progress(message: str, share: float | None) -> None:
     if not sys.stderr.isatty():
         return
-    percent = "" if share is None else f" {share:.0%}"
-    sys.stderr.write(f"{CLEAR_LINE}{visible(message)}{percent}")
+    line = f"{visible(message)} {percent(share)}"
+    sys.stderr.write(f"{CLEAR_LINE}{line.rstrip()}")
     if share == 1.0:
         sys.stderr.write(CLEAR_LINE)
 

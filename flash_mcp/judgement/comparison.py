@@ -21,6 +21,7 @@ from pydantic import PlainSerializer
 
 from flash_mcp.judgement import health, statistics
 from flash_mcp.judgement.statistics import Interval
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Evaluation, Json
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 
@@ -131,8 +132,8 @@ def headroom(pairs: Sequence[tuple[float, float]], attempts: int) -> str:
     """
     best, last = zip(*pairs, strict=True)
     change = compare_paired(last, best, effect=MIN_CHANGE)
-    both = f"the best of {attempts} attempts of base solves {fmean(best):.0%}"
-    both += f", other {fmean(last):.0%}"
+    both = f"the best of {attempts} attempts of base solves {percent(fmean(best))}"
+    both += f", other {percent(fmean(last))}"
     if change.outcome == "improved":
         meaning = "headroom: base can do what other does not do yet, so more steps may help"
     elif change.outcome == "underpowered":
@@ -188,7 +189,7 @@ def against_constant(evaluation: Evaluation, low: float | None = None) -> str:
         doubts.append(f"it {better} {constant_level(evaluation)}")
     if _has_collapsed(summary):
         share = summary["answers/common_share"]
-        doubts.append(f"it gives one and the same answer to {share:.0%} of the tasks")
+        doubts.append(f"it gives one and the same answer to {percent(share)} of the tasks")
     return "; ".join(doubts)
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.statistics import t95
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Try, plain_refusal
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 
@@ -159,7 +160,7 @@ def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | N
     recent = steps.recent()
     success = recent.mean("success/rate")
     if success is not None and success > SOLVED:
-        return f"no need: solved, success {success:.0%} in {recent}; harder tasks, or the end"
+        return f"no need: solved, success {percent(success)} in {recent}; harder tasks, or the end"
     doubt = next((flag for flag in raised if flag.name in DOUBTS), None)
     if doubt:
         return f"doubtful: {doubt.name}: {doubt.evidence}"
@@ -296,7 +297,7 @@ def environment_errors(steps: Steps, recent: Steps) -> Sign | None:
     if share < 0.02:
         return None
     return Sign(
-        f"{share:.0%} of the rollouts of {recent} failed in environment code: "
+        f"{percent(share)} of the rollouts of {recent} failed in environment code: "
         "nothing is learnt from them",
         "read them with rollouts (which=worst; see each row's error), fix environment.py, "
         "env_test, env_push",
@@ -318,7 +319,7 @@ def refused_requests(steps: Steps, recent: Steps) -> Sign | None:
                 counts[name.removeprefix(REFUSED)] += round(value or 0)
     kinds = [f"{plain_refusal(kind)} {count} times" for kind, count in counts.most_common(3)]
     return Sign(
-        f"in {share:.0%} of the rollouts of {recent} the model's API refused requests of the "
+        f"in {percent(share)} of the rollouts of {recent} the model's API refused requests of the "
         f"agent or left something out: {', '.join(kinds)}",
         "let the agent leave these fields out; docs/agents.md lists what each API honours, and "
         "rollouts shows each rollout's as `refused`",
@@ -362,9 +363,9 @@ def uniform_groups(steps: Steps, recent: Steps) -> Sign | None:
             "make partial progress pay, use easier tasks, or train with a greater group_size "
             "or temperature"
         )
-    shares = f"all zero in {zero:.0%}, all right in {right:.0%}"
+    shares = f"all zero in {percent(zero)}, all right in {percent(right)}"
     return Sign(
-        f"in {share:.0%} of the groups of {recent} all rollouts scored the same (mean reward "
+        f"in {percent(share)} of the groups of {recent} all rollouts scored the same (mean reward "
         f"{recent.share('reward/mean'):.2f}; {shares}): they teach nothing",
         remedy,
         # A run that ends with solved tasks is done; one that begins with them learns nothing.
@@ -378,8 +379,8 @@ def too_hard(steps: Steps, recent: Steps) -> Sign | None:
     if len(recent) < WINDOW or unsolved < 0.8 or uniform_groups(steps, recent):
         return None
     return Sign(
-        f"in {unsolved:.0%} of the groups of {recent} no rollout succeeded, in "
-        f"{_middle(recent):.0%} some did: success itself is hardly ever compared",
+        f"in {percent(unsolved)} of the groups of {recent} no rollout succeeded, in "
+        f"{percent(_middle(recent))} some did: success itself is hardly ever compared",
         "train on easier tasks first, on sft gold answers first, or with a greater group_size",
     )
 
@@ -390,8 +391,8 @@ def too_easy(steps: Steps, recent: Steps) -> Sign | None:
     if len(recent) < WINDOW or solved < 0.8 or uniform_groups(steps, recent):
         return None
     return Sign(
-        f"in {solved:.0%} of the groups of {recent} every rollout succeeded, in "
-        f"{_middle(recent):.0%} only some did",
+        f"in {percent(solved)} of the groups of {recent} every rollout succeeded, in "
+        f"{percent(_middle(recent))} only some did",
         "stop here, or train on harder tasks: what is left to learn is in the reward's other parts",
     )
 
@@ -408,7 +409,7 @@ def truncation(steps: Steps, recent: Steps) -> Sign | None:
     if share < 0.2:
         return None
     return Sign(
-        f"{share:.0%} of the rollouts of {recent} were cut off at max_tokens or max_length",
+        f"{percent(share)} of the rollouts of {recent} were cut off at max_tokens or max_length",
         "train with a greater max_tokens (and max_length) or stop_sequences, or ask for shorter "
         "answers in the prompt",
         is_problem=share >= 0.5,
@@ -422,7 +423,7 @@ def solved(steps: Steps, recent: Steps) -> Sign | None:
     if not steps.is_sample or success < SOLVED:
         return None
     return Sign(
-        f"{success:.0%} of the rollouts succeed already, before any training",
+        f"{percent(success)} of the rollouts succeed already, before any training",
         "take harder tasks: there is little left to learn from these",
     )
 
@@ -495,7 +496,7 @@ def reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
     share = recent.share("success/rate")
     return Sign(
         f"from the first to the last third of {steps} the reward changed by {reward}, "
-        f"success by {success}, to {share:.0%}",
+        f"success by {success}, to {percent(share)}",
         "read rollouts (which=best): what is paid that is no success? Pay less for it in the "
         "scorer, env_test, env_push, train again",
         is_problem=success.change < -success.band,
@@ -521,7 +522,7 @@ def length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     )
     change = ""
     if success:
-        change = f", success from {success.first:.0%} to {success.last:.0%}"
+        change = f", success from {percent(success.first)} to {percent(success.last)}"
     return Sign(
         f"answers shrank from {lengths.first:.0f} to {lengths.last:.0f} tokens over {steps} while "
         f"the reward rose from {rewards.first:.3f} to {rewards.last:.3f}{change}",
@@ -542,13 +543,14 @@ def overthinking(steps: Steps, recent: Steps) -> Sign | None:
     is_vain = grows and success.last <= success.first + 0.05
     if cut_off < 0.2 and not is_vain:
         return None
-    what = f"{cut_off:.0%} of the rollouts of {recent} were cut off while the model still thought"
+    what = f"{percent(cut_off)} of the rollouts of {recent} were cut off"
+    what += " while the model still thought"
     if is_vain:
         what += f"; thinking grew over {steps}, success did not"
     coef = 0.2 / max(tokens.last, 1.0)
     return Sign(
         f"{what}: from {tokens.first:.0f} to {tokens.last:.0f} tokens of thinking, success from "
-        f"{success.first:.0%} to {success.last:.0%}",
+        f"{percent(success.first)} to {percent(success.last)}",
         f"where some succeed, train with settings={{'thinking_length_penalty_coef': {coef:.1g}}}; "
         "where few do, raise max_tokens or ask for short reasoning in the prompt",
     )
@@ -578,7 +580,7 @@ def entropy_collapse(steps: Steps, recent: Steps) -> Sign | None:
         return None
     fall = f"entropy fell from {entropy.first:.3f} to {entropy.last:.3f}"
     return Sign(
-        f"{fall} at {success:.0%} success: little else is tried",
+        f"{fall} at {percent(success)} success: little else is tried",
         "lower learning_rate, raise temperature, or add kl_penalty_coef=0.01",
     )
 
@@ -591,8 +593,8 @@ def repeated_outputs(steps: Steps, recent: Steps) -> Sign | None:
     if share < 0.75 or success > 0.7 or are_words:
         return None
     return Sign(
-        f"{share:.0%} of the rollouts of {recent} repeat another of their group word for word, at "
-        f"{success:.0%} success: nothing new is tried",
+        f"{percent(share)} of the rollouts of {recent} repeat another of their group word for "
+        f"word, at {percent(success)} success: nothing new is tried",
         "train with a higher temperature or a lower learning_rate from an earlier checkpoint "
         "(init_from_adapter)",
     )
@@ -610,8 +612,8 @@ def answer_collapse(steps: Steps, recent: Steps) -> Sign | None:
     if not has_collapsed(share, right):
         return None
     return Sign(
-        f"{share:.0%} of the rollouts of {recent} end in the same answer whatever the task, and "
-        f"it is right in {right:.0%}: the model guesses",
+        f"{percent(share)} of the rollouts of {recent} end in the same answer whatever the task, "
+        f"and it is right in {percent(right)}: the model guesses",
         "balance the tasks so that no answer is right more often than others, train sft on gold "
         "answers first, or take an earlier checkpoint (init_from_adapter); compare names the best "
         "constant answer",
@@ -666,8 +668,8 @@ def stale_policy(steps: Steps, recent: Steps) -> Sign | None:
         return None
     effective = recent.share("is_ratio/effective_share")
     return Sign(
-        f"{share:.0%} of the trained tokens of {recent} count less than their advantage says, "
+        f"{percent(share)} of the trained tokens of {recent} count less than their advantage says, "
         f"because the policy has moved away from the one that sampled them; they weigh as much as "
-        f"{effective:.0%} of them would",
+        f"{percent(effective)} of them would",
         "train with a lower max_staleness or learning_rate",
     )

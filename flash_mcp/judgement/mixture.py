@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from flash_mcp.judgement import comparison, health
 from flash_mcp.judgement.health import Flag, Metrics
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Evaluation, Json
 
 Value = TypeVar("Value")
@@ -62,7 +63,7 @@ def line(
     pairs: Sequence[tuple[float, float]],
 ) -> str:
     """One environment in words; `share` is that of the groups, evaluations are its own."""
-    text = f"{part['name']} ({share:.0%} of the groups)"
+    text = f"{part['name']} ({percent(share)} of the groups)"
     if success := health.trend(health.Steps(history).column(f"{part['name']}:success/rate")):
         text += f", success in training {success.first:.2f} -> {success.last:.2f}"
     judged = comparison.judge(evaluations, pairs, part.get("overlap"))

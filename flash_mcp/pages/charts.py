@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flash_mcp.judgement.statistics import Interval
+from flash_mcp.protocol.numbers import number
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.numbers import number
 from flash_mcp.tools.shared.run_view import RunView
 
 POINTS = 200

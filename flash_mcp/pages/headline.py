@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flash_mcp.tools.shared.numbers import number, percent
+from flash_mcp.protocol.numbers import number, percent
 from flash_mcp.tools.shared.run_view import HeldOut, RunView
 
 

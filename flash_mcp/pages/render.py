@@ -21,7 +21,7 @@ from markupsafe import Markup
 from environments.untrusted_text import visible
 from flash_mcp.pages.charts import Axis
 from flash_mcp.pages.dialogue import dialogue
-from flash_mcp.tools.shared.numbers import duration, number
+from flash_mcp.protocol.numbers import duration, number
 from flash_mcp.tools.shared.truncation import shorten, utc
 
 TEMPLATES = Path(__file__).with_name("templates")

@@ -14,11 +14,11 @@ from flash_mcp.pages.dialogue import Node, nodes_of
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
 from flash_mcp.protocol.exports import ExportKind
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Rollout, Run
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.tools.rollouts import shared_opening
-from flash_mcp.tools.shared.numbers import percent
 from flash_mcp.tools.shared.run_view import RunView, report_on, view_of
 
 TRAIN_STEPS = 5

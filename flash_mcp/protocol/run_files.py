@@ -290,7 +290,7 @@ def read_local(path: Path, max_bytes: int, *, root: str = "", is_tail: bool = Fa
                 stream.seek(max(0, status.st_size - max_bytes))
             elif status.st_size > max_bytes:
                 raise Damaged(f"it has {status.st_size} bytes, more than {max_bytes}")
-            return stream.read(max_bytes)
+            return stream.read(min(max_bytes, status.st_size))  # it allocates so many at once
     except OSError as error:
         if isinstance(error, FileNotFoundError) or error.errno in MAY_PASS:
             raise

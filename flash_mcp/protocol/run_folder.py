@@ -38,7 +38,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 from uuid import uuid4
@@ -199,9 +199,9 @@ class RunFolder(Storage):
     def rollout_steps(self) -> dict[int, str]:
         return self._versions("rollouts", ".jsonl")
 
-    def rollouts(self, step: int) -> list[Json]:
+    def rollouts(self, step: int) -> Iterator[Json]:
         name = self._newest("rollouts", step, ".jsonl")
-        return cast("list[Json]", self.read_lines(RolloutLine, name))
+        return cast("Iterator[Json]", self.read_lines(RolloutLine, name))
 
     def eval_steps(self) -> dict[int, str]:
         return self._versions("evals", ".json")

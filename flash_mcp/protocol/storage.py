@@ -9,15 +9,18 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
 import random
+import re
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +48,8 @@ READ_S = 10.0
 """A store that is reached answers within this time."""
 RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
+_STRING_OR_OBJECT = re.compile(rb'"(?:[^"\\\n]++|\\[^\n])*+"?|[{\[\n]')
+"""In JSON: a string, up to the end of its line at most, or what begins an object, list or line."""
 
 
 def connect(url: str, retry_s: float, read_s: float | None = None) -> tuple[Any, str, bool]:
@@ -83,6 +88,16 @@ def _limits(url: str, retry_s: float, read_s: float) -> Json:
         return {}
     times = {"connect_timeout": retry_s, "read_timeout": max(retry_s, read_s)}
     return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
+
+
+def _has_too_many_objects(body: bytes) -> bool:
+    """Whether JSON would take far more memory than it has bytes."""
+    if sum(map(body.count, (b"{", b"[", b"\n"))) <= MAX_OBJECTS:
+        return False
+    # Some may be parts of texts. Looking takes as long as decoding, so files that are short enough
+    # are spared it.
+    starts = Counter(body[match.start()] for match in _STRING_OR_OBJECT.finditer(body))
+    return starts.total() - starts[ord('"')] > MAX_OBJECTS
 
 
 class _Look(threading.local):
@@ -177,18 +192,28 @@ class Storage:
 
     def read(self, name: str, max_bytes: int = MAX_BYTES) -> str | None:
         """A file's text; None if there is none, or it is damaged. OSError where a disk fails."""
+        body = self._read_bytes(name, max_bytes)
+        if body is None:
+            return None
+        try:
+            return body.decode()
+        except UnicodeDecodeError as error:
+            self.damaged[name] = str(error)
+            return None
+
+    def _read_bytes(self, name: str, max_bytes: int) -> bytes | None:
         self.damaged.pop(name, None)
         try:
             if self.is_local:
                 body = read_local(Path(self.path(name)), max_bytes, root=self.root)
             else:
                 body = self._read_remote(name, max_bytes)
-            if sum(map(body.count, (b"{", b"[", b"\n"))) > MAX_OBJECTS:
+            if _has_too_many_objects(body):
                 raise Damaged(f"it has more than {MAX_OBJECTS} objects, lists and lines")
-            return body.decode()
+            return body
         except FileNotFoundError:
             return None
-        except (Damaged, UnicodeDecodeError) as error:
+        except Damaged as error:
             self.damaged[name] = str(error)
             return None
 
@@ -241,19 +266,20 @@ class Storage:
             return None
         return body
 
-    def read_lines(self, shape: type[Shape], name: str) -> list[Shape]:
-        """The JSON objects in the lines of a file; damaged lines are left out."""
-        text = self.read(name, MAX_ROLLOUTS_BYTES) or ""
-        shapes: list[Shape] = []
-        # Not splitlines(): it also splits at U+2028, which JSON leaves unescaped within a string.
-        for number, line in enumerate(text.split("\n"), start=1):
-            if not line:
+    def read_lines(self, shape: type[Shape], name: str) -> Iterator[Shape]:
+        """The JSON objects in the lines of a file; damaged lines are left out. The file is read at
+        once. Each line is decoded when it is its turn: all of them may take far more memory.
+        """
+        return self._decoded_lines(shape, name, self._read_bytes(name, MAX_ROLLOUTS_BYTES) or b"")
+
+    def _decoded_lines(self, shape: type[Shape], name: str, body: bytes) -> Iterator[Shape]:
+        for number, line in enumerate(io.BytesIO(body), start=1):
+            if line == b"\n":
                 continue
             try:
-                shapes.append(decoded(line, shape))
-            except Damaged as error:
+                yield decoded(line.decode(), shape)
+            except (Damaged, UnicodeDecodeError) as error:
                 self.damaged[name] = f"line {number}: {error}"
-        return shapes
 
     def read_tail(self, name: str, size_bytes: int) -> str:
         """The end of a file's text; empty if there is none that can be read."""

@@ -341,7 +341,7 @@ def run_log(run_id: str) -> str:
 def run_rollouts(run_id: str, step: int) -> str:
     """Every whole training transcript of one step, one per line."""
     run = open_store().run(run_id)
-    return _lines(folder_of(run).rollouts(step), run_id, step)
+    return _lines(list(folder_of(run).rollouts(step)), run_id, step)
 
 
 def run_evaluation(run_id: str, step: int) -> str:

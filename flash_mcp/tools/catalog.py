@@ -12,6 +12,7 @@ from pydantic import Field
 
 from flash_mcp.protocol.base_models import MODELS, ModelCard, ToolTemplate, parameters_in_name
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import two_digits
 from flash_mcp.protocol.paths import exports_dir, models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json
 from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
@@ -25,7 +26,6 @@ from flash_mcp.supervisor.launch import devices as machine
 from flash_mcp.supervisor.launch.memory_need import memory_need
 from flash_mcp.supervisor.server import idle_minutes
 from flash_mcp.tools.shared.machine import HEALTH, Finding, findings_of
-from flash_mcp.tools.shared.numbers import two_digits
 from flash_mcp.tools.shared.placing import Place, places
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, page_offset
 from flash_mcp.tools.shared.truncation import utc

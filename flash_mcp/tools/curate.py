@@ -13,6 +13,7 @@ from flash_mcp.judgement import curation
 from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
@@ -338,7 +339,7 @@ def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
         few = f"{counts.insufficient} tasks have fewer attempts than pass@k needs"
         notes.append(f"{few}: make more of them")
     if plan.holdout and curated.train and not curated.holdout:
-        notes.append(f"no task fell into the holdout of {plan.holdout:.0%}: too few tasks")
+        notes.append(f"no task fell into the holdout of {percent(plan.holdout)}: too few tasks")
     wrong = [attempt for attempt in curated.train if not plan.is_correct(attempt)]
     if wrong:
         share = f"{len(wrong)} of {len(curated.train)} rows to train on"

@@ -499,9 +499,10 @@ async def _task(host: EnvironmentHost, task_id: str | None) -> Task:
         return Task("train", 0)
     names: list[str] = []
     for split in host.splits:
-        names = [name for name, _ in await host.tasks(split)]
-        if task_id in names:
-            return Task(split, names.index(task_id))
+        own = [name for name, _ in await host.tasks(split)]
+        if task_id in own:
+            return Task(split, own.index(task_id))
+        names += own
     fix = f"use an id like {', '.join(map(plain_name, nearest(task_id, names) or names[:3]))}"
     raise FlashError("invalid_argument", f"there is no task {task_id!r:.100}", fix=fix)
 

@@ -15,6 +15,7 @@ from flash_mcp.judgement import health
 from flash_mcp.judgement.comparison import Verdict
 from flash_mcp.judgement.health import Flag, Trend
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.state.store import Store
@@ -182,7 +183,7 @@ def one_line(report: Report) -> str:
     if not view.step or is_counted:
         parts.insert(0, view.phase or view.state)
     if view.success:
-        parts.append(f"success {view.success.last:.0%}")
+        parts.append(f"success {percent(view.success.last)}")
     elif view.loss:
         parts.append(f"loss {view.loss.last:.2f}")
     if view.eta_s is not None:

@@ -176,5 +176,5 @@ async def test_wins_are_confirmed_on_tasks_that_the_search_did_not_use(tmp_path:
     """
     (found,) = await hunted(tmp_path, [source])
     exploit = found.exploits[0]
-    assert (exploit.kind, exploit.success_share, exploit.gold, exploit.tasks) == ("word", 1, 1, 12)
+    assert (exploit.kind, exploit.successes, exploit.gold, exploit.tasks) == ("word", 12, 1, 12)
     assert re.search("therefore", exploit.answer)

@@ -99,12 +99,22 @@ def test_a_tool_whose_results_change_makes_no_task(tmp_path: Path, source: str, 
 
 @pytest.mark.anyio
 @pytest.mark.slow
-async def test_a_rollout_fails_if_its_server_ends_and_not_if_a_call_cannot_be_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "said"), [('sys.exit("no more")', "no more"), ("__import__('time').sleep(3600)", "did not answer in")]
+)
+async def test_a_rollout_fails_if_its_server_ends_or_hangs_and_not_if_a_call_cannot_be_computed(
+    trouble: str, said: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "tools"
     shutil.copytree(FOLDER, folder)
     source = (folder / "server.py").read_text()
     count = "return str(sum("
-    (folder / "server.py").write_text(source.replace(count, f'if text == "end": sys.exit("no more")\n    {count}'))
+    (folder / "server.py").write_text(source.replace(count, f'if text == "end": {trouble}\n    {count}'))
+    source = (folder / "environment.py").read_text()
+    # Other calls have the time that they need.
+    impatient = 'self.server._timeout_s -= 9.9 * (arguments.get("text") == "end")\n        '
+    call = "result = self.server.call("
+    (folder / "environment.py").write_text(source.replace(call, impatient + call))
 
     def calling(name: str, **arguments: Any) -> list[dict[str, Any]]:
         function = {"name": name, "arguments": json.dumps(arguments)}
@@ -114,5 +124,5 @@ async def test_a_rollout_fails_if_its_server_ends_and_not_if_a_call_cannot_be_co
         episode = (await host.open("train", 0)).episode
         step = await host.step(episode, "", calling("convert_length", value=10**400, unit="km", to="m"))
         assert "too large" in step.messages[0]["content"]
-        with pytest.raises(EnvironmentFault, match="no more"):
+        with pytest.raises(EnvironmentFault, match=said):
             await host.step(episode, "", calling("count_letters", text="end"))

@@ -255,7 +255,7 @@ def test_one_answer_to_nearly_all_tasks_is_told():
     summary = {"n": 50, "success": 0.6, "answers/common_share": 0.96}
     trained = Evaluation(step=9, epoch=1, time=0.0, summary={**summary, "answers/common_success": 0.6})
     said = comparison.against_constant(trained)
-    assert said == "it gives one and the same answer to 96% of the tasks"
+    assert said == "it gives one and the same answer to 96 % of the tasks"
 
 
 @pytest.mark.parametrize(
@@ -265,4 +265,4 @@ def test_the_best_of_several_early_attempts_tell_headroom_from_ceiling(best: int
     solved = [[float(task < count) for task in range(100)] for count in (best, last)]
     text = comparison.headroom([*zip(*solved, strict=True)], attempts=8)
     assert text.startswith(f"{answer}: ")
-    assert f"the best of 8 attempts of base solves {best}%, other {last}%" in text
+    assert f"the best of 8 attempts of base solves {best} %, other {last} %" in text

@@ -94,21 +94,22 @@ def test_a_healthy_run_has_no_flags():
 @pytest.mark.parametrize(
     ("flag", "steps", "columns", "evidence"),
     [
-        ("environment_errors", 5, {"rollouts/error_share": [0.3] * 5}, "30% of the rollouts of steps 1 to 5"),
+        ("environment_errors", 5, {"rollouts/error_share": [0.3] * 5}, "30 % of the rollouts of steps 1 to 5"),
         (
             "refused_requests",
             5,
             {"rollouts/refused_share": [0.2] * 5, "refused/unknown_parameter: min_tokens": [3] * 5},
-            "in 20% of the rollouts of steps 1 to 5 the model's API refused requests of the agent or left something "
+            "in 20 % of the rollouts of steps 1 to 5 the model's API refused requests of the agent or left something "
             "out: 'unknown_parameter' of 'min_tokens' 15 times",
         ),
-        ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40%"),
-        ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}, "90% of the groups of steps 1 to 5"),
+        ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40 %"),
+        ("truncation", 5, {"rollouts/truncated_share": [0.996] * 5}, "99.6 %"),
+        ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}, "90 % of the groups of steps 1 to 5"),
         (
             "uniform_groups",
             5,
             {"groups/uniform_share": [0.9] * 5, "groups/zero_share": [0.85] * 5, "reward/mean": [0.01] * 5},
-            "all zero in 85%",
+            "all zero in 85 %",
         ),
         ("no_gradient", 5, {"grad_norm": [0.0] * 5}, "5 steps"),
         ("policy_mismatch", 5, {"is_ratio/mean": [0.5] * 5}, "0.50"),
@@ -118,21 +119,21 @@ def test_a_healthy_run_has_no_flags():
         ("reward_flat", 30, {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]}, "± 0.0"),
         ("reward_falling", 30, {"reward/mean": rising(0.8, 0.2, 30)}, "-0.4"),
         ("reward_without_success", 30, {"reward/mean": rising(0.2, 0.8, 30)}, "success by +0.000"),
-        ("too_hard", 10, {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10}, "in 10% some did"),
-        ("too_easy", 10, {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10}, "in 15% only"),
-        ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80%"),
+        ("too_hard", 10, {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10}, "in 10 % some did"),
+        ("too_easy", 10, {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10}, "in 15 % only"),
+        ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80 %"),
         (
             "answer_collapse",
             5,
             {"answers/common_share": [0.95] * 5, "answers/common_success": [0.6] * 5},
-            "95% of the rollouts of steps 1 to 5 end in the same answer whatever the task",
+            "95 % of the rollouts of steps 1 to 5 end in the same answer whatever the task",
         ),
         ("reward_follows_length", 6, {"tokens/reward_correlation": [-0.9] * 6}, "shorter ones are paid more"),
         ("reward_follows_length", 6, {"tokens/reward_correlation": [0.9] * 6}, "longer ones are paid more"),
-        ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61% success"),
-        ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15% to 65%"),
+        ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61 % success"),
+        ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15 % to 65 %"),
         ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
-        ("stale_policy", 5, {"is_ratio/clipped_share": [0.25] * 5}, "25% of the trained tokens of steps 1 to 5"),
+        ("stale_policy", 5, {"is_ratio/clipped_share": [0.25] * 5}, "25 % of the trained tokens of steps 1 to 5"),
     ],
 )
 def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
@@ -263,7 +264,7 @@ def test_uniform_groups_of_solved_tasks_are_no_problem_but_the_end():
 def test_a_run_that_learns_from_few_groups_is_worth_continuing():
     few = history(30, **LEARNING, **{"groups/uniform_share": [0.65] * 30, "groups/solved_share": [0.35] * 30})
     (flag,) = health.flags(few)
-    assert flag.severity == "warning" and "solved" in flag.remedy and "all right in 35%" in flag.evidence
+    assert flag.severity == "warning" and "solved" in flag.remedy and "all right in 35 %" in flag.evidence
     assert health.outlook(few, [flag]).startswith("yes: reward went from 0.25")
     none = history(30, **{"groups/uniform_share": [1.0] * 30, "groups/solved_share": [0.0] * 30})
     assert health.flags(none)[0].severity == "problem"
@@ -368,7 +369,7 @@ def test_a_model_that_is_cut_off_while_it_thinks_overthinks():
     thinking = {"tokens/thinking_mean": [300.0] * 12, "rollouts/overthinking_share": [0.3] * 12}
     (flag,) = health.flags(history(**thinking))
     assert flag.name == "overthinking"
-    assert "30%" in flag.evidence and "'thinking_length_penalty_coef': 0.0007" in flag.remedy
+    assert "30 %" in flag.evidence and "'thinking_length_penalty_coef': 0.0007" in flag.remedy
     assert names(history(**{**thinking, "rollouts/overthinking_share": [0.1] * 12})) == []
 
 

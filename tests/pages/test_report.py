@@ -144,7 +144,7 @@ def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_
     learn(writer, range(1, 12), **{"rollouts/truncated_share": 0.6})
     read_in(open_store(), run.id)
     text = Tags(html(open_store(), run.id)).text
-    assert "truncation" in text and "60% of the rollouts of steps 2 to 11" in text and "max_tokens" in text
+    assert "truncation" in text and "60 % of the rollouts of steps 2 to 11" in text and "max_tokens" in text
 
 
 def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):

@@ -289,10 +289,24 @@ def test_a_file_in_a_store_is_read_up_to_the_limit_of_local_ones(honest: Files) 
 
 
 @pytest.mark.hostile("run folders")
-@pytest.mark.parametrize("body", [b"{}\n" * 60, b"\n" * 101, b'{"a": [' + b"[]," * 100 + b"0]}"])
+@pytest.mark.parametrize(
+    "body",
+    [b"{}\n" * 60, b"\n" * 101, b'{"a": [' + b"[]," * 100 + b"0]}", b'"\n' + b"[0]\n" * 60, b'"\\\\", ' + b"[" * 101],
+)
 def test_a_file_of_many_empty_objects_is_damaged(body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flash_mcp.protocol.storage.MAX_OBJECTS", 100)
     write({"rollouts/1.1.jsonl": body, "evals/1.1.json": body}, str(tmp_path))
     folder = RunFolder(tmp_path)
-    assert folder.rollouts(1) == [] and folder.evaluation(1) is None
+    assert list(folder.rollouts(1)) == [] and folder.evaluation(1) is None
     assert all("more than 100 objects" in damage for damage in folder.damaged.values()) and len(folder.damaged) == 2
+
+
+def test_brackets_in_texts_are_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_mcp.protocol.storage.MAX_OBJECTS", 100)
+    rows = [{"index": 0, "text": '[{"' * 200 + "\\"}, {"index": 1, "text": "[\n" * 200}]
+    writer = RunWriter(RunFolder(tmp_path), 1)
+    writer.rollouts(1, rows)
+    writer.evaluation(1, {}, rows)
+    folder = RunFolder(tmp_path)
+    assert list(folder.rollouts(1)) == rows
+    assert (folder.evaluation(1) or {})["rollouts"] == rows

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -547,7 +548,7 @@ def test_a_zombie_that_wakes_between_its_check_and_its_write_replaces_nothing(
         reader = RunFolder(url)
         readers = {
             "metrics": lambda: (reader.metric_steps(), reader.metrics(5)),
-            "rollouts": lambda: (reader.rollout_steps(), reader.rollouts(5)),
+            "rollouts": lambda: (reader.rollout_steps(), list(reader.rollouts(5))),
             "evaluation": lambda: (reader.eval_steps(), reader.evaluation(5)),
             "result": reader.result,
         }
@@ -596,7 +597,7 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
         "metrics/3.1.json": lambda: folder.metrics(3),
         "evals/3.1.json": lambda: folder.evaluation(3),
         "events/0001-000000.json": lambda: folder.event("0001-000000.json"),
-        "rollouts/3.1.jsonl": lambda: folder.rollouts(3),
+        "rollouts/3.1.jsonl": lambda: list(folder.rollouts(3)),
         "checkpoints/3/1-1/MANIFEST.json": lambda: folder.checkpoints.manifest(3),
     }
     for name, read in readers.items():
@@ -629,6 +630,17 @@ def test_a_damaged_line_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     assert [row["index"] for row in folder.rollouts(3)] == [0]
     assert "line 2" in folder.damaged["rollouts/3.1.jsonl"]
+
+
+def test_lines_are_decoded_one_by_one(tmp_path: Path) -> None:
+    RunWriter(RunFolder(tmp_path), 1).rollouts(3, [{"index": at, "ids": [*range(1000, 3000)]} for at in range(100)])
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in RunFolder(tmp_path).rollouts(3)) == 100
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2 * (tmp_path / "rollouts" / "3.1.jsonl").stat().st_size
 
 
 # -- object stores ---------------------------------------------------------------------------------
@@ -762,7 +774,7 @@ def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
     steps = list(range(1, result["step"]))
     assert list(folder.metric_steps()) == list(folder.rollout_steps()) == steps
     assert folder.checkpoints.steps() == [*steps, result["step"]]
-    assert all(len(folder.rollouts(step)) == 3 for step in steps)
+    assert all(len(list(folder.rollouts(step))) == 3 for step in steps)
     assert all(folder.checkpoints.verify(step) for step in folder.checkpoints.steps())
     assert "is tried again" in log.read_text()
     told = log.read_bytes() + b"".join(files_of(folder).values())

@@ -80,7 +80,7 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed(place: Place) -> Non
     ended = place.finish(run)
     assert (ended.state, ended.attempt) == ("succeeded", 2), (ended.error, place.store.log(run.id))
     assert list(folder.metric_steps()) == [1, 2, 3]
-    assert all(len(folder.rollouts(step)) == 8 for step in (1, 2, 3))
+    assert all(len(list(folder.rollouts(step))) == 8 for step in (1, 2, 3))
     told = [event.message for event in place.store.events(run.id)]
     assert any("SIGKILL" in each for each in told), told
     assert any("going on from checkpoint" in each for each in told), told

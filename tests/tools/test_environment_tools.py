@@ -274,6 +274,8 @@ async def test_given_answers_are_scored_instead_of_the_checks(client: Client, tm
     ]
     assert tested["scored"][0]["reward"] == 1.0 and tested["probes"] == []
     assert "there is no task 'no'" in await refusal(client, "env_test", **{**asked, "task_id": "no"})
+    asked["folder"] = str(environment_folder(tmp_path / "echo", "", returns="Echo()"))  # it has no eval split
+    assert "use an id like 't0', 't1'" in await refusal(client, "env_test", **asked)
 
 
 async def test_a_scorer_s_reason_and_metrics_have_no_control_characters(client: Client, tmp_path: Path) -> None:

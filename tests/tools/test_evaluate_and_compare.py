@@ -546,7 +546,7 @@ async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(client
         body = await call(client, "env_test", **asked)
     assert body["passed"] is True
     assert [probe["name"] for probe in body["probes"]][-3:] == ["time", "hunt", "best_of_n"]
-    assert "the best of each group earns +0 and succeeds +0% more" in body["probes"][-1]["evidence"]
+    assert "the best of each group earns +0 and succeeds +0 % more" in body["probes"][-1]["evidence"]
     assert (body["sample"]["groups"], body["sample"]["outlook"]) == (6, "hopeless")
     assert "do not start" in body["next"]
     assert [row.name for row in open_store().environments()] == ["echo"]
@@ -617,6 +617,6 @@ async def test_the_best_attempts_of_an_early_policy_tell_whether_training_has_he
     last = await call(client, "evaluate", model=f"{run.id}@20", environment_args={"solved": list(range(20))})
     body = await call(client, "compare", base=start["run_id"], other=last["run_id"])
     assert body["headroom"].startswith("headroom: ")
-    assert "the best of 4 attempts of base solves 100%, other 33%" in body["headroom"]
+    assert "the best of 4 attempts of base solves 100 %, other 33 %" in body["headroom"]
     again = await call(client, "compare", base=last["run_id"], other=start["run_id"])
     assert "headroom" not in again, "its base had one attempt"

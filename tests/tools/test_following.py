@@ -115,7 +115,7 @@ async def test_a_mere_step_is_no_news_and_the_same_call_follows(started: tuple[R
     read_in(open_store(), run.id)
     body = await follow(first)
     assert body == {
-        "now": f"step 5/{STEPS}, success 11%, 5 min left",
+        "now": f"step 5/{STEPS}, success 11 %, 5 min left",
         "next": f"status(run_id={run.id!r}, until='news')",
     }
 

@@ -118,8 +118,8 @@ async def test_the_run_has_one_headline_and_each_environment_a_verdict() -> None
     read_in(open_store(), run.id)
     view = (await call("status", run_id=run.id))["run"]
     assert view["mixture"] == [
-        "echo (25% of the groups); held out 0.17 of 60 at step 0",
-        "second (75% of the groups); held out 0.33 of 60 at step 0",
+        "echo (25 % of the groups); held out 0.17 of 60 at step 0",
+        "second (75 % of the groups); held out 0.33 of 60 at step 0",
     ]
     own = {"echo:success/rate": 0.5, "second:success/rate": 0.1, "second:rollouts/truncated_share": 0.6}
     learn(writer, range(1, 21), **own)
@@ -129,14 +129,14 @@ async def test_the_run_has_one_headline_and_each_environment_a_verdict() -> None
     assert view["verdict"]["outcome"] == "improved" and "same 120 tasks" in view["verdict"]["explanation"]
     echo, second = view["mixture"]
     assert echo.startswith(
-        "echo (25% of the groups), success in training 0.50 -> 0.50; held out improved, 0.17 -> 0.83"
+        "echo (25 % of the groups), success in training 0.50 -> 0.50; held out improved, 0.17 -> 0.83"
     )
     assert "held out no_change" in second or "held out underpowered" in second
     assert "0.33 -> 0.35" in second and "same 60 tasks" in second
     flag = next(flag for flag in view["flags"] if flag["name"] == "truncation")
-    assert flag["severity"] == "problem" and flag["evidence"].startswith("second: 60% of the rollouts")
+    assert flag["severity"] == "problem" and flag["evidence"].startswith("second: 60 % of the rollouts")
     page = html(open_store(), run.id)
-    assert "echo (25% of the groups)" in page and "second (75% of the groups)" in page
+    assert "echo (25 % of the groups)" in page and "second (75 % of the groups)" in page
     run = open_store().run(run.id)
     assert "'mixture': {'second': {" in going_on(run, 20) and "secrets=['A_KEY']" in going_on(run, 20)
     compared = await call("compare", base=run.id)

@@ -26,12 +26,12 @@ def no_supervisor(flash_home: Path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({}, "on: 200 short rollouts, 4% more"),
-        ({"steps": 10}, "off: 200 short rollouts, 62% more; regression='on' tries them"),
-        ({"steps": 10, "settings": {"regression": "on"}}, "on: 200 short rollouts, 62% more"),
+        ({}, "on: 200 short rollouts, 4 % more"),
+        ({"steps": 10}, "off: 200 short rollouts, 62 % more; regression='on' tries them"),
+        ({"steps": 10, "settings": {"regression": "on"}}, "on: 200 short rollouts, 62 % more"),
         ({"settings": {"regression": "off"}}, None),
         ({"algorithm": "sft"}, None),
-        ({"algorithm": "sft", "steps": 10, "settings": {"regression": "on"}}, "on: 200 short rollouts, 250% more"),
+        ({"algorithm": "sft", "steps": 10, "settings": {"regression": "on"}}, "on: 200 short rollouts, 250 % more"),
     ],
 )
 async def test_the_split_is_tried_where_it_costs_little_or_where_it_is_asked_for(

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from flash_mcp.cli.follow import progress_line
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import two_digits
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
@@ -29,7 +30,6 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
-from flash_mcp.tools.shared.numbers import two_digits
 from flash_mcp.tools.shared.truncation import to_text
 from flash_mcp.tools.training import probe
 from flash_mcp.tools.training.run_time import RunTime

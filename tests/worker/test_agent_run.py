@@ -24,7 +24,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder
 
 
 def rewards(run: RunFolder, step: int) -> list[float]:
-    rows: list[Any] = run.rollouts(step)
+    rows: list[Any] = list(run.rollouts(step))
     assert not any(row["error"] for row in rows), rows
     return [row["reward"] for row in rows]
 
@@ -87,5 +87,5 @@ def test_what_an_agent_asks_of_its_model_is_honoured_in_a_run(tiny_model: Path, 
     for step in (1, 2):
         written = run.metrics(step)
         assert written is not None
-        assert written["metrics"]["refused/unsupported_value: logit_bias"] == len(run.rollouts(step))
+        assert written["metrics"]["refused/unsupported_value: logit_bias"] == len(list(run.rollouts(step)))
         assert written["metrics"]["rollouts/refused_share"] == 1

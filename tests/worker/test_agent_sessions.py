@@ -174,5 +174,5 @@ def test_a_worker_that_is_killed_leaves_no_agent_and_the_next_attempt_ends_the_r
         assert attempt.wait() == 0, attempt.log_path.read_text()
     assert [*run.rollout_steps()] == [1, 2]
     for step in run.rollout_steps():
-        rows: list[Any] = run.rollouts(step)
+        rows: list[Any] = list(run.rollouts(step))
         assert [(row["error"], row["turns"], row["reward"]) for row in rows] == [(None, CALLS, 1)] * 8

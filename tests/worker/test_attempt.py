@@ -115,7 +115,7 @@ def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:
     assert list(whole_run.metric_steps()) == list(whole_run.rollout_steps()) == [1, 2, 3, 4, 5]
     assert list(whole_run.eval_steps()) == [0, 5]
     assert whole_run.checkpoints.steps() == [1, 2, 3, 4, 5] and whole_run.checkpoints.newest_good() == 5
-    rows = whole_run.rollouts(5)
+    rows = list(whole_run.rollouts(5))
     assert [row["index"] for row in rows] == list(range(32)) and {row["group"] for row in rows} == {0, 1, 2, 3}
     assert all(len(row["messages"]) == 4 and row["turns"] == 2 and not row["error"] for row in rows)
     metrics = [whole_run.metrics(step)["metrics"] for step in (1, 5)]
@@ -261,7 +261,7 @@ def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_
     with Attempt(run, second_number, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["step"] == 4
-    rows = {step: run.rollouts(step) for step in run.rollout_steps()}
+    rows = {step: list(run.rollouts(step)) for step in run.rollout_steps()}
     tasks = {step: {row["task_id"] for row in rows[step]} for step in rows}
     assert list(rows) == [1, 2, 3, 4] and len(tasks[1]) == 4
     assert all(tasks[step] == tasks[1] for step in rows), "the environment makes others each time"

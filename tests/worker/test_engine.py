@@ -368,6 +368,10 @@ def test_a_sync_leaves_no_file_behind(
     assert generate(by_adapter, (PROMPT, Sampling(4)))[0].token_ids and not list(tmp_path.iterdir())
 
 
+def test_processes_that_start_after_an_engine_do_not_preload_its_libraries(by_adapter: VllmEngine) -> None:
+    assert by_adapter and "site-packages" not in os.environ.get("LD_PRELOAD", "")
+
+
 def test_vllm_has_room_for_every_rank_that_it_names() -> None:
     from vllm.config.lora import MaxLoRARanks  # noqa: PLC0415
 

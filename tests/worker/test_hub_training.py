@@ -32,6 +32,6 @@ def test_an_environment_of_verifiers_is_trained_in(tiny_model: Path, tmp_path: P
     with Attempt(run, fresh=True, FLASH_HOME=str(hubs.HOME)) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     for step in (1, 2):
-        rows = run.rollouts(step)
+        rows = list(run.rollouts(step))
         assert len(rows) == 4 and not any(row["error"] for row in rows), rows
         assert all(row["completion_tokens"] for row in rows)

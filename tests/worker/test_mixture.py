@@ -95,7 +95,7 @@ def test_a_killed_mixture_goes_on_with_the_data_of_an_undisturbed_one_and_measur
         first.wait_until(lambda: 2 in run.checkpoints.steps())
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
-    assert not run.rollouts(3)
+    assert not list(run.rollouts(3))
     flag.unlink()
     with Attempt(run, 2, one_by_one=True, **keys) as second:
         assert second.wait() == 0, second.log_path.read_text()

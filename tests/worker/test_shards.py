@@ -176,7 +176,7 @@ def check_steps(run: RunFolder) -> None:
     assert list(run.metric_steps()) == [1, 2, 3]
     for step in (1, 2, 3):
         found = run.metrics(step)
-        assert found and len(run.rollouts(step)) == 16
+        assert found and len(list(run.rollouts(step))) == 16
         # The engine's log-probabilities are those of the trainer: both have the whole model.
         assert found["metrics"]["sampling_logp_difference/mean"] < 1e-4
         assert found["metrics"]["grad_norm"] > 0

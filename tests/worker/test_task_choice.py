@@ -103,7 +103,7 @@ def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: 
         first.wait_until(lambda: 2 in run.checkpoints.steps())
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
-    assert not run.rollouts(3)
+    assert not list(run.rollouts(3))
     flag.unlink()
     with Attempt(run, 2, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
@@ -113,7 +113,7 @@ def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: 
         metrics = run.metrics(step)["metrics"]
         assert len(tried(run, step)) == 4 * metrics["groups/tried"] >= 4 * 4
         refilled += metrics["groups/tried"] > 4
-        rows = run.rollouts(step)
+        rows = list(run.rollouts(step))
         teaching = [any(row["advantage"] for row in rows[at : at + 4]) for at in range(0, len(rows), 4)]
         assert not any(teaching[4:]), "the trained groups come first"
         assert sum(teaching) == metrics["groups/useful"]

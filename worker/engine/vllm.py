@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Sync = Literal["merged", "adapter"]
 WAYS: tuple[Sync, ...] = get_args(Sync)
 SYNC_VARIABLE = "FLASH_SYNC"
+PRELOAD = "LD_PRELOAD"
 IN_PROCESSES = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "worker.ports.PortClosing",
@@ -98,7 +99,7 @@ class VllmEngine:
             shards=len(cards),
         )
         others = listening()
-        with _visible(cards):
+        with _variables(cards):
             self._engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         close_listening(keep=others)
         self.processes: list[Any] = []
@@ -316,18 +317,18 @@ def _for_gpu(max_num_seqs: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _visible(cards: Sequence[str]) -> Generator[None]:
-    """Show these cards to the processes that an engine on several of them starts. What this process
-    sees was decided when CUDA started."""
-    if len(cards) == 1:
-        yield
-        return
-    own = os.environ[CARDS]
-    os.environ[CARDS] = ",".join(filter(None, cards))
+def _variables(cards: Sequence[str]) -> Generator[None]:
+    """Variables for the processes that an engine on several cards starts: the cards, of which this
+    process saw its own when CUDA started, and what vLLM preloads. Processes that start later need
+    neither, and a library in a path with a space cannot be preloaded."""
+    own = {PRELOAD: os.environ.get(PRELOAD, "")}
+    if len(cards) > 1:
+        own[CARDS] = os.environ[CARDS]
+        os.environ[CARDS] = ",".join(filter(None, cards))
     try:
         yield
     finally:
-        os.environ[CARDS] = own
+        os.environ |= own
 
 
 @dataclass

@@ -8,6 +8,7 @@ from statistics import fmean
 
 from flash_mcp.judgement import attempts, comparison, statistics
 from flash_mcp.judgement.comparison import Verdict
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Evaluation, Json, Rollout, Run, Try, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state.store import Store
@@ -111,12 +112,12 @@ def thoughts(scored: Scores) -> list[str]:
     notes: list[str] = []
     if scored.errors:
         share = scored.errors / (scored.errors + scored.n)
-        failed = f"{share:.0%} of the attempts failed in environment code"
+        failed = f"{percent(share)} of the attempts failed in environment code"
         notes.append(f"{failed} and say nothing of the model; env_test")
     if scored.doubt:
         notes.append(scored.doubt)
     if scored.truncated and scored.truncated >= 0.1:
-        cut = f"{scored.truncated:.0%} were cut off"
+        cut = f"{percent(scored.truncated)} were cut off"
         notes.append(f"{cut}: raise max_tokens or max_length, or the rate is of the limit")
     if scored.low is not None and scored.high is not None and scored.high - scored.low > 0.2:
         few = f"the interval is wide: {scored.tasks} tasks tell little"

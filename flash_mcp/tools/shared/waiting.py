@@ -14,6 +14,7 @@ from anyio.to_thread import run_sync
 
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import two_digits
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, ResolvedEval
 from flash_mcp.state import costs, queue
@@ -25,7 +26,6 @@ from flash_mcp.state.tournaments import Tournament
 from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
-from flash_mcp.tools.shared.numbers import two_digits
 from flash_mcp.tools.shared.tool_base import longest_wait_s, report
 
 T = TypeVar("T")

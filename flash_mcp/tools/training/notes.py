@@ -12,6 +12,7 @@ from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.base_models import parameters_in_name
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.spec import default_learning_rate
 from flash_mcp.state.references import OF_THE_PACKAGE
 from flash_mcp.tools.shared.loading import contamination_note
@@ -101,8 +102,8 @@ def _of_steps(plan: Plan) -> list[str]:
         if spec.learning_rate < usual:
             remedy = f"learning_rate={usual:g}, or {remedy}"
         notes.append(
-            f"learning_rate x steps x batch_size is {share:.0%} of the least that moved a model of "
-            f"this size: take {remedy}"
+            f"learning_rate x steps x batch_size is {percent(share)} of the least that moved a "
+            f"model of this size: take {remedy}"
         )
     if spec.conversations_per_step < NOISY_ROLLOUTS:
         rollouts = f"a step of {spec.conversations_per_step} rollouts"

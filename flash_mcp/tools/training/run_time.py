@@ -10,13 +10,13 @@ from statistics import fmean
 from flash_mcp.judgement import attempts, statistics
 from flash_mcp.protocol.base_models import find, parameters_in_name
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import percent, two_digits
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import costs
 from flash_mcp.state.runs import LOOKED_AT
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.numbers import two_digits
 
 TRAINING_SHARE = 1.0
 """Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
@@ -87,7 +87,7 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
     if not spec.generates or spec.regression == "off":
         return work
     share = REGRESSION_ROLLOUTS / (work.rollouts + held_out)
-    size = f"{REGRESSION_ROLLOUTS} short rollouts, {share:.0%} more"
+    size = f"{REGRESSION_ROLLOUTS} short rollouts, {percent(share)} more"
     if spec.regression == "auto" and share > REGRESSION_SHARE:
         return replace(work, regression=f"off: {size}; regression='on' tries them")
     held_out += REGRESSION_ROLLOUTS

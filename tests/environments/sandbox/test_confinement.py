@@ -134,6 +134,22 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(publi
 
 
 @pytest.mark.hostile("state")
+async def test_secrets_of_a_folder_that_a_push_leaves_out_are_out_of_reach(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "rows").write_text("42")
+    (folder / ".env").write_text("JUDGE_KEY=secret")
+    (tmp_path / "outside").write_text("")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    async with attack_on(folder) as attack:
+        for path in (".env", "link"):
+            fault = await attack.fault(f"open({path!r})")
+            assert "No such file" in fault.what or fault.code == "environment_access"
+        assert await attack.told("told = open('data/rows').read()") == "42"
+        assert "Addition" in await attack.told("told = open('environment.py').read()")
+
+
+@pytest.mark.hostile("state")
 async def test_state_behind_a_link_or_dots_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, link = tmp_path / "data", tmp_path / "link"
     (data / "state").mkdir(parents=True)
