@@ -34,7 +34,6 @@ def bad_cases() -> Iterator[Any]:
             yield pytest.param(probe, name, marks=pytest.mark.long if place >= 2 else ())
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("probe", "name"), [*bad_cases()])
 async def test_a_bad_environment_is_refused_by_the_check_for_it(tmp_path: Path, probe: str, name: str) -> None:
     report = await judged(tmp_path, BAD[probe][name])
@@ -49,14 +48,12 @@ def good_cases() -> Iterator[Any]:
         yield pytest.param(name, marks=pytest.mark.long if place % 2 else ())
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", [*good_cases()])
 async def test_a_good_environment_passes(tmp_path: Path, name: str) -> None:
     report = await judged(tmp_path, GOOD[name])
     assert report.passed, [each for each in report.probes if each.passed is False]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", MISSED)
 async def test_what_the_docs_call_missed_passes(tmp_path: Path, name: str) -> None:
     assert (await judged(tmp_path, MISSED[name])).passed

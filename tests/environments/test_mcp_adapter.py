@@ -97,7 +97,6 @@ def test_a_tool_whose_results_change_makes_no_task(tmp_path: Path, source: str, 
     server.close()
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_rollout_fails_if_its_server_ends_and_not_if_a_call_cannot_be_computed(tmp_path: Path) -> None:
     folder = tmp_path / "tools"

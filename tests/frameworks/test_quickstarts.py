@@ -11,10 +11,7 @@ from environments.process import requirements
 from tests import hubs
 from tests.frameworks import scripted
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux")
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ from tests.waiting import WAIT_S
 MARK = "only-alice-knows"
 TABLES = ("runs", "environments", "deployments", "checkpoints", "rollouts", "metrics", "evals", "events")
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -35,8 +35,6 @@ from tests.waiting import WAIT_S
 
 START_TIMEOUT_S = 60
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(params=["auto", "legacy"])
 async def client(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:

@@ -27,8 +27,6 @@ from tests.samples import evaluate, finished_run, learn, push_echo, read_in, sav
 
 MISSING_CAPABILITY, INVALID_PARAMS, METHOD_NOT_FOUND = -32021, -32602, -32601
 
-pytestmark = pytest.mark.anyio
-
 
 class Created(Result):
     """CreateTaskResult."""

@@ -205,7 +205,6 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
     assert "Use <calc> to calculate." in shorter.curl and "why?" not in shorter.curl
 
 
-@pytest.mark.anyio
 async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
     store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
@@ -721,7 +720,6 @@ async def ready(run_id: str, **values: Any) -> Any:
     return result
 
 
-@pytest.mark.anyio
 async def test_nothing_deployed_is_told_as_such(vllm_store: Store) -> None:
     with pytest.raises(FlashError) as caught:
         await chat(message="hello")
@@ -742,7 +740,6 @@ LOOPS = (
 
 
 @NEEDS_CURL
-@pytest.mark.anyio
 async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     vllm_store: Store, tiny_model: Path, tiny_adapter: Path, tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ from tests.supervisor.test_model_servers import NEEDS_CURL, make_adapter, make_r
 from tests.waiting import wait_for
 from worker.serving import make_certificate
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = pytest.mark.slow
 
 SCRIPTED = (sys.executable, str(TESTS / "scripted_server.py"))
 

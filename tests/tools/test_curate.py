@@ -28,8 +28,6 @@ from tests.calls import named_calls
 from tests.samples import push_echo, supervised
 from tests.server.test_mcp_server import body_of, code_of, text_of
 
-pytestmark = pytest.mark.anyio
-
 ENVIRONMENT = '''
 from environments.base import EnvironmentSingleTurn, RewardResult, TaskExample
 

@@ -18,7 +18,7 @@ from tests.frozen_calls import play_evaluation
 from tests.samples import finished_run, push_echo, queued_run, supervised
 from tests.tools.test_next import call, cancelled_in_queue, running, stopped
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,6 @@ from tests.folders import environment_folder
 from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run
 from tests.scripted_supervisor import ECHO, let_go, scripted
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def supervisor(flash_home: Path) -> Generator[None]:

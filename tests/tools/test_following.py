@@ -25,8 +25,6 @@ from tests.calls import named_calls, tokens
 from tests.samples import end, evaluate, learn, queued_run, read_in, save_adapter, started_run, supervised
 from tests.waiting import WAIT_S
 
-pytestmark = pytest.mark.anyio
-
 STEPS = 150
 STEP_S = 8
 """Seconds of a step: all steps take 20 minutes."""

@@ -29,7 +29,7 @@ from tests.samples import ENVIRONMENT, finished_run, push_echo, supervised
 from tests.teams import Team, team_server
 from tests.tools.test_next import call, cancelled_in_queue, running, stopped
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 KINDS = list(dict.fromkeys(row.kind for row in MISTAKES))
 

@@ -18,7 +18,7 @@ from tests.calls import named_calls
 from tests.frozen_calls import play_evaluation
 from tests.samples import end, evaluate, finished_run, learn, queued_run, read_in, save_adapter, started_run, supervised
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SPLIT = 60
 """Eval tasks of the environment."""

@@ -14,7 +14,7 @@ from flash_mcp.state.store import open_store
 from tests.calls import call
 from tests.samples import end, learn, push_echo, queued_run, read_in, start, started_run, supervised
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_supervisor")]
+pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 
 @pytest.fixture

@@ -33,8 +33,6 @@ from tests.samples import (
     supervised,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def no_supervisor(flash_home: Path) -> Iterator[None]:

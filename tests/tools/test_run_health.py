@@ -33,7 +33,7 @@ from tests.samples import (
 )
 from tests.samples import supervised as supervised_by_the_test
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("supervised")]
+pytestmark = pytest.mark.usefixtures("supervised")
 
 SAME_QUESTIONS = ENVIRONMENT.replace('f"go {n}"', 'f"say {n}"')
 SAME_IDS = ENVIRONMENT.replace('f"eval-{n}"', 'f"train-{n}"')

@@ -22,7 +22,6 @@ from tests.samples import push_echo
 from tests.scripted_supervisor import ECHO, let_go, scripted
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 ALL, NONE = {"solved": list(range(60))}, {"solved": list[int]()}
 HALF = {"solved": list(range(0, 60, 2))}
 

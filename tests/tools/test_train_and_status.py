@@ -53,7 +53,7 @@ from tests.samples import (
 )
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_supervisor")]
+pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from worker.training.sft import IGNORED, Row, gold_rows
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.anyio,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
 ]
 TEMPLATE = ChatTemplate(make_tokenizer())

@@ -20,7 +20,6 @@ from worker.rollouts.turns import Completion, Sampling
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.anyio,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
 ]
 ROLES = """

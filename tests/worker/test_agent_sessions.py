@@ -119,7 +119,6 @@ def agents(folder: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.anyio
 async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_killed(tmp_path: Path) -> None:
     folder = tmp_path / "agents"
     rng = random.Random(4)
@@ -143,7 +142,6 @@ async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_kille
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fail_and_no_others(tmp_path: Path) -> None:
     folder = tmp_path / "agents"
     async with programs(folder) as host:

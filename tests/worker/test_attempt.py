@@ -457,7 +457,6 @@ def sometimes(folder: Path, *, every: int, seconds: float = 0.0) -> Path:
     return folder
 
 
-@pytest.mark.anyio
 async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(tmp_path: Path) -> None:
     template, looks = ChatTemplate(make_tokenizer()), []
     async with await EnvironmentHost.start(sometimes(tmp_path / "e", every=10)) as host:
@@ -473,7 +472,6 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
             await preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
 
 
-@pytest.mark.anyio
 async def test_the_tools_of_a_task_are_part_of_its_prompt(tmp_path: Path) -> None:
     function = {"name": "look", "description": "word " * 50, "parameters": {"type": "object", "properties": {}}}
     source = f"""

@@ -72,7 +72,6 @@ def said(rollout: Rollout) -> str:
     return rollout.transcript.messages[-1]["content"]
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
     tasks = task_groups("train", map(Example, [0, 1, 2, 0]), 6, lambda example, index, attempt: index)
@@ -97,7 +96,6 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
     assert (alone[0].reward, alone[0].metrics) == (0.0, {})  # by score_episode
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux")
 async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sf
 SPEC = resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec
 
 
-@pytest.mark.anyio
 async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_other() -> None:
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode

@@ -15,7 +15,6 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.anyio,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
 ]
 PROGRAMS = {

@@ -29,7 +29,6 @@ from tests.environments.agents.test_endpoint import CALL, TOOL, agents
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.anyio,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
 ]
 TURNS: list[tuple[str, list[Any], Usage]] = [

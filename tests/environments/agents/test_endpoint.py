@@ -32,7 +32,6 @@ from tests.waiting import WAIT_S
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.anyio,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
 ]
 

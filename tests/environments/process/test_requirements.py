@@ -33,7 +33,7 @@ from environments.settings import machine_directory
 from tests.folders import environment_folder
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 SMALL = "six==1.17.0\n"
 
 

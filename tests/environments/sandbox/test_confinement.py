@@ -34,7 +34,6 @@ from tests.watch import is_running, outer_pid
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.anyio,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"),
 ]
 

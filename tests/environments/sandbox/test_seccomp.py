@@ -147,7 +147,6 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_what_programs_need_works(tmp_path: Path) -> None:
     folder = environment_folder(tmp_path / "folder", acts.ATTACKER)
     async with await EnvironmentHost.start(Path(folder)) as started:
