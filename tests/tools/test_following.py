@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ STEPS = 150
 STEP_S = 8
 """Seconds of a step: all steps take 20 minutes."""
 CALL_S = 43
-
-
-@pytest.fixture
-def no_supervisor(flash_home: Path) -> Iterator[None]:
-    with supervised():
-        yield
 
 
 @pytest.fixture
