@@ -46,12 +46,6 @@ TABLES = ("runs", "environments", "deployments", "checkpoints", "rollouts", "met
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def team(flash_home: Path) -> Generator[Team]:
-    with supervised(), team_server() as started:
-        yield started
-
-
 @pytest.fixture(params=["auto", "legacy"])
 def mode(request: pytest.FixtureRequest) -> str:
     return request.param

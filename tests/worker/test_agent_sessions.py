@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,10 +24,7 @@ from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 SESSIONS = 32
 CALLS = 3
 SOURCE = """

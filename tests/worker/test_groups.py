@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux")
+@pytest.mark.linux
 async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
     tasks = task_groups("train", map(Example, [0, 1]), 6, lambda example, index, attempt: index)
     folder = environment_folder(tmp_path, AGENTS)

@@ -30,10 +30,7 @@ from tests.folders import environment_folder
 from tests.places import ROOT
 from tests.waiting import WAIT_S
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 
 AGENT = """
 import http.client, json, socket, threading

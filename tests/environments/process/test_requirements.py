@@ -335,7 +335,7 @@ def source_package(folder: Path, backend: str) -> Path:
 
 
 @pytest.mark.hostile("builds")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's")
+@pytest.mark.linux
 async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     tmp_path: Path, flash_home: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

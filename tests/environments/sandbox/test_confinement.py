@@ -32,10 +32,7 @@ from tests.places import CALCULATOR, ROOT
 from tests.waiting import WAIT_S, until
 from tests.watch import is_running, outer_pid
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 
 ATTACKER = """
 class Sample(Echo):
