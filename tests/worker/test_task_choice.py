@@ -95,8 +95,7 @@ def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: 
         file.write(BINARY)
     flag.unlink()
     whole = make_run(tmp_path / "whole", tiny_model, environment=environment, **FIELDS)
-    with Attempt(whole, one_by_one=True) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(whole, one_by_one=True).ended()
     flag.touch()
     run = make_run(tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **FIELDS)
     with Attempt(run, one_by_one=True) as first:
