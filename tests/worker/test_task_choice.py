@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt, held, make_run
+from tests.worker.test_mixture import tried
 from worker.rollouts.task_choice import BELIEFS, FLOOR, REFILLS, TaskChoice, usefulness
 
 
@@ -81,10 +81,6 @@ def score_episode(self, example, episode):
 Vowels.score_episode = score_episode
 """
 """One task in six is solved by chance, the others never."""
-
-
-def tried(run: RunFolder, step: int) -> list[tuple[str, float]]:
-    return [(row["task_id"], row["reward"]) for row in run.rollouts(step)]
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ from environments.process import requirements
 from environments.process.host import EnvironmentHost
 from environments.sandbox import kernel
 from environments.settings import machine_directory
-from tests.folders import environment_folder
+from tests.folders import allow, environment_folder
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
@@ -58,12 +58,6 @@ def environment_of(pid: int) -> bytes:
 
 def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-
-
-def allow(flash_home: Path, line: str) -> None:
-    """Write what the operator allows."""
-    flash_home.mkdir(exist_ok=True)
-    (flash_home / "settings.toml").write_text(f"[environments]\n{line}\n")
 
 
 async def fault_of(folder: Path, **options: float) -> EnvironmentFault:
