@@ -49,6 +49,7 @@ from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.snippets import calls_of
 from tests.forked import fork_of
 from tests.places import TESTS
+from tests.ports import free_port
 from tests.samples import sample_rollout
 from tests.supervisor.test_loop import HASTE
 from tests.waiting import WAIT_S, wait_for
@@ -396,9 +397,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, t
 
 def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Supervisor, tmp_path: Path) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     row = request(store, run_id, port=port)
     with socket.create_server(("127.0.0.1", port)):
         failed = settle(deployments, row.id, "failed")

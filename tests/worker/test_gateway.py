@@ -32,7 +32,8 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.local import Record
 from tests.folders import environment_folder
 from tests.places import ROOT, VOWELS
-from tests.server.test_mcp_server import free_port, serving
+from tests.ports import free_port
+from tests.server.test_mcp_server import serving
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
 from tests.waiting import WAIT_S
