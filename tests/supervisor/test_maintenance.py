@@ -58,7 +58,6 @@ def ended(bench: Bench, folder: Path, **fields: object) -> Run:
 def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(bench: Bench) -> None:
     statuses = bench.lab.engine.statuses
     run = bench.train()
-    bench.until(lambda: bench.now(run).handle)
     bench.start(run)
     over = ("run-of-a-lost-row-1", f"{run.id}-0")  # the latter: an attempt that was replaced
     statuses |= dict.fromkeys(over, JobStatus("alive")) | {"run-pending-1": JobStatus("pending")}
