@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,12 @@ from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.reconciler import RunReconciler
 from flash_mcp.supervisor.secrets import Vault
 from tests.protocol.test_artifacts import folder as some_folder
-from tests.supervisor.test_targets import HASTE, Bench, Lab
+from tests.supervisor.test_targets import HASTE, Bench, Lab, bench
 from tests.waiting import wait_for
 
+__all__ = ["bench"]
 DAY_S = 86_400.0
 folder = some_folder
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "home")
-    yield made
-    made.store.close()
 
 
 def files(run: Run) -> list[str]:
