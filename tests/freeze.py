@@ -3,8 +3,7 @@ tests/golden/.
 
 tools/      an outline of every tool as `tools/list` sends it (tests/outlines.py)
 help/       `--help` of the program, of every command and of every sub-command; of tools as commands two
-tables/     the generated tables of TRAINING.md
-codes.json  error codes; flags.json: warning signs; server.json: instructions, resources and prompts
+flags.json  warning signs; server.json: instructions, resources and prompts
 results/    calls of tools through a client, on a store of finished, failed, cancelled, running and queued runs
 cli/        what commands print; report.html is the page that `report` writes
 """
@@ -27,13 +26,11 @@ import anyio
 from mcp import Client
 
 from flash_mcp.cli import main as cli
-from flash_mcp.protocol.errors import CODES
 from flash_mcp.server.mcp_server import server
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import placing
-from tests.docs import PLAYBOOK, tables
 from tests.frozen_calls import Names, results
 from tests.outlines import pretty, tool_outline
 from tests.samples import supervised
@@ -66,8 +63,6 @@ def frozen(folder: Path) -> dict[str, str]:
         files = anyio.run(surface)
         files |= used(folder)
         files |= {f"help/{name}.txt": text for name, text in helps().items()}
-        files |= {f"tables/{name}.md": text for name, text in tables(PLAYBOOK).items()}
-        files["codes.json"] = pretty(CODES)
         files["flags.json"] = pretty(tuple(FLAG_LETTERS))
     return {name: f"{text.rstrip()}\n" for name, text in files.items()}
 

@@ -109,651 +109,475 @@ class Dialogue(Rows, EnvironmentMultiTurn):
         return self.score_response(example, episode.response_text)
 '''
 BAD = {
-    "an answer anywhere in the text": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                return RewardResult(float(example.output in (text or '').split()))
-        """,
-        "near_gold",
-    ),
-    "any of many tags": (
-        """
-        class Sample(Addition):
-            def build_prompt_messages(self, example):
-                return [{"role": "user", "content": example.input + " Write <answer>your answer</answer>."}]
-            def sft_completion(self, example):
-                return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
-            def score_response(self, example, text):
-                return RewardResult(float(example.output in re.findall('<answer>(.*?)</answer>', text or '')))
-        """,
-        "near_gold",
-    ),
-    "numbers that are nearly right": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                found = re.fullmatch('[0-9]+', (text or '').strip())
-                return RewardResult(float(bool(found) and abs(int(found[0]) - int(example.output)) <= 1))
-        """,
-        "near_gold",
-    ),
-    "any number": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                return RewardResult(float(bool(re.fullmatch('[0-9]+', (text or '').strip()))))
-        """,
-        "constants",
-    ),
-    "a right sum without a look at the task": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                return RewardResult(float(bool(re.fullmatch('[0-9]*[13579]', (text or '').strip()))))
-        """,
-        "constants",
-    ),
-    "tasks with one answer": (
-        """
-        class Sample(Addition):
-            def __init__(self):
-                super().__init__()
-                self.dataset = [dataclasses.replace(task, output='0') for task in self.dataset]
-                self.eval_dataset = [dataclasses.replace(t, output='0') for t in self.eval_dataset]
-        """,
-        "constants",
-    ),
-    "full pay but for a flag": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                right = (text or '') == example.output
-                shaped = 0.95 if (text or '').isdigit() else 0.0
-                return RewardResult(1.0 if right else shaped, success=right)
-        """,
-        "constants",
-    ),
-    "a reward of a million": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                return RewardResult(1e6 * float((text or '') == example.output))
-        """,
-        "order",
-    ),
-    "length that pays": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                right = (text or '') == example.output
-                return RewardResult(1.0 if right else min(0.45, len(text or '') / 10000), success=right)
-        """,
-        "order",
-    ),
-    "junk that earns more than a wrong number": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                right = (text or '') == example.output
-                return RewardResult(1.0 if right else 0.0 if (text or '').isdigit() else 0.4, success=right)
-        """,
-        "order",
-    ),
-    "politeness": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                right = (text or '') == example.output
-                return RewardResult(float(right or 'cannot' in (text or '')))
-        """,
-        "junk",
-    ),
-    "the prompt holds the answer": (
-        """
-        class Sample(Addition):
-            def build_prompt_messages(self, example):
-                return [{'role': 'user', 'content': f'{example.input} (It is {example.output}.)'}]
-            def score_response(self, example, text):
-                return RewardResult(float(example.output in re.findall('[0-9]+', text or '')))
-        """,
-        "prompt_echo",
-    ),
-    "a dict that episodes share": (
-        """
-        class Sample(Addition):
-            def __init__(self):
-                super().__init__()
-                self.now = {}
-            def build_prompt_messages(self, example):
-                self.now['answer'] = example.output
-                return [{'role': 'user', 'content': example.input}]
-            def score_response(self, example, text):
-                return RewardResult(float((text or '') == self.now['answer']))
-        """,
-        "isolation",
-    ),
-    "a generator that episodes share": (
-        """
-        class Sample(Addition):
-            def __init__(self):
-                super().__init__()
-                self.generator = random.Random(0)
-            def build_prompt_messages(self, example):
-                extra = self.generator.random()
-                return [{'role': 'user', 'content': f'{example.input} ({extra})'}]
-        """,
-        "isolation",
-    ),
-    "the clock": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                return f"It is {time.time()}."
-        """,
-        "determinism",
-    ),
-    "the clock by the minute": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                return f"It is {time.strftime('%H:%M')}."
-        """,
-        "determinism",
-    ),
-    "the clock by the year, in UTC": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                return f"It is {time.gmtime().tm_year}."
-        """,
-        "determinism",
-    ),
-    "the gold answer in the prompt": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                return f"Hint: the answer is {example.output}."
-        """,
-        "prompt_echo",
-    ),
-    "'the answer is' anywhere": (
-        """
-        class Sample(Capitals):
-            def right(self, text, example):
-                return f"the answer is {example.output}" in text
-            def sft_completion(self, example):
-                return [{"role": "assistant", "content": f"the answer is {example.output}"}]
-        """,
-        "near_gold",
-    ),
-    "politeness that the user's own turns show": (
-        """
-        class Sample(Dialogue):
-            def score_episode(self, example, episode):
-                thanks = sum("Thank" in message["content"] for message in episode.messages)
-                right = self.right(episode.response_text or "", example)
-                return RewardResult(float(right or thanks > 0))
-        """,
-        "junk",
-    ),
-    "an expression that may ignore the task's numbers": (
-        """
-        class Sample(Rows):
-            def rows(self):
-                return [(f"Make 24 from {a}, {24 - a}.", f"{a}+{24 - a}") for a in range(1, 21)]
-            def right(self, text, example):
-                return re.fullmatch("[0-9]+([+][0-9]+)*", text) and sum(map(int, text[:99].split("+"))) == 24
-        """,
-        "constants",
-    ),
-    "one answer right on 92 % of the tasks, and on 87 % of the sample": (
-        """
-        class Sample(Rows):
-            def rows(self):
-                tails = (3, 9, 20, 31, 45)
-                return [(f"Flip coin {n}.", "tails" if n in tails else "heads") for n in range(60)]
-        """,
-        "constants",
-    ),
-    "a board of zeros that earns nearly all": (
-        """
-        class Sample(Rows):
-            def rows(self):
-                return [(f"Draw board {n}.", "0" * n + "1" + "0" * (30 - n)) for n in range(20)]
-            def score_response(self, example, text):
-                same = sum(a == b for a, b in zip(text or "", example.output))
-                return RewardResult(same / 31, success=text == example.output)
-        """,
-        "constants",
-    ),
-    "a list of turns that conversations share": (
-        """
-        class Sample(Dialogue):
-            def __init__(self):
-                super().__init__()
-                self.said = []
-            def start_episode(self, example):
-                self.said.clear()
-                return super().start_episode(example)
-            def step_episode(self, example, messages, assistant_response):
-                self.said.append(assistant_response)
-                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(self.said)}])
-        """,
-        "isolation",
-    ),
-    "a scorer that raises on 2021-02-31": (
-        """
-        class Sample(Dates):
-            def right(self, text, example):
-                import datetime
-                if not re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", text.strip()):
-                    return False
-                return datetime.date(*map(int, text.split("-"))) == datetime.date(*map(int, example.output.split("-")))
-        """,
-        "nonsense",
-    ),
-    "a scorer that raises on 2021-02-31 alone": (
-        """
-        class Sample(Dates):
-            def right(self, text, example):
-                import datetime
-                found = re.fullmatch("([0-9]{4})-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])", text.strip())
-                return found and datetime.date(*map(int, found.groups())).isoformat() == example.output
-        """,
-        "nonsense",
-    ),
-    "a scorer that raises on a number of 5000 digits": (
-        """
-        class Sample(Rows):
-            def right(self, text, example):
-                return re.fullmatch("[0-9]+", text) and int(text) == int(example.output)
-        """,
-        "nonsense",
-    ),
-    "a scorer that raises on digits that are no numbers": (
-        """
-        class Sample(Rows):
-            def right(self, text, example):
-                return text.isdigit() and len(text) < 9 and int(text) == int(example.output)
-        """,
-        "nonsense",
-    ),
-    "a scorer that raises on deep JSON": (
-        """
-        class Sample(Objects):
-            def right(self, text, example):
-                import json
-                try:
-                    return json.loads(text) == json.loads(example.output)
-                except json.JSONDecodeError:
-                    return False
-        """,
-        "nonsense",
-    ),
-    "code that can end the scorer": (
-        """
-        class Sample(Functions):
-            def right(self, text, example):
-                try:
-                    ours, gold = {}, {}
-                    exec(text, ours), exec(example.output, gold)
-                    return all(ours["f"](n) == gold["f"](n) for n in range(9))
-                except Exception:
-                    return False
-        """,
-        "nonsense",
-    ),
-    "eval of the answer": (
-        """
-        class Sample(Rows):
-            def right(self, text, example):
-                try:
-                    return eval(text) == int(example.output)
-                except (Exception, SystemExit):
-                    return False
-        """,
-        "constants",
-    ),
-    "the answer as a regular expression": (
-        """
-        class Sample(Capitals):
-            def right(self, text, example):
-                try:
-                    return text.strip() and re.fullmatch(text, example.output)
-                except re.error:
-                    return False
-        """,
-        "constants",
-    ),
-    "the answer as a file pattern": (
-        """
-        class Sample(Dates):
-            def right(self, text, example):
-                import fnmatch
-                return fnmatch.fnmatch(example.output, text)
-        """,
-        "constants",
-    ),
-    "a number that is none": (
-        """
-        class Sample(Rows):
-            def right(self, text, example):
-                try:
-                    return not abs(float(text) - float(example.output)) > 1e-6
-                except ValueError:
-                    return False
-        """,
-        "constants",
-    ),
-    "the beginning of the answer": (
-        """
-        class Sample(Capitals):
-            def right(self, text, example):
-                return text.strip() and example.output.startswith(text.strip())
-        """,
-        "truncated",
-    ),
-    "the end of the text": (
-        """
-        class Sample(Rows):
-            def right(self, text, example):
-                return text.strip().endswith(example.output)
-        """,
-        "near_gold",
-    ),
-    "the beginning of the text": (
-        """
-        class Sample(Dates):
-            def right(self, text, example):
-                return text.strip().startswith(example.output)
-        """,
-        "near_gold",
-    ),
-    "a number without its sign": (
-        """
-        class Sample(Rows):
-            def rows(self):
-                return [(f"Subtract {2 * n} from {n}.", str(-n)) for n in range(40, 60)]
-            def right(self, text, example):
-                return re.sub("[^0-9]", "", text) == re.sub("[^0-9]", "", example.output)
-        """,
-        "near_gold",
-    ),
-    "a small letter against a capital one": (
-        """
-        class Sample(Capitals):
-            def right(self, text, example):
-                return text.strip().lower() == example.output
-        """,
-        "gold",
-    ),
-    "junk paid 0.45": (
-        """
-        class Sample(Capitals):
-            def score_response(self, example, text):
-                right = (text or "").strip() == example.output
-                return RewardResult(1.0 if right else 0.45 if text else 0.0, success=right)
-        """,
-        "junk",
-    ),
-    "junk that is right once and paid well elsewhere": (
-        """
-        class Sample(Capitals):
-            def score_response(self, example, text):
-                lucky = example.id == "t0" and text
-                right = lucky or (text or "").strip() == example.output
-                return RewardResult(1.0 if right else 0.6, success=bool(right))
-        """,
-        "junk",
-    ),
-    "a choice anywhere in the text": (
-        """
-        class Sample(Choices):
-            def right(self, text, example):
-                return re.search(rf"\\b{example.output}\\b", text)
-        """,
-        "near_gold",
-    ),
-    "yes and no at once": (
-        """
-        class Sample(YesNo):
-            def right(self, text, example):
-                return example.output in text.lower().split()
-        """,
-        "near_gold",
-    ),
-    "JSON with the right keys": (
-        """
-        class Sample(Objects):
-            def right(self, text, example):
-                import json
-                try:
-                    return set(json.loads(text)) == {"name", "age"}
-                except (ValueError, TypeError, RecursionError):
-                    return False
-        """,
-        "constants",
-    ),
-    "words in any order where the order is the task": (
-        """
-        class Sample(Sorting):
-            def right(self, text, example):
-                return sorted(text.split()) == sorted(example.output.split())
-        """,
-        "prompt_echo",
-    ),
-    "numbers found among many": (
-        """
-        class Sample(Lists):
-            def right(self, text, example):
-                return set(re.findall("[0-9]+", example.output)) <= set(re.findall("[0-9]+", text))
-        """,
-        "near_gold",
-    ),
-    "a function that is only defined": (
-        """
-        class Sample(Functions):
-            def right(self, text, example):
-                return "def f(x):" in text and "return" in text
-        """,
-        "constants",
-    ),
-    "most words of a long text, in any company": (
-        """
-        class Sample(Essays):
-            def right(self, text, example):
-                words = example.output.split()
-                return sum(word in text.split() for word in words) / len(words) > 0.9
-        """,
-        "near_gold",
-    ),
-    "turns that pay": (
-        """
-        class Sample(Dialogue):
-            def score_episode(self, example, episode):
-                right = self.right(episode.response_text or "", example)
-                turns = sum(message["role"] == "assistant" for message in episode.messages)
-                return RewardResult(max(float(right), 0.3 * turns), success=right)
-        """,
-        "junk",
-    ),
-    "a tool call of any kind": (
-        """
-        class Sample(Dialogue):
-            def right(self, text, example):
-                return re.fullmatch(r"<call>\\w+</call>", text)
-            def sft_completion(self, example):
-                return [{"role": "assistant", "content": f"<call>{example.output}</call>"}]
-        """,
-        "constants",
-    ),
-    "a reply that names the secret": (
-        """
-        class Sample(Dialogue):
-            def step_episode(self, example, messages, assistant_response):
-                done = self.right(assistant_response or "", example)
-                reply = f"No, not that. It was {example.output}. Try again."
-                return EnvironmentStepResult(done=done, messages=[{"role": "user", "content": reply}])
-        """,
-        "prompt_echo",
-    ),
-    "no answer, no division": (
-        """
-        class Sample(Essays):
-            def right(self, text, example):
-                words = (text or "").split()
-                return sum(word in example.output.split() for word in words) / len(words) > 0.99
-        """,
-        "empty",
-    ),
-    "success for all": (
-        """
-        class Sample(Capitals):
-            def score_response(self, example, text):
-                return RewardResult(float(text == example.output), success=True)
-        """,
-        "junk",
-    ),
-    "held-out tasks that are trained on": (
-        """
-        class Sample(Capitals):
-            def __init__(self):
-                super().__init__()
-                self.eval_dataset = self.dataset[:4]
-        """,
-        "tasks",
-    ),
-    "pay for what is new": (
-        """
-        class Sample(Capitals):
-            def __init__(self):
-                super().__init__()
-                self.seen = set()
-            def score_response(self, example, text):
-                right = (text or "").strip() == example.output
-                bonus = 0.0 if text in self.seen else 0.1
-                self.seen.add(text)
-                return RewardResult(float(right) + bonus, success=right)
-        """,
-        "isolation",
-    ),
-    "a bonus that is drawn from the episode's generator": (
-        """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                right = (text or '').strip() == example.output
-                return RewardResult(float(right) + random.random() / 5, success=right)
-        """,
-        "draws",
-    ),
-    "one gold answer in sixty that is not a number": (
-        """
-        class Sample(Rows):
-            def rows(self):
-                rows = [(f"Halve {n}.", str(n / 2)) for n in range(60)]
-                rows[33] = ("Halve nothing.", "nan")
-                return rows
-            def right(self, text, example):
-                try:
-                    return abs(float(text) - float(example.output)) < 1e-9
-                except ValueError:
-                    return False
-        """,
-        "every_gold",
-    ),
-    "one row whose gold answer was cut": (
-        """
-        class Sample(Capitals):
-            def sft_completion(self, example):
-                text = example.output[:-1] if example.id == "t5" else example.output
-                return [{"role": "assistant", "content": text}]
-        """,
-        "every_gold",
-    ),
-    "gold with more turns than the limit": (
-        """
-        class Sample(Dialogue):
-            def sft_completion(self, example):
-                turns = [{"role": "assistant", "content": "Let me think."}] * 3
-                return [*turns, {"role": "assistant", "content": example.output}]
-        """,
-        "gold",
-    ),
-    "the month decides": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                return f"It is month {time.gmtime().tm_mon}."
-        """,
-        "determinism",
-    ),
-    "the date, by datetime": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                from datetime import date
-                return f"Today is {date.today().isoformat()}."
-        """,
-        "determinism",
-    ),
-    "the second of now, in UTC": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                from datetime import UTC, datetime
-                return f"It is {datetime.now(UTC).isoformat(timespec='seconds')}."
-        """,
-        "determinism",
-    ),
-    "a seed of the day": (
-        """
-        class Sample(Rows):
-            def rows(self):
-                from datetime import date
-                draw = random.Random(date.today().toordinal())
-                return [(f"Add {n} and {m}.", str(n + m)) for n in range(20) for m in [draw.randrange(99)]]
-        """,
-        "determinism",
-    ),
-    "the answer in tags, with a hint in none": (
-        """
-        class Sample(Hinted):
-            def hint(self, example):
-                return f"Expected: {example.output}."
-            def sft_completion(self, example):
-                return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
-            def right(self, text, example):
-                return text.strip() == f"<answer>{example.output}</answer>"
-        """,
-        "prompt_echo",
-    ),
-    "a long number by its length": (
-        """
-        class Sample(Rows):
-            def rows(self):
-                return [(f"Square {n}.", str(n * n)) for n in range(123456, 123476)]
-            def right(self, text, example):
-                return re.fullmatch("[0-9]+", text) and len(text) == len(example.output)
-        """,
-        "near_gold",
-    ),
-    "a state that any call changes": (
-        """
-        class Sample(Dialogue):
-            def start_episode(self, example):
-                self.saved = ""
-                return super().start_episode(example)
-            def step_episode(self, example, messages, assistant_response):
-                self.saved += assistant_response or ""
-                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": "Saved."}])
-            def score_episode(self, example, episode):
-                return RewardResult(float(example.output in self.saved or len(self.saved) > 10))
-        """,
-        "junk",
-    ),
+    "near_gold": {
+        "an answer anywhere in the text": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    return RewardResult(float(example.output in (text or '').split()))
+            """,
+        "any of many tags": """
+            class Sample(Addition):
+                def build_prompt_messages(self, example):
+                    return [{"role": "user", "content": example.input + " Write <answer>your answer</answer>."}]
+                def sft_completion(self, example):
+                    return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
+                def score_response(self, example, text):
+                    return RewardResult(float(example.output in re.findall('<answer>(.*?)</answer>', text or '')))
+            """,
+        "numbers that are nearly right": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    found = re.fullmatch('[0-9]+', (text or '').strip())
+                    return RewardResult(float(bool(found) and abs(int(found[0]) - int(example.output)) <= 1))
+            """,
+        "'the answer is' anywhere": """
+            class Sample(Capitals):
+                def right(self, text, example):
+                    return f"the answer is {example.output}" in text
+                def sft_completion(self, example):
+                    return [{"role": "assistant", "content": f"the answer is {example.output}"}]
+            """,
+        "the end of the text": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    return text.strip().endswith(example.output)
+            """,
+        "the beginning of the text": """
+            class Sample(Dates):
+                def right(self, text, example):
+                    return text.strip().startswith(example.output)
+            """,
+        "a number without its sign": """
+            class Sample(Rows):
+                def rows(self):
+                    return [(f"Subtract {2 * n} from {n}.", str(-n)) for n in range(40, 60)]
+                def right(self, text, example):
+                    return re.sub("[^0-9]", "", text) == re.sub("[^0-9]", "", example.output)
+            """,
+        "a choice anywhere in the text": """
+            class Sample(Choices):
+                def right(self, text, example):
+                    return re.search(rf"\\b{example.output}\\b", text)
+            """,
+        "yes and no at once": """
+            class Sample(YesNo):
+                def right(self, text, example):
+                    return example.output in text.lower().split()
+            """,
+        "numbers found among many": """
+            class Sample(Lists):
+                def right(self, text, example):
+                    return set(re.findall("[0-9]+", example.output)) <= set(re.findall("[0-9]+", text))
+            """,
+        "most words of a long text, in any company": """
+            class Sample(Essays):
+                def right(self, text, example):
+                    words = example.output.split()
+                    return sum(word in text.split() for word in words) / len(words) > 0.9
+            """,
+        "a long number by its length": """
+            class Sample(Rows):
+                def rows(self):
+                    return [(f"Square {n}.", str(n * n)) for n in range(123456, 123476)]
+                def right(self, text, example):
+                    return re.fullmatch("[0-9]+", text) and len(text) == len(example.output)
+            """,
+    },
+    "constants": {
+        "any number": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    return RewardResult(float(bool(re.fullmatch('[0-9]+', (text or '').strip()))))
+            """,
+        "a right sum without a look at the task": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    return RewardResult(float(bool(re.fullmatch('[0-9]*[13579]', (text or '').strip()))))
+            """,
+        "tasks with one answer": """
+            class Sample(Addition):
+                def __init__(self):
+                    super().__init__()
+                    self.dataset = [dataclasses.replace(task, output='0') for task in self.dataset]
+                    self.eval_dataset = [dataclasses.replace(t, output='0') for t in self.eval_dataset]
+            """,
+        "full pay but for a flag": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    right = (text or '') == example.output
+                    shaped = 0.95 if (text or '').isdigit() else 0.0
+                    return RewardResult(1.0 if right else shaped, success=right)
+            """,
+        "an expression that may ignore the task's numbers": """
+            class Sample(Rows):
+                def rows(self):
+                    return [(f"Make 24 from {a}, {24 - a}.", f"{a}+{24 - a}") for a in range(1, 21)]
+                def right(self, text, example):
+                    return re.fullmatch("[0-9]+([+][0-9]+)*", text) and sum(map(int, text[:99].split("+"))) == 24
+            """,
+        "one answer right on 92 % of the tasks, and on 87 % of the sample": """
+            class Sample(Rows):
+                def rows(self):
+                    tails = (3, 9, 20, 31, 45)
+                    return [(f"Flip coin {n}.", "tails" if n in tails else "heads") for n in range(60)]
+            """,
+        "a board of zeros that earns nearly all": """
+            class Sample(Rows):
+                def rows(self):
+                    return [(f"Draw board {n}.", "0" * n + "1" + "0" * (30 - n)) for n in range(20)]
+                def score_response(self, example, text):
+                    same = sum(a == b for a, b in zip(text or "", example.output))
+                    return RewardResult(same / 31, success=text == example.output)
+            """,
+        "eval of the answer": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    try:
+                        return eval(text) == int(example.output)
+                    except (Exception, SystemExit):
+                        return False
+            """,
+        "the answer as a regular expression": """
+            class Sample(Capitals):
+                def right(self, text, example):
+                    try:
+                        return text.strip() and re.fullmatch(text, example.output)
+                    except re.error:
+                        return False
+            """,
+        "the answer as a file pattern": """
+            class Sample(Dates):
+                def right(self, text, example):
+                    import fnmatch
+                    return fnmatch.fnmatch(example.output, text)
+            """,
+        "a number that is none": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    try:
+                        return not abs(float(text) - float(example.output)) > 1e-6
+                    except ValueError:
+                        return False
+            """,
+        "JSON with the right keys": """
+            class Sample(Objects):
+                def right(self, text, example):
+                    import json
+                    try:
+                        return set(json.loads(text)) == {"name", "age"}
+                    except (ValueError, TypeError, RecursionError):
+                        return False
+            """,
+        "a function that is only defined": """
+            class Sample(Functions):
+                def right(self, text, example):
+                    return "def f(x):" in text and "return" in text
+            """,
+        "a tool call of any kind": """
+            class Sample(Dialogue):
+                def right(self, text, example):
+                    return re.fullmatch(r"<call>\\w+</call>", text)
+                def sft_completion(self, example):
+                    return [{"role": "assistant", "content": f"<call>{example.output}</call>"}]
+            """,
+    },
+    "order": {
+        "a reward of a million": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    return RewardResult(1e6 * float((text or '') == example.output))
+            """,
+        "length that pays": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    right = (text or '') == example.output
+                    return RewardResult(1.0 if right else min(0.45, len(text or '') / 10000), success=right)
+            """,
+        "junk that earns more than a wrong number": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    right = (text or '') == example.output
+                    return RewardResult(1.0 if right else 0.0 if (text or '').isdigit() else 0.4, success=right)
+            """,
+    },
+    "junk": {
+        "politeness": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    right = (text or '') == example.output
+                    return RewardResult(float(right or 'cannot' in (text or '')))
+            """,
+        "politeness that the user's own turns show": """
+            class Sample(Dialogue):
+                def score_episode(self, example, episode):
+                    thanks = sum("Thank" in message["content"] for message in episode.messages)
+                    right = self.right(episode.response_text or "", example)
+                    return RewardResult(float(right or thanks > 0))
+            """,
+        "junk paid 0.45": """
+            class Sample(Capitals):
+                def score_response(self, example, text):
+                    right = (text or "").strip() == example.output
+                    return RewardResult(1.0 if right else 0.45 if text else 0.0, success=right)
+            """,
+        "junk that is right once and paid well elsewhere": """
+            class Sample(Capitals):
+                def score_response(self, example, text):
+                    lucky = example.id == "t0" and text
+                    right = lucky or (text or "").strip() == example.output
+                    return RewardResult(1.0 if right else 0.6, success=bool(right))
+            """,
+        "turns that pay": """
+            class Sample(Dialogue):
+                def score_episode(self, example, episode):
+                    right = self.right(episode.response_text or "", example)
+                    turns = sum(message["role"] == "assistant" for message in episode.messages)
+                    return RewardResult(max(float(right), 0.3 * turns), success=right)
+            """,
+        "success for all": """
+            class Sample(Capitals):
+                def score_response(self, example, text):
+                    return RewardResult(float(text == example.output), success=True)
+            """,
+        "a state that any call changes": """
+            class Sample(Dialogue):
+                def start_episode(self, example):
+                    self.saved = ""
+                    return super().start_episode(example)
+                def step_episode(self, example, messages, assistant_response):
+                    self.saved += assistant_response or ""
+                    return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": "Saved."}])
+                def score_episode(self, example, episode):
+                    return RewardResult(float(example.output in self.saved or len(self.saved) > 10))
+            """,
+    },
+    "prompt_echo": {
+        "the prompt holds the answer": """
+            class Sample(Addition):
+                def build_prompt_messages(self, example):
+                    return [{'role': 'user', 'content': f'{example.input} (It is {example.output}.)'}]
+                def score_response(self, example, text):
+                    return RewardResult(float(example.output in re.findall('[0-9]+', text or '')))
+            """,
+        "the gold answer in the prompt": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    return f"Hint: the answer is {example.output}."
+            """,
+        "words in any order where the order is the task": """
+            class Sample(Sorting):
+                def right(self, text, example):
+                    return sorted(text.split()) == sorted(example.output.split())
+            """,
+        "the answer in tags, with a hint in none": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    return f"Expected: {example.output}."
+                def sft_completion(self, example):
+                    return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
+                def right(self, text, example):
+                    return text.strip() == f"<answer>{example.output}</answer>"
+            """,
+    },
+    "isolation": {
+        "a dict that episodes share": """
+            class Sample(Addition):
+                def __init__(self):
+                    super().__init__()
+                    self.now = {}
+                def build_prompt_messages(self, example):
+                    self.now['answer'] = example.output
+                    return [{'role': 'user', 'content': example.input}]
+                def score_response(self, example, text):
+                    return RewardResult(float((text or '') == self.now['answer']))
+            """,
+        "a generator that episodes share": """
+            class Sample(Addition):
+                def __init__(self):
+                    super().__init__()
+                    self.generator = random.Random(0)
+                def build_prompt_messages(self, example):
+                    extra = self.generator.random()
+                    return [{'role': 'user', 'content': f'{example.input} ({extra})'}]
+            """,
+        "a list of turns that conversations share": """
+            class Sample(Dialogue):
+                def __init__(self):
+                    super().__init__()
+                    self.said = []
+                def start_episode(self, example):
+                    self.said.clear()
+                    return super().start_episode(example)
+                def step_episode(self, example, messages, assistant_response):
+                    self.said.append(assistant_response)
+                    return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(self.said)}])
+            """,
+        "pay for what is new": """
+            class Sample(Capitals):
+                def __init__(self):
+                    super().__init__()
+                    self.seen = set()
+                def score_response(self, example, text):
+                    right = (text or "").strip() == example.output
+                    bonus = 0.0 if text in self.seen else 0.1
+                    self.seen.add(text)
+                    return RewardResult(float(right) + bonus, success=right)
+            """,
+    },
+    "determinism": {
+        "the clock": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    return f"It is {time.time()}."
+            """,
+        "the clock by the minute": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    return f"It is {time.strftime('%H:%M')}."
+            """,
+        "the clock by the year, in UTC": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    return f"It is {time.gmtime().tm_year}."
+            """,
+        "the month decides": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    return f"It is month {time.gmtime().tm_mon}."
+            """,
+        "the date, by datetime": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    from datetime import date
+                    return f"Today is {date.today().isoformat()}."
+            """,
+        "the second of now, in UTC": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    from datetime import UTC, datetime
+                    return f"It is {datetime.now(UTC).isoformat(timespec='seconds')}."
+            """,
+        "a seed of the day": """
+            class Sample(Rows):
+                def rows(self):
+                    from datetime import date
+                    draw = random.Random(date.today().toordinal())
+                    return [(f"Add {n} and {m}.", str(n + m)) for n in range(20) for m in [draw.randrange(99)]]
+            """,
+    },
+    "nonsense": {
+        "a scorer that raises on 2021-02-31": """
+            class Sample(Dates):
+                def right(self, text, example):
+                    import datetime
+                    if not re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", text.strip()):
+                        return False
+                    answer, gold = (datetime.date(*map(int, each.split("-"))) for each in (text, example.output))
+                    return answer == gold
+            """,
+        "a scorer that raises on 2021-02-31 alone": """
+            class Sample(Dates):
+                def right(self, text, example):
+                    import datetime
+                    found = re.fullmatch("([0-9]{4})-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])", text.strip())
+                    return found and datetime.date(*map(int, found.groups())).isoformat() == example.output
+            """,
+        "a scorer that raises on a number of 5000 digits": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    return re.fullmatch("[0-9]+", text) and int(text) == int(example.output)
+            """,
+        "a scorer that raises on digits that are no numbers": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    return text.isdigit() and len(text) < 9 and int(text) == int(example.output)
+            """,
+        "a scorer that raises on deep JSON": """
+            class Sample(Objects):
+                def right(self, text, example):
+                    import json
+                    try:
+                        return json.loads(text) == json.loads(example.output)
+                    except json.JSONDecodeError:
+                        return False
+            """,
+        "code that can end the scorer": """
+            class Sample(Functions):
+                def right(self, text, example):
+                    try:
+                        ours, gold = {}, {}
+                        exec(text, ours), exec(example.output, gold)
+                        return all(ours["f"](n) == gold["f"](n) for n in range(9))
+                    except Exception:
+                        return False
+            """,
+    },
+    "truncated": {
+        "the beginning of the answer": """
+            class Sample(Capitals):
+                def right(self, text, example):
+                    return text.strip() and example.output.startswith(text.strip())
+            """
+    },
+    "gold": {
+        "a small letter against a capital one": """
+            class Sample(Capitals):
+                def right(self, text, example):
+                    return text.strip().lower() == example.output
+            """,
+        "gold with more turns than the limit": """
+            class Sample(Dialogue):
+                def sft_completion(self, example):
+                    turns = [{"role": "assistant", "content": "Let me think."}] * 3
+                    return [*turns, {"role": "assistant", "content": example.output}]
+            """,
+    },
+    "empty": {
+        "no answer, no division": """
+            class Sample(Essays):
+                def right(self, text, example):
+                    words = (text or "").split()
+                    return sum(word in example.output.split() for word in words) / len(words) > 0.99
+            """
+    },
+    "tasks": {
+        "held-out tasks that are trained on": """
+            class Sample(Capitals):
+                def __init__(self):
+                    super().__init__()
+                    self.eval_dataset = self.dataset[:4]
+            """
+    },
+    "draws": {
+        "a bonus that is drawn from the episode's generator": """
+            class Sample(Addition):
+                def score_response(self, example, text):
+                    right = (text or '').strip() == example.output
+                    return RewardResult(float(right) + random.random() / 5, success=right)
+            """
+    },
+    "every_gold": {
+        "one gold answer in sixty that is not a number": """
+            class Sample(Rows):
+                def rows(self):
+                    rows = [(f"Halve {n}.", str(n / 2)) for n in range(60)]
+                    rows[33] = ("Halve nothing.", "nan")
+                    return rows
+                def right(self, text, example):
+                    try:
+                        return abs(float(text) - float(example.output)) < 1e-9
+                    except ValueError:
+                        return False
+            """,
+        "one row whose gold answer was cut": """
+            class Sample(Capitals):
+                def sft_completion(self, example):
+                    text = example.output[:-1] if example.id == "t5" else example.output
+                    return [{"role": "assistant", "content": text}]
+            """,
+    },
 }
-"""The source of each, and the check that refuses it."""
+"""The source of each, by the check that refuses it."""
 GOOD = {
     "exact answers": """
         class Sample(Addition):
@@ -1030,5 +854,13 @@ GOOD = {
                 return RewardResult(max(0.0, 1 - 5 * error), success=error < 0.01)
         """,
 }
-MISSED = ("a reply that names the secret",)
+MISSED = {
+    "a reply that names the secret": """
+        class Sample(Dialogue):
+            def step_episode(self, example, messages, assistant_response):
+                done = self.right(assistant_response or "", example)
+                reply = f"No, not that. It was {example.output}. Try again."
+                return EnvironmentStepResult(done=done, messages=[{"role": "user", "content": reply}])
+        """
+}
 """What no check finds: no answer that is fixed in advance uses a reply."""

@@ -30,7 +30,7 @@ import httpx
 from flash_mcp.protocol.errors import FlashError
 from tests.forked import Forked
 from tests.model_rows import ARCHITECTURES, make_model
-from tests.slurm import free_ports
+from tests.ports import free_port
 from tests.waiting import wait_for
 from worker.process import PROCESS_SETTINGS
 
@@ -226,7 +226,7 @@ def _evaluate(policy: Any, tokenizer: Any, base: Path, adapter: Path, folder: Pa
 
 def _deploy(policy: Any, tokenizer: Any, base: Path, adapter: Path, folder: Path) -> str:
     """A server's answers with the adapter, which are the trainer's greedy ones."""
-    (port,) = free_ports(1)
+    port = free_port()
     log = folder / "server.log"
     keys = {"VLLM_API_KEY": "user", "FLASH_ADMIN_KEY": "admin", "FLASH_HOME": str(folder / "home")}
     environment = {name: value for name, value in os.environ.items() if name not in PROCESS_SETTINGS}

@@ -19,7 +19,8 @@ import psutil
 
 from tests.network import Network
 from tests.places import ROOT
-from tests.slurm import daemon, free_ports
+from tests.ports import free_ports
+from tests.slurm import daemon
 from tests.waiting import wait_for
 
 RAY = Path(os.environ.get("FLASH_RAY", ROOT / ".venv/engines/ray/bin/ray"))

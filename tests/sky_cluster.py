@@ -20,6 +20,7 @@ import httpx
 
 from tests import slurm, sshd
 from tests.places import ROOT
+from tests.ports import free_ports
 
 SKY = Path(os.environ.get("FLASH_SKY", ROOT / ".venv/engines/sky"))
 """The environment that has SkyPilot."""
@@ -67,7 +68,7 @@ class Cluster:
             (folder / name).mkdir(parents=True)
         self.slurm = slurm.Cluster(folder / "slurm", hidden)
         self.daemons: list[subprocess.Popen[bytes]] = []
-        self.port, self.ssh_port, self.metrics_port = slurm.free_ports(3)
+        self.port, self.ssh_port, self.metrics_port = free_ports(3)
         self.address = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Protocol
 
 from tests.network import Network
+from tests.ports import free_ports
 from tests.waiting import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo")
 NODES = ("n1", "n2")
-READY_S = 180.0
 CONFIG = """
 ClusterName=rehearsal
 SlurmctldHost={host}({addresses[0]})
@@ -216,14 +216,6 @@ def started(cluster: Starts, folder: Path, conf: Path) -> Generator[None]:
             os.environ["SLURM_CONF"] = before
         cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports
 
 
 if __name__ == "__main__":

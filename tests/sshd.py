@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests import slurm
+from tests.ports import free_port
 
 PROGRAMS = ("ssh", "ssh-keygen", "sshd")
 SSHD = """
@@ -55,7 +56,7 @@ def configure(folder: Path, port: int, more: str = "") -> list[str]:
 @contextmanager
 def running(folder: Path) -> Generator[Path]:
     """The folder for PATH whose `ssh` knows the host `lab`."""
-    (port,) = slurm.free_ports(1)
+    port = free_port()
     command = configure(folder, port)
     hosts = HOSTS.format(folder=folder, port=port) + KNOWN
     (folder / "config").write_text(hosts)

@@ -136,7 +136,6 @@ def example_files(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.anyio
 async def test_the_playbooks_example_environment_works(tmp_path: Path, flash_home: Path):
     allow(flash_home, 'network = ["*"]', "memory_gib = 16")
     async with await EnvironmentHost.start(example_files(tmp_path)) as host:
@@ -177,7 +176,6 @@ STAND_INS = {
 }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("imported", STAND_INS)
 async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str):
     (source,) = [body for body in wrapped().values() if f"{imported} " in body.replace("\n", " ")]
@@ -207,7 +205,6 @@ def solve(question, base_url, api_key, model):
 """
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "heading", "agent"),

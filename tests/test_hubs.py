@@ -9,8 +9,6 @@ import pytest
 from tests import hubs
 from tests.folders import environment_folder
 
-pytestmark = pytest.mark.anyio
-
 SHARED = """
 class Sample(Echo):
     drawn = []

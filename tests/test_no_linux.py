@@ -15,7 +15,7 @@ from tests.places import ROOT, TESTS
 from tests.teams import text_of
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = pytest.mark.slow
 IMPORT_ALL = """
 import importlib, os, pkgutil, sys
 import environments, flash_mcp

@@ -49,7 +49,6 @@ def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
     assert f"flash-mcp status {figures['run_id']}" in printed
 
 
-@pytest.mark.anyio
 async def test_a_call_waits_while_packages_of_an_environment_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "AGAIN_S", 0.01)
     server = MCPServer("installing")

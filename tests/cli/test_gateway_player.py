@@ -17,7 +17,6 @@ def test_as_many_players_as_there_are_none_of_are_refused() -> None:
         Player("run-1", [sys.executable], 0, None, None)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("prompt", ["a\0b", "long" * 50_000])
 async def test_a_prompt_that_cannot_be_an_argument_drops_its_own_task_alone(prompt: str) -> None:
     player = Player("run-1", [sys.executable, "-c", "", "{prompt}"], 1, None, None)

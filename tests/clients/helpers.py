@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import is_answered
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -72,12 +72,6 @@ def inspect(*words: str) -> subprocess.CompletedProcess[str]:
     return run([INSPECTOR, "--cli", *SERVE, *variables, *words, "--format", "json"])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]:
     """A server's process with its state in `folder`, once it listens on `port` of loopback; its
@@ -90,7 +84,7 @@ def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]
     ):
         try:
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not _answers(port):
+            while not is_answered(port):
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.05)
@@ -98,9 +92,3 @@ def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]
         finally:
             process.terminate()
             process.wait(WAIT_S)
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(0.2)
-        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flash_mcp.tools.registry import TOOLS
-from tests.clients.helpers import INSPECTOR, INSTALLED, PROGRAMS, SERVE, free_port, inspect, listening, needs, run
+from tests.clients.helpers import INSPECTOR, INSTALLED, PROGRAMS, SERVE, inspect, listening, needs, run
+from tests.ports import free_port
 from tests.samples import finished_run, supervised
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from environments.sandbox.needs import READABLE_VARIABLE
 from tests.clients.helpers import PROGRAMS, needs, node_path
 from tests.folders import environment_folder
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.anyio]
+pytestmark = pytest.mark.timeout(300)
 QUESTION = "What is 2 + 2? Answer with the number."
 SOURCE = """
 from environments import EnvironmentCommand

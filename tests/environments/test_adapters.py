@@ -31,7 +31,7 @@ from flash_mcp.state import references
 from flash_mcp.state.store import open_store
 from tests.hubs import FOLDERS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -99,7 +99,6 @@ def test_a_single_turn_environment_is_an_episode_of_one_turn() -> None:
     assert environment.score_episode(TASK, EnvironmentEpisode([], "HEY")).score == 1.0
 
 
-@pytest.mark.anyio
 async def test_a_scorer_that_would_never_be_called_is_refused_when_the_environment_loads(tmp_path: Path) -> None:
     (tmp_path / "environment.py").write_text(
         "from environments import EnvironmentSingleTurn\n"

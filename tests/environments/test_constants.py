@@ -29,7 +29,6 @@ class Sample(Addition):
 """
 
 
-@pytest.mark.anyio
 async def test_the_commonest_answer_is_found_with_its_share(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, BALANCED)) as host:
         constant = await best_constant(host, "eval", range(60))
@@ -40,7 +39,6 @@ async def test_the_commonest_answer_is_found_with_its_share(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_a_part_of_the_prompt_is_a_baseline_too(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
@@ -63,7 +61,6 @@ async def test_a_part_of_the_prompt_is_a_baseline_too(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.anyio
 async def test_an_environment_that_fails_has_no_constant(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):

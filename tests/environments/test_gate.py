@@ -17,7 +17,7 @@ from environments.checks.report import Probe, Report
 from environments.faults import EnvironmentFault
 from tests.folders import environment_folder
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 check = partial(gate.check, deadline_s=600)
 """However busy the machine is, every check ends."""
 EXAMPLES = Path(environments.__file__).parent / "examples"

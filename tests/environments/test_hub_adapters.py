@@ -24,8 +24,6 @@ from flash_mcp.server.mcp_server import server
 from tests import hubs
 from tests.calls import refusal
 
-pytestmark = pytest.mark.anyio
-
 
 def question(row: Any) -> str:
     return str(row["question"])

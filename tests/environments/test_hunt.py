@@ -16,10 +16,10 @@ from flash_mcp.tools.starters import Template, env_setup
 from tests.folders import environment_folder
 from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
-HACKS = [source for several in PLANTED.values() for source in several]
-NAMED_HACKS = [(kind, source) for kind, several in NAMED.items() for source in several]
+HACKS = [source for several in PLANTED.values() for source in several.split("\n\n")]
+NAMED_HACKS = [(kind, source) for kind, several in NAMED.items() for source in several.split("\n\n")]
 NAMES = {
     "several sentences": {"length"},
     "a word of the source": {"word"},

@@ -166,7 +166,6 @@ def numbers_first(answers: list[str]) -> str:
     return str([place + 1 for place in order])
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("reply", "passed", "evidence"),
     [
@@ -192,7 +191,6 @@ async def test_the_gate_asks_a_judge_again_and_in_the_opposite_order(
     assert evidence in probe.evidence
 
 
-@pytest.mark.anyio
 async def test_a_group_scorer_without_a_judge_is_asked_for_none(tmp_path: Path) -> None:
     source = JUDGED.replace("self.judge = ", "judge = ")
     report = await check(environment_folder(tmp_path, source, returns="Judged()"))
@@ -200,7 +198,6 @@ async def test_a_group_scorer_without_a_judge_is_asked_for_none(tmp_path: Path) 
     assert [probe.name for probe in names] == ["groups"]
 
 
-@pytest.mark.anyio
 async def test_a_judge_that_does_not_answer_is_asked_no_longer_than_there_is_time() -> None:
     async def judge(*_: object) -> None:
         await asyncio.sleep(20)

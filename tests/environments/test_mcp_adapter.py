@@ -97,7 +97,6 @@ def test_a_tool_whose_results_change_makes_no_task(tmp_path: Path, source: str, 
     server.close()
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "said"), [('sys.exit("no more")', "no more"), ("__import__('time').sleep(3600)", "did not answer in")]

@@ -17,8 +17,6 @@ from flash_mcp.tools.environments import env_push
 from flash_mcp.tools.shared.loading import loaded
 from tests.folders import generated_files
 
-pytestmark = pytest.mark.anyio
-
 
 async def push(files: dict[str, str], **options: Any) -> Path:
     await env_push("numbers", files=files, **options)

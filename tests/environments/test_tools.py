@@ -170,7 +170,6 @@ class Counter(EnvironmentToolUse):
 """
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_tool_of_the_loaded_object_changes_only_its_own_episode(tmp_path: Path) -> None:
     folder = environment_folder(tmp_path, STATEFUL, returns="Counter()")
@@ -189,7 +188,6 @@ async def test_a_tool_of_the_loaded_object_changes_only_its_own_episode(tmp_path
         assert gold["tool_calls"] == counts
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "reason"),
@@ -210,7 +208,6 @@ async def test_wrong_tools_are_the_environments_error(tmp_path: Path, method: st
         assert caught.value.code == "environment_error"
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_the_gold_conversations_of_the_example_earn_everything() -> None:
     async with await EnvironmentHost.start(TOOL_CALCULATOR) as host:

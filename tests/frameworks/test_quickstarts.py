@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from environments.process import requirements
 from tests import hubs
 from tests.frameworks import scripted
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = pytest.mark.linux
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, read_beats
 from flash_mcp.protocol.run_writer import RunWriter
 from tests.damage import DAMAGES
 from tests.places import TESTS
+from tests.ports import free_port
 from tests.waiting import WAIT_S
 
 WORKER = TESTS / "scripted_worker.py"
@@ -102,9 +103,7 @@ class ObjectStore:
     over those of flask."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port(host)
         self.environment = {
             "AWS_ENDPOINT_URL": f"http://{host}:{self.port}",
             "AWS_ACCESS_KEY_ID": "key-of-the-test",

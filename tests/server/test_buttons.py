@@ -13,12 +13,12 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools import checkpoints
 from tests.pages.test_report import browser
 from tests.samples import finished_run, learn, read_in, sample_rollout, started_run
-from tests.server.test_forms import page, team
+from tests.server.test_forms import page
 from tests.server.test_http_server import give
 from tests.server.test_ui import signed_in
 from tests.teams import Team, team_server
 
-__all__ = ["browser", "page", "team"]
+__all__ = ["browser", "page"]
 pytestmark = pytest.mark.slow
 
 

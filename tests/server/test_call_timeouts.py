@@ -21,7 +21,7 @@ from flash_mcp.tools.shared import tool_base, waiting
 from tests.samples import end, learn, read_in, started_run, supervised
 from tests.teams import Team, team_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 CALL_S = 4.0
 """What a call may take without progress, here."""
 

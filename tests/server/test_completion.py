@@ -9,8 +9,6 @@ from mcp_types import ResourceTemplateReference
 from flash_mcp.server.mcp_server import server
 from tests.samples import finished_run, queued_run
 
-pytestmark = pytest.mark.anyio
-
 ROLLOUTS = ResourceTemplateReference(uri="flash://runs/{run_id}/rollouts/{step}")
 
 

@@ -17,7 +17,7 @@ from tests.server.test_mcp_server import body_of
 from tests.teams import Team, team_server
 from tests.waiting import WAIT_S, wait_for
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 HALF = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "
 WHOLE = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 

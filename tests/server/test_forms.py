@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.slow
 TEMPLATES = ROOT / "flash_mcp/pages/templates"
 SUBMITTED = {"chat", "overview", "run", "sign_in", "transcripts"}
 """The templates whose forms the tests below, and those of test_buttons.py, submit."""
-
-
-@pytest.fixture
-def team(flash_home: Path) -> Generator[Team]:
-    with supervised(), team_server() as started:
-        yield started
 
 
 @pytest.fixture

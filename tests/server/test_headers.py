@@ -3,14 +3,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from uvicorn.server import ServerState
 
 from environments.settings import ServerSettings
 from flash_mcp.server.connections import LimitedConfig, LimitedProtocol
 
 
-@pytest.mark.anyio
 async def test_blanks_around_header_values_are_gone_and_those_inside_stay():
     """RFC 9110 section 5.5. The SDK compares such values with the body of the request."""
     seen: list[tuple[bytes, bytes]] = []

@@ -35,21 +35,16 @@ from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.environments import publish
 from flash_mcp.tools.registry import TOOLS
 from tests.places import ROOT
+from tests.ports import free_port
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
-from tests.server.test_mcp_server import body_of, free_port, serving
+from tests.server.test_mcp_server import body_of, serving
 from tests.teams import Team, code_of, team_server, text_of
 from tests.waiting import WAIT_S
 
 MARK = "only-alice-knows"
 TABLES = ("runs", "environments", "deployments", "checkpoints", "rollouts", "metrics", "evals", "events")
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture
-def team(flash_home: Path) -> Generator[Team]:
-    with supervised(), team_server() as started:
-        yield started
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=["auto", "legacy"])

@@ -22,7 +22,7 @@ from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
 from tests.server.test_http_server import give
 from tests.teams import Team, team_server, text_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

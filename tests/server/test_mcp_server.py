@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -29,13 +28,12 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.tool_base import Result, Tool, report
 from flash_mcp.tools.shared.truncation import LEAST_CHARACTERS, RESULT_CHARACTERS, fit, to_text
 from tests.places import ROOT
+from tests.ports import free_port, is_answered
 from tests.samples import finished_run, supervised
 from tests.teams import Team
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, wait_for
 
 START_TIMEOUT_S = 60
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(params=["auto", "legacy"])
@@ -435,27 +433,11 @@ def serving(port: int) -> Generator[subprocess.Popen[str]]:
             for line in process.stderr:
                 if "Uvicorn running" in line or "listens on" in line:
                     break
-            _wait_for_port(port)
+            wait_for(lambda: is_answered(port), START_TIMEOUT_S)
             yield process
         finally:
             process.terminate()
             process.wait(WAIT_S)
-
-
-def _wait_for_port(port: int) -> None:
-    for _ in range(300):
-        with socket.socket() as probe:
-            probe.settimeout(0.2)
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        threading.Event().wait(0.1)
-    raise TimeoutError(f"nothing listens on {port}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow

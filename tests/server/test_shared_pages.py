@@ -16,7 +16,7 @@ from tests.server.test_http_server import give
 from tests.server.test_ui import signed_in
 from tests.teams import team_server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 QUEUED = 120
 
 

@@ -27,8 +27,6 @@ from tests.samples import evaluate, finished_run, learn, push_echo, read_in, sav
 
 MISSING_CAPABILITY, INVALID_PARAMS, METHOD_NOT_FOUND = -32021, -32602, -32601
 
-pytestmark = pytest.mark.anyio
-
 
 class Created(Result):
     """CreateTaskResult."""
@@ -119,24 +117,17 @@ async def test_what_leaves_no_work_behind_is_answered_plainly(client: Client, tm
     assert not listed.is_error
 
 
-async def test_a_client_without_the_extension_gets_plain_results_and_no_task_methods(tmp_path: Path):
-    async with Client(server) as plain:
+@pytest.mark.parametrize(("mode", "code"), [("auto", MISSING_CAPABILITY), ("legacy", METHOD_NOT_FOUND)])
+async def test_a_client_without_the_extension_gets_plain_results_and_no_task_methods(
+    tmp_path: Path, mode: str, code: int
+):
+    async with Client(server, mode=mode) as plain:
         with supervised():
             result = await train(plain, tmp_path)
         assert result.structured_content is not None
         with pytest.raises(MCPError) as refused:
             await ask(plain, "tasks/get", result.structured_content["run_id"])
-        assert refused.value.error.code == MISSING_CAPABILITY
-
-
-async def test_a_handshake_client_knows_no_tasks(tmp_path: Path):
-    async with Client(server, mode="legacy") as old:
-        with supervised():
-            result = await train(old, tmp_path)
-        assert result.structured_content is not None
-        with pytest.raises(MCPError) as refused:
-            await ask(old, "tasks/get", result.structured_content["run_id"])
-        assert refused.value.error.code == METHOD_NOT_FOUND
+        assert refused.value.error.code == code
 
 
 def claimed(task_id: str) -> tuple[Run, RunWriter]:

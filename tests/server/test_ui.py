@@ -19,21 +19,15 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.pages.test_report import HOSTILE, Tags, browser, hostile_run
 from tests.places import ROOT
-from tests.samples import finished_run, learn, read_in, started_run, supervised
+from tests.ports import free_port
+from tests.samples import finished_run, learn, read_in, started_run
 from tests.server.test_http_server import give
-from tests.server.test_mcp_server import free_port
 from tests.teams import Team, team_server
 from tests.waiting import WAIT_S
 
 __all__ = ["browser"]
 pytestmark = pytest.mark.slow
 PAGES = ("", "/together?run={run}", "/runs/{run}", "/runs/{run}/rollouts", "/runs/{run}/changes")
-
-
-@pytest.fixture
-def team(flash_home: Path) -> Generator[Team]:
-    with supervised(), team_server() as started:
-        yield started
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import gzip
 import io
 import os
 import tarfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +15,10 @@ from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.server import uploads
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import digest_of
-from tests.samples import ENVIRONMENT, supervised
-from tests.teams import Team, code_of, team_server
+from tests.samples import ENVIRONMENT
+from tests.teams import Team, code_of
 
 Pack = Callable[[tarfile.TarFile], None]
-
-
-@pytest.fixture
-def team(flash_home: Path) -> Generator[Team]:
-    with supervised(), team_server() as started:
-        yield started
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes = b"", **fields: object) -> None:

@@ -1,9 +1,8 @@
-"""What tests of the supervisor leave behind."""
-
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +33,9 @@ def target_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for crew in crews:
         crew.close()
         crew.wait(60)
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parent of state directories. It is empty on the nodes."""
+    return tmp_path_factory.mktemp("hidden")

@@ -15,8 +15,8 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.places import ROOT
+from tests.ports import free_port
 from tests.samples import finished_run, queued_run
-from tests.server.test_mcp_server import free_port
 from tests.supervisor.test_loop import supervisors
 from tests.waiting import wait_for
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,12 @@ from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.reconciler import RunReconciler
 from flash_mcp.supervisor.secrets import Vault
 from tests.protocol.test_artifacts import folder as some_folder
-from tests.supervisor.test_targets import HASTE, Bench, Lab
+from tests.supervisor.test_targets import HASTE, Bench, Lab, bench
 from tests.waiting import wait_for
 
+__all__ = ["bench"]
 DAY_S = 86_400.0
 folder = some_folder
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "home")
-    yield made
-    made.store.close()
 
 
 def files(run: Run) -> list[str]:
@@ -58,7 +51,6 @@ def ended(bench: Bench, folder: Path, **fields: object) -> Run:
 def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(bench: Bench) -> None:
     statuses = bench.lab.engine.statuses
     run = bench.train()
-    bench.until(lambda: bench.now(run).handle)
     bench.start(run)
     over = ("run-of-a-lost-row-1", f"{run.id}-0")  # the latter: an attempt that was replaced
     statuses |= dict.fromkeys(over, JobStatus("alive")) | {"run-pending-1": JobStatus("pending")}

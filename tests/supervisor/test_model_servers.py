@@ -49,6 +49,7 @@ from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.snippets import calls_of
 from tests.forked import fork_of
 from tests.places import TESTS
+from tests.ports import free_port
 from tests.samples import sample_rollout
 from tests.supervisor.test_loop import HASTE
 from tests.waiting import WAIT_S, wait_for
@@ -205,7 +206,6 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
     assert "Use <calc> to calculate." in shorter.curl and "why?" not in shorter.curl
 
 
-@pytest.mark.anyio
 async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
     store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
@@ -397,9 +397,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, t
 
 def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Supervisor, tmp_path: Path) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     row = request(store, run_id, port=port)
     with socket.create_server(("127.0.0.1", port)):
         failed = settle(deployments, row.id, "failed")
@@ -721,7 +719,6 @@ async def ready(run_id: str, **values: Any) -> Any:
     return result
 
 
-@pytest.mark.anyio
 async def test_nothing_deployed_is_told_as_such(vllm_store: Store) -> None:
     with pytest.raises(FlashError) as caught:
         await chat(message="hello")
@@ -742,7 +739,6 @@ LOOPS = (
 
 
 @NEEDS_CURL
-@pytest.mark.anyio
 async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     vllm_store: Store, tiny_model: Path, tiny_adapter: Path, tmp_path: Path
 ) -> None:

@@ -26,12 +26,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The parent of state directories. It is empty on the nodes."""
-    return tmp_path_factory.mktemp("hidden")
-
-
-@pytest.fixture(scope="module")
 def cluster(hidden: Path) -> Iterator[ray_cluster.Cluster]:
     engines.need(ray_cluster.missing())
     with ray_cluster.running([hidden]) as made:

@@ -41,14 +41,15 @@ from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.deploy import chat, describe
 from flash_mcp.tools.snippets import calls_of
-from tests import engines, slurm, sshd
+from tests import engines, sshd
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT, TESTS
+from tests.ports import free_port
 from tests.supervisor.test_model_servers import NEEDS_CURL, make_adapter, make_run
 from tests.waiting import wait_for
 from worker.serving import make_certificate
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = pytest.mark.slow
 
 SCRIPTED = (sys.executable, str(TESTS / "scripted_server.py"))
 
@@ -90,7 +91,7 @@ class Node:
         bench.engine.statuses[self.key] = JobStatus("alive")
         bench.nodes.append(self)
         self.process: subprocess.Popen[bytes] | None = None
-        (self.port,) = slurm.free_ports(1)
+        self.port = free_port()
 
     def get_keys(self) -> dict[str, str]:
         sealed: bytes = self.bench.until(self.writer.take_sealed)

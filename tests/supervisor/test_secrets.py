@@ -31,7 +31,7 @@ from tests.folders import environment_folder
 from tests.places import ROOT, TESTS
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 SECRET = 'pl4nted/"sécret"+value=42'
 SUPERVISE = """
 import sys

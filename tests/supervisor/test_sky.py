@@ -30,12 +30,6 @@ TAG = "flash-mcp-0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
-def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The parent of state directories. It is empty on the nodes."""
-    return tmp_path_factory.mktemp("hidden")
-
-
-@pytest.fixture(scope="module")
 def cluster(hidden: Path) -> Iterator[sky_cluster.Cluster]:
     engines.need(sky_cluster.missing())
     with sky_cluster.running([hidden]) as made:

@@ -390,7 +390,6 @@ def test_making_an_error_never_fails(disk: Path, monkeypatch: pytest.MonkeyPatch
     assert as_flash_error("tool", OSError(28, "No space left on device")).code == "disk_full"
 
 
-@pytest.mark.anyio
 async def test_a_fresh_server_names_a_full_disk_in_every_tool(disk: Path) -> None:
     home = disk / "home"
     Store(home).close()

@@ -115,7 +115,8 @@ class Bench:
         return self.store.run(run.id)
 
     def start(self, run: Run) -> RunWriter:
-        """The engine gives the newest attempt a machine, and it beats."""
+        """The engine has taken the newest attempt and gives it a machine, and it beats."""
+        self.until(lambda: self.now(run).handle)
         attempt = self.now(run).attempt
         writer = RunWriter(RunFolder(run.folder), attempt)
         writer.beat(1, "train")
@@ -189,7 +190,6 @@ def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
     run = bench.train(max_attempts=2)
     for attempt in (1, 2, 3):
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt)
-        bench.until(lambda: bench.now(run).handle)
         bench.start(run)
         gone = JobStatus("gone", "NODE_FAIL", is_preempted=True)
         bench.lab.engine.statuses[f"{run.id}-{attempt}"] = gone
@@ -207,7 +207,6 @@ def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
 
 def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and_kept(bench: Bench) -> None:
     run = bench.train(max_attempts=1)
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     writer.commit_result("failed", 1, FlashError("preempted", "its machine is taken away"), retryable=True)
     writer.beat(1, "train")
@@ -238,7 +237,6 @@ def test_a_job_that_its_engine_starts_again_is_followed_under_its_new_number_and
 @pytest.mark.parametrize("works", [True, False])
 def test_time_in_which_nobody_looked_is_work_only_if_the_attempt_went_on(bench: Bench, works: bool) -> None:
     run = bench.train(max_hours=4.0)
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     bench.reconciler.close()
     hours = 3.0 * 3600
@@ -255,7 +253,6 @@ def test_time_in_which_nobody_looked_is_work_only_if_the_attempt_went_on(bench: 
 
 def test_a_number_that_a_node_makes_up_is_not_followed(bench: Bench) -> None:
     run = bench.train()
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     RunWriter(writer.folder, 5000).beat(2, "train")
     attempt = bench.reconciler._attempts[run.id]
@@ -271,7 +268,6 @@ def test_a_result_counts_though_nothing_else_of_its_folder_can_be_read(
         raise OSError(errno.EIO, "input/output error")
 
     run = bench.train(max_attempts=1)
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     monkeypatch.setattr(Reader, "read", fail)
     monkeypatch.setattr(bench.reconciler, "timeouts", replace(HASTE, trouble_s=0.1))
@@ -320,7 +316,6 @@ def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = bench.train(max_attempts=1)
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     # What dies first may make the worker say something else.
     killed = FlashError("environment_error", "the environment's process ended: killed by SIGKILL")
@@ -379,7 +374,6 @@ def test_an_attempt_that_ends_while_it_is_given_up_is_read_to_its_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = bench.train()
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     read = Reader.read
 
@@ -519,7 +513,6 @@ def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt
     assert (waits.state, waits.attempt) == ("starting", 1)
     assert waits.pending_reason == "sbatch refused: Requested partition is inactive"
     monkeypatch.setattr(bench.lab.engine, "submit", submit)
-    bench.until(lambda: bench.now(run).handle)
     bench.start(run)
     assert (bench.now(run).attempt, bench.now(run).pending_reason) == (1, None)
 
@@ -530,7 +523,6 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
 ) -> None:
     bench.reconciler.timeouts = replace(HASTE, beat_silent_s=0.1, trouble_s=0.1)
     run = bench.train()
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
 
     def refuse(_: object) -> None:
@@ -559,7 +551,6 @@ def test_time_in_which_the_store_cannot_be_read_is_no_silence(bench: Bench, monk
     bench.reconciler.timeouts = replace(HASTE, beat_silent_s=0.5)
     monkeypatch.setattr(bench.lab, "beat_every_s", 0.02)
     run = bench.train()
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     attempt = bench.reconciler._attempts[run.id]
     monkeypatch.setattr(attempt.folder, "is_local", False)
@@ -591,7 +582,6 @@ def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(bench: Bench, m
     monkeypatch.setattr(bench.lab, "beats_per_s", 1.0, raising=False)
     bench.reconciler.timeouts = replace(HASTE, beat_silent_s=0.2)
     run = bench.train()
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     writer.beat(2, "train")
     bench.until(lambda: bench.now(run).step == 2)
@@ -606,7 +596,6 @@ def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
 ) -> None:
     """The store may not answer; what they need is in the database."""
     run, waiting = bench.train(), bench.train()
-    bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     writer.folder.put_log(1, b"step 1: train")
     writer.event("phase", "it prints")

@@ -12,8 +12,6 @@ from flash_mcp.state.store import open_store
 from tests.calls import call
 from tests.samples import end, evaluate, learn, save_adapter, started_run
 
-pytestmark = pytest.mark.anyio
-
 
 def peaked_run(folder: Path, last: int | None = 80, **fields: object) -> Run:
     """A run whose held-out success was 20 % before, 95 % at step 10, and `last` at its end."""

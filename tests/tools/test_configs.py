@@ -19,7 +19,6 @@ from tests.calls import call, refused
 from tests.folders import environment_folder
 from tests.samples import push_echo, supervised
 
-pytestmark = pytest.mark.anyio
 SECRET = "pl4nted-in-a-file"
 KEYED = f"""
 class Keyed(Addition):

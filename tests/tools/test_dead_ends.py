@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,10 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.tool_base import check_arguments
 from tests.calls import named_calls
 from tests.frozen_calls import play_evaluation
-from tests.samples import finished_run, push_echo, queued_run, supervised
+from tests.samples import finished_run, push_echo, queued_run
 from tests.tools.test_next import call, cancelled_in_queue, running, stopped
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def no_supervisor(flash_home: Path) -> Iterator[None]:
-    with supervised():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_supervisor")]
 
 
 async def refused(tool: str, **arguments: Any) -> FlashError:

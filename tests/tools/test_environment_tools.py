@@ -33,8 +33,6 @@ from tests.calls import refusal, refused
 from tests.folders import allow, environment_folder
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def client() -> AsyncGenerator[Client]:

@@ -5,7 +5,6 @@ makes the attempts.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from flash_mcp.judgement import statistics
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import resolve, validate
-from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import ensure
 from flash_mcp.tools.training import run_time
@@ -24,22 +22,9 @@ from tests.calls import call_over as call
 from tests.calls import refusal
 from tests.folders import environment_folder
 from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run
-from tests.scripted_supervisor import ECHO, let_go, scripted
+from tests.scripted_supervisor import ECHO, let_go
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def supervisor(flash_home: Path) -> Generator[None]:
-    with scripted(flash_home):
-        yield
-
-
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncGenerator[Client]:
-    push_echo(tmp_path / "echo", ECHO)
-    async with Client(server) as connected:
-        yield connected
+pytestmark = pytest.mark.usefixtures("supervisor")
 
 
 async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dict[str, Any]:

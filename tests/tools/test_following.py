@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,10 @@ from tests.calls import named_calls, tokens
 from tests.samples import end, evaluate, learn, queued_run, read_in, save_adapter, started_run, supervised
 from tests.waiting import WAIT_S
 
-pytestmark = pytest.mark.anyio
-
 STEPS = 150
 STEP_S = 8
 """Seconds of a step: all steps take 20 minutes."""
 CALL_S = 43
-
-
-@pytest.fixture
-def no_supervisor(flash_home: Path) -> Iterator[None]:
-    with supervised():
-        yield
 
 
 @pytest.fixture

@@ -25,19 +25,13 @@ from tests.frozen_calls import Names, failed_run, play_evaluation, sft_run
 from tests.fuzz import state as everything
 from tests.mistakes import BOTH, CALL, LOST, MISTAKES, ODD, Mistake, Request
 from tests.places import ROOT
-from tests.samples import ENVIRONMENT, finished_run, push_echo, supervised
+from tests.samples import ENVIRONMENT, finished_run, push_echo
 from tests.teams import Team, team_server
 from tests.tools.test_next import call, cancelled_in_queue, running, stopped
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_supervisor")]
 
 KINDS = list(dict.fromkeys(row.kind for row in MISTAKES))
-
-
-@pytest.fixture(autouse=True)
-def no_supervisor(flash_home: Path) -> Iterator[None]:
-    with supervised():
-        yield
 
 
 async def furnish(folder: Path) -> Names:

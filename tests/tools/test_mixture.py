@@ -18,7 +18,7 @@ from flash_mcp.tools.shared.next_steps import going_on
 from tests.calls import call, refused
 from tests.samples import ENVIRONMENT, end, learn, push_echo, read_in, sample_rollout, start, supervised
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("pushed")]
+pytestmark = pytest.mark.usefixtures("pushed")
 SECRET = ENVIRONMENT.replace("self, fail=False", "self, level=1").replace("if fail", "if level > 2").replace("40", "30")
 
 

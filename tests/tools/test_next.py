@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,13 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from tests.calls import named_calls
 from tests.frozen_calls import play_evaluation
-from tests.samples import end, evaluate, finished_run, learn, queued_run, read_in, save_adapter, started_run, supervised
+from tests.samples import end, evaluate, finished_run, learn, queued_run, read_in, save_adapter, started_run
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_supervisor")]
 
 SPLIT = 60
 """Eval tasks of the environment."""
 MOST_CALLS = 8
-
-
-@pytest.fixture(autouse=True)
-def no_supervisor(flash_home: Path) -> Iterator[None]:
-    with supervised():
-        yield
 
 
 async def call(tool: str, **arguments: Any) -> dict[str, Any]:

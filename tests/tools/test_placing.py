@@ -100,7 +100,6 @@ async def call(tool: str, **arguments: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_train_and_evaluate_go_to_the_next_target_once_the_cheapest_is_full() -> None:
     first = await call("train", steps=3, idempotency_key="k")
@@ -124,7 +123,6 @@ async def test_train_and_evaluate_go_to_the_next_target_once_the_cheapest_is_ful
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_a_target_whose_engine_lets_a_run_wait_has_no_room() -> None:
     first = await call("train", steps=3)
@@ -138,7 +136,6 @@ async def test_a_target_whose_engine_lets_a_run_wait_has_no_room() -> None:
     assert (await call("train", validate_only=True)).values["target"] == "lab"
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_a_server_without_training_packages_trains_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("placing", "loading"):
@@ -156,7 +153,6 @@ async def test_a_server_without_training_packages_trains_elsewhere(monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_a_run_whose_agents_are_outside_is_refused_where_they_do_not_reach_it(tmp_path: Path) -> None:
     (tmp_path / "echo" / "environment.toml").write_text("gateway = true\n")
@@ -170,7 +166,6 @@ async def test_a_run_whose_agents_are_outside_is_refused_where_they_do_not_reach
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.usefixtures("lab_and_near")
 async def test_an_evaluation_is_of_the_version_that_it_names(tmp_path: Path) -> None:
     evaluate = TOOLS["evaluate"].function

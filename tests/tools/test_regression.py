@@ -12,15 +12,9 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.references import REGRESSION_FOLDER
 from flash_mcp.state.store import open_store
 from tests.calls import call
-from tests.samples import end, learn, push_echo, queued_run, read_in, start, started_run, supervised
+from tests.samples import end, learn, push_echo, queued_run, read_in, start, started_run
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_supervisor")]
-
-
-@pytest.fixture
-def no_supervisor(flash_home: Path):
-    with supervised():
-        yield
+pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,26 +19,9 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.training.resume import resume_run
 from tests.calls import refused
-from tests.samples import (
-    end,
-    finished_run,
-    learn,
-    push_echo,
-    queued_run,
-    read_in,
-    save_adapter,
-    start,
-    started_run,
-    supervised,
-)
+from tests.samples import end, finished_run, learn, push_echo, queued_run, read_in, save_adapter, start, started_run
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def no_supervisor(flash_home: Path) -> Iterator[None]:
-    with supervised():
-        yield
+pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 
 async def train(**arguments: Any) -> dict[str, Any]:

@@ -31,18 +31,11 @@ from tests.samples import (
     save_adapter,
     started_run,
 )
-from tests.samples import supervised as supervised_by_the_test
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("supervised")]
+pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 SAME_QUESTIONS = ENVIRONMENT.replace('f"go {n}"', 'f"say {n}"')
 SAME_IDS = ENVIRONMENT.replace('f"eval-{n}"', 'f"train-{n}"')
-
-
-@pytest.fixture
-def supervised(flash_home: Path):
-    with supervised_by_the_test():
-        yield
 
 
 def environment_folder(folder: Path, code: str) -> Path:

@@ -52,7 +52,6 @@ def test_the_scorer_of_rows_is_chosen(tmp_path: Path, scorer: Any, right: list[b
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_a_csv_becomes_an_environment_that_passes_the_gate(tmp_path: Path) -> None:
     folder = tmp_path / "minutes"
     made = env_setup(str(folder), data=str(csv_file(tmp_path)))

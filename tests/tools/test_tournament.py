@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from mcp import Client
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue, tournaments
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import open_store
@@ -19,25 +17,13 @@ from tests.calls import call as made
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
 from tests.samples import push_echo
-from tests.scripted_supervisor import ECHO, let_go, scripted
+from tests.scripted_supervisor import ECHO, let_go
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
+pytestmark = pytest.mark.usefixtures("supervisor")
+
 ALL, NONE = {"solved": list(range(60))}, {"solved": list[int]()}
 HALF = {"solved": list(range(0, 60, 2))}
-
-
-@pytest.fixture(autouse=True)
-def supervisor(flash_home: Path) -> Generator[None]:
-    with scripted(flash_home):
-        yield
-
-
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncGenerator[Client]:
-    push_echo(tmp_path / "echo", ECHO)
-    async with Client(server) as connected:
-        yield connected
 
 
 def arm(name: str, script: dict[str, Any], **fields: Any) -> dict[str, Any]:

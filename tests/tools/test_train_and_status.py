@@ -49,18 +49,10 @@ from tests.samples import (
     save_adapter,
     start,
     started_run,
-    supervised,
 )
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_supervisor")]
-
-
-@pytest.fixture
-def no_supervisor(flash_home: Path):
-    """Queued runs stay queued: this test is the supervisor."""
-    with supervised():
-        yield
+pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 
 def is_file(*parts: str) -> bool:

@@ -4,7 +4,6 @@ kept of each.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,11 +17,7 @@ from worker.rollouts.scheduler import Generator, Limits, Task, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 ROLES = """
 import http.client, json
 from urllib.parse import urlsplit

@@ -18,8 +18,7 @@ from tests.places import AGENT_VOWELS
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = tmp_path_factory.mktemp("agent") / "run"
     run = make_run(folder, tiny_model, environment=AGENT_VOWELS, eval_before=True, eval_after=True)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     return run
 
 
@@ -75,8 +74,7 @@ def test_what_an_agent_asks_of_its_model_is_honoured_in_a_run(tiny_model: Path, 
     shutil.copytree(AGENT_VOWELS, environment)
     (environment / "agent.py").write_text(WISHES)
     run = make_run(tmp_path / "run", tiny_model, environment=environment, steps=2)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     rows: list[Any] = [*run.rollouts(1), *run.rollouts(2)]
     assert not any(row["error"] for row in rows), rows
     assert {row["turns"] for row in rows} <= {1, 3}

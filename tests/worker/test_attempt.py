@@ -63,8 +63,7 @@ def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
         eval_after=True,
         report_to=["mlflow", "tensorboard"],
     )
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     return run
 
 
@@ -75,8 +74,7 @@ SHORT: dict[str, Any] = {"group_size": 4, "max_tokens": 8, "eval_before": True, 
 def exact_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Five steps of SHORT that nothing disturbed, one conversation at a time."""
     run = make_run(tmp_path_factory.mktemp("exact") / "run", tiny_model, **SHORT)
-    with Attempt(run, one_by_one=True) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run, one_by_one=True).ended()
     return run
 
 
@@ -384,8 +382,7 @@ def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_mo
         "init_adapter": {"path": whole_run.checkpoints.verify(5)["path"], "run_id": "run", "step": 5, "digest": ""}
     }
     run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo")
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     first, cold = (r.metrics(1)["metrics"] for r in (run, whole_run))
     assert first["reward/mean"] > cold["reward/mean"] and first["kl"] == pytest.approx(0, abs=1e-3)
     group = [row for row in run.rollouts(1) if row["group"] == 0]
@@ -410,8 +407,7 @@ def test_a_run_that_cannot_start_ends_with_a_coded_error(
 ) -> None:
     model = Path(fields.pop("model", tiny_model))
     run = make_run(tmp_path / "run", model, **fields)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     error = finished(run, "failed")["error"]
     assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace("': ", "=").replace(
         "'", ""
@@ -427,8 +423,7 @@ def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_mo
         source.replace("        share =", "        raise KeyError('boom')\n        share =")
     )
     run = make_run(tmp_path / "run", tiny_model, environment=folder)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     error = finished(run, "failed")["error"]
     assert error["code"] == "environment_error" and "32 of 32 rollouts" in error["what"] and "boom" in error["wrote"]
     assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))
@@ -457,7 +452,6 @@ def sometimes(folder: Path, *, every: int, seconds: float = 0.0) -> Path:
     return folder
 
 
-@pytest.mark.anyio
 async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(tmp_path: Path) -> None:
     template, looks = ChatTemplate(make_tokenizer()), []
     async with await EnvironmentHost.start(sometimes(tmp_path / "e", every=10)) as host:
@@ -473,7 +467,6 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
             await preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
 
 
-@pytest.mark.anyio
 async def test_the_tools_of_a_task_are_part_of_its_prompt(tmp_path: Path) -> None:
     function = {"name": "look", "description": "word " * 50, "parameters": {"type": "object", "properties": {}}}
     source = f"""

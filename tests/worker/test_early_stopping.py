@@ -78,9 +78,7 @@ def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_
         attempt.process.kill()
         attempt.process.wait()
     flag.unlink()
-    with Attempt(run, 2) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
-    result = run.result()
+    result = Attempt(run, 2).ended()
     assert result is not None and (result["state"], result["step"]) == ("succeeded", STEPS + 1)
     assert run.checkpoints.newest_good() == STEPS + 1 and list(run.eval_steps()) == [STEPS + 1]
     assert messages_of(run, "last_step") == ["nothing to learn was left in 10 steps: step 11 is the last, of up to 30"]
@@ -97,9 +95,7 @@ def test_fine_tuning_ends_once_its_answers_are_certain_unless_it_may_not(
     fields = {"algorithm": "sft", "steps": 80, "group_size": None, "save_every": 80, "learning_rate": 0.003}
     fields |= {"lora_rank": 64, "lora_alpha": 256, "lr_schedule": "constant", "environment": environment}
     run = make_run(tmp_path / "run", tiny_model, early_stopping=early_stopping, **fields)
-    with TinyAttempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
-    result = run.result()
+    result = TinyAttempt(run).ended()
     assert result is not None and result["state"] == "succeeded"
     losses = [metrics["metrics"]["loss"] for step in run.metric_steps() if (metrics := run.metrics(step))]
     assert max(losses[-STEPS:]) < 0.46, losses

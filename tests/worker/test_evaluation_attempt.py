@@ -186,8 +186,7 @@ def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(ti
     broken = source.replace("        text =", "        raise KeyError('boom')\n        text =")
     (environment / "environment.py").write_text(broken)
     run = make_evaluation(tmp_path / "run", tiny_model, environment=environment)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     result, found = run.result(), run.evaluation(0)
     assert result is not None and (result["state"], result["error"]["code"]) == ("failed", "environment_error")
     assert "5 of 5 rollouts" in result["error"]["what"] and "boom" in result["error"]["wrote"]

@@ -243,7 +243,6 @@ async def exported(run: Run, *, kind: str = "adapter", **arguments: Any) -> dict
                     return result.structured_content
 
 
-@pytest.mark.anyio
 async def test_a_tool_call_starts_an_export_and_the_same_call_finds_it(run: Run) -> None:
     body = await exported(run)
     written = contents(body)
@@ -273,7 +272,6 @@ async def refused(run_id: str, **arguments: Any) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_an_export_is_pushed_to_a_private_model_at_the_hub(run: Run, hub: dict[str, Any]) -> None:
     body = await exported(run, push_to="me/dates")
     assert body["export"]["pushed"] == f"{hub['address']}/me/dates"

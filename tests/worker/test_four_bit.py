@@ -95,9 +95,7 @@ def test_a_policy_in_nf4_has_the_gradients_of_its_weights_at_full_size(tiny_mode
 @needs_bitsandbytes
 def test_a_run_in_nf4_trains_an_adapter_and_syncs_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny_model, steps=2, base_precision="nf4")
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
-    final = run.result()
+    final = Attempt(run).ended()
     assert final and final["state"] == "succeeded", final
     found = run.metrics(2)
     assert found and found["metrics"]["grad_norm"] > 0

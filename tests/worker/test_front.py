@@ -19,7 +19,6 @@ from tests.model_rows import make_model
 from worker.engine.front import Front
 from worker.ports import close_listening, listening
 
-pytestmark = pytest.mark.anyio
 USER, ADMIN = {"authorization": "Bearer user"}, {"authorization": "Bearer admin"}
 
 

@@ -32,7 +32,8 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.local import Record
 from tests.folders import environment_folder
 from tests.places import ROOT, VOWELS
-from tests.server.test_mcp_server import free_port, serving
+from tests.ports import free_port
+from tests.server.test_mcp_server import serving
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
 from tests.waiting import WAIT_S
@@ -293,7 +294,6 @@ async def rollouts(opened: Gateway) -> list[Rollout]:
         await turns.aclose()
 
 
-@pytest.mark.anyio
 async def test_what_nobody_takes_or_brings_back_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "UNASKED_S", 0.7)
     async with gateway(tmp_path, timeout_s=0.5) as opened:
@@ -307,7 +307,6 @@ async def test_what_nobody_takes_or_brings_back_is_dropped(tmp_path: Path, monke
         assert lost.error is not None and "that took the task sent no result within 0.5 s" in lost.error["what"]
 
 
-@pytest.mark.anyio
 async def test_a_task_that_is_taken_late_and_not_brought_back_is_dropped_as_soon(tmp_path: Path) -> None:
     async with gateway(tmp_path, timeout_s=0.5) as opened:
         playing = asyncio.ensure_future(rollouts(opened))
@@ -317,7 +316,6 @@ async def test_a_task_that_is_taken_late_and_not_brought_back_is_dropped_as_soon
         assert lost.error is not None and "that took the task sent no result within 0.5 s" in lost.error["what"]
 
 
-@pytest.mark.anyio
 async def test_an_agent_may_score_itself_and_sends_what_breaks_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path, timeout_s=60) as opened:
         played: list[Rollout] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,7 +71,6 @@ def said(rollout: Rollout) -> str:
     return rollout.transcript.messages[-1]["content"]
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
     tasks = task_groups("train", map(Example, [0, 1, 2, 0]), 6, lambda example, index, attempt: index)
@@ -97,9 +95,8 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
     assert (alone[0].reward, alone[0].metrics) == (0.0, {})  # by score_episode
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux")
+@pytest.mark.linux
 async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
     tasks = task_groups("train", map(Example, [0, 1]), 6, lambda example, index, attempt: index)
     folder = environment_folder(tmp_path, AGENTS)

@@ -110,8 +110,7 @@ def test_an_architecture_does_all_that_its_row_says(name: str, tmp_path: Path) -
 @pytest.mark.long
 def test_a_run_trains_the_experts_of_a_mixture_where_it_says_so(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_model("qwen3_moe", tmp_path / "base"), steps=2, experts=True)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     result, written = run.result(), run.metrics(2)
     assert result and result["state"] == "succeeded", result
     assert written and written["metrics"]["grad_norm"] > 0

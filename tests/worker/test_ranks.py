@@ -170,8 +170,7 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     exact_model: Path, tmp_path: Path
 ) -> None:
     alone = make_run(tmp_path / "alone", exact_model, **FIELDS)
-    with Attempt(alone, one_by_one=True, **CPU) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(alone, one_by_one=True, **CPU).ended()
     environment, flag = held(tmp_path / "held", saved=tmp_path / "run" / "checkpoints" / "2")
     asked = {**FIELDS, "environment": environment, "env_timeout_s": 600}
     run = make_run(tmp_path / "run", exact_model, gpus=2, **asked)
@@ -192,9 +191,7 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     job = run.job()
     job["spec"]["gpus"] = 1
     run.create(job)
-    with Attempt(run, 2, one_by_one=True, **CPU) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
-    final = run.result()
+    final = Attempt(run, 2, one_by_one=True, **CPU).ended()
     assert final and final["state"] == "succeeded", final
     for step in (1, 2, 3, 4):
         assert said(run, step) == said(alone, step)

@@ -17,7 +17,6 @@ from starlette.types import Message, Receive, Scope, Send
 from flash_mcp.protocol.recordings import TOKENS, Limits, Recording
 from worker.engine.front import Front
 
-pytestmark = pytest.mark.anyio
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ASKED = {"model": "dep-1", "messages": [{"role": "user", "content": "my key: sk-12345678"}]}

@@ -34,7 +34,6 @@ from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sf
 SPEC = resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec
 
 
-@pytest.mark.anyio
 async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_other() -> None:
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
@@ -236,9 +235,7 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
         tmp_path / "sft", tiny_model, algorithm="sft", group_size=None, steps=None, epochs=0.048, save_every=3,
         eval_after=True, **calculator,
     )  # fmt: skip
-    with Attempt(tuned) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
-    result = tuned.result()
+    result = Attempt(tuned).ended()
     assert result and result["state"] == "succeeded", result
     assert (tuned.beat() or {})["steps"] == 6  # what the epochs come to
     losses = [tuned.metrics(step)["metrics"]["loss"] for step in range(1, 7)]  # pyright: ignore[reportOptionalSubscript]
@@ -251,8 +248,7 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     start = {"init_adapter": {"path": tuned.checkpoints.verify(6)["path"], "run_id": "sft", "step": 6, "digest": ""}}
     few: dict[str, Any] = {"steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 8}
     warmed = make_run(tmp_path / "grpo", tiny_model, job=start, **few, **calculator)
-    with Attempt(warmed) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(warmed).ended()
     assert warmed.checkpoints.steps() == [1]
 
 
@@ -263,8 +259,7 @@ def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Pa
         tmp_path / "sft", tiny_model, environment=CALCULATOR, algorithm="sft", steps=1, batch_size=2,
         group_size=None, eval_after=False, max_length=1024,
     )  # fmt: skip
-    with Attempt(run, fresh=True, PYTHONPATH=str(tmp_path)) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run, fresh=True, PYTHONPATH=str(tmp_path)).ended()
     assert run.checkpoints.steps() == [1]
     # Nothing is measured on the eval split that nobody asked for.
     assert "eval_loss" not in (run.metrics(1) or {})["metrics"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt, held, make_run
+from tests.worker.test_mixture import tried
 from worker.rollouts.task_choice import BELIEFS, FLOOR, REFILLS, TaskChoice, usefulness
 
 
@@ -83,10 +83,6 @@ Vowels.score_episode = score_episode
 """One task in six is solved by chance, the others never."""
 
 
-def tried(run: RunFolder, step: int) -> list[tuple[str, float]]:
-    return [(row["task_id"], row["reward"]) for row in run.rollouts(step)]
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: Path, tmp_path: Path) -> None:
@@ -95,8 +91,7 @@ def test_a_killed_run_tries_the_tasks_that_an_undisturbed_one_tries(tiny_model: 
         file.write(BINARY)
     flag.unlink()
     whole = make_run(tmp_path / "whole", tiny_model, environment=environment, **FIELDS)
-    with Attempt(whole, one_by_one=True) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(whole, one_by_one=True).ended()
     flag.touch()
     run = make_run(tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **FIELDS)
     with Attempt(run, one_by_one=True) as first:

@@ -155,7 +155,6 @@ def test_the_system_prompt_stays_before_the_tools() -> None:
 PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}[assistant]"
 
 
-@pytest.mark.anyio
 async def test_a_template_that_cannot_show_tools_ends_the_run_with_that_word() -> None:
     assert tool_form(with_tools(PLAIN)) is None
     with pytest.raises(FlashError, match="tools_unsupported"):
@@ -213,7 +212,6 @@ async def roll(*turns: str, text: str = CHATML) -> Rollout:
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 31, "operator": "-", "right": 53}}\n</tool_call>'
 
 
-@pytest.mark.anyio
 async def test_a_rollout_calls_a_tool_reads_its_result_and_is_rewarded() -> None:
     rollout = await roll(CALL, "-22")
     assert (rollout.reward, rollout.success, rollout.error) == (1.0, True, None)
@@ -232,7 +230,6 @@ async def test_a_rollout_calls_a_tool_reads_its_result_and_is_rewarded() -> None
     assert transcript.template.tokenizer.decode(mine) == f"{CALL}<|im_end|>-22<|im_end|>"
 
 
-@pytest.mark.anyio
 async def test_sft_on_a_curated_rollout_learns_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     rollout = await roll(CALL, "-22")
     record = rollout.record(0)
@@ -248,7 +245,6 @@ async def test_sft_on_a_curated_rollout_learns_the_tokens_that_were_sampled(tmp_
     assert [label != IGNORED for label in learnt["labels"]] == list(map(bool, mask))
 
 
-@pytest.mark.anyio
 async def test_a_call_that_does_not_parse_is_text_and_noted() -> None:
     rollout = await roll("<tool_call>calculate(31 - 53)")
     record = rollout.record(0)
@@ -258,7 +254,6 @@ async def test_a_call_that_does_not_parse_is_text_and_noted() -> None:
     assert summarize([[rollout]])["rollouts/bad_tool_call_share"] == 1.0
 
 
-@pytest.mark.anyio
 async def test_sft_learns_every_token_of_the_gold_calls_and_answers_and_no_other() -> None:
     chat = template()
     async with await EnvironmentHost.start(TOOL_CALCULATOR) as host:

@@ -16,8 +16,6 @@ from tests.places import VOWELS
 from tests.supervisor.test_ensure import end_supervisors
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def base(flash_home: Path) -> Iterator[Path]:

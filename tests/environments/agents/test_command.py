@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import textwrap
 from pathlib import Path
 
@@ -13,11 +12,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 PROGRAMS = {
     "anthropic": """
         import json, os, pathlib, anthropic

@@ -6,7 +6,6 @@ import asyncio
 import json
 import pkgutil
 import random
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
@@ -27,11 +26,7 @@ from environments.process.host import EnvironmentHost
 from environments.tools import as_object
 from tests.environments.agents.test_endpoint import CALL, TOOL, agents
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 TURNS: list[tuple[str, list[Any], Usage]] = [
     ("Let me add.", [CALL], Usage(30, 5)),
     ("It is 4", [], Usage(50, 3)),

@@ -30,14 +30,10 @@ from tests.folders import environment_folder
 from tests.places import ROOT
 from tests.waiting import WAIT_S
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 
 AGENT = """
-import http.client, json, socket, threading
+import _socket, http.client, json, socket, threading
 from urllib.parse import urlsplit
 from environments import EnvironmentAgent
 
@@ -71,6 +67,13 @@ class Sample(EnvironmentAgent):
             path = more.pop("path", "/chat/completions")
             answer = post(base_url, key, {"model": model, "messages": messages, **more}, path, **headers)
             return answer[0], json.loads(answer[1])
+
+        def tried(act):
+            try:
+                act()
+                told.append("done")
+            except OSError as error:
+                told.append(type(error).__name__)
 
         exec(example.input, globals() | locals())
         return RewardResult(float(len(told)), success=True, reason=json.dumps(told))
@@ -790,13 +793,6 @@ async def test_an_agent_reaches_its_model_and_no_other_server(tmp_path: Path) ->
             listening.bind(str(unix))
             listening.listen()
             attack = f"""
-                import _socket
-                def tried(act):
-                    try:
-                        act()
-                        told.append("done")
-                    except OSError as error:
-                        told.append(type(error).__name__)
                 def connect(address):
                     # The module below socket: its calls reach the kernel unexplained.
                     made = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
@@ -877,13 +873,6 @@ def test_where_no_namespace_can_be_had_an_agent_gets_one_port(tmp_path: Path, po
     rights = ["setpriv", "--bounding-set", f"-{power}", "--inh-caps", f"-{power}"]
     with socket.create_server(("127.0.0.1", 0)) as ours:
         attack = f"""
-            import _socket
-            def tried(act):
-                try:
-                    act()
-                    told.append("done")
-                except OSError as error:
-                    told.append(type(error).__name__)
             def made():
                 return _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
             own = urlsplit(base_url).port

@@ -23,11 +23,7 @@ from tests.folders import environment_folder
 from tests.places import ROOT
 from tests.waiting import WAIT_S
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Landlock is Linux's"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 PROGRAMS = """
 import sys
 import tempfile

@@ -11,8 +11,6 @@ import pytest
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
 
-pytestmark = pytest.mark.anyio
-
 DRAWS = {
     "random": "random.randint(0, 10**9), random.gauss(0, 1), random.sample(range(99), 3)",
     "a name imported from random": "choice(range(10**9))",

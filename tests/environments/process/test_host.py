@@ -21,7 +21,7 @@ from tests.folders import allow, environment_folder
 from tests.waiting import until
 from tests.watch import is_running, outer_pid
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 async def fault_of(awaitable) -> EnvironmentFault:

@@ -12,7 +12,7 @@ import pytest
 from environments.process.host import FORGED, Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # -- replies that the process did not send ---------------------------------------------------------
 

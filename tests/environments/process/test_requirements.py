@@ -30,10 +30,10 @@ from environments.process import requirements
 from environments.process.host import EnvironmentHost
 from environments.sandbox import kernel
 from environments.settings import machine_directory
-from tests.folders import environment_folder
+from tests.folders import allow, environment_folder
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 SMALL = "six==1.17.0\n"
 
 
@@ -58,12 +58,6 @@ def environment_of(pid: int) -> bytes:
 
 def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-
-
-def allow(flash_home: Path, line: str) -> None:
-    """Write what the operator allows."""
-    flash_home.mkdir(exist_ok=True)
-    (flash_home / "settings.toml").write_text(f"[environments]\n{line}\n")
 
 
 async def fault_of(folder: Path, **options: float) -> EnvironmentFault:
@@ -335,7 +329,7 @@ def source_package(folder: Path, backend: str) -> Path:
 
 
 @pytest.mark.hostile("builds")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's")
+@pytest.mark.linux
 async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     tmp_path: Path, flash_home: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,10 +24,7 @@ from tests.folders import environment_folder
 from tests.places import CALCULATOR, TESTS
 from tests.waiting import WAIT_S
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 POWERLESS = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
 """Root in a container that may make no namespace."""
 UNPROTECTED = [sys.executable, "-m", "tests.refusing", "landlock,namespaces"]

@@ -27,24 +27,13 @@ from environments.sandbox.confinement import describe
 from environments.sandbox.needs import PYTHON, WARDEN, Needs
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
+from tests.acts import ATTACKER
 from tests.folders import allow, environment_folder
 from tests.places import CALCULATOR, ROOT
 from tests.waiting import WAIT_S, until
 from tests.watch import is_running, outer_pid
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"),
-]
-
-ATTACKER = """
-class Sample(Echo):
-    def step_episode(self, example, messages, assistant_response):
-        names = {}
-        exec(assistant_response, names)
-        return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(names.get("told"))}])
-"""
+pytestmark = [pytest.mark.slow, pytest.mark.linux]
 
 
 class Attack:
@@ -290,19 +279,24 @@ async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
             assert await attack.told(listed) == "['0', '1', '2', '3']"  # 3 is the folder that ls reads
 
 
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the same user that the environment did not start."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
 @pytest.mark.hostile("processes")
-async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path: Path) -> None:
+async def test_other_processes_can_be_neither_signalled_nor_looked_into(
+    tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
     async with attack_on(tmp_path / "environment") as attack:
-        bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
-        try:
-            for victim in (bystander.pid, attack.processes()[0].pid):
-                fault = await attack.fault(f"import os; os.kill({victim}, 9)")
-                assert "No such process" in fault.what or "not permitted" in fault.what
-                fault = await attack.fault(f"open('/proc/{victim}/environ').read()")
-                assert "No such file" in fault.what or fault.code == "environment_access"
-        finally:
-            bystander.kill()
-            bystander.wait()
+        for victim in (bystander.pid, attack.processes()[0].pid):
+            fault = await attack.fault(f"import os; os.kill({victim}, 9)")
+            assert "No such process" in fault.what or "not permitted" in fault.what
+            fault = await attack.fault(f"open('/proc/{victim}/environ').read()")
+            assert "No such file" in fault.what or fault.code == "environment_access"
 
 
 @pytest.mark.hostile("processes")
@@ -344,15 +338,12 @@ def limits_of(victim: int) -> str:
 
 
 @pytest.mark.hostile("processes")
-async def test_limits_and_priorities_of_others_cannot_be_changed(tmp_path: Path) -> None:
-    bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
-    try:
-        async with attack_on(tmp_path) as attack:
-            # "of all" are the processes of its user that it can see.
-            assert await attack.told(limits_of(bystander.pid)) == "['setpriority of all']"
-    finally:
-        bystander.kill()
-        bystander.wait()
+async def test_limits_and_priorities_of_others_cannot_be_changed(
+    tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    async with attack_on(tmp_path) as attack:
+        # "of all" are the processes of its user that it can see.
+        assert await attack.told(limits_of(bystander.pid)) == "['setpriority of all']"
 
 
 # -- network ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests import acts
 from tests.folders import environment_folder
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel")]
+pytestmark = pytest.mark.linux
 HEADERS = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 UNFILTERED = {335, 336}
 """uretprobe and uprobe of x86_64: the kernel lets them past every filter, and kills what calls them itself."""
@@ -147,7 +147,6 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_what_programs_need_works(tmp_path: Path) -> None:
     folder = environment_folder(tmp_path / "folder", acts.ATTACKER)
     async with await EnvironmentHost.start(Path(folder)) as started:
