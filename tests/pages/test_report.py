@@ -16,10 +16,10 @@ import pytest
 
 from flash_mcp.cli import main
 from flash_mcp.pages.report import html
+from flash_mcp.protocol.numbers import number
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.shared.numbers import number
 from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
 from tests.samples import evaluate, finished_run, learn, read_in, sample_rollout, save_adapter, started_run, supervised
