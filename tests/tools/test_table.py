@@ -303,6 +303,15 @@ def test_a_conversation_that_sft_cannot_learn_is_refused(tmp_path: Path, row: di
     assert "row 1: " in str(caught.value) and expected in str(caught.value)
 
 
+def test_a_file_without_conversations_is_refused_with_what_its_caller_can_do(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "hi", "chosen": "hello", "rejected": "go away"}))
+    with pytest.raises(FlashError) as caught:
+        read_conversations(str(path))
+    assert "rename one column to messages, or two to question and answer" in caught.value.fix
+    assert "'prompt', 'chosen', 'rejected'" in caught.value.fix and "=" not in caught.value.fix
+
+
 @pytest.mark.parametrize("form", [list, json.dumps])
 def test_calls_of_tools_are_answers_without_a_text(tmp_path: Path, form: Any) -> None:
     call = {"function": {"name": "add", "arguments": {"n": 1}}}

@@ -49,6 +49,7 @@ FINAL = "####"
 FROM_ROWS = "rows"
 """Stands for the environment's digest in the manifest of a dataset that no run made."""
 CHAT_COLUMNS = ("messages", "conversations")
+NAME_COLUMNS = "rename one column to messages, or two to question and answer"
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
@@ -90,8 +91,8 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     split, which is the same every time. FlashError(invalid_argument).
     """
     rows, columns = read_rows(source)
-    asking = _asking(source, columns, question, "question")
-    answer = _column(source, columns, answer, ANSWERS, "answer")
+    asking = _asking(source, columns, question, "name it: question=...")
+    answer = _column(source, columns, answer, ANSWERS, "name it: answer=...")
     task = partial(_task, source, asking, answer)
     pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
     has_derivations = all(FINAL in gold for _, gold in pairs if gold)
@@ -196,8 +197,8 @@ def read_conversations(source: str) -> list[Row]:
     has_parts = any(isinstance(row.get("prompt"), list) for row in rows)
     asking, answer = [], ""
     if chats is None and not has_parts:
-        asking = _asking(source, columns, None, "messages")
-        answer = _column(source, columns, None, ANSWERS, "messages")
+        asking = _asking(source, columns, None, NAME_COLUMNS)
+        answer = _column(source, columns, None, ANSWERS, NAME_COLUMNS)
     results: list[Row] = []
     for number, row in enumerate(rows, start=1):
         if chats is not None:
@@ -328,18 +329,18 @@ def _by_name(columns: Sequence[str]) -> dict[str, str]:
     return {column.strip().casefold(): column for column in columns}
 
 
-def _asking(source: str, columns: Sequence[str], names: str | None, what: str) -> list[str]:
+def _asking(source: str, columns: Sequence[str], names: str | None, fix: str) -> list[str]:
     by_name = _by_name(columns)
     for together in ASK_TOGETHER:
         if names is None and by_name.keys() >= set(together):
             return list(map(by_name.__getitem__, together))
     if names is None or names in columns:
-        return [_column(source, columns, names, QUESTIONS, what)]
-    return [_column(source, columns, name.strip(), QUESTIONS, what) for name in names.split(",")]
+        return [_column(source, columns, names, QUESTIONS, fix)]
+    return [_column(source, columns, name.strip(), QUESTIONS, fix) for name in names.split(",")]
 
 
 def _column(
-    source: str, columns: Sequence[str], name: str | None, usual: Sequence[str], what: str
+    source: str, columns: Sequence[str], name: str | None, usual: Sequence[str], fix: str
 ) -> str:
     shown = ", ".join(map(repr, columns)) or "none"
     if name is not None:
@@ -351,8 +352,8 @@ def _column(
     for candidate in usual:
         if candidate in by_name:
             return by_name[candidate]
-    fix = f"name it: {what}=...; its columns are: {shown}"
-    raise refusal(source, f"no column is called {' or '.join(usual[:3])}", fix)
+    what = f"no column is called {' or '.join(usual[:3])}"
+    raise refusal(source, what, f"{fix}; its columns are: {shown}")
 
 
 def _text(value: Any) -> str:
