@@ -291,6 +291,9 @@ PICTURE = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {
         ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "hello"}]}, "a content is None"),
         ({"prompt": [USER], "completion": [USER, ASSISTANT]}, "no message of the assistant follows"),
         ({"prompt": [], "completion": [ASSISTANT, USER, ASSISTANT]}, "no message of the assistant follows"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "no message of the assistant follows"),
+        ({"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": 0}]}, "an answer of weight 0 follows"),
+        ({"prompt": [USER], "completion": [ASSISTANT | {"weight": 0}]}, "an answer of weight 0 follows"),
         ({"prompt": [USER, ASSISTANT], "completion": []}, "no message of the assistant follows"),
     ],
 )
@@ -310,6 +313,13 @@ def test_a_file_without_conversations_is_refused_with_what_its_caller_can_do(tmp
         read_conversations(str(path))
     assert "rename one column to messages, or two to question and answer" in caught.value.fix
     assert "'prompt', 'chosen', 'rejected'" in caught.value.fix and "=" not in caught.value.fix
+
+
+def test_answers_of_weight_0_are_context_and_not_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    messages = [USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 1}, USER, ASSISTANT]
+    path.write_text(json.dumps({"messages": messages}))
+    assert read_conversations(str(path)) == [{"messages": messages, "prompt_messages": 3}]
 
 
 @pytest.mark.parametrize("form", [list, json.dumps])

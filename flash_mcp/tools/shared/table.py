@@ -219,18 +219,14 @@ def _conversation(
     source: str, column: str, number: int, row: Row, messages: Any, prompt: int | None = None
 ) -> Row:
     """The row as a line of a dataset, which sft accepts. The first `prompt` messages are not
-    learnt; None: those before the first answer."""
+    learnt; None: those before the first answer of a weight other than 0."""
     try:
         turns = list(map(_message, as_list(_parsed(messages))))
         tools: Any = _parsed(row.get("tools") or [])
         if not isinstance(tools, list):
             raise ValueError(f"tools is {tools!r:.50}, no list")
         tools = tool_schemas(cast("list[Any]", tools))
-        roles = [turn["role"] for turn in turns]
-        if prompt is None and "assistant" in roles[1:]:
-            prompt = roles.index("assistant", 1)
-        if not prompt or roles[prompt : prompt + 1] != ["assistant"]:
-            raise ValueError("no message of the assistant follows one of the user")
+        prompt = _unlearnt(turns, prompt)
         if not tools and any(turn.get("tool_calls") for turn in turns[prompt:]):
             raise ValueError("an answer has tool_calls, but the row has no tools")
     except (ValueError, TypeError) as error:
@@ -239,6 +235,20 @@ def _conversation(
         raise refusal(source, what, fix) from error
     kept: Row = {"messages": turns, "prompt_messages": prompt}
     return kept | ({"tools": tools} if tools else {})
+
+
+def _unlearnt(turns: Sequence[Json], prompt: int | None) -> int:
+    """How many messages come before the first to learn: `prompt`, if a number. ValueError."""
+    answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    # As in OpenAI's files for fine-tuning, an answer of weight 0 is not learnt.
+    ignored = [number for number in answers if turns[number].get("weight") == 0]
+    if prompt is None:
+        prompt = next((number for number in answers if number and number not in ignored), None)
+    if not prompt or prompt not in answers:
+        raise ValueError("no message of the assistant follows one of the user, or weight is 0")
+    if any(number >= prompt for number in ignored):
+        raise ValueError("an answer of weight 0 follows one to learn: end the row before it")
+    return prompt
 
 
 def _parsed(value: Any) -> Any:
