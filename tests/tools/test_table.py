@@ -402,6 +402,8 @@ REFUSALS = {
     "ragged.csv": ("question,answer\na, b,c\n", "line 2 has more fields than the header line", "a header line"),
     "few.csv": ("question,answer\na,b\n", "there are 1 different questions", "at least 10"),
     "bad.jsonl": ('{"question": 1}\n[2]\n', "row 2 is no object", "JSONL (an object a line)"),
+    "half.jsonl": ('{"question": 1}\n{"question": "\\ud83d"}', "row 2 holds '\\ud83d', which is half", "in UTF-8"),
+    "deep.json": ("[" * 100_000, "cannot be read: maximum recursion depth", "in UTF-8"),
     "cut.json": ("[{", "cannot be read", "in UTF-8"),
     "object.json": ("{}", "it holds no list of rows", "in UTF-8"),
     "bad.parquet": ("PAR0", "is no parquet file", "closed"),
