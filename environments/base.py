@@ -330,7 +330,7 @@ def _task_of_line(line: str, input_key: str, output_key: str) -> TaskExample:
     """The task of one row. Raises ValueError if the row is malformed."""
     try:
         row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {type(row).__name__}")

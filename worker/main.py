@@ -296,7 +296,9 @@ def _was_killed(error: FlashError) -> bool:
     """
     if error.code == "worker_failed":
         return "of the engine ended with signal" in error.what
-    return error.code.startswith("environment_") and "killed by SIG" in error.what
+    # Where most rollouts failed, the first one's words are what others wrote.
+    killed = "the environment's process ended: killed by SIG"
+    return error.code.startswith("environment_") and killed in error.account
 
 
 _NO_SPACE = ("No space left on device", "PytorchStreamWriter failed writing")

@@ -72,7 +72,7 @@ async def judge(trial: Trial) -> str:
         turned += _agreements(one, back[::-1])
         is_gold_first += [one[0] < one[2], back[-1] < back[1]]
     if not again:
-        raise ProbeSkipped("there is no gold answer to judge", "")
+        raise ProbeSkipped("there is no gold answer that succeeds", "")
     text = f"of {len(again)} pairs of answers, {sum(again)} were ranked alike when asked again, "
     text += f"{sum(turned)} in the opposite order"
     text += f"; gold came before junk in {sum(is_gold_first)} of {len(is_gold_first)}"

@@ -153,7 +153,7 @@ async def _gold_turns(trial: Trial, task: Task) -> tuple[str, ...]:
 async def every_gold(trial: Trial) -> str:
     """The gold answers of all tasks, for a part of the time that is left."""
     if not trial.golds:
-        raise ProbeSkipped("there is no gold answer", "")
+        raise ProbeSkipped("there is no gold answer that succeeds", "")
     ends = time.monotonic() + EVERY_GOLD_SHARE * trial.left_s
     everything: list[Task] = []
     for split, size in trial.report.splits.items():
@@ -330,7 +330,7 @@ async def near_gold(trial: Trial) -> str:
         task for task in trial.tasks if trial.other_gold(task) and task not in trial.open_ended
     ]
     if not tried:
-        raise ProbeSkipped("this needs gold answers that differ between tasks", "")
+        raise ProbeSkipped("this needs gold answers that succeed and differ between tasks", "")
     changed: dict[Task, str] = {}
     hedged: dict[Task, str] = {}
     for task in tried:
@@ -385,7 +385,7 @@ async def order(trial: Trial) -> str:
         if other := trial.other_gold(task):
             plans.append((task, [*trial.golds[task][:-1], other]))
     if not plans or not trial.junk_rewards:
-        raise ProbeSkipped("this needs gold answers that differ between tasks", "")
+        raise ProbeSkipped("this needs gold answers that succeed and differ between tasks", "")
     wrong = fmean(played.score.reward for played in await trial.play_all(plans))
     best = max(map(fmean, trial.junk_rewards.values()))
     mean_gold = fmean(golds)
@@ -431,7 +431,7 @@ async def constants(trial: Trial) -> str:
 async def leaks(trial: Trial) -> str:
     """Signs that a model could answer from something else than the task. They only warn."""
     if not trial.seen:
-        raise ProbeSkipped("there is no gold answer", "")
+        raise ProbeSkipped("there is no gold answer that succeeds", "")
     rows: list[likeness.Row] = []
     ids = {split: await trial.host.tasks(split) for split in ("train", "eval")}
     for task, (prompt, last) in trial.seen.items():

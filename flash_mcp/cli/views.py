@@ -196,7 +196,8 @@ def _run(page: Page, view: RunView) -> None:
         page.prose(f"Waiting: {view.pending_reason}", "warn")
     if view.error:
         page.line()
-        page.prose(f"[{view.error.code}] {view.error.what}", "bad")
+        named = " ".join(filter(None, [view.error.code, view.error.values]))
+        page.prose(f"[{named}] {view.error.what}", "bad")
         page.prose(in_shell(view.error.fix or ""), label="Fix: ")
         page.prose(view.error.log_tail, "dim", label="  | ")
     _numbers(page, view)

@@ -137,14 +137,18 @@ class FlashError(Exception):
         return cls(fault.code, about + what, fix=fix, wrote=wrote, **values)
 
     def __str__(self) -> str:
-        present = {name: value for name, value in self.values.items() if value is not None}
-        values = "".join(f" {name}={_short(value)}" for name, value in present.items())
-        text = f"[{self.code}{values}] {self.what}"
+        text = f"[{' '.join([self.code, *self.wrong_values])}] {self.what}"
         if not self.what.endswith((".", "!", "?")):
             text += "."
         if self.fix:
             text += f" Fix: {self.fix}"
         return text + quoted(self.wrote)
+
+    @property
+    def wrong_values(self) -> list[str]:
+        """Each as name=value, cut to some length."""
+        present = {name: value for name, value in self.values.items() if value is not None}
+        return [f"{name}={_short(value)}" for name, value in present.items()]
 
     def to_dict(self) -> dict[str, Any]:
         body = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}

@@ -21,6 +21,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
     ("content", "expected"),
     [
         (b'{"input": "a"}\n{"input": "b"\n', "rows.jsonl line 2: not JSON"),
+        (b'{"input": "a"}\n' + b"[" * 100_000, "rows.jsonl line 2: not JSON: maximum recursion depth"),
         (b'{"input": "a"}\n\n[1]\n', "rows.jsonl line 3: expected an object, got list"),
         (b'{"input": "a"}\n{"question": "b"}\n', "rows.jsonl line 2: 'input' must be a string, got None"),
         (b'{"input": 3}\n', "rows.jsonl line 1: 'input' must be a string, got 3"),

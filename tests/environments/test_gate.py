@@ -520,6 +520,19 @@ async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Pat
     assert report.passed
 
 
+async def test_gold_answers_that_raise_are_not_called_missing(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text):
+            raise KeyError(example.output)
+    """
+    report = await check(environment_folder(tmp_path, source))
+    assert "gold" in failures(report)
+    evidence = {probe.name: probe.evidence for probe in report.probes if probe.passed is None}
+    assert evidence["every_gold"] == evidence["leaks"] == "there is no gold answer that succeeds"
+    assert evidence["near_gold"] == "this needs gold answers that succeed and differ between tasks"
+
+
 async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(tmp_path: Path) -> None:
     report = await check(environment_folder(tmp_path, "import no_such_package"))
     assert (list(failures(report)), len(report.probes), report.splits) == (["loads"], 1, {})

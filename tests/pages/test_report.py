@@ -93,7 +93,7 @@ def hostile_run(folder: Path) -> Run:
     Path(writer.folder.path("log.1")).write_bytes(HOSTILE.encode(errors="replace"))
     writer.commit_result("failed", 20)
     read_in(open_store(), run.id)
-    error = {"code": "environment_error", "what": HOSTILE, "fix": HOSTILE, "values": {}}
+    error = {"code": "environment_error", "what": HOSTILE, "fix": HOSTILE, "values": {"task": HOSTILE}}
     queue.finish(open_store(), run.id, 1, "failed", step=20, error=error)
     return open_store().run(run.id)
 

@@ -516,14 +516,15 @@ async def test_rows_without_a_question_or_an_answer_are_dropped_and_counted(
         turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
         turns += [[*turns[0], *turns[-1]]]
         rows = [{"messages": row} for row in turns]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text("\n".join(map(json.dumps, [*rows, *rows[:2]])))
     body = await curated(client, runs=[str(path)], name="rows")
     counts = body["counts"]
-    assert (counts["attempts"], counts["truncated"], counts.get("duplicates", 0)) == (14, 4, 0)
+    assert (counts["attempts"], counts["truncated"], counts["duplicates"]) == (16, 4, 2)
     assert counts["train_rows"] == len(datasets.find(body["dataset"]).rows()) == 10
     call = {"algorithm": "sft", "dataset": str(path), "validate_only": True}
     body = body_of(await client.call_tool("train", call))
     assert "4 rows without a question or an answer were left out" in body["notes"]
+    assert "2 rows that repeat another were left out" in body["notes"]
     path.write_text("\n".join(map(json.dumps, rows[10:])))
     code, text = await refused(client, runs=[str(path)], name="none")
     assert code == "invalid_argument" and "all of its 4 rows are empty" in text

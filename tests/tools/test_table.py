@@ -290,6 +290,9 @@ PICTURE = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {
         ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "hello"}]}, "a content is None"),
         ({"prompt": [USER], "completion": [USER, ASSISTANT]}, "no message of the assistant follows"),
         ({"prompt": [], "completion": [ASSISTANT, USER, ASSISTANT]}, "no message of the assistant follows"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "no message of the assistant follows"),
+        ({"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": 0}]}, "an answer of weight 0 follows"),
+        ({"prompt": [USER], "completion": [ASSISTANT | {"weight": 0}]}, "an answer of weight 0 follows"),
         ({"prompt": [USER, ASSISTANT], "completion": []}, "no message of the assistant follows"),
     ],
 )
@@ -300,6 +303,22 @@ def test_a_conversation_that_sft_cannot_learn_is_refused(tmp_path: Path, row: di
         read_conversations(str(path))
     assert caught.value.code == "invalid_argument"
     assert "row 1: " in str(caught.value) and expected in str(caught.value)
+
+
+def test_a_file_without_conversations_is_refused_with_what_its_caller_can_do(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "hi", "chosen": "hello", "rejected": "go away"}))
+    with pytest.raises(FlashError) as caught:
+        read_conversations(str(path))
+    assert "rename one column to messages, or two to question and answer" in caught.value.fix
+    assert "'prompt', 'chosen', 'rejected'" in caught.value.fix and "=" not in caught.value.fix
+
+
+def test_answers_of_weight_0_are_context_and_not_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    messages = [USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 1}, USER, ASSISTANT]
+    path.write_text(json.dumps({"messages": messages}))
+    assert read_conversations(str(path)) == [{"messages": messages, "prompt_messages": 3}]
 
 
 @pytest.mark.parametrize("form", [list, json.dumps])
@@ -382,6 +401,8 @@ REFUSALS = {
     "ragged.csv": ("question,answer\na, b,c\n", "line 2 has more fields than the header line", "a header line"),
     "few.csv": ("question,answer\na,b\n", "there are 1 different questions", "at least 10"),
     "bad.jsonl": ('{"question": 1}\n[2]\n', "row 2 is no object", "JSONL (an object a line)"),
+    "half.jsonl": ('{"question": 1}\n{"question": "\\ud83d"}', "row 2 holds '\\ud83d', which is half", "in UTF-8"),
+    "deep.json": ("[" * 100_000, "cannot be read: maximum recursion depth", "in UTF-8"),
     "cut.json": ("[{", "cannot be read", "in UTF-8"),
     "object.json": ("{}", "it holds no list of rows", "in UTF-8"),
     "bad.parquet": ("PAR0", "is no parquet file", "closed"),

@@ -596,12 +596,15 @@ async def test_a_run_in_trouble_is_flagged_with_a_remedy_and_a_next_step(tmp_pat
 async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Path):
     run, writer = started_run(tmp_path)
     write_log(run, "loading\n" * 500 + "KeyError: 'answer'\n")
-    error = FlashError("environment_error", "70 % of the rollouts failed", fix="mend the scorer")
+    values = {"run_id": run.id, "task": "the 7th", "step": 3, "phase": None}
+    error = FlashError("environment_error", "70 % of the rollouts failed", fix="mend the scorer", **values)
     writer.commit_result("failed", 3, error)
     queue.finish(open_store(), run.id, 1, "failed", step=3, error=error.to_dict())
     body = await call("status", run_id=run.id)
     failure = body["run"]["error"]
     assert (failure["code"], failure["fix"]) == ("environment_error", "mend the scorer")
+    assert failure["values"] == "task='the 7th' step=3"
+    assert "[environment_error task=&#39;the 7th&#39; step=3]" in html(open_store(), run.id)
     assert failure["log_tail"].endswith("KeyError: 'answer'")
     assert len(failure["log_tail"]) < 2000
 

@@ -424,9 +424,26 @@ def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_mo
     )
     run = make_run(tmp_path / "run", tiny_model, environment=folder)
     Attempt(run).ended()
-    error = finished(run, "failed")["error"]
+    result = finished(run, "failed")
+    error = result["error"]
     assert error["code"] == "environment_error" and "32 of 32 rollouts" in error["what"] and "boom" in error["wrote"]
+    assert not result["retryable"]
     assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))
+
+
+def test_an_environment_whose_process_is_killed_gets_another_attempt(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    source = (VOWELS / "environment.py").read_text()
+    kill = "        import os\n        os.kill(os.getpid(), 9)\n"
+    (folder / "environment.py").write_text(source.replace("        share =", f"{kill}        share ="))
+    run = make_run(tmp_path / "run", tiny_model, environment=folder)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result = finished(run, "failed")
+    assert result["error"]["code"] == "environment_error"
+    assert result["error"]["wrote"] == "the environment's process ended: killed by SIGKILL"
+    assert result["retryable"]
 
 
 SOMETIMES = """

@@ -85,7 +85,7 @@ def _rows(source: str, suffix: str, content: bytes) -> list[Row]:
         return _parquet(source, content)
     try:
         return _parsed(suffix, content.decode("utf-8-sig"))
-    except (ValueError, csv.Error) as error:  # JSONDecodeError and UnicodeDecodeError are both
+    except (ValueError, RecursionError, csv.Error) as error:  # JSON's and UTF-8's are ValueErrors
         fix = (
             "give CSV with a header line, TSV, JSON, JSONL (an object a line) or parquet, in UTF-8"
         )
@@ -112,6 +112,11 @@ def _parsed(suffix: str, text: str) -> list[Row]:
     for number, row in enumerate(cast("list[Any]", rows), start=1):
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is no object")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # as of an emoji that was cut in two
+            half = error.object[error.start]
+            raise ValueError(f"row {number} holds {half!r}, which is half a character") from error
     return cast("list[Row]", rows)
 
 

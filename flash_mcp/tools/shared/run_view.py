@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 from environments.untrusted_text import quoted
 from flash_mcp.judgement import comparison, health, mixture, statistics
@@ -15,6 +15,7 @@ from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Evaluation, Rollout, Run, RunState, StepMetrics
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET
@@ -77,6 +78,8 @@ class Failure(ResultModel):
 
     code: str
     """Error code."""
+    values: str | None = None
+    """The wrong values, each as name=value."""
     what: str
     """What happened."""
     fix: str | None = None
@@ -465,15 +468,16 @@ def _newest_values(row: StepMetrics) -> dict[str, float] | None:
 
 
 def _failure(store: Store, run: Run) -> Failure | None:
-    error = run.error
-    if not error:
+    if not run.error:
         return None
-    values = cast("dict[str, Any]", error.get("values") or {})
-    log = str(values.get("log") or "").strip()[-1500:] or _log_tail(store, run, 1500)
+    error = FlashError.from_dict(run.error)
+    log = str(error.values.pop("log", "")).strip()[-1500:] or _log_tail(store, run, 1500)
+    error.values.pop("run_id", None)
     return Failure(
-        code=error["code"],
-        what=shorten(error["what"], 2000) + quoted(shorten(error.get("wrote", ""), 2000)),
-        fix=error.get("fix") or None,
+        code=error.code,
+        values=" ".join(error.wrong_values) or None,
+        what=shorten(error.what, 2000) + quoted(shorten(error.wrote, 2000)),
+        fix=error.fix or None,
         log_tail=log or None,
     )
 

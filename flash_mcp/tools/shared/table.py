@@ -49,6 +49,7 @@ FINAL = "####"
 FROM_ROWS = "rows"
 """Stands for the environment's digest in the manifest of a dataset that no run made."""
 CHAT_COLUMNS = ("messages", "conversations")
+NAME_COLUMNS = "rename one column to messages, or two to question and answer"
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
@@ -90,8 +91,8 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     split, which is the same every time. FlashError(invalid_argument).
     """
     rows, columns = read_rows(source)
-    asking = _asking(source, columns, question, "question")
-    answer = _column(source, columns, answer, ANSWERS, "answer")
+    asking = _asking(source, columns, question, "name it: question=...")
+    answer = _column(source, columns, answer, ANSWERS, "name it: answer=...")
     task = partial(_task, source, asking, answer)
     pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
     has_derivations = all(FINAL in gold for _, gold in pairs if gold)
@@ -196,8 +197,8 @@ def read_conversations(source: str) -> list[Row]:
     has_parts = any(isinstance(row.get("prompt"), list) for row in rows)
     asking, answer = [], ""
     if chats is None and not has_parts:
-        asking = _asking(source, columns, None, "messages")
-        answer = _column(source, columns, None, ANSWERS, "messages")
+        asking = _asking(source, columns, None, NAME_COLUMNS)
+        answer = _column(source, columns, None, ANSWERS, NAME_COLUMNS)
     results: list[Row] = []
     for number, row in enumerate(rows, start=1):
         if chats is not None:
@@ -218,18 +219,14 @@ def _conversation(
     source: str, column: str, number: int, row: Row, messages: Any, prompt: int | None = None
 ) -> Row:
     """The row as a line of a dataset, which sft accepts. The first `prompt` messages are not
-    learnt; None: those before the first answer."""
+    learnt; None: those before the first answer of a weight other than 0."""
     try:
         turns = list(map(_message, as_list(_parsed(messages))))
         tools: Any = _parsed(row.get("tools") or [])
         if not isinstance(tools, list):
             raise ValueError(f"tools is {tools!r:.50}, no list")
         tools = tool_schemas(cast("list[Any]", tools))
-        roles = [turn["role"] for turn in turns]
-        if prompt is None and "assistant" in roles[1:]:
-            prompt = roles.index("assistant", 1)
-        if not prompt or roles[prompt : prompt + 1] != ["assistant"]:
-            raise ValueError("no message of the assistant follows one of the user")
+        prompt = _unlearnt(turns, prompt)
         if not tools and any(turn.get("tool_calls") for turn in turns[prompt:]):
             raise ValueError("an answer has tool_calls, but the row has no tools")
     except (ValueError, TypeError) as error:
@@ -238,6 +235,20 @@ def _conversation(
         raise refusal(source, what, fix) from error
     kept: Row = {"messages": turns, "prompt_messages": prompt}
     return kept | ({"tools": tools} if tools else {})
+
+
+def _unlearnt(turns: Sequence[Json], prompt: int | None) -> int:
+    """How many messages come before the first to learn: `prompt`, if a number. ValueError."""
+    answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    # As in OpenAI's files for fine-tuning, an answer of weight 0 is not learnt.
+    ignored = [number for number in answers if turns[number].get("weight") == 0]
+    if prompt is None:
+        prompt = next((number for number in answers if number and number not in ignored), None)
+    if not prompt or prompt not in answers:
+        raise ValueError("no message of the assistant follows one of the user, or weight is 0")
+    if any(number >= prompt for number in ignored):
+        raise ValueError("an answer of weight 0 follows one to learn: end the row before it")
+    return prompt
 
 
 def _parsed(value: Any) -> Any:
@@ -328,18 +339,18 @@ def _by_name(columns: Sequence[str]) -> dict[str, str]:
     return {column.strip().casefold(): column for column in columns}
 
 
-def _asking(source: str, columns: Sequence[str], names: str | None, what: str) -> list[str]:
+def _asking(source: str, columns: Sequence[str], names: str | None, fix: str) -> list[str]:
     by_name = _by_name(columns)
     for together in ASK_TOGETHER:
         if names is None and by_name.keys() >= set(together):
             return list(map(by_name.__getitem__, together))
     if names is None or names in columns:
-        return [_column(source, columns, names, QUESTIONS, what)]
-    return [_column(source, columns, name.strip(), QUESTIONS, what) for name in names.split(",")]
+        return [_column(source, columns, names, QUESTIONS, fix)]
+    return [_column(source, columns, name.strip(), QUESTIONS, fix) for name in names.split(",")]
 
 
 def _column(
-    source: str, columns: Sequence[str], name: str | None, usual: Sequence[str], what: str
+    source: str, columns: Sequence[str], name: str | None, usual: Sequence[str], fix: str
 ) -> str:
     shown = ", ".join(map(repr, columns)) or "none"
     if name is not None:
@@ -351,8 +362,8 @@ def _column(
     for candidate in usual:
         if candidate in by_name:
             return by_name[candidate]
-    fix = f"name it: {what}=...; its columns are: {shown}"
-    raise refusal(source, f"no column is called {' or '.join(usual[:3])}", fix)
+    what = f"no column is called {' or '.join(usual[:3])}"
+    raise refusal(source, what, f"{fix}; its columns are: {shown}")
 
 
 def _text(value: Any) -> str:

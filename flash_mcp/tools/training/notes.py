@@ -75,9 +75,10 @@ def _of_tasks(plan: Plan) -> list[str]:
         risk = "a better evaluation afterwards may be memory"
         notes.append(f"{dataset.reference} may hold eval tasks: {risk}")
     if manifest and manifest["environment"]["digest"] == FROM_ROWS:
-        empty = manifest["counts"]["truncated"]
-        if empty:
+        if empty := manifest["counts"]["truncated"]:
             notes.append(f"{empty} rows without a question or an answer were left out")
+        if copies := manifest["counts"]["duplicates"]:
+            notes.append(f"{copies} rows that repeat another were left out")
     if not estimate.prompt_tokens_about:
         risk = "steps will be slow, and prompts may be too long"
         notes.append(f"no task opened within {probe.OPENINGS_S:g} s: {risk}")
