@@ -438,8 +438,7 @@ def test_an_environment_whose_process_is_killed_gets_another_attempt(tiny_model:
     kill = "        import os\n        os.kill(os.getpid(), 9)\n"
     (folder / "environment.py").write_text(source.replace("        share =", f"{kill}        share ="))
     run = make_run(tmp_path / "run", tiny_model, environment=folder)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     result = finished(run, "failed")
     assert result["error"]["code"] == "environment_error"
     assert result["error"]["wrote"] == "the environment's process ended: killed by SIGKILL"
@@ -539,8 +538,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_model: Path, tmp_path:
     tokenizer.save_pretrained(other)
     taught = {"teacher": {"model": "other", "path": str(other)}}
     run = make_run(tmp_path / "run", tiny_model, job=taught, algorithm="distill", teacher="other", group_size=1)
-    with Attempt(run) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
+    Attempt(run).ended()
     error = finished(run, "failed")["error"]
     assert error["code"] == "invalid_argument" and error["values"]["teacher"] == "other"
     assert "tokenizer" in error["what"]
