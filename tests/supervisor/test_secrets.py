@@ -151,7 +151,7 @@ async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
         said.append((await call(client, "rollouts", run_id=run_id, which=which, limit=3))[1])
     said += [(await call(client, tool, **args))[1] for tool, args in (("status", {}), ("catalog", {}))]
 
-    rows = RunFolder(open_store().run(run_id).folder).rollouts(1)
+    rows = list(RunFolder(open_store().run(run_id).folder).rollouts(1))
     assert len(rows) == 30
     for row in rows:  # every way of telling it was tried, and noticed
         assert "[secret]" in json.dumps([row["messages"], row["reason"], row["error"]]), row

@@ -86,7 +86,7 @@ def test_agents_of_a_user_play_a_training_run_over_http(tiny_model: Path, tmp_pa
     key = tokens.local_token(open_store().base)
     stranger = tokens.create(open_store(), "mallory", "write")[1]
     reader = tokens.create(open_store(), "mallory", "read")[1]
-    refused = [("nothing", "tasks", 401), (stranger, "tasks", 400), (reader, "tasks", 403)]
+    refused = [("nothing", "tasks", 401), (stranger, "tasks", 404), (reader, "tasks", 403)]
 
     async def train(session: Session) -> str:
         await session.call("env_push", folder=str(folder), name="vowels")
