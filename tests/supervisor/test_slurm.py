@@ -181,11 +181,9 @@ def test_attempts_bring_the_servers_code_to_a_node_that_does_not_have_it(
     """The node finds the other packages elsewhere: fetching them takes an index."""
     monkeypatch.setattr(code_archive, "OVERRIDES", without_packages())
     node = tmp_path / "node"
-    lab = Lab(hidden / "uv", str(tmp_path / "shared"), node, tiny_model, setup="uv")
-    path = lab.home / "targets.toml"
-    uv = f'PATH = "{Path(sys.executable).parent}:/usr/bin:/bin", UV_OFFLINE = "1"'
-    others = f'{uv}, PYTHONPATH = "{sysconfig.get_path("purelib")}"'
-    path.write_text(path.read_text().replace(f'PYTHONPATH = "{ROOT}"', others))
+    uv = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "UV_OFFLINE": "1"}
+    env = {**uv, "PYTHONPATH": sysconfig.get_path("purelib")}
+    lab = Lab(hidden / "uv", str(tmp_path / "shared"), node, tiny_model, setup="uv", env=env)
     run = lab.train(steps=1)
     lab.until(lambda: lab.now(run).phase)
     installed = next(node.glob("machines/*/code/*/venv"))
