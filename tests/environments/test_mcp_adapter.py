@@ -99,10 +99,11 @@ def test_a_tool_whose_results_change_makes_no_task(tmp_path: Path, source: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trouble", "said"), [('sys.exit("no more")', "no more"), ("__import__('time').sleep(3600)", "did not answer in")]
+    ("trouble", "timeout_s", "said"),
+    [('sys.exit("no more")', 60, "no more"), ("__import__('time').sleep(3600)", 0.1, "did not answer in")],
 )
 async def test_a_rollout_fails_if_its_server_ends_or_hangs_and_not_if_a_call_cannot_be_computed(
-    trouble: str, said: str, tmp_path: Path
+    trouble: str, timeout_s: float, said: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tools"
     shutil.copytree(FOLDER, folder)
@@ -111,7 +112,7 @@ async def test_a_rollout_fails_if_its_server_ends_or_hangs_and_not_if_a_call_can
     (folder / "server.py").write_text(source.replace(count, f'if text == "end": {trouble}\n    {count}'))
     source = (folder / "environment.py").read_text()
     # Other calls have the time that they need.
-    impatient = 'self.server._timeout_s -= 9.9 * (arguments.get("text") == "end")\n        '
+    impatient = f'if arguments.get("text") == "end": self.server._timeout_s = {timeout_s}\n        '
     call = "result = self.server.call("
     (folder / "environment.py").write_text(source.replace(call, impatient + call))
 

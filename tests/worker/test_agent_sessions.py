@@ -133,7 +133,8 @@ async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_kille
         moments = rng.sample(range(1, SESSIONS * 2), 8)
         disturbed = await rollouts_of(host, Striking(strikes=dict.fromkeys(moments, kill)))
         assert {each.task.example for each in disturbed if not heard(each)} == killed
-        assert all("killed by SIGKILL" in each.error["what"] for each in disturbed if each.error)
+        errors = [each.error["what"] for each in disturbed if each.error]
+        assert all("killed by SIGKILL" in error for error in errors), errors
         assert agents(folder) == []
 
 
