@@ -130,6 +130,8 @@ class AgentEpisode(EnvironmentMultiTurn):
             asking.cancel()
         if session.has_lost:
             what = "an answer of the model reached no client, and its request was not sent again"
+            if ended := self._running.exception():  # such as an agent that was killed
+                what = f"{what}; {ended}"
             raise EnvironmentFault("lost_call", what, refusals=self.refusals)
         if not session.was_refused:
             self._running.result()

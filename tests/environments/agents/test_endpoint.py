@@ -415,6 +415,20 @@ async def test_an_answer_that_reaches_nobody_drops_the_rollout(
             assert json.loads((await host.score(episode)).reason or "") == [200]
 
 
+async def test_a_lost_answer_is_reported_with_how_the_agent_ended(tmp_path: Path) -> None:
+    program = LEFT.replace("BEFORE", "").replace("AFTER", 'raise ValueError("I give up")')
+    async with agents(tmp_path / "agent", program, source="from pathlib import Path") as host:
+        episode = (await host.open("train", 0)).episode
+        (tmp_path / "agent" / "go").touch()
+        call = await host.next_call(episode)
+        assert isinstance(call, AgentCall)  # for y, so it has left the first one
+        await host.answer_call(episode, 0, "x")
+        await host.answer_call(episode, call.number, "y")
+        with pytest.raises(EnvironmentFault, match=r"reached no client.*; run raised ValueError: I give up") as caught:
+            await host.next_call(episode)
+        assert caught.value.code == "lost_call"
+
+
 async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_other(tmp_path: Path) -> None:
     async with agents(tmp_path / "agent", BOTH) as host:
         assert sorted(await told(host, ["y", "z"])) == ["y", "z"]
