@@ -19,7 +19,6 @@ import shutil
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,8 +95,9 @@ def _has_too_many_objects(body: bytes) -> bool:
         return False
     # Some may be parts of texts. Looking takes as long as decoding, so files that are short enough
     # are spared it.
-    starts = Counter(body[match.start()] for match in _STRING_OR_OBJECT.finditer(body))
-    return starts.total() - starts[ord('"')] > MAX_OBJECTS
+    quote = ord('"')
+    starts = (body[match.start()] for match in _STRING_OR_OBJECT.finditer(body))
+    return sum(start != quote for start in starts) > MAX_OBJECTS
 
 
 class _Look(threading.local):
