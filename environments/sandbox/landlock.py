@@ -161,8 +161,7 @@ def _without_secrets(folder: Path) -> list[Path]:
     """
     if not os.access(folder / ".env", os.F_OK):
         return [folder]
-    entries = (entry for entry in folder.iterdir() if not entry.is_symlink())
-    return [entry for entry in entries if entry.name != ".env"]
+    return [path for path in folder.iterdir() if path.name != ".env" and not path.is_symlink()]
 
 
 def _installed(bounds: Bounds) -> list[Path]:
