@@ -73,8 +73,9 @@ class McpServer:
             raise
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that the tool returns. Raises McpError, or ToolsEnded if the server
-        has ended or, as McpTimeout, does not answer."""
+        """The text that the tool returns. Raises McpError, of which McpTimeout is one, or
+        ToolsEnded if the server has ended.
+        """
         result = self._request("tools/call", {"name": name, "arguments": arguments})
         parts = cast("list[Json]", result.get("content", []))
         text = "\n".join(part["text"] for part in parts if part.get("type") == "text")

@@ -318,9 +318,9 @@ def _for_gpu(max_num_seqs: int) -> dict[str, Any]:
 
 @contextmanager
 def _variables(cards: Sequence[str]) -> Generator[None]:
-    """Variables for the processes that an engine on several cards starts: the cards, of which this
-    process saw its own when CUDA started, and what vLLM preloads. Processes that start later need
-    neither, and a library in a path with a space cannot be preloaded."""
+    """Variables for the processes that the engine starts. It may use these cards; what this process
+    sees was decided when CUDA started. vLLM sets LD_PRELOAD by itself. Later processes need
+    neither, and the dynamic linker splits a path that has a space."""
     own = {PRELOAD: os.environ.get(PRELOAD, "")}
     if len(cards) > 1:
         own[CARDS] = os.environ[CARDS]
