@@ -176,10 +176,11 @@ def sizes(folder: Path, body: str) -> str:
 
 def test_a_function_that_is_too_long_or_too_complex_is_named(tmp_path: Path) -> None:
     name = "worker/a.py::A.f"
-    long, complex_ = "        x += 1\n" * 60, "        x = x if x else 1\n" * 20
-    assert sizes(tmp_path, long).startswith(f"{name}: 61 lines, complexity 1;")
-    assert sizes(tmp_path, complex_).startswith(f"{name}: 21 lines, complexity 21;")
-    assert sizes(tmp_path, "        x += 1\n" * 59) == ""
+    docstring, long = '        """One.\n\n        Two.\n        """\n', "        x += 1\n" * 81
+    complex_ = "        x = x if x else 1\n" * 25
+    assert sizes(tmp_path, docstring + long).startswith(f"{name}: a body of 81 lines, complexity 1;")
+    assert sizes(tmp_path, complex_).startswith(f"{name}: a body of 25 lines, complexity 26;")
+    assert sizes(tmp_path, docstring + "        x += 1\n" * 80) == ""
 
 
 def test_a_package_that_is_denser_than_the_limits_is_named(tmp_path: Path) -> None:
