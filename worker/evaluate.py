@@ -71,7 +71,7 @@ def evaluate(
             recorder.start()
             try:
                 limits = replace(session.limits, system_prompt=spec.system_prompt)
-                session.collect_blocks(missing, limits, recorder.add)
+                session.collect_each(missing, limits, recorder.add)
             finally:
                 recorder.flush()
             constant = session.constant_level(spec.split, spec.tasks)

@@ -43,8 +43,8 @@ CONSTANT_TASKS = 10
 CONSTANT_CHARACTERS = 200
 PLACE_TIMEOUT_S = 600.0
 """Time that a run waits while as many environments run as settings.toml allows."""
-BLOCK = 512
-"""Tasks of an evaluation that the scheduler gets at once: each of them holds an open episode."""
+OPEN_AT_ONCE = 512
+"""Tasks of an evaluation that are under way at once: each of them holds an open episode."""
 
 
 def start_environments(
@@ -285,6 +285,7 @@ class Session(Generic[S]):
         limits: Limits,
         on_done: Callable[[Rollout], None] = lambda rollout: None,
         host: EnvironmentHost | None = None,
+        open_at_once: int | None = None,
     ) -> list[Rollout]:
         """`collect` on the event loop, for a session whose engine runs; `host` is another
         environment than the run's.
@@ -304,23 +305,22 @@ class Session(Generic[S]):
         waiting = asyncio.create_task(self._generator.while_idle(wait))
         try:
             return await scheduler.collect(
-                tasks, hosts, self._generator, template, limits, on_done=done
+                tasks,
+                hosts,
+                self._generator,
+                template,
+                limits,
+                on_done=done,
+                open_at_once=open_at_once,
             )
         finally:
             waiting.cancel()
 
-    def collect_blocks(
+    def collect_each(
         self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]
     ) -> None:
-        """`collect` by whole groups, about BLOCK tasks at a time, without keeping the rollouts."""
-        block: list[Task] = []
-        for group in scheduler.grouped(tasks):
-            block += group
-            if len(block) >= BLOCK:
-                self.collect(block, limits, on_done)
-                block = []
-        if block:
-            self.collect(block, limits, on_done)
+        """`collect` with at most about OPEN_AT_ONCE open episodes, without keeping the rollouts."""
+        self.wait(self.collecting(tasks, limits, on_done, open_at_once=OPEN_AT_ONCE))
 
     def constant_level(self, split: str, tasks: Sequence[int], name: str = "") -> dict[str, float]:
         """What the best constant answer, or the best part of the prompt, reaches on these tasks of

@@ -266,7 +266,7 @@ class TrainingSession(Session[RunSpec]):
         limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
         own: list[records.Rollout] = []
-        self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
+        self.collect_each(mine, limits, lambda rollout: own.append(rollout.record(step)))
         parts = self.ranks.gather([row.fields() for row in own])
         if self.deadline:
             self.deadline.evaluation_s = time.monotonic() - started

@@ -41,7 +41,7 @@ from worker.model import Model
 from worker.rollouts.scheduler import Limits, Rollout, Task
 from worker.rollouts.task_choice import Source, examples_of
 from worker.rollouts.transcript import ChatTemplate
-from worker.session import BLOCK
+from worker.session import OPEN_AT_ONCE
 from worker.survey import preflight
 from worker.training.sft import gold_rows
 from worker.training_session import TrainingSession, last_begun
@@ -78,15 +78,14 @@ def exact_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return run
 
 
-def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", tmp_path, steps=1, eval_examples=2 * BLOCK + 3)
-    blocks: list[int] = []
+def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_path: Path) -> None:
+    of = 2 * OPEN_AT_ONCE + 3
+    run = make_run(tmp_path / "run", tmp_path, steps=1, eval_examples=of)
+    bounds: list[int | None] = []
 
-    shown: list[str] = []
-
-    def collect(tasks: list[Task], limits: Limits, on_done: Any) -> None:
-        shown.append(heartbeat.shown.partition(",")[0])
-        blocks.append(len(tasks))
+    async def collecting(tasks: list[Task], limits: Limits, on_done: Any, *, open_at_once: int | None = None) -> None:
+        bounds.append(open_at_once)
+        assert heartbeat.shown == f"eval 0/{of}"
         for task in reversed(tasks):
             heartbeat.advance()
             on_done(Rollout(task, f"v{task.index}"))
@@ -96,16 +95,14 @@ def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path
     model = Model(tmp_path, nothing, torch.float32, 256, None)
     spec = RunSpec(**run.job()["spec"])
     session: Any = TrainingSession(spec, heartbeat.writer, heartbeat, model, {"": host}, nothing, 4)
-    session.sync, session.collect = lambda step: 0.0, collect
+    session.sync, session.collecting, session.wait = lambda step: 0.0, collecting, asyncio.run
     session.constant_level = lambda *_: {}  # it would ask the environment
     session.evaluate(0)
-    assert blocks == [BLOCK, BLOCK, 3]
-    of = 2 * BLOCK + 3
-    assert shown == [f"eval 0/{of}", f"eval {BLOCK}/{of}", f"eval {2 * BLOCK}/{of}"]
+    assert bounds == [OPEN_AT_ONCE]
     assert re.fullmatch(rf"eval {of}/{of}, 0 s left", heartbeat.shown)
     heartbeat.enter("train")
     assert heartbeat.shown == "train"
-    assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(2 * BLOCK + 3))
+    assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(of))
 
 
 def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:

@@ -171,6 +171,32 @@ def test_no_rollout_waits_for_another() -> None:
     assert time.process_time() - started < 60
 
 
+def test_a_window_bounds_the_open_episodes_and_nobody_waits_for_its_slowest() -> None:
+    waits = itertools.count()
+
+    def latency() -> float:
+        return 60.0 if next(waits) == 0 else 0.1  # the first call of the first conversation
+
+    host, engine, ended = FakeHost(latency), FakeEngine(), list[int]()
+    open_ones = list[int]()
+
+    async def scenario() -> list[Rollout]:
+        generator = Generator(engine, run_step=engine.run_step)
+
+        def done(rollout: Rollout) -> None:
+            ended.append(rollout.task.index)
+            open_ones.append(len(host.opened) - len(host.closed))
+
+        try:
+            return await collect(tasks(64), host, generator, TEMPLATE, LIMITS, on_done=done, open_at_once=8)
+        finally:
+            await generator.aclose()
+
+    kept, _ = run_virtually(scenario())
+    assert kept == [] and sorted(ended) == list(range(64)) and ended[-1] == 0
+    assert max(open_ones) < 8 + 4  # a group of 4 begins as a whole
+
+
 def test_a_cancelled_collection_leaves_no_request_and_no_episode_behind() -> None:
     async def scenario() -> None:
         host, engine = FakeHost(lambda: 0.05), FakeEngine()

@@ -359,27 +359,40 @@ async def collect(
     limits: Limits,
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
+    open_at_once: int | None = None,
 ) -> list[Rollout]:
     """One rollout per task, in the order of `tasks`; those of a group are next to each other. If
     the environment fails, the rollout has an error. `hosts` are those of a mixture, by name.
 
-    `on_done` is called with each rollout as soon as it is scored or has failed.
+    `on_done` is called with each rollout as soon as it is scored or has failed. With
+    `open_at_once`, no group begins while so many rollouts are under way, and none is kept: the
+    result is empty.
     """
+    under_way = 0
+    has_ended = asyncio.Event()
 
     async def finish(talks: Sequence[_Conversation], host: Host) -> None:
+        nonlocal under_way
         await _play(talks, host)
         for talk in talks:
             on_done(talk.rollout)
+        under_way -= len(talks)
+        has_ended.set()
 
     rollouts: list[Rollout] = []
     async with asyncio.TaskGroup() as running:
         for group in grouped(tasks):
+            while open_at_once is not None and under_way >= open_at_once:
+                has_ended.clear()
+                await has_ended.wait()
+            under_way += len(group)
             host = hosts
             if isinstance(host, Mapping):
                 host = host[group[0].environment]
             begun = [Rollout(task, task.named(f"{task.split}/{task.example}")) for task in group]
             talks = [_Conversation(rollout, host, generator, template, limits) for rollout in begun]
-            rollouts += begun
+            if open_at_once is None:
+                rollouts += begun
             units = [talks]
             if not host.scores_groups:
                 units = [[talk] for talk in talks]
