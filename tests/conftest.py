@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,10 @@ SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 """What a file of slow tests alone has."""
 
+NO_TIME = "no time was left"
+not_run: list[str] = []
+"""The tests that the option --until skipped."""
+
 # The tests' models are tiny, and five tests run at a time: a second thread would spin for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -43,6 +49,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="run only tests that are not slow")
     parser.addoption("--long", action="store_true", help="run only the long tests")
+    parser.addoption("--until", type=float, default=math.inf, help="skip the tests that would start after this time()")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -107,7 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    items[:] = in_order(items)
+    if not config.getoption("long"):
+        items[:] = in_order(items)
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -130,6 +138,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Say at once what failed: a run that is cut short prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-2000:]}", file=sys.__stderr__)
+    if report.skipped and report.longreprtext.endswith(f"{NO_TIME}')"):
+        not_run.append(report.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > item.config.getoption("until"):
+        pytest.skip(NO_TIME)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Name to .ci/run what there was no time for."""
+    if not_run and "PYTEST_XDIST_WORKER" not in os.environ and session.config.pluginmanager.hasplugin("cacheprovider"):
+        session.config.cache.set("flash/not_run", not_run)
 
 
 def pytest_collection_finish() -> None:

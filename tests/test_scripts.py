@@ -1,4 +1,4 @@
-"""What developers and CI run: the fast tests, the second try, the limits on functions."""
+"""What developers run: the fast tests, and the limits on functions."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_a_fast_test_and_its_processes_can_import_neither(module: str) -> None:
     assert "not marked slow" in done.stderr
 
 
-def toy_run(folder: Path, tests: str) -> subprocess.Popen[str]:
+def toy_run(folder: Path, tests: str, *options: str) -> subprocess.Popen[str]:
     """A pytest of `tests` with our settings and fixtures, as if nobody ran it within a test."""
     (folder / "test_toy.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", f"--rootdir={folder}"]
-    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", folder]
+    command += ["-p", "tests.conftest", *(options or ["-p", "no:cacheprovider"]), folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop(reaper.VARIABLE)
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
@@ -91,75 +91,6 @@ def test_what_a_killed_run_started_ends_with_it(tmp_path: Path) -> None:
         wait_for(lambda: child.exists() and child.read_text().endswith("."))
         run.kill()
     wait_for(lambda: not psutil.pid_exists(int(child.read_text()[:-1])))
-
-
-TOY = """
-from pathlib import Path
-
-def test_sound():
-    pass
-
-def test_shaky():
-    tries = Path("tries")
-    tries.write_text(tries.read_text() + "." if tries.exists() else ".")
-    assert len(tries.read_text()) > {failures}
-"""
-
-
-def ci(
-    folder: Path, failures: int, *, engines: str = "echo ENGINES", lint: str = "", minutes: int = 38
-) -> tuple[int, list[str]]:
-    """Runs .ci/run beside two tests of which one fails so many times, and returns what it prints."""
-    for name in (".ci", "scripts"):
-        (folder / name).mkdir()
-    run = folder / ".ci" / "run"
-    shutil.copy(ROOT / ".ci" / "run", run)
-    run.write_text(run.read_text().replace("38 * 60", f"{minutes} * 60"))
-    tests = f'exec "{sys.executable}" -m pytest -c /dev/null --rootdir=. "$@"'
-    tests = f'if [ "${{1-}}" = --long ]; then echo LONG; else {tests}; fi'
-    commands = {"install": "", "lint": lint, "test": tests, "test-engines": engines}
-    for name, command in commands.items():
-        script = folder / "scripts" / name
-        script.write_text(f"#!/bin/sh\n{command}\n")
-        script.chmod(0o755)
-    (folder / "test_toy.py").write_text(TOY.format(failures=failures))
-    done = subprocess.run([".ci/run"], cwd=folder, capture_output=True, text=True)
-    return done.returncode, done.stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_ci_names_what_passed_only_at_the_second_try(tmp_path: Path) -> None:
-    status, lines = ci(tmp_path, failures=1)
-    assert status == 0
-    assert lines[-2:] == ["PASSED ONLY AT THE SECOND TRY", "test_toy.py::test_shaky"]
-    assert {"ENGINES", "LONG"} < {*lines}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("failures", "expected"), [(0, 0), (2, 1)])
-def test_ci_passes_or_fails_without_that_block(tmp_path: Path, failures: int, expected: int) -> None:
-    status, lines = ci(tmp_path, failures)
-    assert status == expected
-    assert "PASSED ONLY AT THE SECOND TRY" not in lines
-    assert ("ENGINES" in lines) == ("LONG" in lines) == (expected == 0)
-
-
-@pytest.mark.slow
-def test_ci_runs_further_tests_in_what_is_left_of_its_time(tmp_path: Path) -> None:
-    for name in ("short", "fails", "untyped", "hangs"):
-        (tmp_path / name).mkdir()
-    status, lines = ci(tmp_path / "short", 0, minutes=3)
-    assert status == 0
-    left_out = [line.rpartition(": ")[2] for line in lines[-2:]]
-    assert all("NOT RUN" in line for line in lines[-2:])
-    assert left_out == ["scripts/test-engines --quick", "scripts/test --long"]
-    assert not {"ENGINES", "LONG"} & {*lines}
-    assert ci(tmp_path / "fails", 0, engines="exit 1")[0] == 1
-    assert ci(tmp_path / "untyped", 0, lint="exit 1") == (1, [])
-    status, lines = ci(tmp_path / "hangs", 0, engines="exit 124")
-    assert status == 0
-    assert "LONG" in lines
-    assert lines[-1] == "NOT FINISHED within the time: scripts/test-engines --quick"
 
 
 def sizes(folder: Path, body: str) -> str:
