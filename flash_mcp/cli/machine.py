@@ -14,7 +14,6 @@ from flash_mcp.cli.service import LINGER, install_service, remove_service
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import without_none
-from flash_mcp.state import backup as archives
 
 CURVE = Path("reward-curve.png")
 REFERENCES = (
@@ -105,16 +104,6 @@ def _install_service(arguments: Arguments) -> None:
     answer(arguments, dataclasses.asdict(done), text)
 
 
-def backup(arguments: Arguments) -> None:
-    """Save runs, environments and the database to one file, while in use."""
-    answer(arguments, vars(archives.backup(home(), arguments.file.absolute())))
-
-
-def restore(arguments: Arguments) -> None:
-    """Restore a backup into an empty state directory; runs go on from there."""
-    answer(arguments, vars(archives.restore(home(), arguments.file.absolute())))
-
-
 def recover(arguments: Arguments) -> None:
     """Rebuild a lost or damaged database from the run folders.
 
@@ -175,19 +164,6 @@ COMMANDS: dict[str, Command | Group] = {
             option("--ssh", "start the server of USER@HOST over ssh, or USER@HOST:COMMAND", "HOST"),
             option("--url", "use a server that listens, with the token in FLASH_TOKEN", "URL"),
         ),
-    ),
-    "backup": Command(
-        backup,
-        ("flash-mcp backup flash.tar.gz",),
-        (
-            option("file", "archive to write; compressed if it ends with .gz", "FILE", type=Path),
-            JSON,
-        ),
-    ),
-    "restore": Command(
-        restore,
-        ("flash-mcp restore flash.tar.gz",),
-        (option("file", "archive that `flash-mcp backup` wrote", "FILE", type=Path), JSON),
     ),
     "recover": Command(recover, ("flash-mcp recover",), (JSON,)),
     "remove": Command(

@@ -16,7 +16,7 @@ import json
 import os
 import threading
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -110,24 +110,12 @@ class Connection:
             cast(Database, db).close()
         vars(self._local).clear()
 
-    def copy_to(self, path: Path) -> None:
-        """A consistent, checked copy of the database, while others write. FlashError(state_corrupt
-        | state_busy), OSError if the disk of `path` is full.
-        """
-        with _named_errors(self.path):
-            try:
-                with closing(sqlite3.connect(path)) as copy:
-                    self._db.conn.backup(copy)
-                    _check(copy)
-            except sqlite3.OperationalError as error:
-                if _is_of_a_full_disk(error, path):
-                    raise OSError(errno.ENOSPC, str(error)) from error
-                raise
-
     def check(self) -> None:
         """Read the whole database; FlashError(state_corrupt) if a page is damaged."""
         with _named_errors(self.path):
-            _check(self._db.conn)
+            (result,) = self._db.conn.execute("PRAGMA integrity_check(1)").fetchone()
+            if result != "ok":
+                raise sqlite3.DatabaseError(f"malformed: {result}")
 
     def shrink(self) -> int:
         """Give the pages of deleted rows back to the disk, a few at a time, so that no writer waits
@@ -283,12 +271,6 @@ def _busy(path: Path) -> FlashError:
     return FlashError("state_busy", "another program keeps the database locked", path=path, fix=fix)
 
 
-def _check(connection: Any) -> None:
-    (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-    if result != "ok":
-        raise sqlite3.DatabaseError(f"malformed: {result}")
-
-
 @contextmanager
 def _named_errors(path: Path) -> Generator[None, None, None]:
     try:
@@ -303,8 +285,7 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
         if "malformed" not in str(error) and "not a database" not in str(error):
             raise
         what = f"the database is damaged: {error}"
-        restored = "bring back a backup with `flash-mcp restore`"
-        fix = f"build it anew from the run folders with `flash-mcp recover`, or {restored}"
+        fix = "rebuild it from the run folders with `flash-mcp recover`, or unpack a backup"
         raise FlashError("state_corrupt", what, path=path, fix=fix) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from environments import locks
 from flash_mcp.protocol.errors import FlashError
 
 BACKUP = "backup.lock"
+"""Whoever copies the state directory holds a shared lock of it (docs/reliability.md)."""
 DELETE_S = 0.2
 """Seconds to wait for another process that deletes."""
 
@@ -32,15 +32,6 @@ def lock(file: IO[Any], timeout_s: float) -> bool:
         return locks.lock(file, timeout_s)
     except OSError as error:
         raise _unsupported(file, error) from error
-
-
-@contextmanager
-def backing_up(base: Path) -> Generator[None]:
-    """While the state directory is copied: no checkpoint that its database names is deleted."""
-    with (base / BACKUP).open("a+") as file:
-        while not try_lock(file, shared=True):
-            time.sleep(0.01)
-        yield
 
 
 @contextmanager

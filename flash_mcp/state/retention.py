@@ -55,7 +55,6 @@ def _is_leftover(path: Path) -> bool:
 
 def _candidates(store: Store) -> Iterator[Path]:
     yield from store.base.glob("removed/*")
-    yield from store.base.glob(".restore-*")
     yield from exports_dir(store.base).glob(".export-*")
     for root in (environments_dir(store.base), datasets_dir(store.base)):
         for pattern in (".staged-*", ".upload-*"):

@@ -11,7 +11,6 @@ from flash_mcp.protocol.records import Checkpoint, Deployment, EnvironmentVersio
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.state.backup import backup, restore
 from flash_mcp.state.home_paths import PATH_COLUMNS
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import request
@@ -19,6 +18,7 @@ from flash_mcp.state.sqlite import Database
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import inline_files, staged
 from tests.samples import ENVIRONMENT, finished_run
+from tests.state.test_backup import type_commands
 
 Everything = tuple[list[Run], list[Checkpoint], list[EnvironmentVersion], list[Deployment]]
 
@@ -103,8 +103,6 @@ def test_a_moved_state_directory_reads_as_before(furnished: Path, tmp_path: Path
 
 def test_a_backup_is_restored_elsewhere(furnished: Path, tmp_path: Path) -> None:
     before = everything(Store(furnished))
-    backup(furnished, tmp_path / "state.tar")
     new = tmp_path / "elsewhere"
-    new.mkdir()
-    restore(new, tmp_path / "state.tar")
+    type_commands(furnished, tmp_path, new)
     check_moved(before, furnished, new)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.storage import Storage
 from flash_mcp.state import queue, retention, serving
 from flash_mcp.state.disk import usage
-from flash_mcp.state.locks import BACKUP, backing_up, try_lock
+from flash_mcp.state.locks import BACKUP, try_lock
 from flash_mcp.state.removal import remove
 from flash_mcp.state.retention import drop_files, prune_checkpoints
 from flash_mcp.state.store import Store, open_store
@@ -257,6 +259,13 @@ def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
     with pytest.raises(FlashError, match="unknown_checkpoint"):
         serving.request(store, run.id, step=1)
     assert store.deployments() == []
+
+
+@contextmanager
+def backing_up(base: Path) -> Generator[None]:
+    with (base / BACKUP).open("a+") as file:
+        assert try_lock(file, shared=True)
+        yield
 
 
 def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(store: Store, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.state import backup
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import folder_files, staged
 from flash_mcp.tools.shared.waiting import obstacles
@@ -63,12 +62,3 @@ def test_status_says_that_a_full_disk_holds_a_run_up(
     run = queued_run(tmp_path)
     fill(small_disk)
     assert any("disk_full" in obstacle for obstacle in obstacles(open_store(), run))
-
-
-def test_a_backup_names_the_full_disk_that_it_was_to_be_written_to(small_disk: Path, flash_home: Path) -> None:
-    open_store()
-    fill(small_disk)
-    with pytest.raises(FlashError, match="disk_full") as full:
-        backup.backup(flash_home, small_disk / "state.tar")
-    assert full.value.values["path"] == str(small_disk / "state.tar")
-    assert [path.name for path in small_disk.iterdir()] == ["filler"]

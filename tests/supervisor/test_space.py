@@ -299,16 +299,7 @@ def command_line(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["status"],
-        ["catalog"],
-        ["wait", "run-1"],
-        ["train"],
-        ["backup", "state.tar.gz"],
-        ["recover"],
-        ["undeploy", "dep-1"],
-    ],
+    "command", [["status"], ["catalog"], ["wait", "run-1"], ["train"], ["recover"], ["undeploy", "dep-1"]]
 )
 def test_every_command_names_a_full_disk_on_a_fresh_home(disk: Path, command: list[str]) -> None:
     home = disk / "home"
