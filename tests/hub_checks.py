@@ -2,7 +2,7 @@
 
     scripts/hubs --check [--only PACKAGE] [--train] [--write]
 
-The sample: ten datasets of reasoning-gym drawn by a seed, five environments of verifiers, five tasks
+The sample: ten datasets of reasoning-gym drawn by a seed, five tasks
 of Inspect, the five toy text games of gymnasium. With --train, those that load are trained too: one
 step of GRPO on the default model. --write puts the rows into docs/hubs.md."""
 
@@ -28,8 +28,6 @@ from tests.hubs import CALL_TIMEOUT_S, Hub
 SEED = 32
 TIME_S = 300.0
 GAMES = ("Blackjack-v1", "CliffWalking-v1", "FrozenLake-v1", "FrozenLake8x8-v1", "Taxi-v3")
-VERIFIERS = ("SingleTurnEnv chain_sum", "SingleTurnEnv spell_backward", "MultiTurnEnv GuessTheNumber",
-             "ToolEnv chain_sum", "EnvGroup")  # fmt: skip
 THREATS = "agent_threat_bench.agent_threat_bench"
 INSPECT = (f"{THREATS}_memory_poison", f"{THREATS}_autonomy_hijack", f"{THREATS}_data_exfil", "gsm8k.gsm8k",
            "agent_bench.agent_bench_os")  # fmt: skip
@@ -50,7 +48,7 @@ def sample() -> list[tuple[Hub, str]]:
     chosen = random.Random(SEED).sample(references.DATASETS, 10)
     names = [f"reasoning-gym:{dataset}" for dataset in sorted(chosen)]
     plan = [(Hub("reasoning-gym", "reasoning-gym", names), name) for name in names]
-    for package, chosen in (("verifiers", VERIFIERS), ("inspect", INSPECT), ("gymnasium", GAMES)):
+    for package, chosen in (("inspect", INSPECT), ("gymnasium", GAMES)):
         plan += [(Hub(package, package), name) for name in chosen]
     return plan
 

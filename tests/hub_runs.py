@@ -34,19 +34,15 @@ COMMON: dict[str, Any] = {
     "eval_examples": HELD_OUT,
     "accept_failed_gate": True,
 }
-SFT: dict[str, Any] = {"algorithm": "sft", "batch_size": 8, "learning_rate": 2e-4}
 GRPO: dict[str, Any] = {"batch_size": 4, "group_size": 8, "learning_rate": 1e-4}
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One environment. `args` go to its load_environment. Without steps it is evaluated."""
+    """One environment. Without steps it is evaluated."""
 
     hub: str
     name: str
-    args: Mapping[str, Any] = field(default_factory=dict)
-    warm_up: int = 0
-    """Steps of SFT before the steps of GRPO."""
     steps: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
     split: str = "eval"
@@ -58,16 +54,9 @@ class Lesson:
 
 
 TEAM = {"max_tokens": 24, "learning_rate": 2e-4, "eval_examples": 100}
-SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 LESSONS = [
-    Lesson("verifiers", "ToolEnv chain_sum", warm_up=10, steps=2, fields={"max_tokens": 40}),
-    Lesson("verifiers", "MultiTurnEnv GuessTheNumber", steps=2, fields={"max_tokens": 16}),
-    Lesson("verifiers_tasksets", "one agent", steps=2, fields={"max_tokens": 8}),
-    Lesson("verifiers", "group rewards", SUMS, steps=2, fields={"max_tokens": 8}),
+    Lesson("verifiers", "one agent", steps=2, fields={"max_tokens": 8}),
     Lesson("inspect", "agent_threat_bench.agent_threat_bench_memory_poison", fields={"max_tokens": 64}, split="train"),
-    Lesson(
-        "verifiers", "SingleTurnEnv chain_sum", SUMS, warm_up=12, steps=8, fields={"max_tokens": 8, "eval_examples": 40}
-    ),
     *(
         Lesson("agents", name, steps=16, fields={**TEAM, "seed": seed})
         for seed in range(3)
@@ -89,11 +78,10 @@ class Learned:
     @property
     def row(self) -> tuple[object, ...]:
         lesson = self.lesson
-        steps = {"SFT": lesson.warm_up, "GRPO": lesson.steps}
         return (
             lesson.hub,
             lesson.title,
-            ", ".join(f"{count} {kind}" for kind, count in steps.items() if count) or "-",
+            f"{lesson.steps} GRPO" if lesson.steps else "-",
             self.scores[0]["n"],
             ", then ".join(map(_success, self.scores)),
             ", then ".join(f"{scores['reward']:.3f}" for scores in self.scores),
@@ -107,7 +95,7 @@ def _success(scores: Mapping[str, Any]) -> str:
 
 async def learn(session: Session, lesson: Lesson) -> Learned:
     started = time.monotonic()
-    args = {"name": lesson.name, **lesson.args}
+    args = {"name": lesson.name}
     folder = str(FOLDERS / lesson.hub)
     pushed = await session.call("env_push", name=lesson.hub, folder=folder, environment_args=args, load=False)
     wanted = {"environment": pushed["environment"], "environment_args": args, **lesson.fields}
@@ -134,18 +122,10 @@ async def _begun(session: Session, tool: str, **wanted: Any) -> str:
 
 
 async def _trained(session: Session, lesson: Lesson, wanted: dict[str, Any]) -> list[Mapping[str, Any]]:
-    """The scores before and after each training."""
-    scores: list[Mapping[str, Any]] = []
-    if lesson.warm_up:
-        warm = {**wanted, "steps": lesson.warm_up, "eval_before": True}
-        view = await watch(session, await _begun(session, "train", **{**SFT, **warm}))
-        scores += [view["held_out"][0], view["held_out"][-1]]
-        wanted = {**wanted, "init_from_adapter": f"{view['run_id']}@{view['step']}"}
-    wanted = {**wanted, "steps": lesson.steps, "eval_before": not lesson.warm_up}
+    """The scores before and after the training."""
+    wanted = {**wanted, "steps": lesson.steps, "eval_before": True}
     view = await watch(session, await _begun(session, "train", **{**GRPO, **wanted}))
-    if not scores:
-        scores.append(view["held_out"][0])
-    return [*scores, view["held_out"][-1]]
+    return [view["held_out"][0], view["held_out"][-1]]
 
 
 def table(found: list[Learned]) -> str:

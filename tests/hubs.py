@@ -104,8 +104,7 @@ class Tried:
 @dataclass
 class Hub:
     """One package. `name` is that of its folder in tests/hub_environments, but for reasoning-gym.
-    Without `names` its environment lists them. Rows with another `title` than the package's name
-    are rows of their own.
+    Without `names` its environment lists them.
     """
 
     name: str
@@ -113,10 +112,6 @@ class Hub:
     names: list[str] = field(default_factory=list)
     version: str = ""
     tried: list[Tried] = field(default_factory=list)
-    title: str = ""
-
-    def __post_init__(self) -> None:
-        self.title = self.title or self.package
 
     def folder(self, environment: str, scratch: Path) -> Path:
         """The environment's folder; those of reasoning-gym are written as the product does it."""
@@ -142,9 +137,7 @@ def hubs() -> list[Hub]:
         Hub("textarena", "textarena"),
         Hub("openenv", "openenv"),
         Hub("verifiers", "verifiers"),
-        Hub("verifiers_tasksets", "verifiers", title="verifiers, tasksets"),
         Hub("inspect", "inspect-evals"),
-        Hub("openreward", "openreward", ["the package's own template"]),
         Hub("freesolo_single", "freesolo", ["single turn"]),
         Hub("freesolo_multi", "freesolo", ["several turns"]),
         Hub("math_verify", "math-verify", ["math-verify"]),
@@ -189,7 +182,7 @@ async def try_one(hub: Hub, name: str, scratch: Path) -> Tried:
         tried.refused = f"[{fault.code}] {fault.what}\n{fault.traceback[-1500:]}".strip()
     tried.seconds = round(time.monotonic() - started, 1)
     outcome = tried.refused.partition("\n")[0] or tried.unequal or "equal"
-    sys.stderr.write(f"{hub.title} {name}: {outcome[:150]} ({tried.seconds} s)\n")
+    sys.stderr.write(f"{hub.package} {name}: {outcome[:150]} ({tried.seconds} s)\n")
     return tried
 
 
@@ -261,7 +254,7 @@ def table(found: list[Hub]) -> str:
         counts = Counter(tried.reason for tried in hub.tried if tried.refused)
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
         equal = f"{sum(not tried.unequal for tried in ran)} of {len(ran)}"
-        rows.append((hub.title, hub.version, len(hub.tried), len(ran), reasons or "-", equal))
+        rows.append((hub.package, hub.version, len(hub.tried), len(ran), reasons or "-", equal))
     head = ("package", "version", "tried", "run", "not run, and why", "equal at once and one by one")
     return docs.table(head, rows)
 
@@ -270,8 +263,8 @@ def joined(found: list[Hub]) -> list[Hub]:
     """One Hub for each row."""
     rows: dict[str, Hub] = {}
     for hub in found:
-        new = Hub(hub.name, hub.package, [], hub.version, title=hub.title)
-        rows.setdefault(hub.title, new).tried += hub.tried
+        new = Hub(hub.name, hub.package, [], hub.version)
+        rows.setdefault(hub.package, new).tried += hub.tried
     return list(rows.values())
 
 

@@ -2,8 +2,7 @@
 
 freesolo runs folders for that SDK unchanged. reasoning_gym has datasets by name. gym wraps objects
 with reset and step. trl takes environment classes. `load_environment` may also return an object of
-verifiers or Inspect, or a class of openreward, which `adapted` recognises. Each adapter imports its
-package on use."""
+verifiers or Inspect, which `adapted` recognises. Each adapter imports its package on use."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from environments.tools import as_list, as_object, text_of
 MODULES = {
     "verifiers": "environments.adapters.verifiers",
     "inspect_ai": "environments.adapters.inspect_tasks",
-    "openreward": "environments.adapters.openreward",
 }
 """The adapter of a package's objects, whose module has `adapt(loaded)`."""
 SDK = "freesolo"
@@ -57,8 +55,12 @@ def adapted(loaded: Any) -> Any:
     """An environment of this contract for an object of another one; other values as they are."""
     loaded_class = cast("type[Any]", loaded if isinstance(loaded, type) else type(loaded))
     for kind in loaded_class.__mro__:
-        if adapter := MODULES.get(kind.__module__.partition(".")[0]):
+        package = kind.__module__.partition(".")[0]
+        if adapter := MODULES.get(package):
             return importlib.import_module(adapter).adapt(loaded)
+        if package == "openreward":
+            fix = "write an EnvironmentMultiTurn that calls the tools of its object"
+            raise UnsupportedError(f"classes of openreward have no adapter: {fix}")
     return loaded
 
 

@@ -1,11 +1,14 @@
-"""Environments of the package verifiers, as `load_environment` of its modules returns them.
+"""Environments of verifiers from 0.4 on: a taskset, and the agents that play its tasks.
 
-    from wordle import load_environment     # all that environment.py needs, with endpoint = true
+    import verifiers.v1 as vf
 
-verifiers plays each rollout itself, with its own client against the rollout's endpoint, and its
-rubric scores it, together with the others of its group if it has rewards of groups. The adapter
-only chooses tasks. Seen to work with verifiers 0.3.1; for tasksets of 0.4 see verifiers_tasksets.
-"""
+    def load_environment(**args):
+        config = {"taskset": {"id": "wordle-v1", **args}, "agent": {"harness": {"id": "null"}}}
+        return vf.load_environment(vf.resolve_env_config(config))
+
+or a Taskset, which is played by its own environment or by one agent with its default harness. Every
+model call goes to the rollout's endpoint. Programs of a harness run in this sandbox: the runtime
+that verifiers has by default is a service. Seen to work with verifiers 0.4.0."""
 
 # Any method of an environment may be `async def`.
 # pyright: reportIncompatibleMethodOverride=false
@@ -13,136 +16,206 @@ only chooses tasks. Seen to work with verifiers 0.3.1; for tasksets of 0.4 see v
 from __future__ import annotations
 
 import asyncio
-import copy
+import hashlib
 import importlib
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
 from typing import Any
 
-from environments.adapters import Row, prompt_text, tasks_of, verifiers_tasksets
+from environments.adapters import Row, tasks_of
 from environments.base import (
     EnvironmentAgent,
-    EnvironmentEpisode,
     RewardMetric,
     RewardResult,
     TaskExample,
     UnsupportedError,
 )
 
-UNBOUNDED_CALLS = 64
-"""Answers that a rollout gets if its environment sets no max_turns."""
-ELSEWHERE = {
-    "SandboxEnv": "a sandbox of Prime Intellect's service",
-    "CliAgentEnv": "a container and a tunnel to it",
-    "HarborEnv": "a container",
-    "BrowserEnv": "a browser",
-    "OpenEnvEnv": "a container",
-}
-"""Classes of verifiers by name, and what they start for each rollout."""
-FAILED = {"Error", "InfraError", "TunnelError", "SandboxError", "BrowserSandboxError"}
-"""Errors of a rollout that say nothing about the model."""
-STATE = "verifiers_state"
-"""Where a rollout's metadata holds verifiers' record of it."""
+MOST_TASKS = 1000
+"""Taken from a taskset that has no end."""
+MAX_CALLS = 64
+HERE = ("subprocess", "prime")
+"""Runtimes that a seat may name: this sandbox, and the default one, which it stands in for."""
+MESSAGES_FILE = "--initial-messages-file"
 
 
-def adapt(loaded: Any) -> EnvironmentAgent:
-    """The environment of an object of verifiers. Raises UnsupportedError."""
-    if not hasattr(loaded, "run_rollout"):
-        return verifiers_tasksets.adapt(loaded)
-    for kind in type(loaded).__mro__:
-        if needed := ELSEWHERE.get(kind.__name__):
-            raise UnsupportedError(f"{kind.__name__} of verifiers needs {needed}")
-    members = getattr(loaded, "envs", ())  # an EnvGroup has several
-    for member in members:
-        adapt(member)
-    if any(item.requires_group_rollouts for item in (loaded, *members)):
-        return GroupedEnvironment(loaded)
-    return VerifiersEnvironment(loaded)
+def adapt(loaded: Any) -> TasksetEnvironment:
+    """The environment of an Env or a Taskset. Raises UnsupportedError."""
+    if hasattr(loaded, "run_rollout"):
+        what = f"{type(loaded).__name__} is an environment of verifiers before 0.4"
+        fix = "write it as a Taskset of 0.4, or play it from `run` of an EnvironmentAgent"
+        raise UnsupportedError(f"{what}: {fix}")
+    vf = importlib.import_module("verifiers.v1")
+    if isinstance(loaded, vf.Taskset):
+        id = loaded.config.id or type(loaded).__module__.partition(".")[0]
+        taskset = {**loaded.config.model_dump(), "id": id}
+        loaded = vf.load_environment(vf.resolve_env_config({"taskset": taskset}))
+    if not isinstance(loaded, vf.Env):
+        what = f"{type(loaded).__module__}.{type(loaded).__qualname__}"
+        raise UnsupportedError(f"{what} of verifiers is neither an Env nor a Taskset")
+    _run_programs_here()
+    placed = {name: _placed(name, seat) for name, seat in _seats(loaded.config).items()}
+    result: Any = type(loaded)(loaded.config.model_copy(update=placed))
+    for harness in result._harnesses.values():
+        if harness.NEEDS_CONTAINER:
+            raise UnsupportedError(f"the harness {harness.config.id!r} needs a container")
+    taskset: Any = result.taskset
+    if taskset.task_type().NEEDS_CONTAINER:
+        raise UnsupportedError("the tasks of its taskset need a container")
+    return TasksetEnvironment(result)
 
 
-class VerifiersEnvironment(EnvironmentAgent):
-    """An object of verifiers. `success` means a reward of at least its pass_threshold."""
+def _seats(config: Any) -> dict[str, Any]:
+    agents = importlib.import_module("verifiers.v1.configs.agent")
+    return agents.agent_config_fields(config)
 
-    main_thread = True
-    """Its rubrics may use signals for their time limits, as math-verify does."""
+
+def _placed(name: str, seat: Any) -> Any:
+    """The configuration of an agent, whose programs run in this sandbox."""
+    if seat.runtime.type not in HERE:
+        raise UnsupportedError(f"the agent {name!r} needs the runtime {seat.runtime.type!r}")
+    runtimes = importlib.import_module("verifiers.v1.runtimes")
+    return seat.model_copy(update={"runtime": runtimes.SubprocessConfig()})
+
+
+class TasksetEnvironment(EnvironmentAgent):
+    """An Env. The reward is the mean of its trained agents'; `success` is at least 1."""
 
     def __init__(self, loaded: Any) -> None:
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # verifiers asks for its every request
         self._loaded = loaded
-        rows: list[Row] = []
-        if loaded.build_dataset() is not None:
-            rows = list(loaded.get_dataset())
-        held_out: list[Row] = []
-        if loaded.build_eval_dataset() is not None:
-            held_out = list(loaded.get_eval_dataset())
-        self.dataset, self.eval_dataset = tasks_of(rows, held_out, prompt_text, {"example_id"})
-        turns = getattr(loaded, "max_turns", UNBOUNDED_CALLS)
-        self.max_calls = turns if turns > 0 else UNBOUNDED_CALLS
-        openai = importlib.import_module("openai")
-        self._client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of each rollout")
+        taskset = loaded.taskset if loaded.taskset.bounded else loaded.taskset.take(MOST_TASKS)
+        self._tasks = list(taskset)
+        if any(task.data.image for task in self._tasks):
+            raise UnsupportedError("the tasks of its taskset need images of containers")
+        rows: list[Row] = [
+            {**task.data.model_dump(mode="json"), "idx": index}
+            for index, task in enumerate(self._tasks)
+        ]
+        self.dataset, self.eval_dataset = tasks_of(rows, [], self._question, {"idx"})
+        turns = [seat.max_turns or MAX_CALLS for seat in _seats(loaded.config).values()]
+        self.max_calls = sum(turns)
+        self._keys = itertools.count()
+        self._serving = asyncio.Lock()
+        self._served: list[Any] = []
+        """What the rollouts, whose objects are copies of this one, share."""
+
+    def _question(self, row: Row) -> str:
+        data = self._tasks[row["idx"]].data
+        return data.prompt_text or data.description or data.name or ""
 
     async def run(
         self, example: TaskExample, base_url: str, api_key: str, model: str
     ) -> RewardResult:
-        row = dict(example.record)
-        client = self._model(base_url, api_key)
-        return self._result(await self._loaded.run_rollout(row, client, model, {"n": 1}))
+        vf = importlib.import_module("verifiers.v1")
+        await self._serve()
+        # verifiers reads keys from variables. It gives none of this name to its programs.
+        variable = f"FLASH_API_KEY_{next(self._keys)}"
+        os.environ[variable] = api_key
+        try:
+            client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
+            context = vf.ModelContext(model=model, client=client)
+            episode = await self._loaded.run_episode(self._tasks[example.record["idx"]], context)
+        finally:
+            del os.environ[variable]
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        for part in (episode, *traces):
+            if not part.ok and part.errors:
+                error = part.errors[-1]
+                raise RuntimeError(f"the rollout failed: {error.type}: {error.message:.1000}")
+        return _result(traces)
 
-    def _result(self, output: Mapping[str, Any]) -> RewardResult:
-        """Raises RuntimeError if something other than the model failed."""
-        error = output.get("error")
-        reason = output.get("stop_condition")
-        if error is not None:
-            reason = error["error_chain_str"]
-            if error["error"] in FAILED:
-                raise RuntimeError(f"the rollout failed: {reason}")
-        metrics: Mapping[str, Any] = output.get("metrics") or {}
-        reward = float(output["reward"])
-        return RewardResult(
-            reward,
-            success=reward >= self._loaded.pass_threshold,
-            reason=reason,
-            metrics=[RewardMetric(name, score=float(value)) for name, value in metrics.items()],
-        )
-
-    def _model(self, base_url: str, api_key: str) -> Any:
-        """A client of verifiers for one rollout. All share one pool of connections."""
-        clients = importlib.import_module("verifiers.legacy.clients")
-        own = self._client.with_options(base_url=base_url, api_key=api_key)
-        return clients.OpenAIChatCompletionsClient(own)
+    async def _serve(self) -> None:
+        """Start what the rollouts share. It ends with this process."""
+        async with self._serving:
+            if not self._served:
+                served = self._loaded.serving()
+                await served.__aenter__()
+                self._served.append(served)
 
 
-class GroupedEnvironment(VerifiersEnvironment):
-    """One whose rubric compares the rollouts of a task. One that is alone is a group of one."""
+def _result(traces: Sequence[Any]) -> RewardResult:
+    if not traces:
+        raise RuntimeError("no agent that is trained has played")
+    values: dict[str, list[float]] = {}
+    for trace in traces:
+        rewards = {name: reward and reward.value for name, reward in trace.rewards.items()}
+        for name, value in {**trace.metrics, **rewards}.items():
+            if value is not None:
+                values.setdefault(name, []).append(float(value))
+    reward = fmean(trace.reward for trace in traces)
+    return RewardResult(
+        reward,
+        reason=", ".join(trace.stop_condition for trace in traces if trace.stop_condition) or None,
+        metrics=[RewardMetric(name, score=fmean(result)) for name, result in values.items()],
+    )
 
-    _state: Any = None
 
-    async def run(
-        self, example: TaskExample, base_url: str, api_key: str, model: str
-    ) -> RewardResult:
-        row = dict(example.record)
-        client = self._model(base_url, api_key)
-        self._state = await self._loaded.rollout(row, client, model, {"n": 1})
-        (result,) = await self._scored([copy.copy(self._state)])
-        return replace(result, metadata={STATE: self._state})
+# -- programs of a harness -------------------------------------------------------------------------
 
-    async def score_group(
-        self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]
-    ) -> Sequence[RewardResult]:
-        states = [episode.metadata[STATE] for episode in episodes if STATE in episode.metadata]
-        scored = iter(await self._scored(states) if states else ())
-        ended = RewardResult(0.0, success=False, reason="it ended at a limit")
-        return [next(scored) if STATE in episode.metadata else ended for episode in episodes]
 
-    async def _scored(self, states: list[Any]) -> list[RewardResult]:
-        saving = importlib.import_module("verifiers.legacy.utils.save_utils")
-        await self._loaded.rubric.score_group(states)
-        results: list[RewardResult] = []
-        for state in states:
-            results.append(self._result(await asyncio.to_thread(saving.state_to_output, state)))
-        return results
+def _run_programs_here() -> None:
+    """Run verifiers' programs by this interpreter: uv would download the packages of each."""
+    runtimes = importlib.import_module("verifiers.v1.runtimes")
+    launching = importlib.import_module("verifiers.v1.harnesses.utils.launch")
+    chat = _Chat(launching.CHAT_PROGRAM_SOURCE)
+    start = runtimes.SubprocessRuntime.run
 
-    async def close_episode(self) -> None:
-        if self._state is not None:
-            await self._loaded.rubric.cleanup(self._state)
+    async def prepare(
+        self: Any, script: str | bytes, env: object = None, *, activate: bool = True
+    ) -> list[str]:
+        data = script if isinstance(script, bytes) else script.encode()
+        path = Path(self.scripts_dir) / f"{hashlib.sha256(data).hexdigest()}.py"
+        await self.write(str(path), data)
+        return [sys.executable, str(path)]
+
+    async def run_program(self: Any, argv: list[str], env: dict[str, str]) -> Any:
+        # A chat without a shell leaves its process alone, which would take seconds to start.
+        if "--bash" in argv or not chat.is_in(Path(argv[1])):
+            return await start(self, argv, env)
+        code, printed = await chat.run(argv[2:], self.workdir)
+        return runtimes.ProgramResult(exit_code=code, stdout="", stderr=printed)
+
+    runtimes.SubprocessRuntime.prepare_uv_script = prepare
+    runtimes.SubprocessRuntime.run_program = run_program
+
+
+class _Chat:
+    """The program of verifiers' harnesses that chats until the model calls no tool."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source.encode()
+        module = ModuleType("chat_program")
+        exec(compile(source, "chat_program.py", "exec"), vars(module))
+        self._program: Any = module
+        self._parse_args: Callable[[], Any] = self._program.parse_args
+
+    def is_in(self, file: Path) -> bool:
+        return file.stem == hashlib.sha256(self._source).hexdigest()
+
+    async def run(self, arguments: Sequence[str], folder: Path) -> tuple[int, str]:
+        """The exit code of the program in `folder`, and what it would have printed."""
+        arguments_before = sys.argv
+        sys.argv = ["chat_program", *(_absolute(argument, folder) for argument in arguments)]
+        try:
+            parsed = self._parse_args()
+        finally:
+            sys.argv = arguments_before
+        self._program.parse_args = lambda: parsed  # `main` calls it before it first waits
+        try:
+            await self._program.main()
+        except SystemExit as ended:
+            return int(ended.code or 0), traceback.format_exc()
+        except Exception:
+            return 1, traceback.format_exc()
+        return 0, ""
+
+
+def _absolute(argument: str, folder: Path) -> str:
+    name, _, file = argument.partition("=")
+    return f"{name}={folder / file}" if name == MESSAGES_FILE else argument
