@@ -150,8 +150,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Name to .ci/run what there was no time for."""
-    if not_run and "PYTEST_XDIST_WORKER" not in os.environ and session.config.pluginmanager.hasplugin("cacheprovider"):
-        session.config.cache.set("flash/not_run", not_run)
+    config = session.config
+    if not_run and not hasattr(config, "workerinput") and config.pluginmanager.hasplugin("cacheprovider"):
+        config.cache.set("flash/not_run", not_run)
 
 
 def pytest_collection_finish() -> None:

@@ -69,7 +69,6 @@ def test_leftovers_of_killed_processes_are_deleted_after_a_day(
         store.base / "environments" / "@alice" / ".upload-abc",
         store.base / "datasets" / ".staged-abc",
         store.base / "removed" / "abc",
-        store.base / ".restore-abc",
         Path(over.folder, "metrics", f".7.json.{'0' * 32}"),
         temporary / f"{scratch_prefix(over.folder)}abc",
         temporary / f"{scratch_prefix(str(store.base / 'runs' / 'srv-dead'))}abc",

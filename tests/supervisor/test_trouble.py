@@ -208,7 +208,7 @@ def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders
     with pytest.raises(FlashError, match="state_corrupt") as caught:
         damaged.__init__(flash_home)
         status._view(damaged, run.id, False)
-    assert "flash-mcp restore" in caught.value.fix
+    assert "flash-mcp recover" in caught.value.fix
     with pytest.raises(FlashError, match="state_corrupt"):
         store.check()
     # The folders hold it all: a new database takes it in.
