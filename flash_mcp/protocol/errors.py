@@ -24,6 +24,8 @@ from environments.faults import EnvironmentFault
 from environments.untrusted_text import quoted, visible
 from flash_mcp.protocol.paths import HomeError, home
 
+MOST_CHARACTERS = 4000
+"""How much of each text an error holds."""
 EVIDENCE_CHARACTERS = 900
 """How much of a traceback of environment code an error holds."""
 
@@ -123,8 +125,8 @@ class FlashError(Exception):
         if code not in CODES:
             raise ValueError(f"unregistered error code {code!r}")
         self.code = code
-        self.what: str = encodable(what.rstrip())
-        self.fix: str = encodable(fix.rstrip())
+        self.what: str = encodable(_cut(what.rstrip()))
+        self.fix: str = encodable(_cut(fix.rstrip()))
         self.values: dict[str, Any] = encodable(values)
         self.wrote: str = encodable(wrote)
         super().__init__(self.what)
@@ -179,6 +181,12 @@ class FlashError(Exception):
         return cls(match[1], match[2], fix=match[3] or "")
 
 
+def _cut(text: str) -> str:
+    """The text without its middle, if it is longer than a result may be: it holds what was sent."""
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+
+
 def encodable(value: Any) -> Any:
     r"""The value with each lone surrogate in its texts replaced by an escape such as `\udc80`, and
     each control character by a sign.
@@ -210,7 +218,7 @@ def nearest(
     name: str, existing: Iterable[str], *, count: int = 3, likeness: float = 0.5
 ) -> list[str]:
     """The known names most like `name`, best first; empty if none resembles it."""
-    return difflib.get_close_matches(name, list(existing), n=count, cutoff=likeness)
+    return difflib.get_close_matches(name[:100], list(existing), n=count, cutoff=likeness)
 
 
 def did_you_mean(

@@ -40,6 +40,7 @@ from flash_mcp.protocol.listening import LOOPBACK, in_url
 from flash_mcp.protocol.paths import home
 from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
+from flash_mcp.server.frames import CheckedPosts
 from flash_mcp.server.sessions import Sessions
 from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import Uploads, refusal_response
@@ -332,7 +333,7 @@ def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate
         Route("/{path:path}", nowhere),
     ]
     app.state.pages = SharedPages()
-    return Gate(app, admission, hosts)
+    return Gate(CheckedPosts(app, MCP_PATH), admission, hosts)
 
 
 class HttpServer(uvicorn.Server):

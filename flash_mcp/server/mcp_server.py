@@ -11,9 +11,10 @@ import inspect
 import json
 import re
 import time
+import types
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 import anyio
 from anyio.to_thread import run_sync
@@ -23,11 +24,15 @@ from mcp.server.extension import Extension
 from mcp.server.mcpserver.context import Context
 from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
 from mcp.server.mcpserver.tools import Tool as RegisteredTool
+from mcp.server.mcpserver.utilities.func_metadata import FuncMetadata
+from mcp.shared.exceptions import MCPError
 from mcp_types import (
+    INVALID_PARAMS,
     CallToolResult,
     Completion,
     CompletionArgument,
     CompletionContext,
+    GetPromptResult,
     ImageContent,
     InputRequiredResult,
     PromptReference,
@@ -44,6 +49,7 @@ from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import explain
 from flash_mcp.server.call_timeouts import CallTimeouts
+from flash_mcp.server.frames import checked_stdio
 from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks, completed
 from flash_mcp.state.history import read_log
 from flash_mcp.state.owners import (
@@ -122,11 +128,26 @@ class FlashServer(MCPServer[Any]):
         for extension in extensions:
             self.contributed.update(binding.fn.__name__ for binding in extension.tools())
 
+    async def run_stdio_async(self) -> None:
+        """Serve one client over standard input and output."""
+        lowlevel = self._lowlevel_server
+        async with checked_stdio() as (incoming, outgoing):
+            await lowlevel.run(incoming, outgoing, lowlevel.create_initialization_options())
+
+    async def get_prompt(
+        self, name: str, arguments: dict[str, Any] | None = None, context: Any = None
+    ) -> GetPromptResult | InputRequiredResult:
+        """A prompt. MCPError(INVALID_PARAMS) for another name, or without what it needs."""
+        try:
+            return await super().get_prompt(name, arguments, context)
+        except ValueError as error:
+            raise MCPError(INVALID_PARAMS, str(error)) from error
+
     async def list_tools(self) -> list[WireTool]:
         """The tools, with schemas that strict clients accept."""
         tools = await super().list_tools()
         for tool in tools:
-            tool.input_schema = plain(tool.input_schema) | {"additionalProperties": False}
+            tool.input_schema = common(plain(tool.input_schema))
             if form := self.tool_forms.get(tool.name):
                 for name in form.unlisted:
                     del tool.input_schema["properties"][name]
@@ -230,6 +251,26 @@ def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
     return {name: plain(value, definitions) for name, value in fields.items()}
 
 
+BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+
+
+def common(schema: Any) -> Any:
+    """A schema of arguments in the words that all families of clients know: Google's SDK refuses
+    `additionalProperties` and exclusive bounds. The server itself still refuses what these exclude.
+    """
+    if isinstance(schema, list):
+        return list(map(common, cast("list[Any]", schema)))
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for name, value in cast("dict[str, Any]", schema).items():
+        if name == "properties":
+            kept[name] = {field: common(inner) for field, inner in value.items()}
+        elif name != "additionalProperties":
+            kept[BOUNDS.get(name, name)] = common(value)
+    return kept
+
+
 def outline(schema: Any, depth: int = 0) -> Any:
     """The schema of a result without the fields of what it contains: an agent reads them in the
     results, and each list of tools would repeat them.
@@ -263,15 +304,41 @@ def _words_of(name: str, error: ToolError) -> str:
 
 async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
     """Handle each message as its sender: a session's task has the context of who opened it."""
+    if ctx.method.endswith("/list") and ctx.params and ctx.params.get("cursor") is not None:
+        what = f"that is no cursor of {ctx.method}, which answers in one page: leave it out"
+        raise MCPError(INVALID_PARAMS, what)
     state = getattr(ctx.request, "state", None)
     with acting_as(getattr(state, "caller", caller())):
         return await call_next(ctx)
 
 
+class ExactTexts(FuncMetadata):
+    """The arguments of a tool, of which a text stays what was sent, also if it is JSON."""
+
+    def pre_parse_json(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Parse lists and tables that came as JSON texts, as some clients send them."""
+        fields = self.arg_model.model_fields
+        texts = {name for name in data if name in fields and _is_text(fields[name].annotation)}
+        return super().pre_parse_json(data) | {name: data[name] for name in texts}
+
+
+def _is_text(annotation: Any) -> bool:
+    """Whether a type is str, annotated or not, or that or None."""
+    if get_origin(annotation) is Annotated:
+        return _is_text(get_args(annotation)[0])
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return annotation is str or (
+        len(kinds) == 1 and get_origin(annotation) in UNIONS and _is_text(kinds[0])
+    )
+
+
+UNIONS = (Union, types.UnionType)
+
+
 @functools.cache  # making the schemas takes most of the time to build a server
 def _registered(tool: Tool) -> RegisteredTool:
     """The tool as the server of the package `mcp` has it."""
-    return RegisteredTool.from_function(
+    registered = RegisteredTool.from_function(
         _never_blocking(tool.function),
         name=tool.name,
         title=tool.title,
@@ -285,6 +352,8 @@ def _registered(tool: Tool) -> RegisteredTool:
         ),
         structured_output=True,
     )
+    registered.fn_metadata = ExactTexts(**dict(registered.fn_metadata))
+    return registered
 
 
 def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:

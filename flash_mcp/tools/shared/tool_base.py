@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from flash_mcp.judgement.curve import Curve
 
 CALL_TIMEOUT_S = 45.0
+MOST_NAMES = 8
+"""How many of the names that a tool lacks an error shows."""
 ANSWER_S = 2.0
 """What a call that waited needs to answer."""
 ARGUMENTS = "\n\nArgs:\n"
@@ -140,10 +142,14 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
         return
     names = {other: name for other, name in OTHER_NAMES.items() if name in accepted}
     guesses = ""
-    for name in unknown:
+    shown = unknown[:MOST_NAMES]
+    for name in shown:
         if guess := did_you_mean(name, accepted, count=1, also=names):
             guesses += guess if len(unknown) == 1 else guess.replace("?", f" for {name!r}?")
-    what = f"{tool.name} has no argument {', '.join(map(repr, unknown))}; nothing was done{guesses}"
+    named = ", ".join(f"{name!r:.100}" for name in shown)
+    if more := len(unknown) - len(shown):
+        named += f" and {more:,} more"
+    what = f"{tool.name} has no argument {named}; nothing was done{guesses}"
     fix = f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}"
     raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)
 
