@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flash_mcp.server.mcp_server import server
 from flash_mcp.tools.registry import TOOLS
 from tests.clients.helpers import INSPECTOR, INSTALLED, PROGRAMS, SERVE, inspect, listening, needs, run
 from tests.ports import free_port
@@ -29,6 +30,7 @@ EXTENSION = {
 }
 """Scenarios of the tasks extension, and the checks of them that ask for what we have not."""
 CONFORMANCE = PROGRAMS / "conformance"
+CONVERTERS = INSTALLED / "converters" / "bin" / "python"
 SCANNER = INSTALLED / "scanner" / "bin" / "mcp-scanner"
 TOOL_ERROR = 5
 MANY = ("--requests-per-minute", "100000", "--unauthenticated")
@@ -111,6 +113,17 @@ def printed(ended: subprocess.CompletedProcess[str]) -> Any:
     start = re.search(r"^[\[{]", ended.stdout, re.MULTILINE)
     assert start is not None, ended.stdout
     return json.JSONDecoder().raw_decode(ended.stdout[start.start() :])[0]
+
+
+# -- other clients' forms of a tool -----------------------------------------------------------------
+
+
+@needs(CONVERTERS)
+async def test_every_family_of_clients_can_convert_every_tool(tmp_path: Path):
+    tools = [tool.model_dump(mode="json", by_alias=True, exclude_none=True) for tool in await server.list_tools()]
+    listed = tmp_path / "tools.json"
+    listed.write_text(json.dumps(tools))
+    assert run([CONVERTERS, HERE / "converters.py", listed]).stdout == f"{len(TOOLS)} tools, 3 converters\n"
 
 
 # -- the scanner -----------------------------------------------------------------------------------
