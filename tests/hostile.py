@@ -61,6 +61,7 @@ KINDS = {
     "other owners": "another owner's things, paths of the server, secrets and rights that a token does not give",
     "logins": "uses of a login of the server by a caller who was not granted it",
     "run folders": "files that a node leaves for the server: names, links, sizes, numbers, keys, manifests",
+    "jobs": "jobs of the cluster whose names and comments read as ours, or that have the number of one of ours",
     "pages": "uses of the pages by links, by other servers' pages, and by sessions and tokens in place of each other",
     "requests": "requests without a valid token, with another's session, from other hosts, too many or too large",
     "open": "what the sandbox does not stop",

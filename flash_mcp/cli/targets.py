@@ -72,8 +72,6 @@ def _prove(name: str, settings: TargetSettings, wait_s: float) -> ProbeFile:
     # It loads the clients of all engines, for which no other command has to wait.
     from flash_mcp.supervisor.probe import probe  # noqa: PLC0415
 
-    for user in sorted(set(settings.users.values())):
-        probe(name, settings, wait_s, user)
     return probe(name, settings, wait_s)
 
 

@@ -87,8 +87,6 @@ class TargetSettings(BaseModel):
     """Arguments of sbatch. For a run with gpus=N, those that ask for GPUs ask for N."""
     owners: dict[str, list[str]] = {}
     """More of them for the runs of an owner, such as ["--account=vision", "--qos=low"]."""
-    users: dict[str, Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_.-]*$")]] = {}
-    """The account of Slurm's hosts as which an owner's jobs are submitted, with sudo."""
     address: str = ""
     """URL of Ray's dashboard, such as http://head:8265, or of SkyPilot's API server."""
     token_file: str | None = None
@@ -136,12 +134,8 @@ class TargetSettings(BaseModel):
             )
         if (self.engine in ("ray", "sky")) != bool(self.address):
             raise ValueError("the engines ray and sky need an address, and no other has one")
-        if (self.owners or self.users) and self.engine != "slurm":
-            raise ValueError("owners and users are for sbatch: only Slurm takes them")
-        if self.users and (self.home or "://" not in self.storage):
-            raise ValueError(
-                "with users, leave home out and let storage be a URL: accounts share no files"
-            )
+        if self.owners and self.engine != "slurm":
+            raise ValueError("owners are for sbatch: only Slurm takes them")
         for name, value in self.resources.items():
             if self.engine == "ray" and not isinstance(value, int | float):
                 raise ValueError(f"resources: Ray takes numbers, and {name} is {value!r}")

@@ -33,10 +33,8 @@ GONE_S = 10.0
 """A file may become visible so long after the job that wrote it has ended."""
 
 
-def probe(
-    name: str, settings: TargetSettings, wait_s: float = PROBE_S, user: str = ""
-) -> ProbeFile:
-    """Run the job, as `user` if one is named; what its node says of itself.
+def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> ProbeFile:
+    """Run the job; what its node says of itself.
     FlashError(target_unreachable | target_refused | store_unreachable).
     """
     key = f"probe-{secrets.token_hex(4)}"
@@ -57,7 +55,7 @@ def probe(
         # What it prints before it can store anything is seen where the node shares the folder.
         log = Path(folder.path("log.1")) if folder.is_local else None
         variables = node_environment(settings)
-        handle = launcher.submit(Launch(key, 1, command, variables, log, user=user))
+        handle = launcher.submit(Launch(key, 1, command, variables, log))
         cleanup.callback(launcher.cancel, handle)
         probed = _answer(name, folder, launcher, handle, command, wait_s)
         probed["list_lag_s"] = _list_lag_s(name, folder)

@@ -119,8 +119,7 @@ class RemoteTarget(Target):
         options = [f"--{name}={value}" for name, value in (chosen or {}).items()]
         # Last: of two, sbatch takes the later one, and an owner's are the operator's.
         options += self.settings.owners.get(run.owner, [])
-        user = self.settings.users.get(run.owner, "")
-        return Launch(run.id, attempt, command, variables, None, run.spec.gpus, options, user, gib)
+        return Launch(run.id, attempt, command, variables, None, run.spec.gpus, options, gib)
 
     def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes:
         return sealing.seal(secrets, offer, Handle.of(run).key, self._token(run.id))
@@ -210,8 +209,7 @@ def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
         launcher = LAUNCHERS[settings.engine]
         token, resources = settings.token_file, settings.resources
         return launcher(settings.address, settings.slots, resources, token, tag)
-    users = settings.users.values()
-    return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag, users)
+    return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag)
 
 
 def open_target(base: Path, name: str) -> Target:

@@ -27,9 +27,8 @@ from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.sky import SkyLauncher
-from flash_mcp.supervisor.launch.slurm import LIST_EVERY_S, SlurmLauncher, with_gpus
+from flash_mcp.supervisor.launch.slurm import LIST_EVERY_S, Queue, SlurmLauncher, with_gpus
 from tests import engines, ray_cluster, slurm, sshd
-from tests.accounts import ACCOUNT, stand_in_for_sudo
 from tests.memory_launcher import MemoryLauncher
 from tests.places import ROOT
 from tests.refuse import refusing
@@ -444,29 +443,6 @@ def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(
 
 
 @pytest.mark.slow
-def test_jobs_are_submitted_and_ended_as_the_account_that_they_are_for(
-    cluster: None, there: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a program in place of sudo that lets everybody be anybody, and an account that each system has."""
-    stand_in_for_sudo(tmp_path / "bin", tmp_path / "calls", monkeypatch)
-    launcher = SlurmLauncher(2, tag="flash-mcp-1", users=[ACCOUNT])
-    sleeper = replace(there.launch(command=["/bin/sleep", "1000"]), log=None)
-    own = launcher.submit(sleeper)
-    theirs = launcher.submit(replace(sleeper, attempt=2, user=ACCOUNT))
-    later = SlurmLauncher(2, tag="flash-mcp-1", users=[ACCOUNT])
-    assert later.submit(replace(sleeper, attempt=2, user=ACCOUNT)) == theirs
-    wait_for(lambda: {state(launcher, own), state(launcher, theirs)} == {"alive"})
-    owners = subprocess.run(["squeue", "--noheader", "--format=%i %u"], capture_output=True, text=True, check=True)
-    assert {f"{own.id} root", f"{theirs.id} {ACCOUNT}"} <= set(owners.stdout.splitlines())
-    assert {own, theirs} <= set(later.under_way())
-    for handle in (own, theirs):
-        later.cancel(handle)
-    wait_for(lambda: is_gone(later, own) and is_gone(later, theirs))
-    calls = {tuple(line.split()[2:5]) for line in (tmp_path / "calls").read_text().splitlines()}
-    assert calls == {(ACCOUNT, "--", "sbatch"), (ACCOUNT, "--", "scancel")}
-
-
-@pytest.mark.slow
 def test_options_that_slurm_refuses_are_an_error_with_its_words(cluster: None) -> None:
     launcher = SlurmLauncher(options=["--partition=nowhere"])
     with pytest.raises(FlashError, match="invalid partition specified: nowhere") as caught:
@@ -735,26 +711,73 @@ def test_a_greeting_of_the_host_is_no_number_of_a_job(
             SlurmLauncher().submit(launch)
 
 
+OURS = {"%i": "7", "%j": "run-1-1", "%k": "flash-mcp-1", "%T": "RUNNING", "%r": "None", "%N": "n1"}
+LINE = "7|run-1-1|RUNNING|flash-mcp-1|root|None"
+
+
+def squeue_of(tmp_path: Path, listed: list[dict[str, str]], asked: list[dict[str, str]]) -> str:
+    """It prints these jobs in the form that it is asked for, and others when it is asked for one job."""
+    (tmp_path / "jobs.json").write_text(json.dumps([listed, asked]))
+    code = f"""
+import json, re, sys
+words = " ".join(sys.argv)
+assert "--me " in words
+form = re.search("--format=(.*)", words)[1]
+for job in json.load(open({str(tmp_path / "jobs.json")!r}))["--jobs=7 " in words]:
+    print(re.sub("%.", lambda field: job[field[0]], form))
+"""
+    return f'{sys.executable} - "$@" <<"END"{code}END'
+
+
 @pytest.mark.parametrize(
-    ("comment", "account", "user", "number"),
+    ("listed", "asked", "is_ours"),
     [
-        ("flash-mcp-1", "flash", "", "7"),
-        ("flash-mcp-1", "alice", "alice", "7"),
-        ("flash-mcp-1", "alice", "", "4711"),
-        ("flash-mcp-1", "flash", "alice", "4711"),
-        ("flash-mcp-2", "flash", "", "4711"),
-        ("(null)", "flash", "", "4711"),
+        ([OURS], [OURS], True),
+        *(
+            pytest.param(listed, asked, False, marks=pytest.mark.hostile("jobs"))
+            for listed, asked in [
+                ([{**OURS, "%k": "flash-mcp-2"}], []),
+                ([{**OURS, "%k": "(null)"}], []),
+                ([{**OURS, "%j": f"x\n{LINE}"}, {**OURS, "%j": "run-1-1|RUNNING|flash-mcp-1|root|x"}], []),
+                ([{**OURS, "%j": "x", "%k": f"x\n{LINE}\n"}, {**OURS, "%j": "run-1-1\n"}], []),
+                ([OURS], []),
+                ([OURS], [{**OURS, "%j": "another's, with the number of one that ended"}]),
+                ([OURS], [{**OURS, "%k": "flash-mcp-2"}]),
+            ]
+        ),
     ],
 )
-def test_a_job_of_that_name_is_ours_only_with_our_comment_and_account(
-    comment: str, account: str, user: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_job_is_taken_over_and_ended_only_if_slurm_says_twice_that_it_is_ours(
+    listed: list[dict[str, str]],
+    asked: list[dict[str, str]],
+    is_ours: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listed = f"7|run-1-1|RUNNING|{comment}|{account}|None"
-    sudo = 'shift 4\nexec "$@"'
-    commands = {"id": "echo flash", "squeue": f"echo '{listed}'", "sbatch": "cat >/dev/null\necho 4711", "sudo": sudo}
-    stand_in(tmp_path, commands, monkeypatch)
-    launcher = SlurmLauncher(tag="flash-mcp-1", users=["alice"])
-    assert launcher.submit(Launch("run-1", 1, SLEEPER, {}, None, user=user)).id == number
+    ended = tmp_path / "ended"
+    commands = {"sbatch": "cat >/dev/null\necho 4711", "scancel": f"echo $* >>{ended}"}
+    stand_in(tmp_path, {**commands, "squeue": squeue_of(tmp_path, listed, asked)}, monkeypatch)
+    launcher = SlurmLauncher(tag="flash-mcp-1")
+    monkeypatch.setattr(launcher, "_queue", Queue())
+    assert launcher.submit(Launch("run-1", 1, SLEEPER, {}, None)).id == ("7" if is_ours else "4711")
+    launcher.cancel(Handle("run-1-1", "7"))
+    assert ended.exists() == is_ours
+
+
+@pytest.mark.slow
+def test_names_and_comments_of_other_jobs_do_not_pass_for_an_attempt(cluster: None, there: Harness) -> None:
+    launcher = there.reopen()
+    line = LINE.replace("run-1", there.run_id)
+    sbatch = ["sbatch", "--parsable", f"--job-name=x\n{line}", f"--comment=x\n{line}", "--wrap=sleep 100"]
+    other = subprocess.run(sbatch, capture_output=True, text=True, check=True).stdout.strip()
+    handle = there.submit(launcher)
+    assert handle.id != other
+    wait_for(lambda: launcher.under_way() == [handle])
+    launcher.cancel(Handle(handle.key, other))
+    listed = subprocess.run(["squeue", f"--jobs={other}", "--noheader", "--format=%T"], capture_output=True, text=True)
+    assert listed.stdout.strip() in ("RUNNING", "PENDING")
+    subprocess.run(["scancel", other], check=True)
+    launcher.cancel(handle)
 
 
 @pytest.mark.parametrize(
@@ -762,7 +785,6 @@ def test_a_job_of_that_name_is_ours_only_with_our_comment_and_account(
     [
         ("scancel: error: Kill job error on job id 7: Access/permission denied", False),
         ("flash@lab: Permission denied (publickey).", False),
-        ("sudo: a password is required", False),
         ("scancel: error: Kill job error on job id 7: Invalid job id specified", True),
         ("scancel: error: Kill job error on job id 7: Job/step already completing or completed", True),
         ("", True),
@@ -771,8 +793,9 @@ def test_a_job_of_that_name_is_ours_only_with_our_comment_and_account(
 def test_a_job_counts_as_cancelled_only_if_slurm_says_that_it_is_over(
     said: str, is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, {"scancel": f"echo '{said}' >&2\nexit 1"}, monkeypatch)
-    launcher, handle = SlurmLauncher(), Handle("run-x-1", "7")
+    squeue = squeue_of(tmp_path, [], [OURS])
+    stand_in(tmp_path, {"squeue": squeue, "scancel": f"echo '{said}' >&2\nexit 1"}, monkeypatch)
+    launcher, handle = SlurmLauncher(tag="flash-mcp-1"), Handle("run-1-1", "7")
     if is_over:
         launcher.cancel(handle)
         return

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +20,6 @@ import fsspec
 import psutil
 import pytest
 
-from environments.settings import LOCAL_OWNER
 from flash_mcp import __version__
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
@@ -37,7 +35,6 @@ from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.probe import probe
 from flash_mcp.supervisor.targets import open_target
 from tests import engines, slurm
-from tests.accounts import ACCOUNT, AS_ACCOUNT, stand_in_for_sudo
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_node_code import without_packages
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
@@ -332,39 +329,6 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert not weights.exists()
     everything.invalidate_cache()
     assert everything.find(f"{BUCKET}/flash") == []
-
-
-def test_a_run_trains_and_is_cancelled_as_the_account_of_its_owner(
-    object_store: ObjectStore, hidden: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a program in place of sudo that lets everybody be anybody."""
-    # By a shell, as Slurm starts it: what setpriv itself starts may be in a folder that is closed to it.
-    tried = [*AS_ACCOUNT, "sh", "-c", 'exec "$0" -c ""', sys.executable]
-    if subprocess.run(tried, capture_output=True, check=False).returncode:
-        pytest.skip(f"the account {ACCOUNT} may not run {sys.executable}")
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)  # pytest's own folders are closed to others
-        place.chmod(0o755)
-        stand_in_for_sudo(place / "bin", place / "calls", monkeypatch)
-        keys = object_store.write_keys(place / "keys.sh")
-        (place / "home").mkdir()
-        shutil.chown(place / "home", ACCOUNT)
-        lab = Lab(
-            hidden / "accounts", f"s3://{BUCKET}/flash", None, tiny_model,
-            env_file=str(keys), users={LOCAL_OWNER: ACCOUNT}, env={"TMPDIR": str(place / "home")},
-        )  # fmt: skip
-        run = lab.train(eval_before=True)
-        assert lab.until_step(run, 1).username() == ACCOUNT
-        ended = lab.finish(run)
-        assert (ended.state, ended.step, ended.attempt) == ("succeeded", 3, 1), lab.trouble()
-        assert Path(fetched_adapter(lab, run), "adapter_model.safetensors").is_file()
-        cancelled = lab.train(steps=400)
-        worker = lab.until_step(cancelled, 1)
-        queue.request_cancel(lab.store, cancelled.id)
-        assert lab.finish(cancelled).state == "cancelled"
-        wait_for(lambda: not worker.is_running() and not is_queued(cancelled.id))
-        assert {path.owner() for path in (place / "home").rglob("*")} == {ACCOUNT}
-        assert "sbatch" in (place / "calls").read_text()
 
 
 def fetched_adapter(lab: Lab, run: Run) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.cli import targets as cli_targets
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_files import Beat
@@ -646,32 +645,13 @@ def test_an_owners_jobs_get_the_owners_arguments_and_python_may_be_a_command(ben
     fields = find_target(bench.store.base, "lab").model_dump()
     python = "apptainer exec --nv '/shared/my flash.sif' python3"
     settings = TargetSettings(**{**fields, "owners": {"local": ["--account=vision", "--qos=low"]}, "python": python})
-    users = {**settings.model_dump(), "storage": "s3://bucket/flash", "users": {"local": "alice"}}
-    settings = TargetSettings(**users)
     run = bench.train(slurm={"qos": "high", "time": "8:00:00"})
     launch = RemoteTarget("lab", settings, bench.lab.launcher, b"key").launch(run, {})
     # Of two, sbatch takes the later.
     assert launch.options == ["--qos=high", "--time=8:00:00", "--account=vision", "--qos=low"]
     assert launch.command[:7] == ["apptainer", "exec", "--nv", "/shared/my flash.sif", "python3", "-P", "-m"]
-    assert launch.user == "alice"
-    for more in ({"home": "/shared/home"}, {"storage": "/shared/flash"}):
-        with pytest.raises(ValueError, match="accounts share no files"):
-            TargetSettings(**{**users, **more})
     with pytest.raises(ValueError, match="only Slurm takes them"):
         TargetSettings(**{**fields, "engine": "ray", "address": "http://head:8265", "owners": {"local": ["--x"]}})
-
-
-def test_a_target_is_proved_as_each_account_of_its_owners(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {"engine": "slurm", "storage": "s3://bucket/flash", "users": {"a": "alice", "b": "bob", "c": "alice"}}
-    asked: list[str] = []
-
-    def probe(name: str, settings: TargetSettings, wait_s: float, user: str = "") -> Json:
-        asked.append(user)
-        return {}
-
-    monkeypatch.setattr("flash_mcp.supervisor.probe.probe", probe)
-    cli_targets._prove("lab", new_target(bench.store.base, "other", fields), 1.0)
-    assert asked == ["alice", "bob", ""]
 
 
 def test_the_next_runs_of_an_owner_wait_while_those_of_a_day_have_cost_the_limit(

@@ -29,8 +29,6 @@ class Launch:
     """The cards that it gets, on a machine that has any; with 0 it takes no slot of it."""
     options: Sequence[str] = ()
     """Arguments of sbatch of this attempt, beside those of its target."""
-    user: str = ""
-    """The account of Slurm's hosts as which it is submitted, unless it is this process's own."""
     card_gib: float = 0.0
     """The memory that each card must have, for an engine that chooses cards; 0 if that is open."""
 

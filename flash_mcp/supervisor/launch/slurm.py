@@ -1,7 +1,8 @@
 """Attempts as jobs of Slurm, through sbatch, squeue and scancel: on this machine, or over ssh.
 
-An attempt's job is recognised by its name, its comment and its account for as long as Slurm lists
-it: 300 s after its end by default. Jobs get nothing of this process's environment."""
+An attempt's job is one of this account with the attempt's name and the launcher's tag as comment,
+for as long as Slurm lists it: 300 s after its end by default. Names and comments may hold line ends
+and whatever else their authors like. Jobs get nothing of this process's environment."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import atexit
 import math
 import os
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,17 +39,21 @@ GIVEN_UP = ("JobHoldMaxRequeue", "launch failed requeued held")
 """Why Slurm starts a job no more, although it keeps it."""
 
 
+FIELDS = ("%i", "%j", "%k", "%T", "%r", "%N")
+"""Those of Job, as squeue calls them."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """A line of squeue."""
+    """What squeue says of one."""
 
     id: str
     name: str
-    state: str
     comment: str
     """The tag of the launcher that submitted it."""
-    user: str
+    state: str
     reason: str
+    nodes: str
 
     def status(self) -> JobStatus:
         if self.state in PENDING and self.reason not in GIVEN_UP:
@@ -61,40 +67,32 @@ class Job:
 
 @dataclass
 class Queue:
-    """The jobs as squeue listed them last: one list serves all targets of a cluster."""
+    """The account's jobs as listed last: one list serves all targets of a cluster."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     jobs: Sequence[Job] = ()
-    account: str = ""
-    """This process's own, there; empty if no job has another."""
     listed_at: float = -math.inf
 
 
 @cache
-def _queue(ssh: str, config: str, users: tuple[str, ...]) -> Queue:
+def _queue(ssh: str, config: str) -> Queue:
     return Queue()
 
 
 class SlurmLauncher(Launcher):
     """`options` are arguments of sbatch, such as --partition=gpu; `ssh` names a host that has
     sbatch, squeue and scancel. `tag` marks the jobs of one state directory: others may have jobs of
-    the same user. `users` are accounts as which jobs may be submitted, besides this process's.
+    the same user.
     """
 
     def __init__(
-        self,
-        capacity: int = 1,
-        options: Sequence[str] = (),
-        ssh: str = "",
-        tag: str = "",
-        users: Collection[str] = (),
+        self, capacity: int = 1, options: Sequence[str] = (), ssh: str = "", tag: str = ""
     ) -> None:
         self.capacity = capacity
         self.options = tuple(options)
         self.ssh = ssh
         self.tag = tag
-        self.users = sorted(set(users))
-        self._queue = _queue(ssh, os.environ.get("SLURM_CONF", ""), tuple(self.users))
+        self._queue = _queue(ssh, os.environ.get("SLURM_CONF", ""))
         self._began_at = time.monotonic()
         self._submitted_at: dict[str, float] = {}
         """By key, when its job was last handed to sbatch, which may have failed."""
@@ -103,10 +101,8 @@ class SlurmLauncher(Launcher):
         # Nobody else submits: a list that is younger than our last try, or than this launcher, has
         # the job if there is one.
         for job in self._tagged(self._submitted_at.get(launch.key, self._began_at)):
-            # Of another account's job anybody may have chosen the name and the comment.
-            is_own = not self.users or job.user == (launch.user or self._queue.account)
-            if is_own and job.name == launch.key:
-                return Handle(launch.key, job.id)
+            if job.name == launch.key and self._asked(handle := Handle(launch.key, job.id)):
+                return handle
         self._submitted_at[launch.key] = time.monotonic()
         output = str(launch.log or os.devnull)
         if launch.log:
@@ -115,7 +111,7 @@ class SlurmLauncher(Launcher):
         named = [f"--job-name={launch.key}", f"--comment={self.tag}", f"--output={output}"]
         options = with_gpus((*self.options, *launch.options), launch.gpus)
         options += [*own, *named]
-        printed = self._run(["sbatch", *options], script(launch), launch.user)
+        printed = self._run(["sbatch", *options], script(launch))
         # A host's greeting may come before it.
         numbers = re.findall(r"^(\d+)(?:;.*)?$", printed, re.MULTILINE)
         if not numbers:
@@ -128,8 +124,8 @@ class SlurmLauncher(Launcher):
             listed = self._jobs(time.monotonic() - LIST_EVERY_S) if handles else ()
         except FlashError as error:
             return {handle.key: JobStatus("unknown", error.what) for handle in handles}
-        jobs = {job.id: job for job in listed}
-        return {handle.key: self._hint(handle, jobs.get(handle.id)) for handle in handles}
+        jobs = {(job.id, job.name): job for job in listed if job.comment == self.tag}
+        return {each.key: self._hint(each, jobs.get((each.id, each.key))) for each in handles}
 
     def _hint(self, handle: Handle, job: Job | None) -> JobStatus:
         if job:
@@ -139,8 +135,9 @@ class SlurmLauncher(Launcher):
         return JobStatus("gone", "Slurm does not list its job")
 
     def addresses_of(self, handle: Handle) -> list[str]:
-        job = ["squeue", "--noheader", "--format=%N", f"--jobs={handle.id}"]
-        nodes = self._run(["scontrol", "show", "node", "--oneliner", self._run(job).strip()])
+        if not (job := self._asked(handle)) or not job.nodes:
+            return []
+        nodes = self._run(["scontrol", "show", "node", "--oneliner", job.nodes])
         names = re.findall(r" NodeAddr=(\S+)", nodes)
         lines = self._run(["getent", "ahostsv4", *names]).splitlines()
         addresses = {line.split()[0] for line in lines}
@@ -153,41 +150,47 @@ class SlurmLauncher(Launcher):
         return [Handle(job.name, job.id) for job in jobs if job.status().state != "gone"]
 
     def cancel(self, handle: Handle) -> None:
-        if not handle.id:
+        if not handle.id or not self._asked(handle):
             return
-        user = ""
-        if self.users:  # nobody else may end the job
-            submitted_at = self._submitted_at.get(handle.key, -math.inf)
-            jobs = self._jobs(max(submitted_at, time.monotonic() - LIST_EVERY_S))
-            user = next((job.user for job in jobs if job.id == handle.id), "")
         # The first ends its processes at once, the second one that is pending.
-        self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id], user=user)
-        self._run(["scancel", "--quiet", handle.id], user=user)
+        self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id])
+        self._run(["scancel", "--quiet", handle.id])
 
     def _tagged(self, since: float) -> list[Job]:
         return [job for job in self._jobs(since) if self.tag and job.comment == self.tag]
 
     def _jobs(self, since: float) -> Sequence[Job]:
-        """The users' jobs, and those that ended lately, as a list has them that is not older."""
+        """The account's jobs, and those that ended lately, as a list has them that is not older."""
         with self._queue.lock:
             if self._queue.listed_at < since:
                 began = time.monotonic()
-                whose = "--me"
-                if self.users:
-                    self._queue.account = self._run(["id", "-un"]).strip()
-                    whose = f"--user={','.join([self._queue.account, *self.users])}"
-                form = "--format=%i|%j|%T|%k|%u|%r"
-                listed = self._run(["squeue", whose, "--states=all", "--noheader", form])
-                lines = [line for line in listed.splitlines() if line.count("|") >= 5]
-                self._queue.jobs = [Job(*line.split("|", 5)) for line in lines]
+                self._queue.jobs = self._listed()
                 self._queue.listed_at = began
             return self._queue.jobs
 
-    def _run(self, command: list[str], stdin: str = "", user: str = "") -> str:
-        """What the command prints, as `user`. FlashError(target_unreachable | target_refused)."""
+    def _asked(self, handle: Handle) -> Job | None:
+        """The attempt's job as Slurm has it now: Slurm gives the numbers of jobs again."""
+        for job in self._listed(f"--jobs={handle.id}"):
+            if (job.id, job.name, job.comment) == (handle.id, handle.key, self.tag):
+                return job
+        return None
+
+    def _listed(self, *which: str) -> list[Job]:
+        """The account's jobs, or those of them that are asked for."""
+        mark = secrets.token_hex(16)  # unknown to whoever chose a name or a comment
+        form = "".join(mark + field for field in FIELDS) + mark
+        command = ["squeue", "--me", *which, "--states=all", "--noheader", f"--format={form}"]
+        printed = self._run(command)
+        _, *fields = printed.split(mark)
+        width = len(FIELDS) + 1  # and what stands between two jobs
+        if len(fields) % width:
+            what = f"squeue printed other fields than it was asked for: {printed[-200:]!r}"
+            raise FlashError("target_unreachable", what, fix=UNREACHABLE)
+        return [Job(*fields[at : at + width - 1]) for at in range(0, len(fields), width)]
+
+    def _run(self, command: list[str], stdin: str = "") -> str:
+        """What the command prints. FlashError(target_unreachable | target_refused)."""
         name = command[0]
-        if user in self.users:
-            command = ["sudo", "-n", "-u", user, "--", *command]
         if self.ssh:
             command = ["ssh", *_ssh_options(), self.ssh, shlex.join(command)]
         try:
@@ -203,12 +206,12 @@ class SlurmLauncher(Launcher):
         if done.returncode == 0:
             return done.stdout
         said = " ".join(done.stderr.split())[-500:]
+        is_over = any(words in said for words in OVER)
+        if (name in ("scancel", "squeue") and is_over) or (name == "scancel" and not said):
+            return ""  # --quiet leaves some unsaid
         if name == "squeue" or any(words in said for words in ABSENT):
             what = f"{name}: {said}"
             raise FlashError("target_unreachable", what, fix=UNREACHABLE)
-        is_over = not said or any(words in said for words in OVER)  # --quiet leaves some unsaid
-        if name == "scancel" and is_over:
-            return ""
         fix = "the run waits; if it stays so, correct the target's options in targets.toml"
         raise FlashError("target_refused", f"{name} refused: {said}", fix=fix)
 
@@ -255,7 +258,7 @@ ABSENT = (
 """What Slurm and ssh say when the controller cannot be reached."""
 
 OVER = ("Invalid job id", "already completing or completed", "Job is pending execution")
-"""What scancel says of a job that has ended or, to a signal, of one that has not begun."""
+"""What Slurm says of a job that has ended or, to a signal, of one that has not begun."""
 
 
 GPUS = re.compile(r"(--(?:gres=gpu|gpus(?:-per-\w+)?)(?:[:=](?!\d+$)[\w.-]+)?[:=])\d+")
