@@ -34,6 +34,7 @@ from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, visible
 from flash_mcp.judgement import curve
 from flash_mcp.protocol.errors import FlashError, first_of
+from flash_mcp.protocol.packages import check_pictures
 from flash_mcp.protocol.records import ACTIVE, Json
 from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
@@ -284,11 +285,16 @@ def _show_said(console: Console, who: str, text: str) -> None:
 
 
 async def _draw(session: Session, run_id: str, path: Path) -> None:
+    session.console.print()
+    say(curve.terminal(open_store().curve(run_id)))  # rich would wrap it
+    try:
+        check_pictures()
+    except FlashError as error:
+        session.console.print(f"  no picture: {error}", markup=False, highlight=False)
+        return
     picture = await session.client.read_resource(f"flash://runs/{run_id}/curve.png")
     blobs = (part for part in picture.contents if isinstance(part, BlobResourceContents))
     await anyio.Path(path).write_bytes(base64.b64decode(next(blobs).blob))
-    session.console.print()
-    say(curve.terminal(open_store().curve(run_id)))  # rich would wrap it
     session.console.print(f"  the same as a picture: {path}", highlight=False)
 
 

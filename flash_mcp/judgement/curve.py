@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from flash_mcp.judgement import attempts, statistics
 from flash_mcp.judgement.statistics import Interval
+from flash_mcp.protocol.packages import check_pictures
 from flash_mcp.protocol.records import Evaluation, Run, Try
 
 Line = list[tuple[int, float]]
@@ -108,7 +109,11 @@ def _whole_ticks(curve: Curve) -> list[int]:
 
 
 def png(curve: Curve) -> bytes:
-    """The curve as a PNG picture, held-out success with its interval."""
+    """The curve as a PNG picture, held-out success with its interval.
+
+    FlashError without matplotlib.
+    """
+    check_pictures()
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 

@@ -78,6 +78,7 @@ CODES: dict[str, str] = {
     "unresponsive": "the server of the deployment, or at --url, hangs or is too slow",
     "port_taken": "another process uses that port",
     "engine_missing": "the packages for training are not installed",
+    "pictures_missing": "matplotlib, which draws pictures, is not installed",
     "hub_unreachable": "the source of a model that has to be fetched cannot be reached",
     "worker_failed": "an attempt of the run ended without a result",
     "held": "somebody ended an attempt by the commands of its engine; the run waits for a decision",

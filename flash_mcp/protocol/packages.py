@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import CODES, FlashError
 
 WORKER_PACKAGES = ("torch", "vllm", "trl", "peft")
 LIBRARY = "libnuma.so.1"
@@ -31,6 +31,13 @@ def how_to_install(missing: Sequence[str] = ()) -> str:
 def engine_missing(why: str) -> FlashError:
     what = f"the training packages are not installed: {why}"
     return FlashError("engine_missing", what, fix=how_to_install())
+
+
+def check_pictures() -> None:
+    """FlashError where pictures cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        fix = "install flash-mcp[pictures], or look at the curve in flash-mcp curve or flash-mcp ui"
+        raise FlashError("pictures_missing", CODES["pictures_missing"], fix=fix)
 
 
 def installed(package: str) -> str | None:

@@ -360,6 +360,17 @@ async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(c
     assert b64decode(picture.data).startswith(b"\x89PNG")
 
 
+async def test_a_picture_without_what_draws_it_is_refused(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_id = finished_run(tmp_path).id
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = await client.call_tool("status", {"run_id": run_id, "curve": True})
+    assert result.is_error and "pictures_missing" in text_of(result) and "flash-mcp[pictures]" in text_of(result)
+    with pytest.raises(MCPError, match="pictures_missing"):
+        await client.read_resource(f"flash://runs/{run_id}/curve.png")
+
+
 async def test_a_resource_of_an_unknown_run_says_so(client: Client):
     with pytest.raises(Exception, match="unknown_run"):
         await client.read_resource("flash://runs/run-none/metrics")
