@@ -24,6 +24,7 @@ from mcp_types import TextContent
 from pydantic_core import to_jsonable_python
 
 from flash_mcp.protocol.errors import FlashError, first_of
+from flash_mcp.protocol.proxies import is_direct, use_proxies
 from flash_mcp.protocol.records import Json
 from flash_mcp.tools import registry
 from flash_mcp.tools.shared.tool_base import Result
@@ -81,9 +82,12 @@ class Client:
             async with mcp.Client(own) as session:
                 yield session
             return
+        use_proxies()
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         async with (
-            httpx2.AsyncClient(headers=headers, timeout=TIMEOUT) as http,
+            httpx2.AsyncClient(
+                headers=headers, timeout=TIMEOUT, trust_env=not is_direct(self.url)
+            ) as http,
             mcp.Client(streamable_http_client(self.url, http_client=http)) as session,
         ):
             yield session

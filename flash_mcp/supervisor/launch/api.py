@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.proxies import is_direct, use_proxies
 from flash_mcp.supervisor.launch.base import Launch, Launcher, exported
 
 OF_A_PROXY = (502, 503, 504)
@@ -61,10 +62,11 @@ class ApiLauncher(Launcher):
             fix = "correct token_file in targets.toml"
             raise FlashError("target_refused", what, fix=fix) from error
         headers = {"Authorization": f"Bearer {token}"} if token else {}
+        use_proxies()
+        options: Any = {"headers": headers, "timeout": timeout_s}
+        options["trust_env"] = not is_direct(self.url)
         try:
-            answer = httpx.request(
-                method, self.url + path, json=body, headers=headers, timeout=timeout_s
-            )
+            answer = httpx.request(method, self.url + path, json=body, **options)
         except httpx.TransportError as error:
             what = f"{self.engine} does not answer at {self.url}: {error or type(error).__name__}"
             raise FlashError("target_unreachable", what, fix=self.unreachable) from error

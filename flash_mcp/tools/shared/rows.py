@@ -17,6 +17,7 @@ from flash_mcp.protocol.credentials import HUB as LOGIN
 from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.packages import how_to_install
+from flash_mcp.protocol.proxies import by_way_of, use_proxies
 from flash_mcp.protocol.records import Json
 from flash_mcp.state.owners import caller
 
@@ -56,6 +57,7 @@ def _content(source: str, path: Path) -> bytes:
 
 def _from_hub(source: str, name: str, config: str | None) -> bytes:
     """The first part of the train split, in the form that the hub keeps of every dataset."""
+    use_proxies()
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = environment_for(caller().secrets, os.environ).get(LOGIN)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -76,7 +78,7 @@ def _from_hub(source: str, name: str, config: str | None) -> bytes:
                 return bytes(content)
     except (httpx.HTTPError, ValueError, LookupError, AttributeError, StopIteration) as error:
         fix = "check the name; set HF_TOKEN if the dataset asks for it; or give a file"
-        what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}"
+        what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}{by_way_of()}"
         raise refusal(source, what, fix) from error
 
 
