@@ -311,7 +311,7 @@ ODD = [
     Request("another origin", 421, ("host_refused", "evil"), headers={"origin": "http://evil"}, body=CALL),
     Request("no JSON", 400, ("Parse error",), body=b"{"),
     Request("plain text", 400, ("Content-Type",), headers={"content-type": "text/plain"}, body=b"status"),
-    Request("an empty list", 400, ("Validation error",), body=[]),
+    Request("an empty list", 400, ("batches",), body=[]),
     Request("accepts pictures", 406, ("application/json",), headers={"accept": "image/png"}, body=CALL),
     Request("an ended session", 404, ("Session",), headers={"mcp-session-id": "0" * 32}, body=CALL),
     Request("a call before initialize", 400, ("session",), body=CALL),

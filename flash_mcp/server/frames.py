@@ -189,7 +189,7 @@ class CheckedPosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_post = scope["type"] == "http" and scope["method"] == "POST"
-        if not is_post or scope["path"] != self.path:
+        if not is_post or scope["path"] != self.path or not _is_json(scope):
             await self.app(scope, receive, send)
             return
         body = b""
@@ -227,6 +227,11 @@ class CheckedPosts:
         finally:
             if is_request:
                 self.open.discard(key)
+
+
+def _is_json(scope: Scope) -> bool:
+    """Whether the body is said to be JSON; the SDK refuses others."""
+    return b"json" in dict(scope["headers"]).get(b"content-type", b"").lower()
 
 
 SIZES = (b"content-length", b"transfer-encoding")

@@ -154,7 +154,7 @@ async def test_a_doubled_id_of_a_session_is_refused_while_the_first_is_under_way
         async def send(message: Any) -> None:
             sent.append(message)
 
-        headers = [(b"mcp-session-id", session.encode())]
+        headers = [(b"mcp-session-id", session.encode()), (b"content-type", b"application/json")]
         await posts({"type": "http", "method": "POST", "path": "/mcp", "headers": headers}, receive, send)
         return sent[0]["status"]
 
