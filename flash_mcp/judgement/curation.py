@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
 from flash_mcp.protocol.records import Json, Rollout, text_of
@@ -145,6 +146,8 @@ class Counts(BaseModel):
     """Tasks held back."""
     holdout_rows: int = 0
     """Conversations held back."""
+    ignored: dict[str, int] = Field(default_factory=dict, exclude_if=operator.not_)
+    """Columns and fields of rows that change nothing that is learnt, and how many have each."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ changed once there.
 Those of an owner over HTTP lie in a folder of their own (`owner_dir`).
 
 A line is {"messages": [...], "prompt_messages": N, "provenance": {...}}: the first N messages are
-the task's, and all assistant messages after them are learnt. A row whose task has tools also has
-"tools", their OpenAI function schemas. DIGEST covers the manifest as well, so
+the task's, and all assistant messages after them are learnt but those of weight 0. A row whose task
+has tools also has "tools", their OpenAI function schemas. DIGEST covers the manifest as well, so
 that NAME@DIGEST in a run's spec names the rows and where they came from."""
 
 from __future__ import annotations

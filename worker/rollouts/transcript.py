@@ -392,9 +392,10 @@ class Transcript:
         return turn
 
     def add_gold(self, message: ChatMessage) -> None:
-        """Append a gold answer as if the model had sampled it."""
+        """Append a gold answer as if the model had sampled it; one of weight 0 is context."""
         calls = message.get("tool_calls") or ()
-        self._append(self.template.answer(message["content"], calls))
+        answer = self.template.answer(message["content"], calls)
+        self._append(answer, trains=message.get("weight") != 0)
         self.messages.append(dict(message))
 
     def _append(self, completion: Completion, *, trains: bool = True) -> None:

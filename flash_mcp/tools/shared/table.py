@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,44 +19,54 @@ from pathlib import Path
 from typing import Any, cast
 
 from environments.checks.likeness import are_alike
-from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
+from environments.messages import MASKS, THOUGHTS, Unlearnable
 from flash_mcp.judgement.curation import Counts, is_held_back
-from flash_mcp.protocol.errors import did_you_mean
+from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json
 from flash_mcp.state import datasets
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.tools.shared.row_columns import (
+    CHATS,
+    PARTS,
+    RENAME,
+    chat_of,
+    check_columns,
+    conversation_of,
+    fields_of,
+    pair_of,
+)
 from flash_mcp.tools.shared.rows import Row, read_rows, refusal
 
-ASK_TOGETHER = (("context", "question"), ("passage", "question"), ("instruction", "input"))
+ASK_TOGETHER = (
+    ("context", "question"),
+    ("passage", "question"),
+    ("instruction", "input"),
+    ("instruction", "context"),
+)
 """Columns that are one question where all of them exist."""
 QUESTIONS = ("question", "input", "prompt", "instruction", "text", "query", "problem")
 ANSWERS = (
     "answer",
     "answerkey",
     "output",
-    "label",
     "target",
     "response",
     "completion",
     "solution",
     "result",
     "answers",
+    "label",  # last: beside another answer it says how good that is
 )
+CHOICES = ("choices", "options")
+UNCHOSEN = (*CHOICES, *THOUGHTS)
+"""Columns that belong to a question and its answer under other names."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FINAL = "####"
 """What stands before the answer itself where the rows hold its derivation too, as GSM8K's do."""
 FROM_ROWS = "rows"
 """Stands for the environment's digest in the manifest of a dataset that no run made."""
-CHAT_COLUMNS = ("messages", "conversations")
 NAME_COLUMNS = "rename one column to messages, or two to question and answer"
-ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
-    "tool": "tool",
-}
-"""Roles as rows name them, those of the ShareGPT form, {"from": role, "value": text}, included."""
 EVAL_SHARE = 0.2
 MOST_EVAL = 200
 FEWEST_ROWS = 10
@@ -94,6 +104,8 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     asking = _asking(source, columns, question, "name it: question=...")
     answer = _column(source, columns, answer, ANSWERS, "name it: answer=...")
     task = partial(_task, source, asking, answer)
+    for number, row in enumerate(rows, start=1):
+        _refuse_others(source, number, row, {*_used(asking, answer), *MASKS})
     pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
     has_derivations = all(FINAL in gold for _, gold in pairs if gold)
     dropped: Counter[str] = Counter()
@@ -152,7 +164,7 @@ def _options(row: Row, used: Sequence[str]) -> dict[str, Any]:
     options: Any = None
     for column in row:
         # A column that was named as a question or an answer is a text.
-        if column.strip().casefold() in ("choices", "options") and column not in used:
+        if column.strip().casefold() in CHOICES and column not in used:
             options = options or _listed(row[column])
     if not options:
         return {}
@@ -190,99 +202,56 @@ def _listed(value: Any) -> Any:
     return value.strip()
 
 
-def read_conversations(source: str) -> list[Row]:
-    """The rows as conversations to learn. FlashError(invalid_argument)."""
+def read_conversations(source: str) -> tuple[list[Row], Counter[str]]:
+    """The rows as conversations to learn, and how many have each column or field that is ignored.
+    FlashError(invalid_argument)."""
     rows, columns = read_rows(source)
-    chats = next((name for name in CHAT_COLUMNS if name in columns), None)
-    has_parts = any(isinstance(row.get("prompt"), list) for row in rows)
-    asking, answer = [], ""
-    if chats is None and not has_parts:
-        asking = _asking(source, columns, None, NAME_COLUMNS)
-        answer = _column(source, columns, None, ANSWERS, NAME_COLUMNS)
+    by_name = _by_name(columns)
+    parts = [by_name[part] for part in PARTS if part in by_name]
+    is_chat = any(isinstance(row.get(part), list) for part in parts for row in rows)
+    is_chat = is_chat or not by_name.keys().isdisjoint(CHATS)
+    asking: list[str] = []
+    answer = ""
+    if not is_chat:
+        try:
+            asking = _asking(source, columns, None, NAME_COLUMNS)
+            answer = _column(source, columns, None, ANSWERS, NAME_COLUMNS)
+        except FlashError:
+            for row in rows[:1]:  # one of preferences has no answer
+                _refuse_others(source, 1, row, ())
+            raise
     results: list[Row] = []
+    ignored: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
-        if chats is not None:
-            # What follows the first user's messages is learnt.
-            results.append(_conversation(source, chats, number, row, row.get(chats)))
-        elif has_parts:  # TRL's form: what is in `completion` is learnt
-            prompt, completion = as_list(row.get("prompt")), as_list(row.get("completion"))
-            what, messages = "prompt and completion", [*prompt, *completion]
-            results.append(_conversation(source, what, number, row, messages, len(prompt)))
-        else:
-            question, gold = _task(source, asking, answer, number, row)
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": gold}]
-            results.append({"messages": turns, "prompt_messages": 1})
-    return results
+        pair = None if is_chat else _task(source, asking, answer, number, row)
+        fields = fields_of(row)
+        try:
+            if pair:
+                turns, prompt, used = pair_of(fields, *pair), None, _used(asking, answer)
+            else:
+                turns, prompt, used = chat_of(fields)
+            result, unused = conversation_of(fields, turns, prompt, used)
+        except (ValueError, TypeError) as error:
+            fix = getattr(error, "fix", "give messages as [{'role': ..., 'content': ...}, ...]")
+            raise refusal(source, f"row {number}: {error}", fix) from error
+        results.append(result)
+        ignored.update(unused)
+    return results, ignored
 
 
-def _conversation(
-    source: str, column: str, number: int, row: Row, messages: Any, prompt: int | None = None
-) -> Row:
-    """The row as a line of a dataset, which sft accepts. The first `prompt` messages are not
-    learnt; None: those before the first answer of a weight other than 0."""
+def _used(asking: Sequence[str], answer: str) -> set[str]:
+    """The columns of a question and its answer, as `fields_of` names them."""
+    return {*_by_name((*asking, answer)), *UNCHOSEN}
+
+
+def _refuse_others(source: str, number: int, row: Row, used: Collection[str]) -> None:
+    """FlashError(invalid_argument) of a column that is not `used` and says more than a task has."""
     try:
-        turns = list(map(_message, as_list(_parsed(messages))))
-        tools: Any = _parsed(row.get("tools") or [])
-        if not isinstance(tools, list):
-            raise ValueError(f"tools is {tools!r:.50}, no list")
-        tools = tool_schemas(cast("list[Any]", tools))
-        prompt = _unlearnt(turns, prompt)
-        if not tools and any(turn.get("tool_calls") for turn in turns[prompt:]):
-            raise ValueError("an answer has tool_calls, but the row has no tools")
-    except (ValueError, TypeError) as error:
-        fix = "give messages as [{'role': 'user', 'content': ...}, {'role': 'assistant', ...}]"
-        what = f"row {number}: {column} holds no conversation to learn: {error}"
-        raise refusal(source, what, fix) from error
-    kept: Row = {"messages": turns, "prompt_messages": prompt}
-    return kept | ({"tools": tools} if tools else {})
-
-
-def _unlearnt(turns: Sequence[Json], prompt: int | None) -> int:
-    """How many messages come before the first to learn: `prompt`, if a number. ValueError."""
-    answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-    # As in OpenAI's files for fine-tuning, an answer of weight 0 is not learnt.
-    ignored = [number for number in answers if turns[number].get("weight") == 0]
-    if prompt is None:
-        prompt = next((number for number in answers if number and number not in ignored), None)
-    if not prompt or prompt not in answers:
-        raise ValueError("no message of the assistant follows one of the user, or weight is 0")
-    if any(number >= prompt for number in ignored):
-        raise ValueError("an answer of weight 0 follows one to learn: end the row before it")
-    return prompt
-
-
-def _parsed(value: Any) -> Any:
-    """The value; of text the JSON that it holds, as in a CSV."""
-    return json.loads(value) if isinstance(value, str) else value
-
-
-def _message(message: Any) -> Json:
-    """The message as chat templates take it, of OpenAI's or ShareGPT's form. Raises ValueError."""
-    turn = dict(as_object(message))
-    if "from" in turn:
-        turn = {"role": turn["from"], "content": turn.get("value")}
-    role = ROLES.get(str(turn.get("role")))
-    if role is None:
-        raise ValueError(f"a role is {turn.get('role')!r:.50}, none of {', '.join(ROLES)}")
-    calls = tool_calls_of(turn.pop("tool_calls", None) or ())
-    content = turn.get("content")
-    if content is None and calls:
-        content = ""
-    turn |= {"role": role, "content": _said(content)}
-    return turn | ({"tool_calls": calls} if calls else {})
-
-
-def _said(content: Any) -> str:
-    """The text of a message, which OpenAI's form may have in parts. Raises ValueError."""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in as_list(content) or [None]:
-        text = as_object(part).get("text")
-        if not isinstance(text, str):
-            raise ValueError(f"a content is {content!r:.50}, no text")
-        texts.append(text)
-    return "".join(texts)
+        check_columns(fields_of(row), used)
+    except Unlearnable as error:
+        fix = "name it too, as question='system, question', or remove it"
+        fix = fix if error.fix == RENAME else error.fix
+        raise refusal(source, f"row {number}: {error}", fix) from error
 
 
 def split_conversations(source: str, holdout: float) -> tuple[list[Row], list[Row], Counts]:
@@ -291,8 +260,9 @@ def split_conversations(source: str, holdout: float) -> tuple[list[Row], list[Ro
     """
     refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
     rows: dict[str, Row] = {}
-    counts = Counts()
-    for row in read_conversations(source):
+    conversations, ignored = read_conversations(source)
+    counts = Counts(ignored=dict(ignored))
+    for row in conversations:
         counts.attempts += 1
         if _is_empty(row):
             counts.truncated += 1

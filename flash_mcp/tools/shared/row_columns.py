@@ -1,0 +1,192 @@
+"""The columns of rows that are conversations to learn: one table. docs/rows.md shows it.
+
+    row, ignored = conversation_of({"system": "Be brief."}, [user, answer], None, used=["question"])
+
+A column of another name is ignored and counted, unless its name says that it changes what is
+learnt: then the row is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+from environments.messages import (
+    THOUGHTS,
+    TRUTHS,
+    Unlearnable,
+    agreed,
+    ignored_fields,
+    learnable,
+    says,
+)
+from environments.tools import as_list, tool_schemas
+from flash_mcp.protocol.records import Json
+
+CHATS = ("messages", "conversations")
+PARTS = ("prompt", "completion")
+SYSTEM = ("system", "system_prompt")
+COLUMNS = {
+    CHATS: "The messages of a conversation, whose answers are learnt from the first that follows a "
+    "message of the user.",
+    PARTS: "Messages, or a text each: the answers in `completion` are learnt.",
+    SYSTEM: "The system message of the conversation.",
+    ("history",): "Earlier questions and answers as `[[question, answer], ...]`, learnt too, as "
+    "LLaMA-Factory does.",
+    ("tools",): "The tools that the model is shown, in OpenAI's form, as a list or its JSON.",
+    THOUGHTS: "The thought before the answer, of rows with a question and an answer.",
+}
+"""{names: what they do}, beside the columns of a question and its answer."""
+RENAME = (
+    f"rename it to one of {', '.join(name for names in COLUMNS for name in names)}, or remove it"
+)
+PREFERENCE = (
+    "an answer is imitated: keep those that are good, as messages or completion, and remove this "
+    "column; to learn from better and worse, reward them in an environment (env_setup)"
+)
+MASKED = "mark the answers in messages, with weight 0 or 1, and remove this column"
+REFUSED = {
+    "chosen rejected preferred kto": PREFERENCE,
+    "image images video videos audio audios": "the model reads text alone: remove such rows, "
+    "or the column if the text says enough",
+    "mask masks loss train trainable training weight weights": MASKED,
+    "ids labels": "give text: tokens belong to one model",
+    "system history tool tools function functions documents template kwargs prefix suffix": RENAME,
+    "reasoning thinking thought thoughts think cot": RENAME,
+}
+"""{words: what to do} about a column whose name has one of the words."""
+
+
+def fields_of(row: Mapping[str, Any]) -> Json:
+    """What the row says, by the names of its columns without case and spaces."""
+    return {name.strip().casefold(): value for name, value in row.items() if says(value)}
+
+
+def conversation_of(
+    fields: Json, turns: Sequence[Any], prompt: int | None, used: Collection[str]
+) -> tuple[Json, list[str]]:
+    """The row as a line of a dataset, which sft accepts, and what of it is ignored. `turns` are
+    messages in the form of the row, from its columns `used`.
+
+    The first `prompt` messages are not learnt; None: those before the first answer to learn. Raises
+    Unlearnable.
+    """
+    ignored = check_columns(fields, {*used, *SYSTEM, "history", "tools"})
+    before = _before(fields)
+    if prompt is not None:
+        prompt += len(before)
+    messages: list[Json] = []
+    for number, turn in enumerate(turns):
+        try:
+            messages.append(learnable(turn))
+        except ValueError as error:
+            fix = getattr(error, "fix", "give tool_calls in OpenAI's form")
+            raise Unlearnable(f"message {number + 1}: {error}", fix) from error
+        ignored += [f"{name} of a message" for name in ignored_fields(turn)]
+    if before and messages[:1] == before[:1]:
+        before = before[1:]
+    messages = [*before, *messages]
+    if any(turn["role"] == "system" for turn in messages[1:]) and before:
+        fix = "keep the column, or the system message"
+        raise Unlearnable("it has a column of the system message and another in its messages", fix)
+    tools: Any = parsed(fields.get("tools", []))
+    if not isinstance(tools, list):
+        raise Unlearnable(f"tools is {tools!r:.50}, no list", "give tools as a list of schemas")
+    tools = tool_schemas(cast("list[Any]", tools))
+    prompt = _unlearnt(messages, prompt)
+    if not tools and any(turn.get("tool_calls") for turn in messages[prompt:]):
+        fix = "give the schemas of its tools in the column tools"
+        raise Unlearnable("an answer has tool_calls, but the row has no tools", fix)
+    kept: Json = {"messages": messages, "prompt_messages": prompt}
+    return kept | ({"tools": tools} if tools else {}), ignored
+
+
+def check_columns(fields: Json, used: Collection[str]) -> list[str]:
+    """The columns that are ignored. Raises Unlearnable of one that is not `used`, whose name says
+    that it changes what is learnt."""
+    ignored: list[str] = []
+    for name, value in fields.items():
+        if name in used:
+            continue
+        truth = TRUTHS.get(str(value).strip().casefold())
+        words = re.findall(r"[^\W\d_]+", name)
+        fix = None
+        for steering in REFUSED:
+            if not set(words).isdisjoint(steering.split()):
+                fix = REFUSED[steering]
+                break
+        if name == "label" and truth is not None:
+            fix = PREFERENCE
+        elif name == "split" and str(value).casefold() not in ("train", "training"):
+            fix = "keep the rows of the split to train on, and remove this column"
+        elif isinstance(value, (bool, int, float)) and fix not in (MASKED, PREFERENCE):
+            fix = None  # as of num_tools
+        elif fix is MASKED and truth is True:
+            fix = None
+        if fix is not None:
+            raise Unlearnable(f"the column {name} is {value!r:.50}", fix)
+        ignored.append(name)
+    return ignored
+
+
+def chat_of(fields: Json) -> tuple[list[Any], int | None, Collection[str]]:
+    """Messages, how many of them are the prompt, and the columns, of a row that has messages.
+    Raises Unlearnable."""
+    if not fields.keys().isdisjoint(CHATS):
+        return as_list(parsed(agreed(fields, CHATS))), None, CHATS
+    prompt, completion = (
+        parsed(part) if isinstance(part, list) else [{"role": role, "content": part}]
+        for part, role in (
+            (fields.get("prompt", []), "user"),
+            (fields.get("completion", []), "assistant"),
+        )
+    )
+    return [*prompt, *completion], len(prompt), PARTS
+
+
+def pair_of(fields: Json, question: str, answer: str) -> list[Json]:
+    """The messages of a question and its answer."""
+    thoughts = {name: fields[name] for name in THOUGHTS if name in fields}
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer} | thoughts,
+    ]
+
+
+def _before(fields: Json) -> list[Json]:
+    """The messages that a row's other columns put before its own. Raises Unlearnable."""
+    messages: list[Json] = []
+    system = agreed(fields, SYSTEM)
+    if system is not None:
+        if not isinstance(system, str):
+            raise Unlearnable(f"the system message is {system!r:.50}, no text", "give it as a text")
+        messages.append({"role": "system", "content": system})
+    history: Any = parsed(fields.get("history", []))
+    for pair in as_list(history) or [history] * (history != []):
+        texts = as_list(pair)
+        if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+            what = f"history holds {pair!r:.50}, no question with its answer"
+            raise Unlearnable(
+                what, "give [[question, answer], ...], or the conversation as messages"
+            )
+        messages.append({"role": "user", "content": texts[0]})
+        messages.append({"role": "assistant", "content": texts[1]})
+    return messages
+
+
+def _unlearnt(turns: Sequence[Json], prompt: int | None) -> int:
+    """How many messages come before the first to learn: `prompt`, if a number. Raises
+    Unlearnable."""
+    answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    learnt = [number for number in answers if turns[number].get("weight") != 0]
+    first = next((number for number in learnt if number), None) if prompt is None else prompt
+    if not first or first not in answers or not any(number >= first for number in learnt):
+        what = "no message of the assistant follows one of the user, or its weight is 0"
+        raise Unlearnable(what, "end with an answer, and begin a completion with one")
+    return first
+
+
+def parsed(value: Any) -> Any:
+    """The value; of text the JSON that it holds, as in a CSV."""
+    return json.loads(value) if isinstance(value, str) else value

@@ -1,0 +1,167 @@
+"""What is learnt of a row is what the row says, or the row is refused with what to change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments import messages
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.datasets import dump_rows
+from flash_mcp.tools.shared import row_columns
+from flash_mcp.tools.shared.table import split_conversations
+from tests.places import ROOT
+from tests.tiny import make_tokenizer
+from worker.rollouts.transcript import ChatTemplate
+from worker.training.sft import IGNORED, dataset_rows
+
+PAGE = ROOT / "docs" / "rows.md"
+
+
+def marked(tmp_path: Path, row: Any, template: ChatTemplate | None = None) -> list[str]:
+    """The conversations that sft makes of a row, what is learnt between [[ and ]]."""
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    content = dump_rows(split_conversations(str(path), 0.0)[0])
+    (tmp_path / "train.jsonl").write_bytes(content)
+    template = template or ChatTemplate(make_tokenizer())
+    files = {"train.jsonl": hashlib.sha256(content).hexdigest()}
+    results: list[str] = []
+    for made in dataset_rows({"path": str(tmp_path), "files": files}, template)["train"]:
+        text, before = "", False
+        for token, label in zip(made["input_ids"], made["labels"], strict=True):
+            assert label in (IGNORED, token)
+            mine = label != IGNORED
+            text += ("]]" if before else "[[") * (mine != before) + template.tokenizer.decode([token])
+            before = mine
+        results.append(text + "]]" * before)
+    return results
+
+
+def shown(*turns: str) -> list[str]:
+    """ChatML of turns such as "user: hi"; "answer: x" is of the assistant and learnt."""
+    text = ""
+    for turn in turns:
+        role, _, said = turn.partition(": ")
+        start = "<|im_start|>" + {"answer": "assistant"}.get(role, role) + "\n"
+        text += start + (f"[[{said}<|im_end|>]]\n" if role == "answer" else f"{said}<|im_end|>\n")
+    return [text.removesuffix("\n")]
+
+
+Q, BAD, GOOD = (
+    {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "no"), ("assistant", "a"))
+)
+MASKED = [Q, BAD, Q, GOOD]
+CONTEXT = shown("user: q", "assistant: no", "user: q", "answer: a")
+PLAIN = shown("user: q", "answer: a")
+
+
+def chat(*turns: Any, **columns: Any) -> dict[str, Any]:
+    return {"messages": list(turns), **columns}
+
+
+LEARNT = [
+    (chat(Q, GOOD), PLAIN),
+    ({"Messages": json.dumps([Q, GOOD]), "conversations": None}, PLAIN),
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "content": None}]}, PLAIN),
+    *((chat(Q, BAD | {mask: False}, Q, GOOD | {mask: True}), CONTEXT) for mask in messages.MASKS),
+    *((chat(Q, BAD | {mask: "0"}, Q, GOOD | {mask: "1"}), CONTEXT) for mask in messages.MASKS),
+    (chat(Q, BAD | {"weight": 0.0}, Q, GOOD | {"weight": 1.0, "train": True}), CONTEXT),
+    (chat(Q, BAD | {"train": "False"}, Q, GOOD | {"train": None}), CONTEXT),
+    (
+        chat(Q, GOOD, Q, BAD | {"weight": 0}, Q, GOOD),
+        shown("user: q", "answer: a", "user: q", "assistant: no", "user: q", "answer: a"),
+    ),
+    (chat(Q | {"train": False}, GOOD | {"id": "7", "function_call": None, "refusal": None}), PLAIN),
+    (chat(Q, GOOD, system="Be brief."), shown("system: Be brief.", "user: q", "answer: a")),
+    (chat({"role": "system", "content": "s"}, Q, GOOD, system="s"), shown("system: s", "user: q", "answer: a")),
+    ({"system_prompt": "s", "question": "q", "response": "a"}, shown("system: s", "user: q", "answer: a")),
+    ({"system": "s", "prompt": [Q], "completion": [GOOD]}, shown("system: s", "user: q", "answer: a")),
+    (
+        {"instruction": "q", "input": "", "output": "a", "history": [["q0", "a0"]]},
+        shown("user: q0", "answer: a0", "user: q", "answer: a"),
+    ),
+    ({"instruction": "q", "context": "c", "response": "a"}, shown("user: q\n\nc", "answer: a")),
+    ({"prompt": "q", "completion": "a"}, PLAIN),
+    ({"prompt": "q", "completion": [GOOD]}, PLAIN),
+    ({"prompt": [Q], "completion": "a"}, PLAIN),
+    ({"prompt": [Q, BAD, Q], "completion": [GOOD]}, CONTEXT),
+    ({"text": "q", "label": "a"}, PLAIN),
+    ({"text": "q", "label": 0}, shown("user: q", "answer: 0")),
+    ({"prompt": "q", "completion": "a", "label": "sport"}, PLAIN),
+    (chat(Q, GOOD, images=[], image=None, weight=1, split="train", num_tools=3, source="web", prompt="q"), PLAIN),
+]  # fmt: skip
+
+REFUSED = [
+    (chat(Q, GOOD | {"weight": 0.5}), "message 2: weight is 0.5", "true or 1, or false or 0"),
+    (chat(Q, GOOD | {"loss_mask": [0, 1]}), "message 2: loss_mask is [0, 1]", "true or 1"),
+    (chat(Q, GOOD | {"weight": 1, "train": 0}), "weight is True, train is False: they contradict", "keep one"),
+    (chat(Q | {"train": True}, GOOD), "message 1: a mask is in a message of the role user", "remove it"),
+    (chat(Q, GOOD | {"train_detail": [{"begin_offset": 0}]}), "message 2: train_detail is", "weight, trainable"),
+    (chat(Q, GOOD | {"function_call": {"name": "f"}}), "message 2: function_call is", "as tool_calls"),
+    (chat(Q, GOOD | {"weight": 0}), "follows one of the user, or its weight is 0", "end with an answer"),
+    ({"prompt": [Q], "completion": [GOOD | {"weight": 0}]}, "or its weight is 0", "end with an answer"),
+    ({"prompt": [Q], "completion": [Q, GOOD]}, "no message of the assistant follows", "begin a completion"),
+    ({"prompt": [], "completion": [GOOD, Q, GOOD]}, "no message of the assistant follows", "begin a completion"),
+    ({"prompt": [Q, GOOD], "completion": []}, "no message of the assistant follows", "begin a completion"),
+    ({"prompt": [Q], "completion": [GOOD], "label": True}, "the column label is True", "keep those that are good"),
+    ({"prompt": "q", "completion": "a", "label": "false"}, "the column label is 'false'", "reward them"),
+    (chat(Q, GOOD, kto_tag=False), "the column kto_tag is False", "keep those that are good"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "the column chosen is 'a'", "reward them"),
+    (chat(Q, GOOD, rejected=[BAD]), "the column rejected is", "reward them"),
+    ({"input": {"messages": [Q]}, "preferred_output": [GOOD]}, "the column preferred_output is", "reward them"),
+    (chat(Q, GOOD, images=["a.png"]), "the column images is ['a.png']", "text alone"),
+    ({"question": "q", "answer": "a", "image": {"path": "a.png"}}, "the column image is", "text alone"),
+    (chat(Q, GOOD, trainable=False), "the column trainable is False", "mark the answers in messages"),
+    (chat(Q, GOOD, loss_mask=[0, 1]), "the column loss_mask is [0, 1]", "mark the answers in messages"),
+    ({"question": "q", "answer": "a", "weight": 0.5}, "the column weight is 0.5", "mark the answers in messages"),
+    (chat(Q, GOOD, input_ids=[1, 2]), "the column input_ids is [1, 2]", "tokens belong to one model"),
+    (chat(Q, GOOD, system_message="s"), "the column system_message is 's'", "rename it to one of messages"),
+    (chat(Q, GOOD, functions=[{"name": "f"}]), "the column functions is", "rename it to one of messages"),
+    (chat(Q, GOOD, chat_template_kwargs={"x": 1}), "the column chat_template_kwargs is", "remove it"),
+    ({"Question": "q", "Complex_CoT": "t", "Response": "a"}, "the column complex_cot is 't'", "reasoning"),
+    (chat(Q, GOOD, split="test"), "the column split is 'test'", "keep the rows of the split"),
+    (chat({"role": "system", "content": "t"}, Q, GOOD, system="s"), "and another in its messages", "keep the column"),
+    (chat(Q, GOOD, system="s", system_prompt="t"), "system is 's', system_prompt is 't'", "keep one"),
+    (chat(Q, GOOD, history=["q0"]), "history holds 'q0'", "[[question, answer], ...]"),
+    (chat(Q, GOOD, conversations=[Q, BAD]), "they contradict one another", "keep one"),
+    (chat(Q, GOOD | {"content": None}), "message 2: a content is None, no text", "as a text"),
+    (chat(Q, GOOD | {"content": 5}), "a content is 5, no text", "as a text"),
+    (chat(Q, GOOD | {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}), "no text", "type text"),
+    (chat(Q, GOOD | {"role": "narrator"}), "a role is 'narrator', none of system", "by one of these"),
+    (chat(Q, GOOD | {"value": "b"}), "content is 'a', value is 'b'", "keep one"),
+    (chat(Q, "a"), "message 2: a role is None", "by one of these"),
+    ({"messages": "hello"}, "Expecting value", "give messages as"),
+    (chat(Q, GOOD, tools={"type": "function"}), "tools is {'type'", "as a list"),
+    ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "a"}]}, "a content is None", "as a text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "expected"), LEARNT)
+def test_what_is_learnt_of_a_row_is_what_it_says(tmp_path: Path, row: Any, expected: list[str]) -> None:
+    assert marked(tmp_path, row) == expected
+
+
+@pytest.mark.parametrize(("row", "what", "fix"), REFUSED)
+def test_a_row_that_cannot_be_learnt_so_is_refused_by_its_field(tmp_path: Path, row: Any, what: str, fix: str) -> None:
+    with pytest.raises(FlashError) as caught:
+        marked(tmp_path, row)
+    assert caught.value.code == "invalid_argument" and caught.value.what.startswith("row 1: ")
+    assert what in caught.value.what and fix in caught.value.fix
+
+
+def test_what_is_ignored_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([chat(Q, GOOD | {"id": 3}, source="web"), chat(Q, BAD, source="web", n=1)]))
+    assert split_conversations(str(path), 0.0)[2].ignored == {"source": 2, "n": 1, "id of a message": 1}
+
+
+def test_the_page_lists_the_columns_and_fields_that_are_understood() -> None:
+    rows = dict(re.findall(r"^\| (`.+`) \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
+    tables = {**row_columns.COLUMNS, **messages.FIELDS}
+    assert rows == {", ".join(f"`{name}`" for name in names): meaning for names, meaning in tables.items()}
