@@ -60,8 +60,13 @@ NAMES = of(
     ("train", {**CHECKED, "num_steps": 3}, "unknown_argument", "'num_steps'", "'steps'"),
     ("train", {**CHECKED, "max_new_tokens": 3}, "unknown_argument", "'max_new_tokens'", "'max_tokens'"),
     ("train", {**CHECKED, "settings": {"lr_sched": "cosine"}}, "unknown_argument", "'lr_sched'", "'lr_schedule'"),
-    ("evaluate", {**ECHO, "n": 10}, "unknown_argument", "'n'", "limit"),
-    ("status", {"id": "IMPROVED"}, "unknown_argument", "'id'", "run_id"),
+    *(
+        ("evaluate", {**ECHO, name: 10}, "unknown_argument", "did you mean 'limit'?")
+        for name in ("n", "count", "max_tasks", "num_examples", "limits", "max")
+    ),
+    ("rollouts", {"run_id": "IMPROVED", "max_rows": 10}, "unknown_argument", "did you mean 'limit'?"),
+    ("rollouts", {"run_id": "IMPROVED", "offset": 3}, "unknown_argument", "did you mean 'cursor'?"),
+    ("status", {"id": "IMPROVED"}, "unknown_argument", "did you mean 'run_id'?"),
     ("rollouts", {"run": "IMPROVED"}, "unknown_argument", "'run'", "'run_id'"),
     ("deploy", {"run_id": "IMPROVED", "checkpoint": 20}, "unknown_argument", "'checkpoint'", "step"),
     ("env_push", {"name": "new", "path": "FOLDER"}, "unknown_argument", "'path'", "folder"),

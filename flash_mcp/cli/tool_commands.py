@@ -169,12 +169,14 @@ def _reader(kind: Any) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if text is argparse.SUPPRESS:  # argparse also reads the default of an optional positional
             return text
+        is_list = get_origin(kind) is list
         try:
-            return json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            if get_origin(kind) is list:
-                return text.split(",")
-            return text
+            return text.split(",") if is_list else text
+        if is_list and isinstance(value, str | int | float):
+            return [text]  # a list of one, such as an answer that is a number
+        return value
 
     return read
 

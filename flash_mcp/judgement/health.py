@@ -21,6 +21,7 @@ from flash_mcp.protocol.result_model import ResultModel, Rounded
 
 Metrics = Mapping[str, float | None]
 Severity = Literal["warning", "problem"]
+SampleOutlook = Literal["good", "doubtful", "hopeless"]
 CONTAMINATED = "contaminated_split"
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 10
@@ -127,6 +128,13 @@ def sample_flags(tries: Sequence[Try], summary: Mapping[str, float]) -> list[Fla
             "success/rate": attempts.mean(valid, "success"),
         }
     return _found(Steps([metrics], is_sample=True))
+
+
+def sample_outlook(raised: Sequence[Flag]) -> SampleOutlook:
+    """Whether a sample with these flags shows something to learn."""
+    if any(flag.severity == "problem" for flag in raised):
+        return "hopeless"
+    return "doubtful" if raised else "good"
 
 
 def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:

@@ -371,6 +371,11 @@ class EvalSpec(BaseModel):
     gpus: int = 1
     """Cards that share the model."""
 
+    @property
+    def is_sample(self) -> bool:
+        """Whether it plays groups of train tasks, which show what GRPO could learn from."""
+        return self.split == "train" and self.attempts > 1
+
 
 class ResolvedEval(BaseModel):
     """An evaluation with every value, and where each came from: "run" is the run whose checkpoint

@@ -19,7 +19,7 @@ from pydantic import Field
 from environments.checks import gate
 from environments.checks import hunt as hunting
 from environments.checks.hunt import HUNT
-from environments.checks.playing import Task, play
+from environments.checks.playing import Task, Turn, play
 from environments.checks.report import Probe as GateProbe
 from environments.checks.report import Report as GateReport
 from environments.checks.splits import Overlap, overlap
@@ -27,6 +27,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox.confinement import describe
 from environments.sandbox.needs import Needs
 from environments.settings import identity
+from environments.tools import tool_calls_of
 from environments.untrusted_text import plain_name
 from flash_mcp.judgement.attempts import by_task
 from flash_mcp.protocol.errors import (
@@ -36,7 +37,7 @@ from flash_mcp.protocol.errors import (
     expanded,
     nearest,
 )
-from flash_mcp.protocol.records import EnvironmentVersion, Json
+from flash_mcp.protocol.records import EnvironmentVersion, Json, text_of
 from flash_mcp.protocol.result_model import Rounded
 from flash_mcp.state import references, versions
 from flash_mcp.state.owners import caller
@@ -46,7 +47,7 @@ from flash_mcp.tools.shared import loading, preflight
 from flash_mcp.tools.shared.configs import env_files
 from flash_mcp.tools.shared.next_steps import after_sample, after_test, passed_on
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
-from flash_mcp.tools.shared.truncation import shorten
+from flash_mcp.tools.shared.truncation import shorten, to_text
 from flash_mcp.tools.source_texts import folder_texts
 
 LOAD_TIMEOUT_S = 25.0
@@ -60,6 +61,8 @@ _under_way: dict[str, asyncio.Task[GateReport]] = {}
 """Checks that outlast the calls that began them."""
 KEPT_S = 600.0
 """How long after their end checks that nobody waits for are kept for the same call."""
+MOST_REPLIES = 6
+"""Of what the environment answers to an answer's turns."""
 HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
 
@@ -105,6 +108,10 @@ class Scored(ResultModel):
 
     answer: str
     """The answer, shortened."""
+    replies: list[str] | None = None
+    """What the environment answered it, such as results of tools, shortened."""
+    goes_on: bool | None = None
+    """Present if the episode would have gone on after these turns."""
     reward: Rounded
     success: bool
     reason: str | None = None
@@ -283,7 +290,7 @@ async def env_test(
     call_timeout_s: Annotated[float, Field(gt=0, le=20)] = 5.0,
     time_s: Annotated[float, Field(gt=0, le=3600)] = TEST_DEADLINE_S,
     accept: list[str] | None = None,
-    answers: Annotated[list[str] | None, Field(min_length=1, max_length=100)] = None,
+    answers: Annotated[list[str | list[Json]] | None, Field(min_length=1, max_length=100)] = None,
     task_id: str | None = None,
     model: Annotated[str | None, Field(min_length=1)] = None,
     max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
@@ -307,7 +314,8 @@ async def env_test(
         call_timeout_s: Seconds for one call into environment code.
         time_s: Seconds for all checks. Ask for over 40 only if your client waits that long.
         accept: Names of checks whose failure you take: the verdict passes and names them.
-        answers: Texts to score instead of the checks.
+        answers: What to score instead of the checks: each a text, or the turns of a conversation,
+            [{"content": "", "tool_calls": [{"name": "find", "arguments": {"id": 3}}]}, ...].
         task_id: The task of answers; default the first.
         model: If all checks pass, a base model that plays a few train groups, to see whether
             training could teach it anything.
@@ -461,16 +469,46 @@ async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
     return hunting.probe(result)
 
 
-async def _scored(subject: _Subject, answers: Sequence[str], task_id: str | None) -> EnvTest:
+def _turns(answer: str | list[Json]) -> list[Turn]:
+    """The model's turns of an answer. FlashError(invalid_argument) if it has none."""
+    if isinstance(answer, str):
+        return [Turn(answer, [])]
+    turns: list[Turn] = []
+    try:
+        for message in answer:
+            fields: Json = {"role": "assistant", "content": "", "tool_calls": [], **message}
+            role, text, calls = map(fields.pop, ("role", "content", "tool_calls"))
+            if role != "assistant" or fields or not isinstance(text, str | None):
+                raise ValueError(f"a turn has content and tool_calls, got {message!r:.100}")
+            turns.append(Turn(text or "", tool_calls_of(calls or [])))
+        if not turns:
+            raise ValueError("an answer has no turns")
+    except ValueError as error:
+        example = "{'content': '', 'tool_calls': [{'name': 'find', 'arguments': {'id': 3}}]}"
+        fix = f"list the model's turns alone, each as {example}: the environment answers them"
+        raise FlashError("invalid_argument", f"answers: {error}", fix=fix) from error
+    return turns
+
+
+async def _scored(
+    subject: _Subject, answers: Sequence[str | list[Json]], task_id: str | None
+) -> EnvTest:
     started = time.monotonic()
     results: list[Scored] = []
+    turns = list(map(_turns, answers))
     async with subject.opened("return a low score instead of raising") as host:
         task = await _task(host, task_id)
         with anyio.move_on_after(started + longest_wait_s() - time.monotonic()):
-            for answer in answers:
-                score = (await play(host, task, [answer])).score
+            for answer, taken in zip(answers, turns, strict=True):
+                is_text = isinstance(answer, str)
+                played = await play(host, task, taken, repeat=is_text)
+                score = played.score
+                replies = [shorten(text_of(message), 200) for message in played.replies]
+                said = answer if is_text else to_text(answer)
                 earned = Scored(
-                    answer=shorten(answer, 200),
+                    answer=shorten(said, 200),
+                    replies=replies[:MOST_REPLIES] or None,
+                    goes_on=True if played.is_cut else None,
                     reward=score.reward,
                     success=score.success,
                     reason=score.reason,

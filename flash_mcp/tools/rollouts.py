@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from environments.tools import as_list, as_object
 from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.protocol.recordings import Recording
@@ -34,6 +35,8 @@ MESSAGE_FRAME = 55
 MOST_REFUSALS = 4
 MOST_CALLS = 24
 CALL_CHARACTERS = 130
+TOOLS_CHARACTERS = 1200
+EXPECTED_CHARACTERS = 300
 RESULT_FRAME = 900
 """Characters of the result besides its rows."""
 
@@ -93,6 +96,8 @@ class RolloutView(ResultModel):
     """Parts of the reward."""
     reason: str | None = None
     """The scorer's explanation."""
+    expected: str | None = None
+    """The task's gold answer, shortened, if it has one."""
     error: str | None = None
     """What failed in environment code."""
     refused: dict[str, int] | None = None
@@ -116,6 +121,8 @@ class Rollouts(Result):
     step=-1."""
     opening: list[Message] | None = None
     """The first messages of all transcripts shown."""
+    tools: list[str] | None = None
+    """The tools that the model could call in these, each as name(argument: type) description."""
     rollouts: list[RolloutView]
     has_more: bool
     cursor: str | None = None
@@ -137,7 +144,7 @@ def rollouts(
     cursor: str | None = None,
 ) -> Rollouts:
     """Show transcripts of a run with rewards: what the model wrote, what the environment answered,
-    how it scored.
+    how it scored, and what was expected.
 
     `opening` has the first messages that all of them share. Long messages are cut in the middle to
     keep within max_characters; index gives one transcript all the space. For numbers over the whole
@@ -255,11 +262,12 @@ def _result(
         sample = result.store.rollouts(*drawn, limit=SAMPLE_ROLLOUTS) or rows
         failures = failure_counts(sample)
     opening = _opening(rows)
+    tools = _tools(rows)
     modes: list[FailureMode | None] = [None] * len(rows)
     if not result.is_recorded:
         modes = failure_modes(rows, sample)
     taken = sum(json_characters(message.content) + MESSAGE_FRAME for message in opening)
-    taken += sum(map(_frame_size, rows))
+    taken += sum(map(_frame_size, rows)) + len(to_text(tools))
     if result.index is not None and rows:
         taken += CALL_CHARACTERS * len(rows[0].calls[:MOST_CALLS])
     room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
@@ -270,6 +278,7 @@ def _result(
         total=result.total,
         failures=failures or None,
         opening=opening or None,
+        tools=tools or None,
         rollouts=shown,
         has_more=result.has_more,
         cursor=str(result.offset + len(shown)) if result.has_more else None,
@@ -289,6 +298,38 @@ def _opening(rows: list[Rollout]) -> list[Message]:
     for message, text, limit in zip(shared, texts, allowed, strict=True):
         messages.append(Message(role=message["role"], content=_excerpt(text, limit, "")))
     return messages
+
+
+def _tools(rows: Sequence[Rollout]) -> list[str]:
+    """Each tool of these rollouts once, as far as there is room."""
+    lines: dict[str, None] = {}
+    for row in rows:
+        lines |= dict.fromkeys(map(signature, row.tools))
+    shown: list[str] = []
+    room = TOOLS_CHARACTERS
+    for number, line in enumerate(lines):
+        room -= json_characters(line)
+        if room < 0 and shown:
+            return [*shown, f"…[{len(lines) - number} more tools]"]
+        shown.append(line)
+    return shown
+
+
+def signature(tool: Json) -> str:
+    """An OpenAI function schema on one line: `lookup(order: integer, note?: string) what it does`,
+    with a question mark after what may be left out.
+    """
+    function = as_object(tool.get("function")) or tool
+    schema = as_object(function.get("parameters"))
+    needed = as_list(schema.get("required"))
+    arguments: list[str] = []
+    for name, rules in as_object(schema.get("properties")).items():
+        kind = as_object(rules).get("enum") or as_object(rules).get("type") or "any"
+        kinds = "|".join(map(str, as_list(kind) or [kind]))
+        arguments.append(f"{name}{'' if name in needed else '?'}: {kinds}")
+    text = f"{function.get('name')}({', '.join(arguments)})"
+    described = " ".join(str(function.get("description") or "").split())
+    return shorten(f"{text} {described}".rstrip(), 300)
 
 
 def shared_opening(rows: Sequence[Rollout]) -> list[Json]:
@@ -404,7 +445,12 @@ def share_out(total: int, lengths: list[int]) -> list[int]:
 
 
 def _frame_size(row: Rollout) -> int:
-    return 290 + sum(min(len(to_text(part)), 700) for part in (row.metrics, row.reason, row.error))
+    parts = (row.metrics, row.reason, row.error, _expected(row))
+    return 290 + sum(min(len(to_text(part)), 700) for part in parts)
+
+
+def _expected(row: Rollout) -> str | None:
+    return row.expected and shorten_as_json(row.expected, EXPECTED_CHARACTERS)
 
 
 def _rollout(
@@ -427,6 +473,7 @@ def _rollout(
         completion_tokens=row.completion_tokens,
         metrics=parts or None,
         reason=shorten(row.reason or "", 300) or None,
+        expected=_expected(row),
         refused=_refused(row),
         error=error_text(row.error, 600),
         messages=[

@@ -55,6 +55,12 @@ def run(capsys: pytest.CaptureFixture[str], flash_home: Path):
         yield call
 
 
+@pytest.mark.parametrize(("word", "value"), [("42", ["42"]), ("a,b", ["a", "b"]), ('["a,b"]', ["a,b"])])
+def test_a_list_is_one_value_or_several(word: str, value: list[str]):
+    words = ["env-test", "--answers", word]
+    assert main.parser_for(words).parse_args(words).answers == value
+
+
 def test_every_tool_is_a_command_with_all_its_arguments(capsys: pytest.CaptureFixture[str]):
     for tool in TOOLS.values():
         with pytest.raises(SystemExit) as ended:

@@ -16,6 +16,7 @@ from mcp import Client
 
 from environments import load_dataset
 from environments.checks import gate
+from environments.examples.tool_calculator import environment as tool_calculator
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import environments_dir
@@ -274,6 +275,21 @@ async def test_given_answers_are_scored_instead_of_the_checks(client: Client, tm
     assert "there is no task 'no'" in await refusal(client, "env_test", **{**asked, "task_id": "no"})
     asked["folder"] = str(environment_folder(tmp_path / "echo", "", returns="Echo()"))  # it has no eval split
     assert "use an id like 't0', 't1'" in await refusal(client, "env_test", **asked)
+
+
+async def test_answers_may_be_turns_that_call_tools(client: Client) -> None:
+    folder, task = str(TEMPLATES / "tool_calculator"), tool_calculator.ToolCalculator().dataset[0]
+    (said,) = tool_calculator.call(**task.record)["tool_calls"]
+    gold = str(task.output)
+    answers = [[{"tool_calls": [said]}, {"content": gold}], [{"content": "", "tool_calls": [said]}], gold]
+    tested = await call(client, "env_test", folder=folder, answers=answers)
+    whole, cut, text = tested["scored"]
+    assert (whole["success"], cut["success"], text["success"]) == (True, False, False)
+    assert whole["replies"] == cut["replies"] == [gold] and "replies" not in text
+    assert cut["goes_on"] is True and "goes_on" not in whole
+    for bad in ([{"role": "tool", "content": "84"}], [{"name": "calculate"}], [{"tool_calls": [{}]}], []):
+        error = await refusal(client, "env_test", folder=folder, answers=[bad])
+        assert "answers: " in error and "'tool_calls'" in error
 
 
 async def test_a_scorer_s_reason_and_metrics_have_no_control_characters(client: Client, tmp_path: Path) -> None:

@@ -505,6 +505,9 @@ async def test_a_start_without_hope_is_called_so_with_what_to_do(
     assert remedy in sample["findings"][0]["remedy"]
     assert any(character.isdigit() for character in sample["findings"][0]["evidence"])
     assert ("do not start" in body["next"]) == (outlook == "hopeless")
+    status = await call(client, "status", run_id=sample["run_id"])
+    assert status["run"]["outlook"] == outlook and status["run"]["flags"] == sample["findings"]
+    assert ("do not train" in status["next"]) == (outlook == "hopeless")
 
 
 @pytest.mark.slow

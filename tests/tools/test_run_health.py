@@ -150,8 +150,10 @@ async def test_tool_calls_are_shown_with_their_results_and_curated_with_their_to
     run, writer = started_run(tmp_path)
     function = {"name": "add", "arguments": '{"a": 3}'}
     calls = [{"id": "call00000", "type": "function", "function": function}]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    rows = [sample_rollout(1, index, float(index)) for index in range(2)]
+    properties = {"a": {"type": "integer"}, "unit": {"enum": ["m", "s"]}}
+    body = {"name": "add", "description": "Adds\n3.", "parameters": {"properties": properties, "required": ["a"]}}
+    tools = [{"type": "function", "function": body}]
+    rows = [{**sample_rollout(1, index, float(index)), "expected": "6" * 500} for index in range(2)]
     rows[1] |= {"turns": 2, "tools": tools}
     rows[1]["messages"] = [
         {"role": "user", "content": "3 and 3?"},
@@ -165,6 +167,8 @@ async def test_tool_calls_are_shown_with_their_results_and_curated_with_their_to
     read_in(open_store(), run.id)
     page = await call("rollouts", run_id=run.id, which="best", limit=2)
     assert page["failures"] == {"bad_tool_call": 1}
+    assert page["tools"] == ["add(a: integer, unit?: m|s) Adds 3."]
+    assert all(6 < each["expected"].count("6") < 300 for each in page["rollouts"])
     shown = [(each["role"], each["content"]) for each in page["rollouts"][0]["messages"]]
     assert shown[-3:] == [("assistant", 'add({"a": 3})'), ("tool", "6"), ("assistant", "6")]
     (attempt,) = [each for each in read_attempts(open_store().run(run.id)) if each.success]

@@ -433,6 +433,18 @@ async def test_the_time_of_a_model_s_first_run_is_a_guess_from_another_model(tmp
     assert earlier.id in time["basis"] and "low_s" not in time
 
 
+async def test_a_run_that_takes_most_of_a_day_is_remarked_on(tmp_path: Path):
+    finished_run(tmp_path)  # 2 s a step
+    wanted = {"environment": "echo", "validate_only": True, "batch_size": 8, "settings": {"regression": "off"}}
+    notes = (await call("train", **wanted, steps=16_200))["notes"]
+    assert [note for note in notes if "hours" in note] == [
+        "it takes about 18 hours: about 900 steps take an hour and show whether it learns; "
+        "max_hours or finish_by ends it in time"
+    ]
+    for fields in ({"steps": 900}, {"steps": 16_200, "max_hours": 20}):
+        assert not any("in time" in note for note in (await call("train", **wanted, **fields))["notes"])
+
+
 async def test_the_time_has_a_cost_where_the_operator_set_a_price(tmp_path: Path):
     finished_run(tmp_path)
     (home() / "settings.toml").write_text("[cost]\nprice_per_hour = 90.0\n")

@@ -298,6 +298,8 @@ def _after_scores(context: RunContext) -> str:
     failures = f"{_worst(run)} shows what fails"
     earlier = [row for row in context.near if row.created < run.created]
     partner = next((row for row in earlier if _differ_in_model_alone(row, run)), None)
+    if run.evaluation.is_sample and context.problem:
+        return f"do not train on these yet: {context.problem.remedy}; {failures}"
     if run.evaluation.split == "train":
         return f"{failures}; {training_on(run)} trains on these tasks"
     if partner is None:

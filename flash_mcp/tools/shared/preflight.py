@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal
 
 from anyio.to_thread import run_sync
 
 from flash_mcp.judgement import health
-from flash_mcp.judgement.health import Flag
+from flash_mcp.judgement.health import Flag, SampleOutlook
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.result_model import ResultModel
@@ -47,7 +46,7 @@ class Sample(ResultModel):
     """An earlier call made it, on the same files with the same values: another seed draws anew."""
     scores: Scores | None = None
     """Once all are made."""
-    outlook: Literal["good", "doubtful", "hopeless"] | None = None
+    outlook: SampleOutlook | None = None
     """Whether there is something to learn from."""
     findings: list[Flag] | None = None
     """The gravest first."""
@@ -103,7 +102,5 @@ def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:
         findings = health.sample_flags(tries, evaluations[-1].summary)
         sample.scores = scores_of(evaluations[-1], tries)
         sample.findings = findings or None
-        sample.outlook = "doubtful" if findings else "good"
-        if any(flag.severity == "problem" for flag in findings):
-            sample.outlook = "hopeless"
+        sample.outlook = health.sample_outlook(findings)
     return sample

@@ -18,7 +18,7 @@ from flash_mcp.protocol.base_models import pinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Evaluation, Rollout, Run, RunState, StepMetrics
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
-from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET
+from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, EvalSpec
 from flash_mcp.state import costs, queue
 from flash_mcp.state.history import RunHistory, read_log
 from flash_mcp.state.references import split_size
@@ -177,7 +177,8 @@ class RunView(ResultModel):
     best: str | None = None
     """The best checkpoint by held-out success or loss, if it is not the newest."""
     outlook: str | None = None
-    """Whether it is worth continuing, and why: yes, no, doubtful or too early to say."""
+    """Whether it is worth continuing, and why: yes, no, doubtful or too early to say. Of groups of
+    train tasks: whether training on them has something to learn: good, doubtful or hopeless."""
     flags: list[Flag] | None = None
     """Warning signs, the gravest first."""
     warnings: list[str] | None = None
@@ -244,13 +245,19 @@ def view_of(store: Store, run_id: str) -> RunView:
 class Judgement:
     history: list[Metrics]
     flags: list[Flag]
-    change: Change | None
+    change: Change | None = None
     """The change of the held-out success, unless the eval tasks were trained on."""
-    verdict: Verdict | None
+    verdict: Verdict | None = None
+    is_sample: bool = False
+    """Whether the flags are of groups of train tasks, and so of training on them."""
 
 
 def _judge(full: RunHistory) -> Judgement:
     history: list[Metrics] = [{**row.metrics, "step": row.step} for row in full.outline]
+    spec = full.run.spec
+    if full.evaluations and isinstance(spec, EvalSpec) and spec.is_sample:
+        flags = health.sample_flags(full.tries, full.evaluations[-1].summary)
+        return Judgement(history=history, flags=flags, is_sample=True)
     overlap = full.run.lineage.get("overlap")
     for part in full.run.mixture:
         overlap = overlap or part["overlap"]
@@ -392,6 +399,8 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         view.outlook = health.outlook(judged.history, judged.flags, outcome)
     if run.algorithm == "eval" and history.evaluations:
         view.scores = scores_of(history.evaluations[-1], history.tries)
+        if judged.is_sample:
+            view.outlook = health.sample_outlook(judged.flags)
     return view
 
 

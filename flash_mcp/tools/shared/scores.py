@@ -139,6 +139,8 @@ class FailedAttempt(ResultModel):
     """The last message before the model's first turn."""
     text: str
     """What the model wrote and was answered."""
+    expected: str | None = None
+    """The task's gold answer, shortened, if it has one."""
     reason: str | None = None
     """The scorer's."""
 
@@ -157,6 +159,7 @@ def _shown(row: Rollout) -> FailedAttempt:
         reward=row.reward,
         prompt=shorten_as_json(last_prompt(row), CHARACTERS // 3),
         text=shorten_as_json(conversation(row), CHARACTERS // 2),
+        expected=row.expected and shorten_as_json(row.expected, CHARACTERS // 6),
         reason=shorten(row.reason or "", CHARACTERS // 6) or None,
     )
 

@@ -35,6 +35,24 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 45.0
 MOST_NAMES = 8
 """How many of the names that a tool lacks an error shows."""
+OTHER_ARGUMENTS = {
+    **dict.fromkeys(
+        (
+            "n", "k", "num", "count", "top", "size", "max", "amount", "examples", "max_count",
+            "max_examples", "max_items", "max_results", "max_rows", "max_tasks", "n_examples",
+            "num_examples", "num_results", "num_samples", "num_tasks", "page_size", "per_page",
+            "sample_size", "tasks",
+        ),
+        "limit",
+    ),
+    **dict.fromkeys(("after", "offset", "page", "page_token", "skip", "start"), "cursor"),
+    **dict.fromkeys(("find", "grep", "pattern", "q", "query", "search", "text"), "contains"),
+    **dict.fromkeys(("order", "order_by", "sort", "sort_by"), "which"),
+    **dict.fromkeys(("id", "run", "job", "job_id"), "run_id"),
+    **dict.fromkeys(("max_chars", "max_length", "characters"), "max_characters"),
+    **dict.fromkeys(("dir", "directory", "path"), "folder"),
+}  # fmt: skip
+"""What other tools call arguments of ours."""
 ANSWER_S = 2.0
 """What a call that waited needs to answer."""
 ARGUMENTS = "\n\nArgs:\n"
@@ -140,7 +158,8 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     unknown = [name for name in arguments if name not in accepted]
     if not unknown:
         return
-    names = {other: name for other, name in OTHER_NAMES.items() if name in accepted}
+    also = OTHER_NAMES | OTHER_ARGUMENTS
+    names = {other: name for other, name in also.items() if name in accepted}
     guesses = ""
     shown = unknown[:MOST_NAMES]
     for name in shown:

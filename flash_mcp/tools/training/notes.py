@@ -12,7 +12,7 @@ from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.base_models import parameters_in_name
-from flash_mcp.protocol.numbers import percent
+from flash_mcp.protocol.numbers import percent, two_digits
 from flash_mcp.protocol.spec import default_learning_rate
 from flash_mcp.state.references import OF_THE_PACKAGE
 from flash_mcp.tools.shared.loading import contamination_note
@@ -26,6 +26,7 @@ MOVING_PROMPTS = 8
 of that rate, 42 steps of 4 prompts took SmolLM2-135M on the calculator to a mean reward of 0.48.
 """
 NOISY_ROLLOUTS = 16
+LONG_S = 4 * 3600.0
 
 
 def notes_on(plan: Plan) -> list[str]:
@@ -91,7 +92,7 @@ def _of_tasks(plan: Plan) -> list[str]:
 def _of_steps(plan: Plan) -> list[str]:
     """Whether the run is long enough to change the model, and its steps more than noise."""
     spec = plan.spec
-    notes = _of_deadline(plan)
+    notes = [*_of_duration(plan), *_of_deadline(plan)]
     if spec.algorithm != "grpo" or spec.steps is None:
         return notes
     card = plan.card
@@ -110,6 +111,21 @@ def _of_steps(plan: Plan) -> list[str]:
         rollouts = f"a step of {spec.conversations_per_step} rollouts"
         notes.append(f"{rollouts} is mostly noise: raise batch_size or group_size")
     return notes
+
+
+def _of_duration(plan: Plan) -> list[str]:
+    """What a run that takes most of a day may be replaced by."""
+    time = plan.estimate.time
+    if time is None or time.seconds < LONG_S:
+        return []
+    spec = plan.spec
+    hours = time.seconds / 3600
+    within = math.floor(plan.estimate.steps / hours)
+    shorter = "a smaller model, or lower max_tokens, batch_size or eval_examples"
+    if within:
+        shorter = f"about {within} steps take an hour and show whether it learns"
+    end = "" if spec.max_hours or spec.finish_by else "; max_hours or finish_by ends it in time"
+    return [f"it takes about {two_digits(hours)} hours: {shorter}{end}"]
 
 
 def _of_deadline(plan: Plan) -> list[str]:
