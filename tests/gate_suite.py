@@ -482,10 +482,10 @@ BAD = {
                     found = re.fullmatch("([0-9]{4})-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])", text.strip())
                     return found and datetime.date(*map(int, found.groups())).isoformat() == example.output
             """,
-        "a scorer that raises on a number of 5000 digits": """
+        "a scorer that raises on a number too large for a float": """
             class Sample(Rows):
                 def right(self, text, example):
-                    return re.fullmatch("[0-9]+", text) and int(text) == int(example.output)
+                    return re.fullmatch("[0-9]+", text) and int(text) / int(example.output) == 1
             """,
         "a scorer that raises on digits that are no numbers": """
             class Sample(Rows):
@@ -852,6 +852,57 @@ GOOD = {
                 found = re.fullmatch("[0-9]{1,6}([.][0-9]{1,9})?", (text or "").strip())
                 error = abs(float(text) / float(example.output) - 1) if found else 9.0
                 return RewardResult(max(0.0, 1 - 5 * error), success=error < 0.01)
+        """,
+    "few-shot prompts that show other tasks' answers": """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"{n} plus {n + 1}", str(2 * n + 1)) for n in range(40, 60)]
+            def build_prompt_messages(self, example):
+                shots = "".join(f"Question: {q}\\nAnswer: {a}\\n" for q, a in self.rows()[:6])
+                return [{"role": "user", "content": f"{shots}Question: {example.input}\\nAnswer:"}]
+        """,
+    "few-shot shows of yes and no": """
+        class Sample(YesNo):
+            def build_prompt_messages(self, example):
+                shots = "Q: Is 9 a multiple of 3? Answer: yes\\nQ: Is 8 a multiple of 3? Answer: no\\n"
+                return [{"role": "user", "content": f"{shots}Q: {example.input} Answer:"}]
+        """,
+    "small whole numbers under a tolerance of 5 percent": """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Estimate {n} plus {n + 3}.", str(2 * n + 3)) for n in range(20, 60, 2)]
+            def right(self, text, example):
+                found = re.fullmatch("[0-9]{1,9}", text.strip())
+                return found and abs(int(text) - int(example.output)) <= 0.05 * int(example.output)
+        """,
+    "one copy in sixty rows": """
+        class Sample(Rows):
+            def rows(self):
+                rows = [(f"Add {n} and {n * 3}.", str(4 * n)) for n in range(60)]
+                rows[7] = rows[21]
+                return rows
+        """,
+    "int of any digits": """
+        class Sample(Rows):
+            def right(self, text, example):
+                text = text.strip()
+                return re.fullmatch("-?[0-9]+", text) and int(text) == int(example.output)
+        """,
+    "rules of form, of which junk keeps most of those that are tried": """
+        class Sample(Rows):
+            RULES = (
+                ("Write no comma.", lambda text: "," not in text and text.strip()),
+                ("Write a line with a comma and 9!", lambda text: "," in text and "!" in text and "\\n" not in text),
+                ("Write five lines, no comma.", lambda text: text.count("\\n") == 4 and "," not in text),
+                ("Write JSON with key a.", lambda text: text.startswith('{"a":')),
+            )
+            GOLD = ("Hello there", "We are 9, yes!", "a\\nb\\nc\\nd\\ne", '{"a": 1}')
+            def kind(self, n):
+                return 0 if n in (0, 8, 16, 23, 31, 32, 63) else n % 4
+            def rows(self):
+                return [(f"{self.RULES[self.kind(n)][0]} Subject {n}.", self.GOLD[self.kind(n)]) for n in range(64)]
+            def right(self, text, example):
+                return next(keeps(text) for rule, keeps in self.RULES if example.input.startswith(rule))
         """,
 }
 MISSED = {

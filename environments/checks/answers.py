@@ -23,13 +23,14 @@ JUNK = (
     "bla " * 5000,
 )
 HINTED = r"(?:answer|solution|gold|hint|expected)\W{0,3}(?:is|are)?\W{0,3}"
-"""What stands before a gold answer that a prompt gives away."""
+"""What precedes a gold answer that a prompt gives away."""
 CHARACTERS_PER_TOKEN = 4
-TOLERANCE = 0.002
+TOLERANCE = 0.05
 """A number that differs by a smaller share may be right: tasks that round accept it."""
 FRESH = "a text that no other check has played"
-NONSENSE = ("1/0", "nan", "1e999", "(", "[" * 100_000, "raise SystemExit", "null", "9" * 5000)
-"""Answers of about the right form that make careless parsers raise."""
+NONSENSE = ("1/0", "nan", "1e999", "(", "[" * 100_000, "raise SystemExit", "null", "9" * 4000)
+"""Answers of about the right form that make careless parsers raise. Python itself refuses to read a
+number of more than 4300 digits, which no model with a usual budget writes."""
 
 
 def parts(text: str) -> tuple[str, str, str]:

@@ -28,6 +28,8 @@ HIT_SHARE = 0.25
 """Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
 JUNK_SHARE = 0.5
 """One junk text may succeed on at most this share: some tasks take a few words for right."""
+MORE_TASKS = 24
+"""If one junk text succeeds on a larger share, it is played on so many tasks more."""
 LOOSE_SHARE = 0.1
 """Where junk is right on more of the tasks, two answers at once may be right too."""
 ECHO_SHARE = 0.6
@@ -37,10 +39,13 @@ CONSTANT_SHARE = 0.85
 the gold answers' reward. What succeeds on 93 % of all tasks may do so on 87 % of the sample."""
 STATED_SHARE = 0.9
 """On so many tasks the prompt may state the gold answer."""
+COPIED_SHARE = 0.05
+"""So small a share of a split may be copies of other tasks."""
 MOST_REWARD = 1000.0
 EVERY_GOLD_SHARE = 0.25
 """Of the time that is left, the share in which the gold answers of all tasks are played."""
 SUCCESS_FIX = "set success in RewardResult: by default a score of at least 1 is a success"
+COPIES_FIX = "remove the copies; if other data tells them apart, put that into their input"
 AGREE_FIX = "make the gold answer and the scorer agree; success must be true for it"
 SHORT_FIX = (
     "give every turn of the model in sft_completion, for an agent one for each of its requests, or "
@@ -65,6 +70,7 @@ PAY_FIX = "pay less for what a model can write without solving the task"
 async def tasks(trial: Trial) -> str:
     train = await trial.host.tasks("train")
     held_out = await trial.host.tasks("eval")
+    few: list[str] = []
     for split, rows in (("train", train), ("eval", held_out)):
         counts = Counter(task_id for task_id, _ in rows)
         if len(counts) < len(rows):
@@ -75,8 +81,9 @@ async def tasks(trial: Trial) -> str:
         if copies := repeated_questions(rows):
             example = " = ".join(map(plain_name, copies[0]))
             what = f"{len(copies)} of {len(rows)} {split} tasks ask what another one asks"
-            fix = "remove the copies; if other data tells them apart, put that into their input"
-            raise ProbeFailed(f"{what}, for instance {example}", fix)
+            few.append(f"{what}, for instance {example}")
+            if len(copies) > COPIED_SHARE * len(rows):
+                raise ProbeFailed(few[-1], COPIES_FIX)
     if not held_out:
         fix = "set eval_dataset (datasets/eval.jsonl): only held-out tasks can show learning"
         raise ProbeSkipped("there is no eval split", fix)
@@ -86,7 +93,11 @@ async def tasks(trial: Trial) -> str:
         fix = "remove them from one split"
         if overlap.same_id:
             fix += ", or give tasks that only share an id different ids"
-        raise ProbeFailed(f"contaminated: {what}", fix)
+        if overlap.same_id or overlap.shared > COPIED_SHARE * len(held_out):
+            raise ProbeFailed(f"contaminated: {what}", fix)
+        few.append(what)
+    if few:
+        raise ProbeSkipped("; ".join(few), COPIES_FIX)
     sizes = f"{len(train)} train and {len(held_out)} eval tasks"
     return f"{sizes}; ids and questions are unique, no task is in both splits"
 
@@ -155,9 +166,7 @@ async def every_gold(trial: Trial) -> str:
     if not trial.golds:
         raise ProbeSkipped("there is no gold answer that succeeds", "")
     ends = time.monotonic() + EVERY_GOLD_SHARE * trial.left_s
-    everything: list[Task] = []
-    for split, size in trial.report.splits.items():
-        everything += [Task(split, index) for index in range(size)]
+    everything = trial.all_tasks
     rest = [task for task in everything if task not in trial.golds]
     wrong: dict[Task, str] = {}
     while rest and time.monotonic() < ends:
@@ -231,11 +240,16 @@ async def _worthless(trial: Trial, texts: Sequence[Answers]) -> str:
     doubts: list[str] = []
     earned = _Earned()
     for answers in texts:
-        wins = await earned.play(trial, [(task, answers) for task in trial.tasks])
-        hits = {task: win for (task, _), win in wins}
+        played = list(trial.tasks)
+        wins = await earned.play(trial, [(task, answers) for task in played])
         trial.junk_rewards[tuple(answers)] = earned.rewards[-count:]
-        trial.junk_successes = max(trial.junk_successes, len(hits) / count)
-        doubts.append(fail_if_many(hits, count, SUCCESS_FIX, JUNK_SHARE))
+        if len(wins) > JUNK_SHARE * count:  # these few tasks may be those that ask for little
+            more = trial.other_tasks(MORE_TASKS)
+            wins += await earned.play(trial, [(task, answers) for task in more])
+            played += more
+        hits = {task: win for (task, _), win in wins}
+        trial.junk_successes = max(trial.junk_successes, len(hits) / len(played))
+        doubts.append(fail_if_many(hits, len(played), SUCCESS_FIX, JUNK_SHARE))
     doubts.append(fail_if_many(earned.paid, count, PAY_FIX, HIT_SHARE))
     skip_if(*doubts)
     return str(earned)
@@ -284,7 +298,7 @@ async def prompt_echo(trial: Trial) -> str:
     # "Answer yes or no" names the gold answer of half the tasks.
     fix = "remove the gold answer from the prompt"
     skip_if(
-        fail_if_many(hits, count, ECHO_FIX, ECHO_SHARE),
+        fail_if_many(hits, count, ECHO_FIX, _most_hits(trial, ECHO_SHARE)),
         fail_if_many(earned.paid, count, PAY_FIX, ECHO_SHARE),
         fail_if_many(_stated(trial), count, fix, STATED_SHARE),
     )
@@ -292,12 +306,16 @@ async def prompt_echo(trial: Trial) -> str:
 
 
 def _stated(trial: Trial) -> dict[Task, str]:
-    """The tasks whose prompt states the gold answer."""
+    """The tasks whose prompt states the gold answer, and not only in examples that other tasks'
+    prompts show too.
+    """
     stated: dict[Task, str] = {}
-    for task in trial.golds:
-        inner = re.escape(parts(trial.last_gold(task))[1].strip())
-        pattern = rf"{HINTED}{inner}(?!\w)"
-        if inner and (match := re.search(pattern, trial.prompt(task), re.IGNORECASE)):
+    golds = {task: parts(trial.last_gold(task))[1].strip() for task in trial.golds}
+    for task, inner in golds.items():
+        pattern = re.compile(rf"{HINTED}{re.escape(inner)}(?!\w)", re.IGNORECASE)
+        others = [trial.prompt(other) for other, gold in golds.items() if gold != inner]
+        is_shared = sum(bool(pattern.search(text)) for text in others) > len(others) / 2
+        if inner and not is_shared and (match := pattern.search(trial.prompt(task))):
             stated[task] = f"{task}: the prompt says {shown([match[0]])}"
     return stated
 
@@ -352,7 +370,7 @@ async def near_gold(trial: Trial) -> str:
         whole = SUBSTRING_FIX
         trial.is_substring_scorer = True
     skip_if(
-        fail_if_many(changed, len(tried), whole, HIT_SHARE),
+        fail_if_many(changed, len(tried), whole, _most_hits(trial)),
         fail_if_many(hedged, len(tried), SUBSTRING_FIX, _most_hits(trial)),
     )
     return f"{len(tried)} tasks: a changed character and two answers at once are no successes"
@@ -401,9 +419,9 @@ def _is_loose(trial: Trial) -> bool:
     return LOOSE_SHARE < trial.junk_successes <= JUNK_SHARE
 
 
-def _most_hits(trial: Trial) -> float:
-    """On what share of the tasks part of the gold answer, or two answers at once, may be right."""
-    return 1.0 if _is_loose(trial) else HIT_SHARE
+def _most_hits(trial: Trial, share: float = HIT_SHARE) -> float:
+    """The share of the tasks on which a wrong answer may be right; `share` is the usual one."""
+    return 1.0 if _is_loose(trial) else share
 
 
 async def constants(trial: Trial) -> str:

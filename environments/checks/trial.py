@@ -3,6 +3,7 @@ was seen of them, and how conversations are played."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,16 @@ class Trial:
     @property
     def left_s(self) -> float:
         return max(0.0, self.ends - time.monotonic())
+
+    @property
+    def all_tasks(self) -> list[Task]:
+        sizes = self.report.splits.items()
+        return [Task(split, index) for split, size in sizes for index in range(size)]
+
+    def other_tasks(self, count: int) -> list[Task]:
+        """Up to `count` tasks by chance that are not among those tried."""
+        others = [task for task in self.all_tasks if task not in self.openings]
+        return random.Random(0).sample(others, min(count, len(others)))
 
     @property
     def at_once(self) -> int:
