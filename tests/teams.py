@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +53,10 @@ class Team:
 
 
 @contextmanager
-def team_server(limits: Limits | None = None, *, authenticate: bool = True) -> Generator[Team]:
-    admission = Admission(authenticate, limits=limits or Limits(requests_per_minute=1_000_000))
+def team_server(
+    limits: Limits | None = None, *, authenticate: bool = True, origins: Sequence[str] = ()
+) -> Generator[Team]:
+    admission = Admission(authenticate, limits=limits or Limits(requests_per_minute=1_000_000), origins=origins)
     gate = application(build_server(), "127.0.0.1", admission)
     server = HttpServer(gate, "127.0.0.1", 0)
 

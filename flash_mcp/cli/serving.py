@@ -77,7 +77,8 @@ def _serve_http(arguments: Arguments) -> None:
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
     )
     hosts = arguments.allow_host
-    admission = http_server.Admission(authenticate, on_loopback, hosts, limits)
+    origins = arguments.allow_origin
+    admission = http_server.Admission(authenticate, on_loopback, hosts, limits, origins=origins)
     with supervised():
         http_server.serve(server, host, port, admission)
 
@@ -156,6 +157,9 @@ COMMANDS: dict[str, Command | Group] = {
             option("--port", "port to listen on (default 8765)", type=int, default=8765),
             flag("--unauthenticated", "ask for no token: anyone who reaches HOST runs code as you"),
             repeated("--allow-host", "another Host to accept, such as a reverse proxy's", "NAME"),
+            repeated(
+                "--allow-origin", "another Origin that may call /mcp from a browser", "ORIGIN"
+            ),
             _limit("--requests-per-minute", Limits.requests_per_minute, "for each token"),
             _limit("--queued-runs", Limits.queued_runs, "for each owner"),
             _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),

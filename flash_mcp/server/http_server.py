@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shlex
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ from mcp.server.transport_security import (
 )
 from sse_starlette.sse import AppStatus
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -51,6 +53,8 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
 
 MCP_PATH = "/mcp"
+SHOWN = ("mcp-session-id", "www-authenticate", "retry-after")
+"""Headers of answers that a page of an admitted origin may read."""
 SHUTDOWN_S = 50
 """More than the 45 s that a call may take; calls that wait longer end when the server does."""
 
@@ -65,6 +69,8 @@ class Admission:
     """Whether tokens.LOCAL_TOKEN admits the machine's own user."""
     hosts: Sequence[str] = ()
     """Names by which it may be called, besides those of its address."""
+    origins: Sequence[str] = ()
+    """Pages and programs that may call MCP from a browser, as their Origin header names them."""
     limits: Limits = Limits()  # noqa: RUF009  frozen
     code: str = ""
     """Of `Sessions`."""
@@ -80,7 +86,8 @@ class Gate:
         self.limits = admission.limits
         self.settings = operator_settings(home()).server
         self.local = Caller(LOCAL_OWNER, secrets=frozenset(self.settings.secrets))
-        self.security = TransportSecurityMiddleware(security_of(hosts))
+        self.origins = frozenset(admission.origins)
+        self.security = TransportSecurityMiddleware(security_of(hosts, self.origins))
         self.sessions = Sessions(admission.code)
         self.rate = Rate(self.limits.requests_per_minute)
         self.streams = Counter[str]()
@@ -134,14 +141,15 @@ class Gate:
 
     async def _admit(self, request: Request) -> Caller:
         path = request.url.path
-        if path == "/healthz":  # probes have no token and may use any name
+        # Probes have no token and may use any name. What clients look for under /.well-known before
+        # they ask for a login is not there: the token comes from the server's operator.
+        if path == "/healthz" or path.startswith("/.well-known/"):
             return NOBODY
+        _check_origin(request, self.origins if path == MCP_PATH else ())
         if refused := await self.security.validate_request(request):
             fix = "use a known name of this server, or start it with --allow-host NAME"
-            host, origin = request.headers.get("host"), request.headers.get("origin")
-            what = bytes(refused.body).decode()
-            raise FlashError("host_refused", what, host=host, origin=origin, fix=fix)
-        _check_origin(request)
+            host, what = request.headers.get("host"), bytes(refused.body).decode()
+            raise FlashError("host_refused", what, host=host, fix=fix)
         length = request.headers.get("content-length", "")
         limit = DEFAULT_MAX_REQUEST_BODY_SIZE
         too_large = length.isdecimal() and (len(length) > 12 or int(length) > limit)
@@ -237,24 +245,28 @@ class Rate:
         return 0
 
 
-def _check_origin(request: Request) -> None:
-    """FlashError(host_refused) for what a page of another server or port sends."""
+def _check_origin(request: Request, admitted: Collection[str]) -> None:
+    """FlashError(origin_refused) for what a page of another server or port sends."""
     origin = request.headers.get("origin")
     host = request.headers.get("host", "")
     try:
         is_ours = not origin or urlsplit(origin).netloc.lower() == host.lower()
     except ValueError:  # it is no URL
         is_ours = False
-    if not is_ours:
+    if not is_ours and origin not in admitted:
         what = f"a page of {origin:.200} sent this request to {host:.200}"
-        fix = "open this server's own pages; a proxy has to pass on the Host header with its port"
-        raise FlashError("host_refused", what, fix=fix)
+        fix = (
+            f"start the server with --allow-origin {shlex.quote(origin or '')[:200]} if that page or program is "
+            f"yours and calls {MCP_PATH}; pages are opened at this server's own address; a proxy has to pass "
+            "on the Host header with its port"
+        )
+        raise FlashError("origin_refused", what, fix=fix)
 
 
-def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
-    """The Host and Origin headers to admit: these names, with and without a port."""
+def security_of(hosts: Iterable[str], more: Iterable[str] = ()) -> TransportSecuritySettings:
+    """The Host and Origin headers to admit: these names, with and without a port, and `more` origins."""
     allowed: list[str] = []
-    origins: list[str] = []
+    origins = [*more]
     for name in hosts:
         allowed += (name, f"{name}:*")
     for name in allowed:
@@ -321,7 +333,9 @@ def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate
     """The ASGI application: MCP, the other routes, and the gate before them."""
     hosts = [*names_of(host), *admission.hosts]
     app: Starlette = server.streamable_http_app(
-        streamable_http_path=MCP_PATH, transport_security=security_of(hosts), host=hosts[0]
+        streamable_http_path=MCP_PATH,
+        transport_security=security_of(hosts, admission.origins),
+        host=hosts[0],
     )
     app.router.routes += [
         Route("/healthz", healthz),
@@ -329,8 +343,7 @@ def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate
         *gateway.ROUTES,
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
         *ui.routes(),
-        Route("/", nowhere, methods=["POST"]),
-        Route("/{path:path}", nowhere),
+        Route("/{path:path}", nowhere, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     app.state.pages = SharedPages()
     return Gate(CheckedPosts(app, MCP_PATH), admission, hosts)
@@ -344,8 +357,13 @@ class HttpServer(uvicorn.Server):
         waiting.closing.clear()
         # It would cut off the streams that answer calls.
         AppStatus.disable_automatic_graceful_drain()
+        app: ASGIApp = gate
+        if gate.origins:  # what a browser asks before it lets a page call, which has no token
+            app = CORSMiddleware(
+                gate, [*gate.origins], ["GET", "POST", "DELETE"], ["*"], expose_headers=SHOWN
+            )
         config = LimitedConfig(
-            gate,
+            app,
             host,
             port,
             gate.settings,

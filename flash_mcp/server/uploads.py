@@ -134,6 +134,7 @@ STATUS = {
     "unauthenticated": 401,
     "not_permitted": 403,
     "host_refused": 421,
+    "origin_refused": 403,
     "too_large": 413,
     "rate_limited": 429,
     "quota_exceeded": 429,

@@ -486,8 +486,37 @@ def test_requests_for_other_hosts_and_from_other_origins_are_refused(team: Team,
     for headers in ({"host": "evil.example"}, {"host": ""}, {"origin": "http://evil.example"}):
         with team.http(team.token("alice"), **headers) as http:
             answer = http.put(path) if "env" in path else http.get(path)
-        assert answer.status_code == 421
-        assert code_of(answer.json()["error"]["message"]) == "host_refused"
+        kind = "origin" if "origin" in headers else "host"
+        assert answer.status_code == {"origin": 403, "host": 421}[kind]
+        assert code_of(answer.json()["error"]["message"]) == f"{kind}_refused"
+
+
+APP = "tauri://localhost"
+
+
+@pytest.mark.hostile("requests")
+def test_an_admitted_origin_may_call_mcp_alone(flash_home: Path):
+    with team_server(origins=[APP, "null"]) as team, team.http(team.token("alice")) as http:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        before = http.options("/mcp", headers={"origin": APP, **asked})
+        assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, APP)
+        assert http.options("/mcp", headers={"origin": "null.example", **asked}).status_code == 400
+        for origin, path, expected in [
+            (APP, "/mcp", {400, 406}),
+            ("null", "/mcp", {400, 406}),
+            (APP, "/ui", {403}),
+            ("vscode-file://vscode-app", "/mcp", {403}),
+        ]:
+            answer = http.get(path, headers={"origin": origin})
+            assert answer.status_code in expected, (origin, path)
+        assert "--allow-origin vscode-file://vscode-app" in answer.text
+
+
+def test_what_clients_look_for_before_a_login_is_not_found(team: Team):
+    with team.http() as http:
+        for name in ("oauth-protected-resource", "oauth-authorization-server/mcp", "openid-configuration"):
+            assert http.get(f"/.well-known/{name}").status_code == 404
+            assert http.post(f"/.well-known/{name}").status_code == 404
 
 
 @pytest.mark.hostile("requests")
