@@ -157,9 +157,7 @@ COMMANDS: dict[str, Command | Group] = {
             option("--port", "port to listen on (default 8765)", type=int, default=8765),
             flag("--unauthenticated", "ask for no token: anyone who reaches HOST runs code as you"),
             repeated("--allow-host", "another Host to accept, such as a reverse proxy's", "NAME"),
-            repeated(
-                "--allow-origin", "another Origin that may call /mcp from a browser", "ORIGIN"
-            ),
+            repeated("--allow-origin", "an Origin that may call /mcp in a browser", "ORIGIN"),
             _limit("--requests-per-minute", Limits.requests_per_minute, "for each token"),
             _limit("--queued-runs", Limits.queued_runs, "for each owner"),
             _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),

@@ -56,9 +56,10 @@ def checked(text: str) -> tuple[str, dict[str, Any]]:
         raise _refusal(PARSE_ERROR, what, _id_in(text)) from error
     if isinstance(message, list):
         what = "Invalid Request: MCP has no batches: send each message on its own"
-        items = cast("list[Any]", message)
-        requests = [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
-        ids = [request["id"] for request in requests if "id" in request]
+        ids: list[Any] = []
+        for item in cast("list[Any]", message):
+            if isinstance(item, dict) and "id" in item:
+                ids.append(item["id"])
         raise _refusal(INVALID_REQUEST, what, *ids or [None])
     if not isinstance(message, dict):
         raise _refusal(INVALID_REQUEST, "Invalid Request: a message is a JSON object", None)

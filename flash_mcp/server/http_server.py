@@ -69,11 +69,11 @@ class Admission:
     """Whether tokens.LOCAL_TOKEN admits the machine's own user."""
     hosts: Sequence[str] = ()
     """Names by which it may be called, besides those of its address."""
-    origins: Sequence[str] = ()
-    """Pages and programs that may call MCP from a browser, as their Origin header names them."""
     limits: Limits = Limits()  # noqa: RUF009  frozen
     code: str = ""
     """Of `Sessions`."""
+    origins: Sequence[str] = ()
+    """Pages and programs that may call MCP from a browser, as their Origin header names them."""
 
 
 class Gate:
@@ -256,15 +256,17 @@ def _check_origin(request: Request, admitted: Collection[str]) -> None:
     if not is_ours and origin not in admitted:
         what = f"a page of {origin:.200} sent this request to {host:.200}"
         fix = (
-            f"start the server with --allow-origin {shlex.quote(origin or '')[:200]} if that page or program is "
-            f"yours and calls {MCP_PATH}; pages are opened at this server's own address; a proxy has to pass "
-            "on the Host header with its port"
+            f"start the server with --allow-origin {shlex.quote(origin or '')[:200]} if what "
+            f"calls {MCP_PATH} is yours; open pages at this server's own address; a proxy has to "
+            "pass on the Host header with its port"
         )
         raise FlashError("origin_refused", what, fix=fix)
 
 
 def security_of(hosts: Iterable[str], more: Iterable[str] = ()) -> TransportSecuritySettings:
-    """The Host and Origin headers to admit: these names, with and without a port, and `more` origins."""
+    """The Host and Origin headers to admit: of these names, with and without a port, and `more`
+    origins.
+    """
     allowed: list[str] = []
     origins = [*more]
     for name in hosts:
@@ -332,10 +334,9 @@ def _counts() -> str:
 def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate:
     """The ASGI application: MCP, the other routes, and the gate before them."""
     hosts = [*names_of(host), *admission.hosts]
+    security = security_of(hosts, admission.origins)
     app: Starlette = server.streamable_http_app(
-        streamable_http_path=MCP_PATH,
-        transport_security=security_of(hosts, admission.origins),
-        host=hosts[0],
+        streamable_http_path=MCP_PATH, transport_security=security, host=hosts[0]
     )
     app.router.routes += [
         Route("/healthz", healthz),
