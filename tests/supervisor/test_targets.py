@@ -23,6 +23,8 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, new_target, write_target
+from flash_mcp.supervisor import attempt as attempts
+from flash_mcp.supervisor import reconciler
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Target
@@ -37,7 +39,7 @@ from tests.memory_launcher import MemoryLauncher
 from tests.waiting import wait_for
 from worker import node
 
-HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
+HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0, leave_s=0.1)
 TIMEOUT_S = 120.0
 
 
@@ -125,7 +127,9 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    for module in (attempts, reconciler):
+        monkeypatch.setattr(module, "STALE_S", 0.1)
     made = Bench(tmp_path / "home")
     yield made
     made.close()
@@ -250,12 +254,13 @@ def test_time_in_which_nobody_looked_is_work_only_if_the_attempt_went_on(bench: 
     assert used_s == pytest.approx(hours if works else 0, abs=60)
 
 
-def test_a_number_that_a_node_makes_up_is_not_followed(bench: Bench) -> None:
+def test_a_number_that_a_node_makes_up_is_not_followed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "MAX_PREEMPTIONS", 9)
     run = bench.train()
     writer = bench.start(run)
-    RunWriter(writer.folder, 5000).beat(2, "train")
+    RunWriter(writer.folder, 50).beat(2, "train")
     attempt = bench.reconciler._attempts[run.id]
-    bench.until(lambda: (attempt.read_beat or {}).get("epoch") == 5000)
+    bench.until(lambda: (attempt.read_beat or {}).get("epoch") == 50)
     bench.tick()
     assert (bench.now(run).attempt, bench.now(run).step) == (1, 1)
 
@@ -530,6 +535,7 @@ def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
     folder = bench.reconciler._attempts[run.id].folder
     with monkeypatch.context() as patch:
         patch.setattr(folder, "is_local", False)  # else its heartbeat is read despite the refusal
+        patch.setattr(bench.lab, "beat_every_s", 0.01)
         patch.setattr("flash_mcp.supervisor.reconciler.read_beats", refuse)
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
