@@ -21,6 +21,7 @@ from flash_mcp.protocol.paths import models_dir
 from flash_mcp.state import database
 from flash_mcp.tools.shared import waiting
 from tests import forked, reaper
+from tests.near_environments import near
 from tests.places import NO_TORCH, WHEELS
 
 SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
@@ -199,6 +200,12 @@ def no_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(NO_TORCH), *([inherited] if inherited else [])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+
+
+@pytest.fixture(autouse=True)
+def near_environments() -> Iterator[None]:
+    with near():
+        yield
 
 
 @pytest.fixture

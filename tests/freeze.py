@@ -32,6 +32,7 @@ from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import placing
 from tests.frozen_calls import Names, results
+from tests.near_environments import near
 from tests.outlines import pretty, tool_outline
 from tests.samples import supervised
 
@@ -96,7 +97,7 @@ def settings(folder: Path) -> Generator[None, None, None]:
     unsynced = patch("os.fsync")  # nothing here has to survive the machine
     device = Device("cpu", "a processor", 16.0, 8.0, cores=2)
     machine = patch.multiple(placing, processor=lambda: device, gpus=list[Device], missing_packages=list[str])
-    with patch.dict(os.environ, values), ids, unsynced, machine:
+    with patch.dict(os.environ, values), ids, unsynced, machine, near():
         yield
 
 

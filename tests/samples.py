@@ -47,6 +47,8 @@ class Echo(EnvironmentSingleTurn):
 def load_environment(**kwargs):
     return Echo(**kwargs)
 """
+ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
+"""Its arguments may say how its runs end (tests/scripted_worker.py)."""
 
 
 @contextmanager

@@ -13,11 +13,10 @@ from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.loop import Supervisor
 from tests.places import TESTS
-from tests.samples import ENVIRONMENT, supervised
+from tests.samples import supervised
 from tests.waiting import wait_for
 
 WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
-ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
 
 
 @contextmanager

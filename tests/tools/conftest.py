@@ -7,8 +7,8 @@ import pytest
 from mcp import Client
 
 from flash_mcp.server.mcp_server import server
-from tests.samples import push_echo, supervised
-from tests.scripted_supervisor import ECHO, scripted
+from tests.samples import ECHO, push_echo, supervised
+from tests.scripted_supervisor import scripted
 
 
 @pytest.fixture

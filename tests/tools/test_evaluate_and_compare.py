@@ -21,8 +21,8 @@ from flash_mcp.tools.training import run_time
 from tests.calls import call_over as call
 from tests.calls import refusal
 from tests.folders import environment_folder
-from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run
-from tests.scripted_supervisor import ECHO, let_go
+from tests.samples import ECHO, ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run
+from tests.scripted_supervisor import let_go
 
 pytestmark = pytest.mark.usefixtures("supervisor")
 

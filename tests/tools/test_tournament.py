@@ -16,8 +16,8 @@ from flash_mcp.supervisor import ensure
 from tests.calls import call as made
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
-from tests.samples import push_echo
-from tests.scripted_supervisor import ECHO, let_go
+from tests.samples import ECHO, push_echo
+from tests.scripted_supervisor import let_go
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("supervisor")
