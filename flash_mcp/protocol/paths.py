@@ -18,8 +18,12 @@ class HomeError(OSError):
 def home() -> Path:
     """The state directory; created if missing, readable by its owner only.
 
-    Raises HomeError if it cannot be created or written."""
-    path = state_directory()
+    Raises HomeError if it cannot be created or written, or is no path from / or ~ on."""
+    path, said = state_directory(), os.environ.get("FLASH_HOME") or "~"
+    # The client starts servers in folders of its choice, and few fill in what they are given.
+    if "${" in said or not said.startswith(("/", "~")):
+        what = "a client has to fill in ${...}, and the path has to begin with / or ~"
+        raise HomeError(errno.EINVAL, what, said)
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -26,7 +26,7 @@ from tests.fuzz import state as everything
 from tests.mistakes import BOTH, CALL, LOST, MISTAKES, ODD, Mistake, Request
 from tests.places import ROOT
 from tests.samples import ENVIRONMENT, finished_run, push_echo
-from tests.teams import Team, team_server
+from tests.teams import Team, team_server, text_of
 from tests.tools.test_next import call, cancelled_in_queue, running, stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_supervisor")]
@@ -190,3 +190,15 @@ def test_an_odd_client_is_told_what_is_wrong(team: Team, request_: Request) -> N
 def test_the_documents_name_how_many_mistakes_are_played() -> None:
     count = len(MISTAKES) + len(LOST) + len(ODD)
     assert f"{count} mistakes" in (ROOT / "docs" / "reliability.md").read_text()
+
+
+@pytest.mark.parametrize("given", ["relative/home", "${workspaceFolder}/.flash-mcp", "/tmp/${user}"])
+async def test_a_state_directory_that_no_client_filled_in_is_refused_and_not_made(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLASH_HOME", given)
+    async with Client(server) as client:
+        said = text_of(await client.call_tool("status", {}))
+    assert said.startswith(f"[invalid_argument FLASH_HOME={given}]")
+    assert list(tmp_path.iterdir()) == []
