@@ -9,8 +9,6 @@ succeeds there must leave the machine as it was.
     python tests/acts.py FOLDER '{"SECRET": "/path", ...}' [faults]
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

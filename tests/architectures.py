@@ -1,7 +1,5 @@
 """Tiny random models of the architectures that people train, as configs of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Calls of tools as tests make them: in this process, and over a client."""
 
-from __future__ import annotations
-
 import ast
 import re
 from contextlib import suppress

@@ -12,8 +12,6 @@ chain of hashes (tests/stand_ins); `--real N` of them train the tiny model with 
 A `zombie` run stops a worker, hides it from the launcher as a machine would that lost its network,
 and wakes it after its successor has ended the run."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

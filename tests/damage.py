@@ -1,7 +1,5 @@
 """Kinds of damage to a file of a run folder."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

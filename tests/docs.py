@@ -2,8 +2,6 @@
 `python -m tests.docs` writes them anew.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which tests may start an engine of clusters."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

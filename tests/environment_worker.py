@@ -2,8 +2,6 @@
 real host, and reports as worker.main does. Run as that is: FOLDER --attempt N.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

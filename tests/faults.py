@@ -5,8 +5,6 @@
 Each case of a test is one fault at one point. A case holds if its test passes: the run ends right,
 or says what it waits for."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Environment folders for tests, written from a few lines of source."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -8,8 +8,6 @@ results/    calls of tools through a client, on a store of finished, failed, can
 cli/        what commands print; report.html is the page that `report` writes
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

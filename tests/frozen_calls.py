@@ -4,8 +4,6 @@ tests/freeze.py.
 Calls name runs, evaluations and deployments as the golden files do: `run-improved` stands for an id
 that is another each time."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

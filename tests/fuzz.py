@@ -6,8 +6,6 @@ Whatever is given, the answer is a result that follows the schema or a coded err
 do; the client never sees a traceback, and a refused call leaves nothing behind. Prints how often
 each tool answered what."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ tests/gpu/vllm.json. `pip download --no-deps` fetches the wheel, which is not in
 tests/test_gpu_wheel.py compares the installed package with the result. So the contract tests of
 private names (tests/worker/test_engine.py) hold for the GPU's engine too."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

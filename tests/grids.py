@@ -1,7 +1,5 @@
 """Combinations of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

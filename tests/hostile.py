@@ -1,8 +1,6 @@
 """Counts the acts of somebody hostile that the tests try: each collected test with the marker
 `hostile(kind)` is one. docs/reliability.md shows the counts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

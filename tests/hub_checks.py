@@ -6,8 +6,6 @@ The sample: ten datasets of reasoning-gym drawn by a seed, five tasks
 of Inspect, the five toy text games of gymnasium. With --train, those that load are trained too: one
 step of GRPO on the default model. --write puts the rows into docs/hubs.md."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

@@ -7,8 +7,6 @@ are some, and then GRPO, with the same held-out tasks evaluated before and after
 that is only for evaluation is evaluated. Everything goes through the product's tools, in the
 interpreters that scripts/hubs installs. --write puts the rows into docs/hubs.md."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 None is in the gate's suite. One process serves them all (`MANY`).
 """
 
-from __future__ import annotations
-
 import textwrap
 
 from tests.gate_suite import ROWS

@@ -1,7 +1,5 @@
 """A launcher that starts nothing: the smallest one that obeys the contract of launchers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

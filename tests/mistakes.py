@@ -5,8 +5,6 @@ that run; FOLDER for the test's folder. `code` is the error's; without one the c
 was meant, and `names` are in its result. `names` are words of the answer: the wrong value, and what to
 write instead."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 What they write is printable, as that of tests/tiny.py: the head's rows say so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Starting a process with a sandbox takes longer than what most tests of tools do 
 host's requests go straight to the program that the process would run, through the same JSON.
 tests/environments has the process."""
 
-from __future__ import annotations
-
 import json
 import types
 from collections.abc import Coroutine, Generator

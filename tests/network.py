@@ -1,7 +1,5 @@
 """Nodes of a rehearsal in network namespaces of their own, whose links can be cut. It needs root."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -7,8 +7,6 @@ A required field has `!` after its name, and an object that allows no other fiel
 type. Below a field stand, indented, the fields of an object, `[]` for the items of a list, `{*}` for
 the values of a map, and `|` for each alternative."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

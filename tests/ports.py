@@ -1,7 +1,5 @@
 """Ports of this machine for the servers of tests."""
 
-from __future__ import annotations
-
 import socket
 
 

@@ -2,8 +2,6 @@
 
 Ray is no dependency: `scripts/test-engines` installs it into .venv/engines."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -2,8 +2,6 @@
 ID`, whose standard input ends with the run. They have FLASH_TEST_RUN=ID in their environment.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

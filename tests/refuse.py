@@ -1,8 +1,6 @@
 """Runs a command for which the kernel refuses some system calls, also in all processes that it
 starts: `python -m tests.refuse link,flock COMMAND...`, as on a file system that lacks them."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -3,8 +3,6 @@
 python -m tests.refusing landlock,namespaces COMMAND...
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

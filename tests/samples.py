@@ -2,8 +2,6 @@
 own reader.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Generator, Iterable

@@ -5,8 +5,6 @@ The model's name says how it behaves: `silent` never listens, `crash` ends with 
 adapter folder with a file `broken` in it is refused. Like vLLM it has a child process, which it
 ends with itself; killed, it leaves it behind."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A supervisor in a thread whose workers follow a script (tests/scripted_worker.py)."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Generator

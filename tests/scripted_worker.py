@@ -10,8 +10,6 @@ is a success], "failing": [environment code raises], "endless": [cut off]}; all 
 {"hold": true} holds it, "climbing" with ever more attempts done; {"constant": share} is what the
 best constant answer, "Yes", reaches."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -2,8 +2,6 @@
 worker.main is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from worker import heartbeat, main, serving

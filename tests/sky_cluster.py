@@ -5,8 +5,6 @@ question to the internet whether there is a network. It reaches Slurm over ssh, 
 of its own. On the nodes it installs uv from the internet, and with it itself: in place of curl they
 have a program that brings a uv which links .venv/engines/sky."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 Reads {case: resources of a task} as JSON, and prints {case: [cloud, instance type, spot, price of
 an hour], or the name of the error}. Prices and clouds are those below: it asks no network."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

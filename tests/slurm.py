@@ -3,8 +3,6 @@
 python -m tests.slurm FOLDER COMMAND ...      # runs COMMAND with SLURM_CONF set
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """A real sshd on loopback, and an ssh that finds it as the host `lab`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Generator

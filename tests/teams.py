@@ -1,7 +1,5 @@
 """A server for teams in this process, over real HTTP, and clients with tokens."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager

@@ -1,7 +1,5 @@
 """The bench itself, on the tiny model: what it compares must have done the same work."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What CI runs (.ci/run), tries again, and leaves out."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

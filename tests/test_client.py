@@ -1,7 +1,5 @@
 """The Python client against real servers, over stdio and over HTTP."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

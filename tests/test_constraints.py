@@ -1,7 +1,5 @@
 """constraints-gpu.txt, which nothing here installs, fits pyproject.toml for each Python."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

@@ -1,7 +1,5 @@
 """A seeded handful of what `scripts/crash` does a hundred times."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.crash import crash_runs

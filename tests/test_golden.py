@@ -2,8 +2,6 @@
 tests.freeze`.
 """
 
-from __future__ import annotations
-
 import difflib
 
 import pytest

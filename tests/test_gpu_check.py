@@ -1,7 +1,5 @@
 """scripts/gpu-check on the CPU: every stage runs, and one that fails hides no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

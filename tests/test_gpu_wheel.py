@@ -1,7 +1,5 @@
 """The package for CPUs has the Python code of vLLM's wheel for GPUs."""
 
-from __future__ import annotations
-
 import json
 from importlib import metadata
 

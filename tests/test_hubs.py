@@ -1,7 +1,5 @@
 """The command that plays environments of other packages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

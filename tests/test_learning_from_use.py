@@ -1,7 +1,5 @@
 """Learning from use: a deployment is used and rated, and what users liked is learnt, if that helps."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

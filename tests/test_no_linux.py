@@ -1,7 +1,5 @@
 """The control plane where nothing of Linux is: it imports, serves, and says what it cannot do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An outline shows every change of a schema that a client could notice."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

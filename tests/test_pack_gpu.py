@@ -1,7 +1,5 @@
 """scripts/pack_gpu.py: what a GPU host without network gets. The registry alone is a stand-in."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

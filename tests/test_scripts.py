@@ -1,7 +1,5 @@
 """What developers run: the fast tests, and the limits on functions."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

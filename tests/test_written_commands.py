@@ -1,7 +1,5 @@
 """The commands in README and docs are commands of ours, and run where they need no other machine."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

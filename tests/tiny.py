@@ -6,8 +6,6 @@ vLLM both run it.
 It was taught nothing, but it writes printable text and ends its turns after some twenty characters.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How tests wait for what other processes and threads do."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whether a process runs, and what a worker holds while it does, seen from outside."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

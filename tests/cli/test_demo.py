@@ -1,7 +1,5 @@
 """`flash-mcp demo --agent` on the tiny model, with a few steps: what it plays, prints and writes."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

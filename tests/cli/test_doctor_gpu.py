@@ -1,7 +1,5 @@
 """What doctor and scripts/install say of a GPU, by an nvidia-smi that knows one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

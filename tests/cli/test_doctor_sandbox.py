@@ -1,7 +1,5 @@
 """What `doctor` says of the sandbox on machines that offer less than the kernel could."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`flash-mcp gateway` and `logs`: what they do with odd numbers, prompts and logs."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

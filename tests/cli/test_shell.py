@@ -1,7 +1,5 @@
 """What the terminal prints of `next` does what the call does."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

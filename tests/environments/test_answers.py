@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from environments.checks.answers import Commonest, commonest, final_answer

@@ -1,7 +1,5 @@
 """environments/base.py: datasets and defaults of the contract."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The example environments: their rewards, their datasets, their arithmetic."""
 
-from __future__ import annotations
-
 import importlib.util
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process whose clock goes ahead."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

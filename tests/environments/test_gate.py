@@ -1,7 +1,5 @@
 """The gate on environments with one fault each."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from functools import partial

@@ -2,8 +2,6 @@
 pass.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 The tests with the packages themselves need what `scripts/hubs --only PACKAGE` installs."""
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """The hunt on its suite (tests/hunt_suite.py), which one process serves."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """JudgeRubric: a judge behind an OpenAI-compatible endpoint, and what the gate finds of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Signs that an answer can be had without solving its task."""
 
-from __future__ import annotations
-
 from environments.checks.likeness import SIGNS, Row, alike, fixed_place, in_ids, in_order
 
 SOUND = [

@@ -1,7 +1,5 @@
 """MCP servers that greet, hang, refuse or end, and the tasks that are made of their tools."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The package's regression split: its golds pass, its checks are exact, and no constant answer does well."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The one notion of the same task, and the template of a prompt."""
 
-from __future__ import annotations
-
 import pytest
 
 from environments.same_task import SameTasks, Task, same_tasks, task_of, template_of

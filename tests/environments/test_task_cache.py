@@ -1,7 +1,5 @@
 """Tasks that are generated are kept with a version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tools: schemas of Python functions, what is wrong with a call, and episodes with calls."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal

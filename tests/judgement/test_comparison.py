@@ -1,7 +1,5 @@
 """The comparison of two evaluations: its tests, its verdict, and how many tasks would decide."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Races of arms that learn, simulated: how often the best is cut, what that costs, and what is claimed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The statistics against scipy, and against figures that were published."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import random

@@ -1,7 +1,5 @@
 """Tournaments, simulated: who is eliminated, what is claimed, and what it costs."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

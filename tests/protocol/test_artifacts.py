@@ -1,7 +1,5 @@
 """Artifacts: folders that travel to nodes through a storage."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

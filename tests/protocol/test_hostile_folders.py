@@ -2,8 +2,6 @@
 written elsewhere, every refusal has a code, and the maintenance goes on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

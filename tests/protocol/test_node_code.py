@@ -1,7 +1,5 @@
 """How an attempt brings this version of flash-mcp to a node, with real uv."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

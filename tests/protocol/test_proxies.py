@@ -1,7 +1,5 @@
 """The proxies of the environment, as a company's machine sets them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

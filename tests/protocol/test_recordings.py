@@ -1,7 +1,5 @@
 """Files with what deployments were asked and answered."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The run folder's contract, over every kind of file system that it is meant for."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Secrets that travel through a storage: only the attempt that asked for them can read them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Every button of a run's page, pressed in a real browser; and who is shown none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

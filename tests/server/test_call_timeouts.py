@@ -1,7 +1,5 @@
 """A call of status waits as long as its client does."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that send slowly, or open many connections: over real sockets."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """Every form of the pages, submitted in a real browser; and what a browser shows of a refusal."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Each request is answered, whatever form it came in: over stdio and over HTTP."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 both protocol eras.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -2,8 +2,6 @@
 login of the server.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Generator

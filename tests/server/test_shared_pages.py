@@ -1,7 +1,5 @@
 """What pages and lists cost: little, however many runs are queued and however many browsers look."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The live pages: who may open them, what they hold, and that they follow what happens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

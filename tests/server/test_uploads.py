@@ -1,7 +1,5 @@
 """PUT /environments/NAME: large environments arrive whole, and hostile archives leave nothing."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

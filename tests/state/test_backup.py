@@ -1,7 +1,5 @@
 """The commands of a backup in docs/reliability.md, typed while a supervisor and its worker write."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

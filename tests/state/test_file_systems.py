@@ -1,7 +1,5 @@
 """State directories in odd places: file systems without hard links or locks, links, odd names."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A state directory that is moved: the database names its files relative to it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

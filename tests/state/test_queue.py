@@ -1,7 +1,5 @@
 """The state machine of a run, by example, by property, and by many at once."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

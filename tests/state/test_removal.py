@@ -1,7 +1,5 @@
 """Removing runs, environments and datasets: all of one, and nothing that something else stands on."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Which checkpoints of a run are kept, and what a kill between two file operations leaves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """What the store keeps and how it is read back."""
 
-from __future__ import annotations
-
 import fcntl
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """targets.toml, and the commands that write it."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path

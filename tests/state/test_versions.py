@@ -1,7 +1,5 @@
 """flash_mcp/environments.py: what a push takes, refuses and leaves behind."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """Damaged files of a run folder: they count as absent, and no run waits for ever because of one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

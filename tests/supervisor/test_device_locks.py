@@ -1,7 +1,5 @@
 """Two state directories on one machine do not share a GPU."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

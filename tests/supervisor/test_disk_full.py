@@ -1,7 +1,5 @@
 """A disk that is really full: a tmpfs of our own, where this machine lets us mount one."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A supervisor that was killed is started again while agents only read."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The launcher's contract, over every implementation, and what the local one does beyond it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

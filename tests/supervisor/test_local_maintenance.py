@@ -1,7 +1,5 @@
 """What the supervisor deletes to make room, and what it leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

@@ -2,8 +2,6 @@
 killed and stopped.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

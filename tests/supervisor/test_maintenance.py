@@ -1,7 +1,5 @@
 """What is cleared on targets: jobs and files that no run needs, and nothing else."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

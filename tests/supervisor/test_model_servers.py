@@ -1,7 +1,5 @@
 """Deployments: the rules on a quick scripted server, the whole on vLLM's own with the tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Real training through a real Ray of two nodes, which see nothing of FLASH_HOME."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A database that is damaged or lost while the folders are whole."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

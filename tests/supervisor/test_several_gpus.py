@@ -1,7 +1,5 @@
 """Runs of two processes from `train`'s row to their end, with a real supervisor and real workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

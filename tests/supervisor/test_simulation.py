@@ -1,7 +1,5 @@
 """Many runs at once by the real supervisor: `scripts/scale simulation` in small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Attempts as managed jobs of a real SkyPilot, on nodes that see nothing of FLASH_HOME."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Real training through a real Slurm, on nodes that see nothing of FLASH_HOME."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Runs on a disk that fills up, at several points: each waits for space, and then goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

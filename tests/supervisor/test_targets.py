@@ -1,7 +1,5 @@
 """Runs on targets that are not this machine: what waits, what is preempted, and what freezes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import threading

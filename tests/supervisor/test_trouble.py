@@ -2,8 +2,6 @@
 nothing is lost by it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A supervisor that holds the lock and does nothing, or is of another version."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A supervisor of an older version is replaced, and nothing else is."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which checkpoint is best, and what a deadline made of a run, as results say it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

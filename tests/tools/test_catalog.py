@@ -1,7 +1,5 @@
 """Which model a name stands for, without loading it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

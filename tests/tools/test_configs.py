@@ -1,7 +1,5 @@
 """Several config files of one run, and the `.env` beside them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

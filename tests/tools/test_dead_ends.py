@@ -1,7 +1,5 @@
 """Words that once led nowhere: each Fix and `next` below is done literally, and works."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

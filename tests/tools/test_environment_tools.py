@@ -1,7 +1,5 @@
 """env_setup, env_push and env_test through a real MCP client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex

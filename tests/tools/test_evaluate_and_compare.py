@@ -2,8 +2,6 @@
 makes the attempts.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """status with until and since: a run is followed without being told anything twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 answer names the value and the way on, the way on works as it is written, and nothing is lost or left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """train on several environments: what is queued, refused and reported; no worker runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every `next` is executed as it stands, on stores with runs in every state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """target="auto": which place a run gets, and what it says about that."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run says of other kinds of tasks, and the ledger; no worker runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """train(resume=RUN): the same run goes on."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's file of rows as an environment, and what is said of a file that is none."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

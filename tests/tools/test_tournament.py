@@ -1,7 +1,5 @@
 """tournament, through a real MCP client and a real queue; a scripted worker makes the attempts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

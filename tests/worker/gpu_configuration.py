@@ -4,8 +4,6 @@ a line of JSON for each.
 vLLM's own CUDA platform makes it. Only the driver's library is replaced, and the kernels, which the
 build for the CPU lacks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Gold answers of agents: they are played through the agent, and what is learnt is what it asks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 kept of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

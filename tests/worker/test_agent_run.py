@@ -1,7 +1,5 @@
 """A training run of an agent that uses the `openai` package: the tiny model and the real engine."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 from pathlib import Path

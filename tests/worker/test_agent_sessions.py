@@ -1,7 +1,5 @@
 """Many agents at once, each a program of its own, and SIGKILL in the middle of their sessions."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence

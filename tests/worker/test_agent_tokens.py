@@ -1,8 +1,6 @@
 """An agent's conversations as tokens: what is trained is what was sampled, whatever the agent does.
 FLASH_SLOW=1 plays 10,000 of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

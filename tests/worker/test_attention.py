@@ -1,7 +1,5 @@
 """The GPU's attention of a pack, with PyTorch's flash kernels replaced by the same mathematics."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

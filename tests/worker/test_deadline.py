@@ -1,7 +1,5 @@
 """A run that has to end in time: how many steps are planned, and what a real one leaves."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that has nothing left to learn ends, at the same step if it was killed on its way there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM as the rollout engine: the real one, on the tiny model in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

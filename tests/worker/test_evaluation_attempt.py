@@ -1,7 +1,5 @@
 """Evaluations by real workers: the tiny model, the real engine, real processes and signals."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint taken home: the files are read back by the libraries that others use."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -2,8 +2,6 @@
 model at once.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

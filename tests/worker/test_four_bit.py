@@ -1,7 +1,5 @@
 """Base weights in NF4: gradients of the same weights at full size, memory, refusals, and a run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The routes of a model server, without vLLM behind them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

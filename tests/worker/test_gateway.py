@@ -2,8 +2,6 @@
 `flash-mcp serve --http`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

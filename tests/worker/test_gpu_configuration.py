@@ -1,7 +1,5 @@
 """The engine that a GPU would get, as far as vLLM configures it without one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rollouts of a task that are scored together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

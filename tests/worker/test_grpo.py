@@ -1,7 +1,5 @@
 """Our training step against TRL's own: the same rollouts must give the same gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Engine and trainer are compared before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 `scripts/hubs --only PACKAGE` installs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

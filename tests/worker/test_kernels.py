@@ -1,7 +1,5 @@
 """The hand-written gradients beside those of plain PyTorch and PEFT."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from pathlib import Path

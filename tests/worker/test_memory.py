@@ -1,7 +1,5 @@
 """What a run will need is known before it starts, and when memory runs out the run says so."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Several environments in one run: the order of their tasks, and a real worker that learns and measures both."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections import Counter

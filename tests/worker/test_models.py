@@ -1,7 +1,5 @@
 """The rows of docs/models.md, each tried again with `scripts/test --long`, and most steps of three always."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The precision of a model by what the machine computes fast and has room for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Several processes that train one run together: gradients, the curve, and the loss of one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

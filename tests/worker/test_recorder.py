@@ -1,7 +1,5 @@
 """What a model server's front records, and what the client sees of that: nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

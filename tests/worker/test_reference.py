@@ -3,8 +3,6 @@ TRL. It knows of the product only how it is called.
 
 Both compute in fp64: in fp32 the reference itself is 1.4e-6 off."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The regression split by a real worker: before and after a run, whatever its own environment is."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """What is learnt of a row is what the row says, or the row is refused with what to change."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

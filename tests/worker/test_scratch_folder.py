@@ -1,7 +1,5 @@
 """An attempt's temporary folder goes when it ends, however it ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

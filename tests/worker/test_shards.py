@@ -1,7 +1,5 @@
 """Ranks that share the base weights of a model that one card cannot hold."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ instead of 25.
 That no request stays behind in the engine needs no counter here: every step's weight sync refuses
 to begin while the engine holds one (worker.engine.vllm.VllmEngine.load_policy)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from statistics import median

@@ -1,7 +1,5 @@
 """Which tasks a step tries, and that an attempt which resumes tries what an undisturbed one would."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """Tool calls: shown by the chat template, sampled, read by vLLM's parser, answered, and learnt."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

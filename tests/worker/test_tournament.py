@@ -1,7 +1,5 @@
 """A tournament by real workers: the tiny model, the real queue, a detached supervisor, and SIGKILL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rollouts whose calls form trees: trained as their separate calls would be, each token once."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

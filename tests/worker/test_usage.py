@@ -1,7 +1,5 @@
 """What a step's metrics say of processors and cards."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

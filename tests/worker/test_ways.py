@@ -1,8 +1,6 @@
 """Every way of computing a group, on the architectures that people train, beside a plain forward pass
 of each sequence with transformers' eager attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

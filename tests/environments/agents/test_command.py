@@ -1,7 +1,5 @@
 """Agents that are command lines."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The APIs that an agent may speak, with the packages that real agents use."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pkgutil

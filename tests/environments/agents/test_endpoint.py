@@ -1,7 +1,5 @@
 """Agents: programs that ask a model through OpenAI's API, in the sandbox of their environment."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Programs of several rollouts in one environment: what a hostile one learns of the others."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Episodes that draw from the global generators."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """EnvironmentHost over real child processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Hostile environments as data: each row is one act of environment code and what must come of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environments that bring a requirements.txt: real installs of small packages, real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import fcntl

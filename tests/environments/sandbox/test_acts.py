@@ -3,8 +3,6 @@
 All acts of a place run in one process of an environment. The places: this user, root in a container
 that may make no namespace, and a user without rights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

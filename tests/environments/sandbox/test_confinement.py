@@ -1,7 +1,5 @@
 """The sandbox of environment code, attacked by code that an environment runs for real."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Scratch folders that hostile code left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The allow-list of system calls: what is not on it is refused, and what programs need works."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re
