@@ -43,13 +43,15 @@ class TaskExample:
     """One task: its dataset row (`record`), the question (`input`) and the gold answer (`output`).
 
     `id` is the same in every run and on every machine. If a row has no id, `load_dataset` derives
-    one from the row."""
+    one from the row. Tasks with the same `group` hang together, as those of one template or one
+    document: evaluations count them so. By default it is the prompt without numbers and names."""
 
     record: Mapping[str, Any]
     input: str
     id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     output: Any = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,8 @@ class ArgumentsError(ValueError):
 def load_dataset(
     path: str | Path, *, input_key: str = "input", output_key: str = "output"
 ) -> list[TaskExample]:
-    """Read tasks from a JSONL file with one object a line; `id` and `metadata` are optional keys.
+    """Read tasks from a JSONL file with one object a line; `id`, `metadata` and `group` are
+    optional keys.
 
     Raises DatasetError if the file is missing, empty or malformed, or if an id repeats.
     """
@@ -345,4 +348,12 @@ def _task_of_line(line: str, input_key: str, output_key: str) -> TaskExample:
     if not isinstance(metadata, dict):
         raise ValueError(f"'metadata' must be an object, got {metadata!r}")
     metadata = cast("dict[str, Any]", metadata)
-    return TaskExample(record, question, str(task_id), metadata, record.get(output_key))
+    group = record.get("group")
+    return TaskExample(
+        record,
+        question,
+        str(task_id),
+        metadata,
+        record.get(output_key),
+        None if group is None else str(group),
+    )

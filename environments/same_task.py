@@ -14,6 +14,8 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
 from itertools import chain
 from math import ceil
 from typing import Any, cast
@@ -102,6 +104,18 @@ def template_of(prompt: str) -> str:
     return " ".join(
         "NAME" if token == "\x00" else "0" if token[0].isdigit() else token for token in tokens
     )
+
+
+def kind_of(messages: Sequence[Mapping[str, Any]], group: str | None) -> str:
+    """The group that a task declares, else a digest of the form of the last message that it opens
+    with: those before it may show other tasks as examples.
+    """
+    return group if group is not None else _digest_of_form(task_of(messages[-1:]).text)
+
+
+@lru_cache(512)  # the attempts at a task have one prompt
+def _digest_of_form(prompt: str) -> str:
+    return sha256(template_of(prompt).encode(errors="replace")).hexdigest()[:12]
 
 
 class SameTasks:

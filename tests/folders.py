@@ -13,7 +13,8 @@ from environments import (
 
 def tasks(count=6, first=0):
     return [
-        TaskExample({}, f"Add {n} and {n + 1}.", id=f"t{n}", output=str(2 * n + 1)) for n in range(first, first + count)
+        TaskExample({}, f"Add {n} and {n + 1}.", id=f"t{n}", output=str(2 * n + 1), group="sums")
+        for n in range(first, first + count)
     ]
 
 

@@ -148,9 +148,13 @@ def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: floa
         writer.beat(step, "train")
 
 
-def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES, **more: float) -> None:
-    """An evaluation in which the first `solved` of `of` examples succeed. `more` is for its summary."""
+def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES, kinds: int = 0, **more: float) -> None:
+    """An evaluation in which the first `solved` of `of` examples succeed. `more` is for its summary;
+    neighbours are of one of so many kinds, without them each example is of its own.
+    """
     rollouts = [sample_rollout(step, index, float(index < solved)) for index in range(of)]
+    for index, rollout in enumerate(rollouts):
+        rollout["kind"] = f"{index * kinds // of}" if kinds else None
     share = solved / of
     summary = {"n": of, "success": share, "reward_mean": share, "error_share": 0.0, **more}
     writer.evaluation(step, summary, rollouts)

@@ -75,6 +75,7 @@ from environments.tools import tool_calls_of, tool_schemas
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
 EXPECTED_CHARACTERS = 2000
+GROUP_CHARACTERS = 200
 PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
 """Size of one page of the task list. In JSON a character takes up to 12 bytes."""
 CANCEL_TIMEOUT_S = 1.0
@@ -285,6 +286,7 @@ class Child:
         return {
             "task_id": _task_id(example),
             "expected": _expected(example),
+            "group": None if example.group is None else str(example.group)[:GROUP_CHARACTERS],
             "messages": opened.messages,
             "max_turns": int(turns),
             "tools": tools,

@@ -77,6 +77,8 @@ class Opening:
     """OpenAI function schemas of what the model may call."""
     expected: str | None = None
     """The beginning of the gold answer, if the task has one as text."""
+    group: str | None = None
+    """What the task declares that it hangs together with."""
     options: CallOptions = NO_OPTIONS
     """What an agent's first request asks of its answer."""
     is_agent: bool = False

@@ -113,6 +113,7 @@ class Reader:
             "start_episode": _object(
                 task_id=task_id,
                 expected=_maybe(text),
+                group=_maybe(text),
                 max_turns=_whole(1, MAX_TURNS),
                 is_agent=_truth,
                 **request,

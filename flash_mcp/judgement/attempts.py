@@ -55,7 +55,17 @@ def pass_at(tasks: Tasks) -> dict[str, float]:
 
 
 def successes(tasks: Tasks) -> list[list[bool]]:
-    return [[attempt.success for attempt in attempts] for attempts in tasks.values()]
+    """The outcomes that hang together: those of each kind of tasks, or of each task where there are
+    too few kinds to tell how much kinds differ.
+    """
+    alone: list[list[bool]] = []
+    kinds: dict[str, list[bool]] = {}
+    for attempts in tasks.values():
+        alone.append([attempt.success for attempt in attempts])
+        kinds.setdefault(attempts[0].kind, []).extend(alone[-1])
+    if len(kinds) < statistics.FEWEST_KINDS:
+        return alone
+    return [*kinds.values()]
 
 
 def distinct(tasks: Tasks, metric: Metric) -> list[set[float]]:

@@ -7,26 +7,31 @@ more tasks would decide.
                          show a change of the size seen, or of `effect` if that is larger
 
 The unit is the task, not the attempt, because attempts at one task are alike. Values are per task:
-means over its attempts."""
+means over its attempts. Tasks that were made from one form are alike too: where they are of at
+least FEWEST_KINDS kinds, it is the kinds that may have changed by chance. Fewer are too few to
+say anything of other kinds, so the verdict is on these alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import mul, neg
 from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import PlainSerializer
 
 from flash_mcp.judgement import health, statistics
-from flash_mcp.judgement.statistics import Interval
+from flash_mcp.judgement.statistics import FEWEST_KINDS, Interval
 from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Evaluation, Json
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 
 Outcome = Literal["improved", "no_change", "regressed", "underpowered", "constant"]
-Test = Literal["mcnemar_exact", "paired_bootstrap", "noise_band"]
+Solved = tuple[float, float, str]
+"""Of one task: success before and after, as 0 or 1, and its kind."""
+Test = Literal["mcnemar_exact", "paired_bootstrap", "noise_band", "kind_flips"]
 
 MIN_CHANGE = 0.05
 """The smallest change of a success share that counts, unless the caller says otherwise."""
@@ -47,7 +52,7 @@ class Change(ResultModel):
     high: Rounded
     test: Test
     p: Annotated[float, PlainSerializer(lambda p: float(f"{p:.3g}"), float)] | None = None
-    """Of McNemar's exact test."""
+    """Of McNemar's exact test, or of flipping the signs of whole kinds."""
     decide_n: int | None = None
     """Where underpowered: tasks that would decide."""
     explanation: str
@@ -64,7 +69,7 @@ class Verdict(ResultModel):
     """The change, its noise band, and on how many examples."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Measured:
     """What a test found; `spread` is the variance of one observation (see statistics.needed)."""
 
@@ -77,36 +82,86 @@ class _Measured:
     spread: float
     how: str
     p: float | None = None
+    cost: float = 0.0
+    """So many times the tasks are needed as of tasks that do not hang together; 0 where the kinds
+    do not count."""
 
 
-def compare_paired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
-    """Compare the same tasks: exact McNemar test if each value is 0 or 1, else a paired bootstrap.
-    ValueError for no tasks, or another number of them on each side.
+def compare_paired(
+    base: Sequence[float], other: Sequence[float], kinds: Sequence[str] = (), *, effect: float
+) -> Change:
+    """Compare the same tasks: exact McNemar test if each value is 0 or 1, else a paired bootstrap;
+    by flipping the signs of whole kinds where several tasks are of one. `kinds`: one a task, or
+    none if all differ. ValueError for no tasks, or another number of them on each side.
     """
     differences = [after - before for before, after in zip(base, other, strict=True)]
     if not differences:
         raise ValueError("no tasks to compare")
-    if _are_outcomes(base, other):
-        return _judged(_mcnemar(differences), effect)
-    return _judged(_bootstrap(differences, effect), effect)
+    are_outcomes = _are_outcomes(base, other)
+    measured = _mcnemar(differences) if are_outcomes else _bootstrap(differences, effect)
+    measured = _across_kinds(measured, _deviations(differences), kinds)
+    if measured.cost:
+        measured.p = statistics.sign_flips(statistics.by_kind(differences, kinds))
+        measured.significant = measured.p < SIGNIFICANT
+        p = f"p = {measured.p:.3g}"
+        if are_outcomes:
+            p = f"{differences.count(1)} newly solved, {differences.count(-1)} no longer; {p}"
+        measured.test = "kind_flips"
+        measured.how = f"flipping the signs of whole kinds ({p}): the same {measured.how}"
+    return _judged(measured, effect)
 
 
-def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
+def compare_unpaired(
+    base: Sequence[float], other: Sequence[float], kinds: Sequence[str] = (), *, effect: float
+) -> Change:
     """Compare different tasks by the 95 % interval of the difference of their means; of shares it
-    is Agresti and Caffo's, which has a width at 0 and 1 too. ValueError for no tasks on a side.
+    is Agresti and Caffo's, which has a width at 0 and 1 too. `kinds`: those of the tasks of base,
+    then of other. ValueError for no tasks on a side.
     """
     if not base or not other:
         raise ValueError("no tasks to compare")
-    return _judged(_noise_bands(base, other), effect)
+    parts = [*map(neg, _deviations(base)), *_deviations(other)]
+    measured = _across_kinds(_noise_bands(base, other), parts, kinds)
+    if measured.cost:
+        excludes = measured.interval.excludes_zero()
+        measured.significant = excludes and measured.tasks >= LEAST_TASKS
+        measured.how = f"noise bands of different tasks, {measured.how}"
+    return _judged(measured, effect)
 
 
-def compare_evaluations(
-    base: Evaluation, trained: Evaluation, pairs: Sequence[tuple[float, float]]
-) -> Change:
+def _deviations(values: Sequence[float]) -> list[float]:
+    """Each value's share of the deviation of the mean."""
+    middle, count = fmean(values), len(values)
+    return [(value - middle) / count for value in values]
+
+
+def _across_kinds(measured: _Measured, parts: Sequence[float], kinds: Sequence[str]) -> _Measured:
+    """With the interval and the spread that hold if the tasks of a kind hang together, and a new
+    `how` that begins with the tasks and their kinds. `parts`: see statistics.error_of_kinds.
+    """
+    number = len(set(kinds))
+    if number == len(kinds) or number == 1:
+        return measured
+    if number < FEWEST_KINDS:
+        return replace(measured, how=f"{measured.how}, for their {number} kinds of tasks alone")
+    error = statistics.error_of_kinds(parts, kinds)
+    alone = math.sqrt(sum(map(mul, parts, parts)))
+    cost = max(1.0, (error / max(alone, 1e-300)) ** 2)
+    low, high = measured.interval.low, measured.interval.high
+    middle = (low + high) / 2
+    half = max((high - low) / 2, statistics.t95(number - 1) * error)
+    how = f"{len(kinds)} tasks of {number} kinds"
+    if cost > 1:
+        how += f", which tell as much as {max(round(len(kinds) / cost), 1)} unlike ones"
+    interval = Interval(middle - half, middle + half)
+    return replace(measured, interval=interval, spread=measured.spread * cost, how=how, cost=cost)
+
+
+def compare_evaluations(base: Evaluation, trained: Evaluation, pairs: Sequence[Solved]) -> Change:
     """Compare two evaluations of one run, paired by example if the rollouts of both were kept."""
     if pairs:
-        before, after = zip(*pairs, strict=True)
-        change = compare_paired(before, after, effect=MIN_CHANGE)
+        before, after, kinds = zip(*pairs, strict=True)
+        change = compare_paired(before, after, kinds, effect=MIN_CHANGE)
     else:
         before, after = _successes(base.summary), _successes(trained.summary)
         change = compare_unpaired(before, after, effect=MIN_CHANGE)
@@ -126,12 +181,12 @@ def discounted(change: Change, trained: Evaluation) -> Change:
     return change
 
 
-def headroom(pairs: Sequence[tuple[float, float]], attempts: int) -> str:
+def headroom(pairs: Sequence[Solved], attempts: int) -> str:
     """Whether training has used up what its first policy could do. `pairs`: for each task 1 if one
     of that policy's `attempts` solved it, else 0; and what the last policy reaches on it.
     """
-    best, last = zip(*pairs, strict=True)
-    change = compare_paired(last, best, effect=MIN_CHANGE)
+    best, last, kinds = zip(*pairs, strict=True)
+    change = compare_paired(last, best, kinds, effect=MIN_CHANGE)
     both = f"the best of {attempts} attempts of base solves {percent(fmean(best))}"
     both += f", other {percent(fmean(last))}"
     if change.outcome == "improved":
@@ -147,7 +202,7 @@ def headroom(pairs: Sequence[tuple[float, float]], attempts: int) -> str:
 
 
 def judge(
-    evaluations: Sequence[Evaluation], pairs: Sequence[tuple[float, float]], overlap: Json | None
+    evaluations: Sequence[Evaluation], pairs: Sequence[Solved], overlap: Json | None
 ) -> tuple[Change, Verdict] | None:
     """The change over a run's evaluations and the verdict; None unless there is one from before the
     training and another."""

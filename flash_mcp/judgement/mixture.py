@@ -60,7 +60,7 @@ def line(
     share: float,
     history: Sequence[Metrics],
     evaluations: Sequence[Evaluation],
-    pairs: Sequence[tuple[float, float]],
+    pairs: Sequence[comparison.Solved],
 ) -> str:
     """One environment in words; `share` is that of the groups, evaluations are its own."""
     text = f"{part['name']} ({percent(share)} of the groups)"

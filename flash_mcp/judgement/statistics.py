@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from statistics import fmean, quantiles, variance
 
 Z95 = 1.959963984540054
@@ -24,8 +26,14 @@ T95 = (
 """Two-sided 95 % quantiles of Student's t with 1, 2, 3 and more degrees of freedom."""
 MOST_MEASUREMENTS = len(T95) + 1
 """That `mean_interval` takes."""
+FEWEST_KINDS = 6
+"""Fewer kinds of tasks cannot be significant: 5 that all rise have p = 0.06."""
 RESAMPLES = 5000
 MOST_RESAMPLED = 1000
+FINEST = 5000
+"""Parts of the sum of all sizes, to which `sign_flips` rounds."""
+MOST_PARTS = 16
+"""Of 1, in which it is exact: means of up to so many attempts."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,14 @@ def wilson(successes: float, count: float) -> Interval:
 def mean_interval(values: Sequence[float]) -> Interval:
     """Student's interval of a mean of 2 to MOST_MEASUREMENTS independent measurements."""
     middle = fmean(values)
-    half = T95[len(values) - 2] * math.sqrt(variance(values) / len(values))
+    half = t95(len(values) - 1) * math.sqrt(variance(values) / len(values))
     return Interval(middle - half, middle + half)
 
 
 def t95(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t with 10 or more degrees of freedom, to 0.003
-    (Abramowitz and Stegun 26.7.5).
-    """
+    """Two-sided 95 % quantile of Student's t, to 0.006 (Abramowitz and Stegun 26.7.5)."""
+    if freedom <= len(T95):
+        return T95[freedom - 1]
     first = (Z95**3 + Z95) / 4
     second = (5 * Z95**5 + 16 * Z95**3 + 3 * Z95) / 96
     return Z95 + first / freedom + second / freedom**2
@@ -77,9 +85,9 @@ def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
     """Wilson's interval of the success rate of tasks that were each attempted once or several
     times.
 
-    `outcomes[t]` are the attempts of task t. Attempts of one task are alike, so they count as
-    fewer: as the size that a sample of independent attempts with the same standard error would
-    have, never less than the number of tasks."""
+    `outcomes[t]` are the attempts at task t, or at all tasks of kind t. They are alike, so they
+    count as fewer: as the size that a sample of independent attempts with the same standard error
+    would have, never less than the number of tasks or kinds."""
     tasks = list(filter(None, outcomes))
     count = sum(map(len, tasks))
     if not tasks:
@@ -116,6 +124,56 @@ def mcnemar(won: int, lost: int) -> float:
         term = term * (changed - number) // (number + 1)  # the next binomial coefficient
         tail += term
     return min(1.0, 2 * tail / 2**changed)
+
+
+def by_kind(values: Sequence[float], kinds: Sequence[str]) -> list[float]:
+    """The sum of the values of each kind."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for value, kind in zip(values, kinds, strict=True):
+        sums[kind] += value
+    return [*sums.values()]
+
+
+def sign_flips(sums: Sequence[float]) -> float:
+    """Two-sided p of the total of `sums` if each could as well have the other sign. Exact for
+    multiples of 1/MOST_PARTS or of larger parts (McNemar's test, where all are 1 or -1), to
+    1/FINEST of all sizes for others, and by the normal approximation for more than MOST_RESAMPLED.
+    """
+    moved = list(filter(None, sums))
+    if len(moved) > MOST_RESAMPLED:
+        return math.erfc(abs(sum(moved)) / math.sqrt(2 * sum(map(mul, moved, moved))))
+    total = sum(map(abs, moved))
+    scale = FINEST / max(total, 1e-300)
+    rounded = math.isqrt(len(moved)) + 1  # equal totals may differ by so much
+    for parts in range(MOST_PARTS, 0, -1):
+        if total * parts <= FINEST and all(_is_whole(value * parts) for value in moved):
+            scale, rounded = parts, 0
+    steps = [round(value * scale) for value in moved]
+    # In how many ways the sizes of those that rise sum to 0, 1, 2 and so on, side by side in one
+    # integer. A size is added by one shift.
+    width = len(moved) // 8 + 1
+    ways = 1
+    for step in steps:
+        ways += ways << 8 * width * abs(step)
+    tail = (sum(map(abs, steps)) - abs(sum(steps)) + rounded) // 2
+    low = ways & ((1 << 8 * width * (tail + 1)) - 1)
+    written = low.to_bytes(width * (tail + 1), "little")
+    count = 0
+    for at in range(0, len(written), width):
+        count += int.from_bytes(written[at : at + width], "little")
+    return min(1.0, 2 * count / 2 ** len(moved))
+
+
+def _is_whole(value: float) -> bool:
+    return abs(value - round(value)) < 1e-9
+
+
+def error_of_kinds(parts: Sequence[float], kinds: Sequence[str]) -> float:
+    """Standard error of a mean whose tasks hang together within their kinds. `parts` are the tasks'
+    shares of its deviation: (value - mean) / count.
+    """
+    sums = by_kind(parts, kinds)
+    return math.sqrt(len(sums) / (len(sums) - 1) * sum(value**2 for value in sums))
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:

@@ -231,6 +231,8 @@ class Rollout(Record):
     reason: str | None = None
     expected: str | None = None
     """The beginning of the task's gold answer, if it has one as text."""
+    kind: str | None = None
+    """The group that the task declares, else a digest of its prompt without numbers and names."""
     error: Json | None = None
     turns: int = 0
     prompt_tokens: int = 0
@@ -347,6 +349,8 @@ class Try(Record):
     tokens: int
     """That the model wrote."""
     turns: int
+    kind: str = ""
+    """What its task has in common with others; unknown ones are each of its own."""
 
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Self:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from flash_mcp.judgement.attempts import unknown_checkpoint
+from flash_mcp.judgement.comparison import Solved
 from flash_mcp.judgement.curve import METRICS, Curve, drawn
 from flash_mcp.judgement.health import WINDOW
 from flash_mcp.protocol.records import (
@@ -36,6 +38,9 @@ TRENDS = {
     "eval": (),
 }
 """Metrics whose trend is shown, by algorithm."""
+KIND = """coalesce(json_extract({0}body, '$.kind'),
+          coalesce(json_extract({0}body, '$.task_id'), '') || ' ' || {0}position)"""
+"""The kind of a rollout's task. One of an earlier version has none, and counts as its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,7 @@ class RunHistory:
     """Of a base model from the hub."""
     sampling: Event | None
     """When the worker of an evaluation began to sample."""
-    pairs: list[tuple[float, float]]
+    pairs: list[Solved]
     """Success before training and at the newest evaluation, for each example."""
     tries: list[Try]
     """Attempts of an evaluation, else none."""
@@ -305,15 +310,16 @@ class HistoryTables(RunTable):
 
     def pairs(
         self, run_id: str, evaluations: Sequence[Evaluation], environment: str = ""
-    ) -> list[tuple[float, float]]:
-        """(success at the first evaluation, at the last) of each example that environment code
-        failed at neither; none if their files were lost. Only those of an `environment` of a
+    ) -> list[Solved]:
+        """(success at the first evaluation, at the last, kind) of each example that environment
+        code failed at neither; none if their files were lost. Only those of an `environment` of a
         mixture.
         """
         steps = [row.step for row in evaluations if row.can_be_judged]
         if len(steps) < 2:
             return []
-        sql = """SELECT a.success * 1.0, b.success * 1.0 FROM rollouts a JOIN rollouts b
+        sql = f"""SELECT a.success * 1.0 AS before, b.success * 1.0 AS after,
+                 {KIND.format("a.")} AS kind FROM rollouts a JOIN rollouts b
                  ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
                  WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
                  AND json_extract(a.body, '$.error') IS NULL
@@ -322,11 +328,12 @@ class HistoryTables(RunTable):
         if environment:
             sql += " AND instr(json_extract(a.body, '$.task_id'), ?) = 1"
             values.append(f"{environment}/")
-        return self.two_columns(sql, values)
+        return list(map(itemgetter("before", "after", "kind"), self.query(sql, values)))
 
     def tries(self, run_id: str, step: int) -> list[Try]:
         """Every attempt of a run's evaluation at `step`, in order."""
-        sql = """SELECT position AS "index", success, reward,
+        sql = f"""SELECT position AS "index", success, reward,
+                 {KIND.format("")} AS kind,
                  CAST(coalesce(json_extract(body, '$.task_id'), position) AS TEXT) AS task_id,
                  json_extract(body, '$.error.code') AS code,
                  coalesce(json_extract(body, '$.truncated'), 0) AS truncated,

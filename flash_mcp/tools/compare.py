@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from flash_mcp.judgement import attempts, comparison, health, statistics
 from flash_mcp.judgement.attempts import Metric
-from flash_mcp.judgement.comparison import Change, Outcome
+from flash_mcp.judgement.comparison import Change, Outcome, Solved
 from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Evaluation, Rollout, Run, Try
@@ -260,6 +261,14 @@ class Evaluated:
     def tasks(self) -> dict[str, list[Try]]:
         return attempts.by_task(self.tries)
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """{task id: kind}, in the order of `means`"""
+        kinds: dict[str, str] = {}
+        for task, tries in self.tasks.items():
+            kinds[task] = tries[0].kind
+        return kinds
+
     def means(self, metric: Metric) -> dict[str, float]:
         return attempts.means(self.tasks, metric)
 
@@ -301,13 +310,13 @@ class Pair:
         base = self.base.means(metric)
         other = self.other.means(metric)
         if self.shared:
-            before = [base[task] for task in self.shared]
-            after = [other[task] for task in self.shared]
-            result = comparison.compare_paired(before, after, effect=effect)
+            before, after, kinds = zip(*self.of_shared(base, other), strict=True)
+            result = comparison.compare_paired(before, after, kinds, effect=effect)
         else:
             before = [*base.values()]
             after = [*other.values()]
-            result = comparison.compare_unpaired(before, after, effect=effect)
+            kinds = [*self.base.kinds.values(), *self.other.kinds.values()]
+            result = comparison.compare_unpaired(before, after, kinds, effect=effect)
         if metric == "success":
             result = comparison.discounted(result, self.other.row)
         if self.differing:
@@ -325,10 +334,16 @@ class Pair:
             return None
         best = self.base.means("success")
         last = self.other.means("success")
-        pairs: list[tuple[float, float]] = []
+        solved = {task: math.ceil(share) for task, share in best.items()}
+        return comparison.headroom(self.of_shared(solved, last), tries)
+
+    def of_shared(self, base: Mapping[str, float], other: Mapping[str, float]) -> list[Solved]:
+        """The values of the tasks on both sides, with the tasks' kinds."""
+        pairs: list[Solved] = []
+        kinds = self.other.kinds
         for task in self.shared:
-            pairs.append((float(best[task] > 0), last[task]))
-        return comparison.headroom(pairs, tries)
+            pairs.append((base[task], other[task], kinds[task]))
+        return pairs
 
     def moved(self) -> dict[str, float]:
         """{paired task: change of its share of successes} if it changed, the largest first."""

@@ -50,10 +50,11 @@ def test_a_missing_dataset_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_keep_their_ids_and_get_stable_ones(tmp_path: Path) -> None:
-    rows = '{"input": "a", "output": "A", "id": 7, "metadata": {"k": 1}}\r\n{"input": "line\u2028break"}\n'
+    rows = '{"input": "a", "output": "A", "id": 7, "metadata": {"k": 1}, "group": 3}\r\n{"input": "line\u2028break"}\n'
     (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
     first, second = load_dataset(tmp_path / "rows.jsonl")
     assert (first.id, first.input, first.output, first.metadata) == ("7", "a", "A", {"k": 1})
+    assert (first.group, second.group) == ("3", None)
     assert second.input == "line\u2028break"
     (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8-sig")
     assert load_dataset(tmp_path / "rows.jsonl") == [first, second]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from environments.same_task import SameTasks, Task, same_tasks, task_of, template_of
+from environments.same_task import SameTasks, Task, kind_of, same_tasks, task_of, template_of
 
 PEARS = "Ada buys 3 crates of 12 pears in Oslo. How many pears?"
 GERMAN = "Translate the following word into German and answer with one word in tags: "
@@ -108,3 +108,11 @@ def test_all_pairs_of_many_tasks_are_compared() -> None:
 )
 def test_a_template_is_the_prompt_without_numbers_and_names(prompt: str, template: str) -> None:
     assert template_of(prompt) == template
+
+
+def test_a_kind_is_the_declared_group_or_the_form_of_what_is_asked_last() -> None:
+    def kind(asked: str, shown: str, group: str | None = None) -> str:
+        return kind_of([{"role": "user", "content": shown}, {"role": "user", "content": asked}], group)
+
+    assert kind("What is 3 + 4?", "2 + 2 = 4") == kind("What is 9 + 1?", "8 - 1 = 7") != kind("What is 9 - 1?", "")
+    assert kind("What is 3 + 4?", "", "sums") == "sums"

@@ -2,6 +2,7 @@
 
 import math
 import random
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given, settings
@@ -99,6 +100,65 @@ def test_a_paired_comparison_of_equal_models_cries_wolf_at_most_5_times_of_100()
     assert cried / 400 <= 0.06
 
 
+def templates(number: int, share: float, change: float, rng: random.Random) -> list[list[float]]:
+    """Success before and after of 200 tasks of `number` templates. `share` of what decides is the
+    template's.
+    """
+    normal = NormalDist()
+
+    def drawn() -> list[float]:
+        ours = [rng.gauss(0, 1) for _ in range(number)]
+        return [math.sqrt(share) * ours[n % number] + math.sqrt(1 - share) * rng.gauss(0, 1) for n in range(200)]
+
+    hard, limits = drawn(), (0.0, normal.inv_cdf(0.5 + change))
+    own = [drawn() for _ in limits]
+    return [
+        [float(math.sqrt(0.7) * a + math.sqrt(0.3) * b < limit) for a, b in zip(hard, side, strict=True)]
+        for side, limit in zip(own, limits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "share", "change", "least", "most"),
+    [
+        (10, 0.0, 0.0, 0.0, 0.05),
+        (10, 0.5, 0.0, 0.0, 0.05),
+        (20, 0.5, 0.0, 0.0, 0.05),
+        (50, 1.0, 0.0, 0.0, 0.05),
+        (200, 0.0, 0.0, 0.0, 0.05),
+        (200, 0.0, 0.1, 0.7, 0.9),  # as much as McNemar's test
+    ],
+)
+def test_tasks_of_few_templates_are_as_seldom_called_improved(
+    number: int, share: float, change: float, least: float, most: float
+):
+    rng, kinds = random.Random(3), [f"{n % number}" for n in range(200)]
+    found = [comparison.compare_paired(*templates(number, share, change, rng), kinds, effect=0.05) for _ in range(200)]
+    assert least <= sum(one.outcome == "improved" for one in found) / 200 <= most
+    held = sum(one.low <= change <= one.high for one in found) / 200
+    assert held >= 0.9
+
+
+def test_the_verdict_says_of_how_many_kinds_the_tasks_are_and_what_that_costs():
+    # The tasks of a kind change as one: 12 kinds of 10 tasks, of which 5 are newly solved.
+    kinds = [f"{n // 10}" for n in range(120)]
+    sides = [0.0] * 120, [float(n < 50) for n in range(120)]
+    many = comparison.compare_paired(*sides, kinds, effect=0.05)
+    assert (many.outcome, many.test, many.p) == ("underpowered", "kind_flips", 0.0625)
+    assert "(50 newly solved, 0 no longer; p = 0.0625): the same 120 tasks of 12 kinds, " in many.explanation
+    assert "which tell as much as 11 unlike ones" in many.explanation
+    assert many.decide_n is not None and many.decide_n > 10 * 12
+    shifted = comparison.compare_paired(sides[0], [0.3 * value for value in sides[1]], kinds, effect=0.05)
+    assert (shifted.test, shifted.p) == ("kind_flips", 0.0625)
+    apart = comparison.compare_unpaired(*sides, [*kinds, *(f"other {kind}" for kind in kinds)], effect=0.05)
+    assert "120 tasks" not in apart.explanation and "240 tasks of 24 kinds" in apart.explanation
+    few = comparison.compare_paired(*sides, [f"{n // 40}" for n in range(120)], effect=0.05)
+    assert (few.outcome, few.test) == ("improved", "mcnemar_exact")
+    assert "for their 3 kinds of tasks alone" in few.explanation
+    for same in (["a"] * 120, [f"{n}" for n in range(120)]):
+        assert comparison.compare_paired(*sides, same, effect=0.05) == comparison.compare_paired(*sides, effect=0.05)
+
+
 def test_different_tasks_are_compared_by_noise_bands():
     found = comparison.compare_unpaired([1.0] * 40 + [0.0] * 160, [1.0] * 100 + [0.0] * 100, effect=0.05)
     assert (found.outcome, found.test) == ("improved", "noise_band")
@@ -166,7 +226,7 @@ def test_evaluations_whose_rollouts_are_lost_are_compared_by_their_summaries():
     trained = evaluation(20, 90, 100)
     lost = comparison.compare_evaluations(base, trained, [])
     assert (lost.outcome, lost.test, round(lost.change, 3)) == ("improved", "noise_band", 0.7)
-    kept = comparison.compare_evaluations(base, trained, [(0.0, 1.0)] * 20 + [(0.0, 0.0)] * 80)
+    kept = comparison.compare_evaluations(base, trained, [(0.0, float(n < 20), f"{n}") for n in range(100)])
     assert (kept.test, round(kept.change, 3)) == ("mcnemar_exact", 0.2)
 
 
@@ -230,7 +290,7 @@ def test_a_success_that_one_constant_answer_reaches_is_no_improvement(
     )
     change = comparison.compare_evaluations(before, after, ())
     assert change.outcome == outcome
-    pairs = [(0.0, 1.0)] * round(500 * success) + [(0.0, 0.0)] * round(500 - 500 * success)
+    pairs = [(0.0, float(n < 500 * success), f"{n}") for n in range(500)]
     assert comparison.compare_evaluations(before, after, pairs).outcome == outcome
 
 
@@ -261,6 +321,6 @@ def test_one_answer_to_nearly_all_tasks_is_told():
 )
 def test_the_best_of_several_early_attempts_tell_headroom_from_ceiling(best: int, last: int, answer: str):
     solved = [[float(task < count) for task in range(100)] for count in (best, last)]
-    text = comparison.headroom([*zip(*solved, strict=True)], attempts=8)
+    text = comparison.headroom([*zip(*solved, map(str, range(100)), strict=True)], attempts=8)
     assert text.startswith(f"{answer}: ")
     assert f"the best of 8 attempts of base solves {best} %, other {last} %" in text

@@ -4,6 +4,8 @@ import importlib
 import math
 import random
 import time
+from itertools import product, starmap
+from operator import mul
 from statistics import fmean
 from typing import Any
 
@@ -114,6 +116,19 @@ def test_mcnemars_test_of_thousands_of_changed_pairs_takes_no_minute():
     began = time.process_time()
     assert statistics.mcnemar(8000, 8000) == 1.0
     assert time.process_time() - began < 5
+
+
+@given(st.lists(st.integers(-9, 9), max_size=9), st.sampled_from([1.0, 1 / 6, 0.37]))
+def test_sign_flips_are_all_ways_in_which_the_signs_could_be(sums: list[int], unit: float):
+    ways = [abs(sum(starmap(mul, zip(sums, signs, strict=True)))) for signs in product((1, -1), repeat=len(sums))]
+    expected = fmean(way >= abs(sum(sums)) for way in ways)
+    assert statistics.sign_flips([value * unit for value in sums]) == pytest.approx(expected)
+
+
+def test_sign_flips_of_single_tasks_are_mcnemars_test_also_of_thousands():
+    assert statistics.sign_flips([1.0] * 30 + [-1.0] * 14 + [0.0] * 9) == pytest.approx(statistics.mcnemar(30, 14))
+    few, many = (statistics.sign_flips([3.0, -1.0] * count + [2.0] * 30) for count in (485, 486))
+    assert few == pytest.approx(many, rel=0.05)  # exact, and by the normal distribution
 
 
 def test_the_interval_of_a_mean_of_thousands_of_values_is_the_normal_one(scipy_stats: Any):

@@ -19,7 +19,7 @@ from flash_mcp.tools.training import run_time
 from tests.calls import call_over as call
 from tests.calls import refusal
 from tests.folders import environment_folder
-from tests.samples import ECHO, ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run
+from tests.samples import ECHO, ENVIRONMENT, end, evaluate, finished_run, push_echo, read_in, save_adapter, started_run
 from tests.scripted_supervisor import let_go
 
 pytestmark = pytest.mark.usefixtures("supervisor")
@@ -386,6 +386,21 @@ async def test_a_training_run_alone_is_compared_with_its_own_start(client: Clien
     assert "deploy" in body["next"]
     named = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@20")
     assert named["success"] == body["success"]
+
+
+async def test_tasks_of_few_kinds_are_judged_by_their_kinds(client: Client, tmp_path: Path):
+    run, writer = started_run(tmp_path / "run")
+    for step, solved in ((0, 0), (10, 80), (20, 160)):
+        evaluate(writer, step, solved, of=160, kinds=10)
+    run = end(writer, run.id, 20)
+    body = await call(client, "compare", base=run.id, flips=0)
+    assert (body["verdict"], body["success"]["test"]) == ("improved", "kind_flips")
+    assert "40 tasks of 10 kinds" in body["success"]["explanation"]
+    status = await call(client, "status", run_id=run.id)
+    assert "160 tasks of 10 kinds" in status["run"]["verdict"]["explanation"]
+    half = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@10", flips=0)
+    assert (half["verdict"], half["success"]["p"]) == ("underpowered", 0.0625)
+    assert half["other"]["low"] < 0.25  # 5 of 10 kinds tell less than 20 of 40 tasks
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from environments.process.host import Score, Step
+from environments.same_task import kind_of
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
 from worker.rollouts.scheduler import Generator, Limits, Rollout, StepsAhead, Task, collect
@@ -45,6 +46,11 @@ def test_timing_changes_nothing_but_the_time(seed: int, latency_s: float, count:
     at_once, _ = run_virtually(roll(tasks(count), FakeHost(lambda: rng.random() * latency_s), FakeEngine()))
     one_by_one = [run_virtually(roll([task], FakeHost(), FakeEngine()))[0][0] for task in tasks(count)]
     assert essence(at_once) == essence(one_by_one)
+
+
+def test_a_rollout_has_the_kind_of_its_task() -> None:
+    (rollout, *_), _ = run_virtually(roll(tasks(4), FakeHost(), FakeEngine()))
+    assert rollout.record(0).kind == kind_of([{"role": "user", "content": "q0"}], None)
 
 
 def test_each_turn_has_its_reward_and_ends_where_its_tokens_do() -> None:

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol, Self
 from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.checks.playing import together
 from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
+from environments.same_task import kind_of
 from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
@@ -149,6 +150,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     reason: str | None = None
     expected: str | None = None
+    kind: str | None = None
     error: dict[str, str] | None = None
     seconds: float = 0.0
     turn_rewards: list[tuple[int, float | None]] = field(default_factory=list[Any])
@@ -202,6 +204,7 @@ class Rollout:
             metrics=self.metrics,
             reason=self.reason,
             expected=self.expected,
+            kind=self.kind,
             error=self.error,
             turns=self.turns,
             finish=self.finish,
@@ -454,6 +457,7 @@ class _Conversation:
             self.episode = opening.episode
             rollout.task_id = rollout.task.named(opening.task_id)
             rollout.expected = opening.expected
+            rollout.kind = rollout.task.named(kind_of(opening.messages, opening.group))
             if opening.is_agent:
                 serving = _SampledCalls(
                     rollout, self.template, self.host, self.generator, self.limits

@@ -53,7 +53,7 @@ async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
     """
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         opening = await host.open("train", 2)
-        assert (opening.task_id, opening.max_turns) == ("t2", 3)
+        assert (opening.task_id, opening.max_turns, opening.group) == ("t2", 3, "sums")
         assert opening.messages == [{"role": "user", "content": "Add 2 and 3."}]
         step = await host.step(opening.episode, "five")
         assert (step.done, step.messages) == (False, [{"role": "user", "content": "five!"}])
