@@ -45,7 +45,7 @@ COMMANDS = {
     "compare": ["compare", "run-eval-base", "--other", "run-eval-trained", "--flips", "1"],
     "catalog": ["catalog", "--kind", "models"],
     "curve": ["curve", "run-improved", "--json"],
-    "report": ["report", "run-improved", "--out", "FOLDER/page.html"],
+    "report": ["report", "run-improved", "--to", "FOLDER/page.html"],
     "unknown-run": ["status", "run-none"],
     "unknown-run-json": ["status", "run-none", "--json"],
     "unknown-option": ["train", "--step", "3"],

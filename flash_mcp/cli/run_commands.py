@@ -53,8 +53,8 @@ def report(arguments: Arguments) -> None:
     The page needs no network and no other file."""
     from flash_mcp.pages.report import html  # noqa: PLC0415
 
-    out = arguments.out or Path(f"{arguments.run_id}.html")
-    _write(out, html(open_store(), arguments.run_id).encode(), "--out")
+    out = arguments.to or Path(f"{arguments.run_id}.html")
+    _write(out, html(open_store(), arguments.run_id).encode(), "--to")
     answer(arguments, {"path": str(out.absolute())}, str(out))
 
 
@@ -255,8 +255,8 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "report": Command(
         report,
-        ("flash-mcp report run-2f9k1c8d --out report.html",),
-        (RUN_ID, option("--out", "file to write (default ./RUN_ID.html)", "FILE", type=Path), JSON),
+        ("flash-mcp report run-2f9k1c8d --to report.html",),
+        (RUN_ID, option("--to", "file to write (default ./RUN_ID.html)", "FILE", type=Path), JSON),
     ),
     "export": Command(
         export,

@@ -353,6 +353,8 @@ def _rollouts(page: Page, result: Rollouts) -> None:
         page.prose(", ".join(modes), label="failed: ")
     for message in result.opening or ():
         page.prose(message.content, "dim", label=f"{message.role:{ROLE}}")
+    for tool in result.tools or ():
+        page.prose(tool, "dim", label="tool       ")
     for row in result.rollouts:
         _rollout(page, row)
 
@@ -370,6 +372,7 @@ def _rollout(page: Page, row: RolloutView) -> None:
     page.line()
     page.prose(", ".join(parts), style if row.success is not None else "bold")
     page.prose(row.reason, label="scorer     ")
+    page.prose(row.expected, "good", label="expected   ")
     page.prose(row.error, "bad", label="error      ")
     for call, count in (row.refused or {}).items():
         page.prose(f"{call}, {count} times", "warn", label="refused    ")

@@ -34,6 +34,8 @@ def _held_out(view: RunView, points: Sequence[HeldOut]) -> str:
     if len(points) > 1 and points[0].step == 0:
         text = f"{percent(points[0].success)} → {text}"
     text += f" of {newest.n} held-out tasks"
+    if not newest.step:
+        return f"{text} before training{'' if view.state == 'running' else f': {view.state}'}"
     if view.verdict:
         text += f": {view.verdict.outcome.replace('_', ' ')}"
     return text

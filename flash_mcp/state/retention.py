@@ -145,10 +145,11 @@ def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluatio
 
 
 def better_than_newest(
-    saved: Sequence[Checkpoint], evaluations: Sequence[Evaluation]
+    saved: Sequence[Checkpoint], evaluations: Sequence[Evaluation], *, has_ended: bool
 ) -> tuple[int, str] | None:
     """The step of the best checkpoint, and how it compares, where both were measured alike and it
-    is not the newest.
+    is not the newest; after the end of a run also the best one that was measured, if the newest
+    was not.
     """
     if len(saved) < 2:
         return None
@@ -159,6 +160,9 @@ def better_than_newest(
     success = {row.step: row.summary["success"] for row in evaluations}
     if best.step in success and newest.step in success:
         both = f"{success[best.step]:.3f} held-out success, {success[newest.step]:.3f}"
+    elif best.step in success and has_ended:
+        own = f"{success[best.step]:.3f} held-out success"
+        return best.step, f"checkpoint {best.step}: {own}; the newest, {newest.step}, has none"
     elif "eval_loss" in best.metrics and "eval_loss" in newest.metrics and not success:
         both = f"held-out loss {best.metrics['eval_loss']:.4g}, {newest.metrics['eval_loss']:.4g}"
     else:

@@ -188,8 +188,8 @@ class Catalog(Result):
     """Models, environments, datasets, devices, targets and deployments."""
 
     models: list[Model] | None = None
-    not_fitting: list[str] | None = None
-    """Models that fit neither here nor a target: `contains` shows each, and why."""
+    not_fitting: dict[str, list[str]] | None = None
+    """Models that run neither here nor on a target, by what hinders them; `contains` shows each."""
     default_model: str | None = None
     environments: list[Environment] | None = None
     datasets: list[Dataset] | None = None
@@ -284,13 +284,14 @@ def _models(store: Store, contains: str, steps: ReadSteps) -> list[Model]:
     return [_model(card, machines, steps()) for card in cards.values()]
 
 
-def _fitting(models: Sequence[Any]) -> tuple[list[Model], list[str] | None]:
-    """Those that fit somewhere, and the names of the others; all of them if none fits."""
+def _fitting(models: Sequence[Any]) -> tuple[list[Model], dict[str, list[str]] | None]:
+    """Those that fit somewhere, and the names of the others by reason; all of them if none fits."""
     fitting: list[Model] = []
-    refused: list[str] = []
+    refused: dict[str, list[str]] = {}
     for model in models:
         if model.fits.startswith("no:") and "; " not in model.fits:
-            refused.append(model.name)
+            why = "too large" if "of weights exceed" in model.fits else model.fits[len("no: ") :]
+            refused.setdefault(why, []).append(model.name)
         else:
             fitting.append(model)
     return fitting or list(models), refused if fitting and refused else None

@@ -253,7 +253,8 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
     if results:
         step = results[0].step
         serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
-        if better := better_than_newest(saved, evaluations):
+        has_ended = run.ended is not None
+        if better := better_than_newest(saved, evaluations, has_ended=has_ended):
             step, why = better
             serve = f"deploy(run_id={run_id!r}, step={step}) serves the best, {why}"
         next_step = f"{serve}; {going_on(run, step)} starts another run from it"

@@ -88,11 +88,11 @@ def env_setup(
     answer: str | None = None,
     scorer: Scorer | None = None,
 ) -> EnvSetup:
-    """Write a starter project that trains as it is: environment.py, datasets, configs and the
-    playbook TRAINING.md. Without folder, return its files instead.
+    """Write a starter project that trains as it is: environment.py, configs, the playbook
+    TRAINING.md, and where the template has rows, datasets. Without folder, return its files.
 
-    If one of its files exists, nothing is written. Change environment.py and the datasets to your
-    task. Then check them with env_test and publish them with env_push.
+    If one of its files exists, nothing is written. Change environment.py and its tasks to yours.
+    Then check them with env_test and publish them with env_push.
 
     Args:
         folder: Folder on the server to write to; created if missing. A remote caller leaves it out.
@@ -124,8 +124,10 @@ def env_setup(
         raise FlashError("invalid_argument", "a dataset needs data", fix=fix)
     template = template or "calculator"
     name = _name(folder, template)
-    check = "change environment.py and datasets/ to your task (see TRAINING.md)"
-    return _written(folder, name, _starter(template, name), check)
+    files = _starter(template, name)
+    has_rows = any(path.startswith("datasets/") for path in files)
+    change = f"change environment.py{' and datasets/' if has_rows else ''} to your task"
+    return _written(folder, name, files, f"{change} (see TRAINING.md)")
 
 
 def _exclude(option: str, **others: str | None) -> None:

@@ -52,7 +52,7 @@ class RunLine(tool_base.ResultModel):
     reward: float | None = None
     """Mean reward of its newest steps."""
     success: float | None = None
-    """Success on held-out tasks, by its newest evaluation."""
+    """Success on held-out tasks by its newest evaluation, if that was after training began."""
     verdict: str | None = None
     """Whether training helped on held-out examples."""
     parent: str | None = None
@@ -208,6 +208,7 @@ def _line(store: Store, run: Run) -> RunLine:
     recent = store.metrics(run.id, limit=NEWEST_STEPS)
     evaluations = [row for row in store.evals(run.id) if row.can_be_judged]
     verdict = verdict_of(store, run, evaluations)
+    is_its_own = evaluations and (evaluations[-1].step or run.algorithm == "eval")
     return RunLine(
         run_id=run.id,
         name=run.name,
@@ -219,7 +220,7 @@ def _line(store: Store, run: Run) -> RunLine:
         step=run.step,
         steps=run.steps,
         reward=rounded(mean_of(recent, "reward/mean"), 3),
-        success=rounded(evaluations[-1].summary["success"], 3) if evaluations else None,
+        success=rounded(evaluations[-1].summary["success"], 3) if is_its_own else None,
         verdict=verdict.outcome if verdict else None,
         parent=adapter_name(run.init_adapter),
         created=utc(run.created),

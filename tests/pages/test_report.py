@@ -212,7 +212,7 @@ def test_the_command_writes_the_page_and_says_where(
     assert main.main(["report", run_id]) == 0
     assert capsys.readouterr().out.strip() == f"{run_id}.html"
     assert Path(f"{run_id}.html").read_text().startswith("<!doctype html>")
-    assert main.main(["report", run_id, "--out", "other.html", "--json"]) == 0
+    assert main.main(["report", run_id, "--to", "other.html", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(Path("other.html").absolute())}
     assert Path("other.html").is_file()
     assert main.main(["report", "run-none"]) == 1

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.cli import main
+from flash_mcp.pages.headline import headline
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.run_view import view_of
 from tests.calls import call
-from tests.samples import end, evaluate, learn, save_adapter, started_run
+from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 
 
 def peaked_run(folder: Path, last: int | None = 80, **fields: object) -> Run:
@@ -73,12 +75,34 @@ async def test_a_model_that_says_no_more_than_one_constant_answer_is_not_deploye
     assert "deploy" not in compared["next"]
 
 
-@pytest.mark.parametrize("last", [95, 99, None])
-async def test_no_best_is_named_where_it_is_the_newest_or_that_was_not_measured(
-    tmp_path: Path, last: int | None
-) -> None:
+@pytest.mark.parametrize("last", [95, 99])
+async def test_no_best_is_named_where_it_is_the_newest(tmp_path: Path, last: int) -> None:
     run = peaked_run(tmp_path, last)
     assert "best" not in (await call("status", run_id=run.id))["run"]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+async def test_what_a_cancelled_run_shows_was_measured_of_it(tmp_path: Path, measured: bool) -> None:
+    run, writer = started_run(tmp_path / "environment", eval_before=True)
+    evaluate(writer, 0, 20)
+    learn(writer, range(1, 13))
+    save_adapter(writer, 10, tmp_path)
+    save_adapter(writer, 12, tmp_path)
+    if measured:
+        evaluate(writer, 10, 95)
+        read_in(open_store(), run.id)
+        assert "best" not in (await call("status", run_id=run.id))["run"]
+    run = end(writer, run.id, 12, "cancelled")
+    report = await call("status", run_id=run.id)
+    (line,) = (await call("status"))["runs"]
+    shown = headline(view_of(open_store(), run.id))
+    if measured:
+        assert report["run"]["best"] == "checkpoint 10: 0.950 held-out success; the newest, 12, has none"
+        assert f"deploy(run_id={run.id!r}, step=10) serves it" in report["next"]
+        assert line["success"] == 0.95 and shown == "20 % → 95 % of 100 held-out tasks: improved"
+    else:
+        assert "best" not in report["run"] and "success" not in line
+        assert shown == "20 % of 100 held-out tasks before training: cancelled"
 
 
 async def test_a_deadline_says_of_how_many_steps_it_made_which_the_last(tmp_path: Path) -> None:

@@ -54,12 +54,14 @@ def test_each_model_says_whether_it_fits_here_and_elsewhere(flash_home: Path, mo
         'cards = {kind = "gpu", name = "H100", memory_gib = 80}\n'
     )
     shown = catalog(kind="models")
-    assert shown.not_fitting == ["gpt-oss-20b"] and len(shown.models or []) == len(MODELS) - 1
+    assert shown.not_fitting == {"too large": ["gpt-oss-20b"]} and len(shown.models or []) == len(MODELS) - 1
     fits = {model.name: model.fits for model in catalog(kind="models", contains="-").models or []}
     assert fits["smollm2-1.7b-instruct"] == "yes; lab: yes"
     assert fits["qwen3-4b"] == "no: 22.5 GiB of weights exceed 85% of 23.5 GiB of a processor; lab: yes"
     assert fits["lfm2.5-1.2b-instruct"] == "no: it needs a GPU; lab: yes"
     assert fits["gpt-oss-20b"] == "no: 117.3 GiB of weights exceed 85% of 23.5 GiB of a processor"
+    (flash_home / "targets.toml").unlink()
+    assert (catalog(kind="models").not_fitting or {})["it needs a GPU"] == ["lfm2.5-1.2b-instruct"]
 
 
 def test_a_model_that_the_catalog_does_not_name_is_shown_by_its_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:

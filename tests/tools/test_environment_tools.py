@@ -138,6 +138,7 @@ async def test_a_template_is_an_example_that_passes_the_gate(
     folder = tmp_path / "new"
     written = await call(client, "env_setup", folder=str(folder), template=template)
     assert files_in(folder) == written["files"]
+    assert ("datasets/" in written["next"]) == (folder / "datasets").exists()
     for path in (TEMPLATES / example).rglob("*"):
         if path.is_file() and path.suffix in (".py", ".jsonl"):
             assert (folder / path.relative_to(TEMPLATES / example)).read_bytes() == path.read_bytes()

@@ -175,7 +175,7 @@ class RunView(ResultModel):
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     best: str | None = None
-    """The best checkpoint by held-out success or loss, if it is not the newest."""
+    """The best measured checkpoint by held-out success or loss, if it is not the newest."""
     outlook: str | None = None
     """Whether it is worth continuing, and why: yes, no, doubtful or too early to say. Of groups of
     train tasks: whether training on them has something to learn: good, doubtful or hopeless."""
@@ -314,11 +314,16 @@ def _held_out(history: RunHistory) -> list[Evaluation]:
     return [row for row in history.evaluations if row.can_be_judged]
 
 
+def _better(history: RunHistory) -> tuple[int, str] | None:
+    has_ended = history.run.ended is not None
+    return better_than_newest(history.checkpoints, _held_out(history), has_ended=has_ended)
+
+
 def _context(
     store: Store, history: RunHistory, judged: Judgement, *, is_blocked: bool
 ) -> RunContext:
     evaluations = _held_out(history)
-    better = better_than_newest(history.checkpoints, evaluations)
+    better = _better(history)
     checkpoint = history.checkpoints[-1].step if history.checkpoints else None
     best = better and better[0]
     has_optimizer = True  # also where the folder is elsewhere: its store may not answer
@@ -382,7 +387,7 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         warnings=_warnings(store, history, blocked),
         error=_failure(store, run),
     )
-    if better := better_than_newest(history.checkpoints, evaluations):
+    if better := _better(history):
         view.best = better[1]
     view.last_step = _last_step(store, run)
     _add_place_and_times(view, run, step_s)
