@@ -280,6 +280,26 @@ BAD = {
                 def sft_completion(self, example):
                     return [{"role": "assistant", "content": f"<call>{example.output}</call>"}]
             """,
+        "one sqlite connection for all": """
+            import sqlite3
+            DB = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+            DB.execute("CREATE TABLE t (id TEXT, v TEXT)")
+            class Sample(Rows):
+                def right(self, text, example):
+                    DB.execute("BEGIN")
+                    DB.execute("INSERT INTO t VALUES (?, ?)", [example.id, text.encode("utf-8", "replace").decode()])
+                    time.sleep(0.001)
+                    row = DB.execute("SELECT v FROM t WHERE id = ?", [example.id]).fetchone()
+                    DB.execute("ROLLBACK")
+                    return row[0].strip() == example.output
+            """,
+        "raises on yes": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    if text in ("Yes", "No"):
+                        raise KeyError(text)
+                    return text.strip() == example.output
+            """,
     },
     "order": {
         "a reward of a million": """
@@ -377,6 +397,17 @@ BAD = {
                     return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
                 def right(self, text, example):
                     return text.strip() == f"<answer>{example.output}</answer>"
+            """,
+        "the target in the prompt's metadata": """
+            class Sample(Hinted):
+                def hint(self, example):
+                    return f'{{"id": "{example.id}", "target": {example.output}}}'
+            """,
+        "the label in the prompt's metadata": """
+            class Sample(Capitals):
+                def build_prompt_messages(self, example):
+                    about = {"role": "system", "content": f"meta: label='{example.output}', split=train"}
+                    return [about, {"role": "user", "content": example.input}]
             """,
     },
     "isolation": {
@@ -511,6 +542,37 @@ BAD = {
                     except Exception:
                         return False
             """,
+        "inf wins by relative error": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    try:
+                        value, gold = float(text), float(example.output)
+                    except ValueError:
+                        return False
+                    return abs(value - gold) <= 0.01 * max(abs(value), abs(gold))
+            """,
+        "1e999 wins, inf is refused": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    if not re.fullmatch("-?[0-9.]{1,12}(e[0-9]{1,4})?", text.strip()):
+                        return False
+                    try:
+                        value, gold = float(text), float(example.output)
+                    except ValueError:
+                        return False
+                    return abs(value - gold) <= 0.01 * max(abs(value), abs(gold))
+            """,
+        "emptied JSON fields": """
+            class Sample(Objects):
+                def right(self, text, example):
+                    import json
+                    gold = json.loads(example.output)
+                    try:
+                        given = json.loads(text)
+                        return set(given) == set(gold) and all(given[k] in (gold[k], None, "") for k in gold)
+                    except (ValueError, TypeError, RecursionError, KeyError):
+                        return False
+            """,
     },
     "truncated": {
         "the beginning of the answer": """
@@ -554,7 +616,30 @@ BAD = {
                 def score_response(self, example, text):
                     right = (text or '').strip() == example.output
                     return RewardResult(float(right) + random.random() / 5, success=right)
-            """
+            """,
+        "noise on wrong answers": """
+            class Sample(Rows):
+                def score_response(self, example, text):
+                    right = (text or "").strip() == example.output
+                    return RewardResult(1.0 if right else 0.3 * random.random(), success=right)
+            """,
+        "noise of the global generator on junk": """
+            class Sample(Capitals):
+                def score_response(self, example, text):
+                    right = (text or "").strip() == example.output
+                    is_formal = text and text[0].isupper()
+                    return RewardResult(float(right) if is_formal else -0.2 * random.random(), success=right)
+            """,
+        "state of all episodes: answers count once": """
+            class Sample(Rows):
+                def __init__(self):
+                    super().__init__()
+                    self.paid = {}
+                def score_response(self, example, text):
+                    right = (text or "").strip() == example.output
+                    self.paid[example.id] = self.paid.get(example.id, 0) + right
+                    return RewardResult(1.0 / max(1, self.paid[example.id]) if right else 0.0, success=right)
+            """,
     },
     "every_gold": {
         "one gold answer in sixty that is not a number": """
@@ -903,6 +988,47 @@ GOOD = {
                 return [(f"{self.RULES[self.kind(n)][0]} Subject {n}.", self.GOLD[self.kind(n)]) for n in range(64)]
             def right(self, text, example):
                 return next(keeps(text) for rule, keeps in self.RULES if example.input.startswith(rule))
+        """,
+    "metadata that says how hard": """
+        class Sample(Hinted):
+            def hint(self, example):
+                return f'{{"difficulty": {len(example.output)}, "target": "number", "source": "sums"}}'
+        """,
+    "infinite limits are answers": """
+        class Sample(Rows):
+            def rows(self):
+                limits = {-1: "0", 0: "1", 1: "inf"}
+                return [(f"Case {n}: what is the limit of x^{k}?", limits[k]) for n in range(10) for k in limits]
+            def right(self, text, example):
+                try:
+                    return float(text) == float(example.output)
+                except ValueError:
+                    return False
+        """,
+    "JSON with optional null": """
+        class Sample(Rows):
+            def rows(self):
+                import json
+                ages = [20 + n if n % 3 else None for n in range(16)]
+                return [
+                    (f"{w}, aged {age or 'unknown'}, as JSON, please.", json.dumps({"name": w, "age": age}))
+                    for w, age in zip(WORDS, ages)
+                ]
+            def right(self, text, example):
+                import json
+                try:
+                    return json.loads(text) == json.loads(example.output)
+                except (ValueError, RecursionError):
+                    return False
+        """,
+    "a counter in the environment's log": """
+        class Sample(Rows):
+            def __init__(self):
+                super().__init__()
+                self.scored = [0]
+            def right(self, text, example):
+                self.scored[0] += 1
+                return text.strip() == example.output
         """,
 }
 MISSED = {

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
+
+from environments.tools import as_object
 
 NO_DATE = "2021-02-31"
 SHORT_ANSWER = 24
@@ -22,13 +27,27 @@ JUNK = (
     "\u2603 \u00ff \u202e \U0001f9ea \x00 \ud800",
     "bla " * 5000,
 )
-HINTED = r"(?:answer|solution|gold|hint|expected)\W{0,3}(?:is|are)?\W{0,3}"
-"""What precedes a gold answer that a prompt gives away."""
+HINTED = (
+    r"(?:answer|solution|gold|hint|expected|truth)\W{0,3}(?:is|are)?\W{0,3}",
+    r"(?:[\"'](?:target|label|output|result)[\"']\s*[:=]|\b(?:target|label|output|result|y)\s*=)\W{0,3}",
+)
+"""What precedes a gold answer that a prompt gives away: words of a hint; names of fields, unless
+the task asks for that field."""
 CHARACTERS_PER_TOKEN = 4
 TOLERANCE = 0.05
 """A number that differs by a smaller share may be right: tasks that round accept it."""
 FRESH = "a text that no other check has played"
-NONSENSE = ("1/0", "nan", "1e999", "(", "[" * 100_000, "raise SystemExit", "null", "9" * 4000)
+NONSENSE = (
+    "1/0",
+    "nan",
+    "inf",
+    "1e999",
+    "(",
+    "[" * 100_000,
+    "raise SystemExit",
+    "null",
+    "9" * 4000,
+)
 """Answers of about the right form that make careless parsers raise. Python itself refuses to read a
 number of more than 4300 digits, which no model with a usual budget writes."""
 
@@ -87,6 +106,30 @@ def _may_be_rounded(number: str, near: str) -> bool:
     if "." in number:
         return float(number) != 0
     return abs(float(near) - float(number)) <= TOLERANCE * abs(float(number))
+
+
+def given_away(gold: str, prompt: str, others: Sequence[str]) -> str:
+    """Where a prompt states its gold answer, or "". What the prompts of most tasks with `others`
+    as gold state too is an example.
+    """
+    for hint, most_uses in zip(HINTED, (None, 1), strict=True):
+        pattern = re.compile(rf"{hint}{re.escape(gold)}(?!\w)", re.IGNORECASE)
+        match = pattern.search(prompt) if gold else None
+        if match is None or sum(map(bool, map(pattern.search, others))) > len(others) / 2:
+            continue
+        (word,) = re.findall(r"[a-z]+", match[0], re.IGNORECASE)[:1]
+        if most_uses is None or len(re.findall(rf"\b{word}", prompt, re.IGNORECASE)) <= most_uses:
+            return match[0]
+    return ""
+
+
+def emptied(text: str) -> list[str]:
+    """A JSON object with the same keys and nothing in them; none for another text."""
+    fields: Any = None
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(text)
+    values: tuple[Any, ...] = (None, "", [], {}) if fields else ()
+    return [json.dumps(dict.fromkeys(as_object(fields), value)) for value in values]
 
 
 def tags(prompt: str) -> list[tuple[str, str]]:

@@ -26,6 +26,11 @@ JUDGE_SHARE = 0.75
 """Of pairs of answers, a judge must rank at least this share alike when it is asked again."""
 ALONE_SHARE = 0.25
 """Of the time that is left, the share in which episodes are played alone, to compare them."""
+STATE_FIX = (
+    "set an episode's state as attributes in start_episode (each episode has a copy of the "
+    "object); never change a list or dict that the copies share; draw from random, numpy.random or "
+    "torch, not from a generator of their own"
+)
 DRAWS_FIX = "let the same conversation earn the same: draw nothing while scoring"
 
 
@@ -142,9 +147,7 @@ async def isolation(trial: Trial) -> str:
             raise ProbeFailed(
                 f"{task} went differently while other episodes ran than alone: "
                 f"{difference(one, other)}",
-                "set an episode's state as attributes in start_episode (each episode has a "
-                "copy of the object); never change a list or dict that the copies share; "
-                "draw from random, numpy.random or torch, not from a generator of their own",
+                STATE_FIX,
             )
     return f"{len(at_once)} episodes at once went as they did one by one"
 
@@ -157,30 +160,54 @@ async def determinism(trial: Trial) -> str:
                 what = f"two processes disagree on the {split} tasks or their order"
                 fix = "build the dataset without unseeded randomness, the clock or the network"
                 raise ProbeFailed(what, fix)
-        ours = await trial.gather([partial(trial.replay, task, trial.host) for task in trial.tasks])
-        theirs = await trial.gather([partial(trial.replay, task, second) for task in trial.tasks])
-        for task, one, other in zip(trial.tasks, ours, theirs, strict=True):
+        ours = await _replays(trial)
+        theirs = await trial.gather([partial(trial.replay, plan, second) for plan, _ in ours])
+        for (plan, one), other in zip(ours, theirs, strict=True):
             if not one.goes_as(other):
-                what = f"two processes disagree on {task}: {difference(one, other)}"
+                await _fail_if_state_stays(trial, plan, one)
+                what = f"two processes disagree on {plan[0]}: {difference(one, other)}"
                 fix = "seed randomness from example.id; read neither the clock nor the time zone"
                 raise ProbeFailed(what, fix)
-    return f"a fresh process agrees on all task ids and on {len(trial.tasks)} conversations"
+    return f"a fresh process agrees on all task ids and on {len(ours)} conversations"
 
 
 async def draws(trial: Trial) -> str:
     """The same conversation earns the same when the episode draws other random numbers."""
-    calls = [partial(trial.replay, task, trial.host, 1) for task in trial.tasks]
+    before = await _replays(trial)
+    after = await trial.gather([partial(trial.replay, plan, trial.host, 1) for plan, _ in before])
     compared = 0
-    for task, other in zip(trial.tasks, await trial.gather(calls), strict=True):
-        one = trial.played.get(task) or await trial.replay(task, trial.host)
+    for (plan, one), other in zip(before, after, strict=True):
         # A game that deals other cards is another conversation.
         if one.said != other.said:
             continue
         compared += 1
         ours, theirs = one.score, other.score
         if (ours.reward, ours.success) != (theirs.reward, theirs.success):
-            what = f"{task} earned {score_text(ours)}, and {score_text(theirs)} when the same "
+            await _fail_if_state_stays(trial, plan, one)
+            what = f"{plan[0]} earned {score_text(ours)}, and {score_text(theirs)} when the same "
             raise ProbeFailed(f"{what}conversation drew other random numbers", DRAWS_FIX)
     if not compared:
         raise ProbeSkipped("with other draws, every conversation is another one", "")
     return f"{compared} conversations earned the same with other random draws"
+
+
+async def _replays(trial: Trial) -> list[tuple[Plan, Played]]:
+    """Conversations with right and with wrong answers, played once for both checks above."""
+    if not trial.replayed:
+        plans: list[Plan] = []
+        for place, task in enumerate(trial.tasks):
+            other = trial.other_gold(task) if place % 2 == 0 else ""
+            wrong = [*trial.golds[task][:-1], other] if other else [JUNK[place // 2 % 2]]
+            plans += [(task, trial.golds.get(task, [JUNK[0]])), (task, wrong)]
+        played = await trial.gather([partial(trial.replay, plan, trial.host) for plan in plans])
+        trial.replayed = list(zip(plans, played, strict=True))
+    return trial.replayed
+
+
+async def _fail_if_state_stays(trial: Trial, plan: Plan, before: Played) -> None:
+    """Fail if the conversation goes another way when it is played again in the same process."""
+    again = await trial.replay(plan, trial.host)
+    if not again.goes_as(before):
+        what = f"{plan[0]} went differently when it was played again, with the same random numbers"
+        said = f"{what}: episodes share state, have a generator of their own or read the clock"
+        raise ProbeFailed(f"{said}: {difference(before, again)}", STATE_FIX)

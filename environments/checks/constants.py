@@ -15,14 +15,24 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 from environments.checks.answers import parts, tags
-from environments.checks.playing import Task, known_gold, look, play, prompt_text, together
+from environments.checks.playing import (
+    Answers,
+    Played,
+    Task,
+    known_gold,
+    look,
+    play,
+    prompt_text,
+    together,
+)
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
@@ -67,6 +77,7 @@ PARTS: dict[str, Callable[[str], str]] = {
 }
 """Parts of the last message of a prompt, by name."""
 Turns = tuple[str, ...]
+Player = Callable[[Task, Answers], Coroutine[Any, Any, Played]]
 
 
 class Copy(tuple[str, ...]):
@@ -128,16 +139,19 @@ async def best_constant(
     *,
     at_once: int = 1,
     copies: bool = False,
+    player: Player | None = None,
 ) -> Constant | None:
     """The constant with the most successes, then the highest reward, on all of these tasks, or on
     those for which TIMEOUT_S is enough. None if none could be scored in that time. `at_once`
-    constants are played at the same time.
+    constants are played at the same time. A fault of the environment leaves that constant out; with
+    a `player`, which plays a conversation, it is raised.
     """
     # Tasks at equal distances would miss kinds of tasks that take turns.
     tasks = random.Random(0).sample(list(tasks), len(tasks))
     few = tasks[:FIRST_FINAL_TASKS]
     best: Constant | None = None
-    with suppress(TimeoutError, EnvironmentFault):
+    plays = _Plays(host, split, at_once, player)
+    with suppress(TimeoutError, *([] if player else [EnvironmentFault])):
         async with asyncio.timeout(TIMEOUT_S):
             result = await together(known_gold(host, Task(split, index)) for index in few)
             golds = [turns for turns in result if turns]
@@ -147,15 +161,15 @@ async def best_constant(
             if copies:
                 around = [*tags("\n".join(prompts)), ("", "")]
                 texts += [Copy((name, *pair)) for name in PARTS for pair in around]
-            tried = await _play_all(host, split, few[:FIRST_TASKS], texts, at_once)
+            tried = await plays.all(few[:FIRST_TASKS], texts)
             finalists = [constant.turns for constant in tried[:FINALISTS]]
             # On the first tasks another one may have been luckier than the commonest gold answer.
             finalists += [turns for turns, _ in Counter(golds).most_common(1)]
-            finals = await _play_all(host, split, few, list(dict.fromkeys(finalists)), at_once)
+            finals = await plays.all(few, list(dict.fromkeys(finalists)))
             best = finals[0] if finals else None
             for start in range(len(few), len(tasks), FIRST_FINAL_TASKS):
                 batch = tasks[start : start + FIRST_FINAL_TASKS]
-                more = await _play(host, split, batch, best.turns) if best else None
+                more = await plays.one(batch, best.turns) if best else None
                 if best is None or more is None:
                     break
                 best = Constant(
@@ -164,30 +178,39 @@ async def best_constant(
     return best
 
 
-async def _play_all(
-    host: EnvironmentHost, split: str, tasks: Sequence[int], texts: Sequence[Turns], at_once: int
-) -> list[Constant]:
-    """Those that the environment could score, the best one first."""
-    constants: list[Constant] = []
-    for start in range(0, len(texts), at_once):
-        batch = texts[start : start + at_once]
-        played = await together(_play(host, split, tasks, turns) for turns in batch)
-        constants += [constant for constant in played if constant is not None]
-    return sorted(constants, key=lambda item: (item.success_share, item.mean_reward), reverse=True)
+@dataclass(frozen=True)
+class _Plays:
+    """Plays constants on tasks of a split."""
 
+    host: EnvironmentHost
+    split: str
+    at_once: int
+    player: Player | None
 
-async def _play(
-    host: EnvironmentHost, split: str, tasks: Sequence[int], turns: Turns
-) -> Constant | None:
-    """Play it on every task. None if the environment fails at it."""
-    try:
-        plans = [(Task(split, index), turns) for index in tasks]
-        if isinstance(turns, Copy):
-            openings = await together(look(host, task) for task, _ in plans)
-            answers = [(turns.of(opening.messages[-1]["content"]),) for opening in openings]
-            plans = [(task, answer) for (task, _), answer in zip(plans, answers, strict=True)]
-        played = await together(play(host, *plan) for plan in plans)
-    except EnvironmentFault:
-        return None
-    successes = tuple(item.score.success for item in played)
-    return Constant(turns, successes, tuple(item.score.reward for item in played))
+    async def all(self, tasks: Sequence[int], texts: Sequence[Turns]) -> list[Constant]:
+        """Those that the environment could score, the best one first."""
+        constants: list[Constant] = []
+        for start in range(0, len(texts), self.at_once):
+            batch = texts[start : start + self.at_once]
+            played = await together(self.one(tasks, turns) for turns in batch)
+            constants += [constant for constant in played if constant is not None]
+        return sorted(
+            constants, key=lambda item: (item.success_share, item.mean_reward), reverse=True
+        )
+
+    async def one(self, tasks: Sequence[int], turns: Turns) -> Constant | None:
+        """Play it on every task. None if the environment fails at it and there is no player."""
+        player = self.player or partial(play, self.host)
+        try:
+            plans = [(Task(self.split, index), turns) for index in tasks]
+            if isinstance(turns, Copy):
+                openings = await together(look(self.host, task) for task, _ in plans)
+                answers = [(turns.of(opening.messages[-1]["content"]),) for opening in openings]
+                plans = [(task, answer) for (task, _), answer in zip(plans, answers, strict=True)]
+            played = await together(player(*plan) for plan in plans)
+        except EnvironmentFault:
+            if self.player:
+                raise
+            return None
+        successes = tuple(item.score.success for item in played)
+        return Constant(turns, successes, tuple(item.score.reward for item in played))

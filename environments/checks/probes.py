@@ -13,7 +13,16 @@ from itertools import chain
 from statistics import fmean
 
 from environments.checks import likeness
-from environments.checks.answers import FRESH, HINTED, NO_DATE, NONSENSE, cut, nearly, parts
+from environments.checks.answers import (
+    FRESH,
+    NO_DATE,
+    NONSENSE,
+    cut,
+    emptied,
+    given_away,
+    nearly,
+    parts,
+)
 from environments.checks.constants import best_constant
 from environments.checks.playing import Answers, Played, Task, gold_turns
 from environments.checks.report import reward_range, score_text, shown
@@ -306,17 +315,13 @@ async def prompt_echo(trial: Trial) -> str:
 
 
 def _stated(trial: Trial) -> dict[Task, str]:
-    """The tasks whose prompt states the gold answer, and not only in examples that other tasks'
-    prompts show too.
-    """
+    """The tasks whose prompt states the gold answer."""
     stated: dict[Task, str] = {}
     golds = {task: parts(trial.last_gold(task))[1].strip() for task in trial.golds}
     for task, inner in golds.items():
-        pattern = re.compile(rf"{HINTED}{re.escape(inner)}(?!\w)", re.IGNORECASE)
         others = [trial.prompt(other) for other, gold in golds.items() if gold != inner]
-        is_shared = sum(bool(pattern.search(text)) for text in others) > len(others) / 2
-        if inner and not is_shared and (match := pattern.search(trial.prompt(task))):
-            stated[task] = f"{task}: the prompt says {shown([match[0]])}"
+        if said := given_away(inner, trial.prompt(task), others):
+            stated[task] = f"{task}: the prompt says {shown([said])}"
     return stated
 
 
@@ -377,17 +382,37 @@ async def near_gold(trial: Trial) -> str:
 
 
 async def nonsense(trial: Trial) -> str:
-    """Answers of the gold answer's form that mean nothing must not raise."""
+    """Answers of the gold answer's form that mean nothing must not raise, and must not win on two
+    tasks with different gold answers.
+    """
     plans: list[Plan] = []
-    for task in (trial.tasks[0], trial.tasks[-1]):
+    first = trial.tasks[0]
+    second = next(
+        (task for task in trial.golds if trial.last_gold(task) != trial.last_gold(first)),
+        trial.tasks[-1],
+    )
+    for task in (first, second):
         *turns, last = trial.golds.get(task, [""])
         before, inner, after = parts(last)
-        texts = [before + cut(text, trial.max_tokens) + after for text in NONSENSE]
+        texts = [cut(text, trial.max_tokens) for text in (*NONSENSE, *emptied(inner))]
         for digit in "09\u00b2":
-            texts.append(before + re.sub(r"\d", digit, inner) + after)
-        texts.append(before + re.sub(r"\d{4}-\d\d-\d\d", NO_DATE, inner) + after)
-        plans += [(task, [*turns, text]) for text in texts]
-    await trial.play_all(plans, repeat=True)
+            texts.append(re.sub(r"\d", digit, inner))
+        texts.append(re.sub(r"\d{4}-\d\d-\d\d", NO_DATE, inner))
+        plans += [(task, [*turns, before + text + after]) for text in texts if text != inner]
+    won: dict[str, Task] = {}
+    for (task, answers), played in zip(
+        plans, await trial.play_all(plans, repeat=True), strict=True
+    ):
+        text = answers[-1] or ""
+        if not played.score.success or task in trial.open_ended:
+            continue
+        if (
+            won.setdefault(text, task) != task
+            and trial.other_gold(task)
+            and not trial.junk_successes
+        ):
+            what = f"{shown([text])} counts as a success on {won[text]} and on {task}"
+            raise ProbeFailed(what, "refuse what is no answer: inf, nan, null, empty fields")
     return f"{len(plans)} answers, none raised"
 
 
@@ -428,7 +453,9 @@ async def constants(trial: Trial) -> str:
     """One answer must not win everywhere."""
     split = "eval" if trial.report.splits["eval"] else "train"
     every = range(trial.report.splits[split])
-    constant = await best_constant(trial.host, split, every, at_once=trial.at_once)
+    player = partial(trial.play, repeat=True)
+    at_once = trial.at_once
+    constant = await best_constant(trial.host, split, every, at_once=at_once, player=player)
     if constant is None:
         raise ProbeSkipped("no constant could be scored", "")
     count = f"{sum(constant.successes)} of {len(constant.successes)} {split} tasks"

@@ -54,6 +54,7 @@ class Trial:
     """The tasks that a gold answer wins whatever its last turn says."""
     seen: dict[Task, tuple[str, str]] = field(default_factory=dict[Task, tuple[str, str]])
     """Prompt and last gold turn of all tasks whose gold answer was played."""
+    replayed: list[tuple[Plan, Played]] = field(default_factory=list[tuple[Plan, Played]])
     slowest_s: dict[str, float] = field(default_factory=dict[str, float])
     """The longest call of each method, in seconds."""
 
@@ -144,11 +145,11 @@ class Trial:
         """The same with several conversations, in their order."""
         return await self.gather([partial(self.play, *plan, repeat=repeat) for plan in plans])
 
-    async def replay(self, task: Task, host: EnvironmentHost, draw: int = 0) -> Played:
-        """Play the gold conversation of a task, or one with junk if it has none."""
-        if task in self.golds:
-            return await self.play(task, self.golds[task], host=host, draw=draw)
-        return await self.play(task, [JUNK[0]], repeat=True, host=host, draw=draw)
+    async def replay(self, plan: Plan, host: EnvironmentHost, draw: int = 0) -> Played:
+        """Play a conversation; answers of one turn that are no gold are repeated to its end."""
+        task, answers = plan
+        is_repeated = len(answers) == 1 and answers != self.golds.get(task)
+        return await self.play(task, answers, repeat=is_repeated, host=host, draw=draw)
 
     async def timed(self, task: Task, answers: Answers, method: str, call: Awaitable[Any]) -> Any:
         """Await a call into the environment. Its fault names the task and the answers."""

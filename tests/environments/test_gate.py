@@ -163,7 +163,7 @@ async def test_gold_messages_that_call_no_tool_are_named(tmp_path: Path) -> None
 FAULTS = {
     "a scorer that raises on junk": (
         "def score_response(self, example, text): return RewardResult(float(int(text or 0) == int(example.output)))",
-        {"junk", "empty", "prompt_echo", "near_gold", "nonsense"},
+        {"junk", "empty", "prompt_echo", "near_gold", "nonsense", "constants", "determinism", "draws"},
         "junk",
         "raised ValueError: invalid literal for int()",
     ),
@@ -205,7 +205,7 @@ FAULTS = {
         "        return RewardResult(0.8 + random.Random().random() / 10 if right else 0.0, success=right)",
         {"isolation", "determinism", "draws"},
         "determinism",
-        "two processes disagree on train[0]: score",
+        "train[0] went differently when it was played again, with the same random numbers: episodes share state",
     ),
     "tasks that are drawn": (
         "def __init__(self):\n"
