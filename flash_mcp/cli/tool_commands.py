@@ -173,7 +173,9 @@ def _reader(kind: Any) -> Callable[[str], Any]:
         try:
             value = json.loads(text)
         except ValueError:
-            return text.split(",") if is_list else text
+            if is_list:
+                return text.split(",")
+            return text
         if is_list and isinstance(value, str | int | float):
             return [text]  # a list of one, such as an answer that is a number
         return value

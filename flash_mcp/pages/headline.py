@@ -35,7 +35,9 @@ def _held_out(view: RunView, points: Sequence[HeldOut]) -> str:
         text = f"{percent(points[0].success)} → {text}"
     text += f" of {newest.n} held-out tasks"
     if not newest.step:
-        return f"{text} before training{'' if view.state == 'running' else f': {view.state}'}"
+        text += " before training"
+        if view.state != "running":
+            text += f": {view.state}"
     if view.verdict:
         text += f": {view.verdict.outcome.replace('_', ' ')}"
     return text

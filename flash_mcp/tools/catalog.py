@@ -290,7 +290,9 @@ def _fitting(models: Sequence[Any]) -> tuple[list[Model], dict[str, list[str]] |
     refused: dict[str, list[str]] = {}
     for model in models:
         if model.fits.startswith("no:") and "; " not in model.fits:
-            why = "too large" if "of weights exceed" in model.fits else model.fits[len("no: ") :]
+            why = model.fits.removeprefix("no: ")
+            if "of weights exceed" in why:
+                why = "too large"
             refused.setdefault(why, []).append(model.name)
         else:
             fitting.append(model)

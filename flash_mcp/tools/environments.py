@@ -500,15 +500,16 @@ async def _scored(
         task = await _task(host, task_id)
         with anyio.move_on_after(started + longest_wait_s() - time.monotonic()):
             for answer, taken in zip(answers, turns, strict=True):
-                is_text = isinstance(answer, str)
-                played = await play(host, task, taken, repeat=is_text)
+                said = answer
+                if not isinstance(said, str):
+                    said = to_text(said)
+                played = await play(host, task, taken, repeat=said is answer)
                 score = played.score
-                replies = [shorten(text_of(message), 200) for message in played.replies]
-                said = answer if is_text else to_text(answer)
+                replies = list(map(text_of, played.replies[:MOST_REPLIES]))
                 earned = Scored(
                     answer=shorten(said, 200),
-                    replies=replies[:MOST_REPLIES] or None,
-                    goes_on=True if played.is_cut else None,
+                    replies=list(map(partial(shorten, limit=200), replies)) or None,
+                    goes_on=played.is_cut or None,
                     reward=score.reward,
                     success=score.success,
                     reason=score.reason,

@@ -326,7 +326,10 @@ def signature(tool: Json) -> str:
     for name, rules in as_object(schema.get("properties")).items():
         kind = as_object(rules).get("enum") or as_object(rules).get("type") or "any"
         kinds = "|".join(map(str, as_list(kind) or [kind]))
-        arguments.append(f"{name}{'' if name in needed else '?'}: {kinds}")
+        shown = name
+        if name not in needed:
+            shown += "?"
+        arguments.append(f"{shown}: {kinds}")
     text = f"{function.get('name')}({', '.join(arguments)})"
     described = " ".join(str(function.get("description") or "").split())
     return shorten(f"{text} {described}".rstrip(), 300)

@@ -125,9 +125,11 @@ def env_setup(
     template = template or "calculator"
     name = _name(folder, template)
     files = _starter(template, name)
-    has_rows = any(path.startswith("datasets/") for path in files)
-    change = f"change environment.py{' and datasets/' if has_rows else ''} to your task"
-    return _written(folder, name, files, f"{change} (see TRAINING.md)")
+    changed = "environment.py"
+    if "datasets/train.jsonl" in files:
+        changed += " and datasets/"
+    change = f"change {changed} to your task (see TRAINING.md)"
+    return _written(folder, name, files, change)
 
 
 def _exclude(option: str, **others: str | None) -> None:

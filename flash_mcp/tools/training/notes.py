@@ -124,8 +124,9 @@ def _of_duration(plan: Plan) -> list[str]:
     shorter = "a smaller model, or lower max_tokens, batch_size or eval_examples"
     if within:
         shorter = f"about {within} steps take an hour and show whether it learns"
-    end = "" if spec.max_hours or spec.finish_by else "; max_hours or finish_by ends it in time"
-    return [f"it takes about {two_digits(hours)} hours: {shorter}{end}"]
+    if not spec.max_hours and not spec.finish_by:
+        shorter += "; max_hours or finish_by ends it in time"
+    return [f"it takes about {two_digits(hours)} hours: {shorter}"]
 
 
 def _of_deadline(plan: Plan) -> list[str]:
