@@ -103,7 +103,7 @@ def try_row(name: str, folder: Path, only: Sequence[str] = STEPS) -> Row:
 
     row = Row(name)
     base = make_model(name, folder / "base")
-    dtype = precision_of(config_of(base), base)
+    dtype = precision_of(config_of(base), base).dtype
     if dtype == torch.bfloat16:
         make_model(name, base, dtype=dtype)
 

@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from worker.process import COMPUTES_IN
+
 
 class Handler(BaseHTTPRequestHandler):
     adapters: dict[str, str] = {}  # noqa: RUF012  one server per process
@@ -73,11 +75,12 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for option in ("--model", "--name", "--port", "--max-lora-rank", "--tls"):
+    for option in ("--model", "--name", "--port", "--max-lora-rank", "--tls", "--precision"):
         parser.add_argument(option)
     args = parser.parse_args()
     engine = subprocess.Popen(["/bin/sleep", "1000"])
     sys.stderr.write(f"engine={engine.pid} rank={args.max_lora_rank}\n")
+    sys.stderr.write(f"{COMPUTES_IN}{args.precision or 'float32'}\n")
 
     def leave(*_: object) -> None:
         engine.kill()

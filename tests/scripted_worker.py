@@ -67,6 +67,7 @@ def make_steps(folder: RunFolder, writer: RunWriter, plan: dict[str, Any], cue: 
 def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None:
     spec = folder.job()["spec"]
     writer.beat(0, "eval")
+    writer.event("precision", "as asked", precision=spec["precision"] or "bfloat16")
     writer.event("sampling", "0 attempts are done", step=0)
     done = 1
     while plan.get("hold") and not Path(folder.path("go")).exists() and not folder.is_cancelled():

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from peft import PeftModel
@@ -18,7 +18,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.spec import EvalSpec, RunSpec
+from flash_mcp.protocol.spec import EvalSpec, Precision, RunSpec
 from worker.engine.fetch import ensure, log_progress
 from worker.engine.vllm import WAYS, Sync, can_share, default_sync
 from worker.heartbeat import Heartbeat
@@ -32,7 +32,7 @@ from worker.training.policy import load_policy
 
 MAX_LENGTH = 4096
 EARLY_EVENTS = 10
-"""An attempt reports the model among so many of its first events."""
+"""An attempt reports the model and its precision among so many of its first events."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def load_model(
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
-    # It depends on free memory, which each rank may see differently.
-    precision = ranks.from_first(lambda: name_of(precision_of(config, path)))
+    # It depends on the machine's memory and speed, which each rank may see differently.
+    precision = ranks.from_first(lambda: _precision(spec, config, path, writer))
     dtype: torch.dtype = getattr(torch, precision)
-    check_precision(dtype)
+    check_precision(dtype, config, path)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     max_length = _length(spec, config)
     experts = _adapts_experts(spec, adapter)
@@ -135,7 +135,7 @@ def _fetched(
         heartbeat.advance()
         tell(stage, share)
 
-    pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
+    pinned = _early(writer.folder, "model", "commit") or job.get("lineage", {}).get("model_commit")
     source: Json = {"revision": pinned, "has_gpu": torch.cuda.is_available()}
 
     def fetch() -> str:
@@ -145,6 +145,18 @@ def _fetched(
     if commit := commit_of(path) or pinned:  # the server may have sent its files
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     return path
+
+
+def _precision(spec: RunSpec | EvalSpec, config: Any, path: Path, writer: RunWriter) -> str:
+    """The name of the one that is asked for, or that an earlier attempt chose, or that the machine
+    computes faster."""
+    name = getattr(spec, "precision", None) or _early(writer.folder, "precision")
+    why = "as it was asked for, or chosen before"
+    if name not in get_args(Precision):
+        dtype, why = precision_of(config, path)
+        name = name_of(dtype)
+    writer.event("precision", f"the model is computed in {name}: {why}", precision=name)
+    return name
 
 
 def _only_way(spec: RunSpec | EvalSpec, experts: bool) -> Sync | None:
@@ -216,11 +228,11 @@ def is_four_bit(spec: RunSpec | EvalSpec) -> bool:
     return isinstance(spec, RunSpec) and spec.base_precision == "nf4"
 
 
-def _pinned_commit(folder: RunFolder) -> str | None:
-    """The commit of the hub model that an earlier attempt of this run used."""
+def _early(folder: RunFolder, kind: str, field: str | None = None) -> Any:
+    """What an earlier attempt of this run reported: the field of its first event of that kind."""
     for name in folder.event_names():
         is_early = int(name.removesuffix(".json").rpartition("-")[2]) < EARLY_EVENTS
         event = folder.event(name) if is_early else None
-        if event and event["kind"] == "model":
-            return cast("Json", event).get("commit")
+        if event and event["kind"] == kind:
+            return cast("Json", event).get(field or kind)
     return None

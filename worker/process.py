@@ -13,6 +13,8 @@ from flash_mcp.protocol.nvidia import nvidia_smi
 
 MODEL_FOLDER = "FLASH_MODEL_FOLDER"
 """The variable with the folder of the base model that a server serves."""
+COMPUTES_IN = "the model is computed in "
+"""What a server's log says before the name of its precision."""
 CARDS = "CUDA_VISIBLE_DEVICES"
 """The variable that names the GPUs of a process; empty for none."""
 PROCESS_SETTINGS = {

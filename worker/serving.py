@@ -34,8 +34,10 @@ from flash_mcp.protocol.listening import FREE_FIX, Listening, free_port, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.spec import Precision
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.lack_of_memory import names_memory
+from worker.process import COMPUTES_IN
 
 log = logging.getLogger("worker")
 ALONE_S = 1800.0
@@ -77,7 +79,7 @@ def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> 
                 child.check()
                 _pause(heartbeat, START_S)
             adapter = job["init_adapter"]["path"] if certificate else ""
-            listening = Listening(addresses, port, certificate, adapter)
+            listening = Listening(addresses, port, certificate, adapter, child.precision)
             writer.listens(listening.signed(os.environ["FLASH_ADMIN_KEY"]))
             while not certificate or not _is_alone(client):
                 child.check()
@@ -106,6 +108,7 @@ class _Child:
             preexec_fn=lambda: die_with_parent(parent),
         )
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.precision: Precision | None = None
         self.has_started = False
         """It has begun to answer: its log may hold lines of users."""
         self._copier = threading.Thread(target=self._copy, daemon=True)
@@ -115,6 +118,8 @@ class _Child:
         assert self.process.stdout
         for line in self.process.stdout:
             self.tail.append(line)
+            if not self.has_started and line.startswith(COMPUTES_IN):
+                self.precision = cast("Precision", line.removeprefix(COMPUTES_IN).strip())
             self.has_started |= STARTED in line
             sys.stderr.write(line)
             sys.stderr.flush()
@@ -191,6 +196,8 @@ def _start(job: Json, port: int, scratch: Path) -> _Child:
     command = [sys.executable, *COMMAND, "--model", job["model"], "--port", str(port)]
     request = job["serve"]
     command += ["--max-lora-rank", str(request["rank"]), "--name", request["name"]]
+    if "precision" in request:
+        command += ["--precision", request["precision"]]
     if "port" not in request:
         command += ["--tls", str(scratch)]
     return _Child(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)}, port)

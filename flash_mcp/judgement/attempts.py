@@ -156,6 +156,7 @@ def settings(run: Run) -> dict[str, Any]:
         "stop_sequences": spec.stop_sequences,
         "thinking": spec.thinking,
         "system_prompt": getattr(spec, "system_prompt", None),
+        "precision": run.precision or getattr(spec, "precision", None),
         "environment_args": spec.environment_args,
     }
 
@@ -172,7 +173,10 @@ def differing(base: Run, other: Run) -> list[str]:
     """Settings that differ and change what is measured: attempts change only the noise."""
     ours = settings(base)
     theirs = settings(other)
-    return [name for name in ours if name != "attempts" and ours[name] != theirs[name]]
+    names = [name for name in ours if name != "attempts" and ours[name] != theirs[name]]
+    if not (ours["precision"] and theirs["precision"]):  # a run has none until it has begun
+        return [name for name in names if name != "precision"]
+    return names
 
 
 def weights(run: Run, step: int) -> tuple[str, str | None, int | None]:

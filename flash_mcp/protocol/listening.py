@@ -17,6 +17,7 @@ from typing import cast
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import ListeningFile
+from flash_mcp.protocol.spec import Precision
 
 FREE_FIX = "choose another port, or leave port out for a free one"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -31,6 +32,8 @@ class Listening:
     """In PEM."""
     adapter: str
     """The adapter's folder on the node; empty on the server's machine."""
+    precision: Precision | None = None
+    """In which the server computes."""
 
     def signed(self, key: str) -> Json:
         return {**asdict(self), "mac": self._code(key)}

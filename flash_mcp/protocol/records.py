@@ -16,7 +16,7 @@ from environments.settings import identity
 from environments.tools import text_of as text_of  # for all of flash_mcp: judgement sees records
 from environments.untrusted_text import is_plain, plain_name
 from flash_mcp.protocol.run_files import Json as Json
-from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
+from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, Precision, RunSpec, stored_spec
 
 COPY = re.compile("copying the [a-z ]{4,40} of the prompt")
 """How a part of the prompt is named that answers as well as a constant does."""
@@ -107,6 +107,8 @@ class Run(Record):
     """The deployment whose model server it is. Lists of runs leave such runs out."""
     reported_error: Json | None = None
     """Why its newest attempt is to be replaced, as who uses it found."""
+    precision: Precision | None = None
+    """In which the model is computed, in every attempt; None until the first has chosen it."""
 
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Self:

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from environments.base import Json as Json
 from flash_mcp.protocol.errors import encodable
+from flash_mcp.protocol.spec import Precision
 
 MAX_BYTES = 64 << 20
 """The longest file that is read, but for those that hold rollouts."""
@@ -203,6 +204,7 @@ class ListeningFile(File):
     port: Port
     certificate: Text
     adapter: Text
+    precision: Precision | None
     mac: Digest
 
 

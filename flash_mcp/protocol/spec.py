@@ -24,6 +24,7 @@ ImportanceSampling = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
 ]
 BasePrecision = Literal["full", "nf4"]
+Precision = Literal["bfloat16", "float32"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Tracker = Literal["trackio", "wandb", "tensorboard", "mlflow"]
 Source = Literal["argument", "file", "adapter", "run", "recipe", "default", "auto"]
@@ -357,6 +358,8 @@ class EvalSpec(BaseModel):
     thinking: bool
     system_prompt: str | None = None
     """In place of the environment's; an empty one takes that away."""
+    precision: Precision | None = None
+    """None: the worker chooses by measurement."""
     seed: int
     lora_rank: int
     lora_alpha: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_args
 
 from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.judgement.comparison import Solved
@@ -22,7 +22,7 @@ from flash_mcp.protocol.records import (
     StepMetrics,
     Try,
 )
-from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.protocol.spec import LOCAL_TARGET, Precision
 from flash_mcp.state.database import marks, pick
 from flash_mcp.state.runs import RunTable, folder_of
 from flash_mcp.state.schema import RolloutOrder
@@ -248,6 +248,14 @@ class HistoryTables(RunTable):
         self._put(
             "events", {"run_id": run_id, "name": name, **fields, "data": data}, "INSERT OR IGNORE"
         )
+        if row["kind"] == "precision":
+            self.put_precision(run_id, data["precision"])
+
+    def put_precision(self, run_id: str, precision: str) -> None:
+        """ValueError for one that does not exist."""
+        if precision not in get_args(Precision):
+            raise ValueError(f"no precision: {precision!r}")
+        self.execute("UPDATE main.runs SET precision = ? WHERE id = ?", [precision, run_id])
 
     def put_log(self, run_id: str, attempt: int, tail: str) -> None:
         """Keep the end of what the newest attempt printed."""

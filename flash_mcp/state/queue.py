@@ -174,6 +174,8 @@ def job(run: Run) -> Json:
         serve: Json = {"rank": run.training.lora_rank, "name": run.model}
         if "port" in run.lineage:
             serve["port"] = run.lineage["port"]
+        if run.precision:
+            serve["precision"] = run.precision
         job: Json = {"run_id": run.id, "model": run.model, "spec": {}, "serve": serve}
         return {**job, "init_adapter": run.init_adapter}
     environment = {"name": run.environment, "digest": run.environment_digest}
@@ -500,6 +502,8 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
         request["target"] = AUTO
     if resolved.sources.get("loss_type") == "recipe":  # what it is depends on the environment
         request["loss_type"] = default_of("loss_type")
+    if resolved.sources.get("precision") == "run":  # a run that has not begun has none
+        request["precision"] = None
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 

@@ -17,6 +17,7 @@ from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
+from flash_mcp.protocol.spec import Precision
 from flash_mcp.state.owners import LOCAL_OWNER, caller, refuse_server_side
 from flash_mcp.state.serving import find_deployment, saved_adapter
 from flash_mcp.state.store import Store
@@ -133,6 +134,8 @@ class Subject:
     run: Run | None = None
     adapter: Json | None = None
     deployment: str | None = None
+    precision: Precision | None = None
+    """That of its run, or of the server of its deployment."""
 
     @property
     def checkpoint(self) -> str | None:
@@ -180,7 +183,10 @@ def find_subject(store: Store, reference: str) -> Subject:
         if is_live or reference.startswith("dep-"):
             row = find_deployment(store, reference)
             served = row.id if is_live else None
-            return replace(_checkpoint(store, row.run_id, row.step), deployment=served)
+            subject = _checkpoint(store, row.run_id, row.step)
+            server = store.server_run(row.server_run) if served and row.server_run else None
+            precision = (server and server.precision) or subject.precision
+            return replace(subject, deployment=served, precision=precision)
     card = base_model(reference)
     return Subject(card.name, card.context)
 
@@ -193,10 +199,11 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
         raise FlashError("invalid_argument", what, fix=fix)
     card = base_model(run.model)
     if step == 0:
-        return Subject(card.name, card.context, 0, run, run.init_adapter)
+        return Subject(card.name, card.context, 0, run, run.init_adapter, precision=run.precision)
     checkpoint = store.checkpoint(run_id, step)
     adapter = saved_adapter(store, run, checkpoint)
-    return Subject(card.name, card.context, checkpoint.step, run, adapter)
+    step = checkpoint.step
+    return Subject(card.name, card.context, step, run, adapter, precision=run.precision)
 
 
 def split_size(store: Store, run: Run) -> int | None:

@@ -47,7 +47,7 @@ CREATE TABLE runs (
     gpus INTEGER GENERATED ALWAYS AS (coalesce(json_extract(spec, '$.gpus'), 1)) STORED,
     steps INTEGER, step INTEGER NOT NULL DEFAULT 0, phase TEXT, beat REAL, progress REAL,
     cancel_requested REAL, cancel_reason TEXT, not_before REAL NOT NULL DEFAULT 0, error TEXT,
-    reported_error TEXT,
+    reported_error TEXT, precision TEXT,
     created REAL NOT NULL, started REAL, ended REAL, updated REAL NOT NULL);
 CREATE INDEX runs_by_state ON runs (state, created, id, serves);
 CREATE INDEX runs_by_age ON runs (created, id);

@@ -228,6 +228,8 @@ class ModelServer:
                 continue
             write_private(Path(server.certificate_file), listening.certificate)
             server.write()
+            if listening.precision:
+                self.store.put_precision(run.id, listening.precision)
             try:
                 for row in rows:
                     self._load(row, run, server, listening.adapter or str(row.adapter_path))

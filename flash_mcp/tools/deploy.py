@@ -58,6 +58,8 @@ class Deployed(Result):
     """Base model; its name in the OpenAI API too."""
     target: str | None = None
     """Where it is served, if elsewhere."""
+    precision: str | None = None
+    """In which its server computes, and its run did if that was another."""
     pending_reason: str | None = None
     """Why it has not started there."""
     spent: str | None = None
@@ -114,6 +116,8 @@ class Chat(Result):
     """The trained model's answer."""
     base: Answer | None = None
     """The untrained model's, with side_by_side."""
+    precision: str | None = None
+    """In which both are computed, and the run was if that was another."""
 
 
 Wait = Annotated[float, Field(ge=0, le=45, description="Seconds to wait for it.")]
@@ -271,6 +275,7 @@ async def chat(
         opening=_shown(opening),
         adapter=adapter,
         base=answers.get(row.model),
+        precision=_precision(store, row),
         next=following,
     )
 
@@ -440,6 +445,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
         step=row.step,
         model=row.model,
         target=None if row.target == LOCAL_TARGET else row.target,
+        precision=_precision(store, row),
         pending_reason=store.pending_reason(row),
         spent=costs.spent(store.used_s_by_target(row.id), store.base),
         base_url=row.base_url if server else None,
@@ -449,6 +455,16 @@ def describe(store: Store, row: Deployment) -> Deployed:
         seconds=_age_s(row),
         next=_next_step(store, row),
     )
+
+
+def _precision(store: Store, row: Deployment) -> str | None:
+    """That of the server, beside that of the run if it differs: answers may differ too."""
+    served = store.server_run(row.server_run).precision if row.server_run else None
+    trained = store.run(row.run_id).precision
+    if served is None or trained in (None, served):
+        return served
+    measures = f"evaluate(model={row.id!r}) measures it as it is served"
+    return f"{served}; its run was computed in {trained}: {measures}"
 
 
 def _next_step(store: Store, row: Deployment) -> str:

@@ -20,6 +20,7 @@ from flash_mcp.protocol.spec import (
     LOCAL_TARGET,
     MAX_GPUS,
     EvalSpec,
+    Precision,
     ResolvedEval,
 )
 from flash_mcp.state import queue, references
@@ -45,6 +46,7 @@ SHOWN = {
     "stop_sequences",
     "thinking",
     "system_prompt",
+    "precision",
     "seed",
 }
 """Fields of the spec that are shown as `values`."""
@@ -96,6 +98,7 @@ async def evaluate(
     stop_sequences: Annotated[list[str] | None, Field(max_length=16)] = None,
     thinking: bool | None = None,
     system_prompt: SystemPrompt = None,
+    precision: Precision | None = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
     environment_args: loading.Arguments = None,
     secrets: loading.Secrets = None,
@@ -129,6 +132,8 @@ async def evaluate(
         stop_sequences: Strings that end a turn.
         thinking: With thinking; default the run's.
         system_prompt: In place of the environment's; empty: without one.
+        precision: Default: the run's or the deployment's; for a base model, the faster one on the
+            machine.
         target: As for train.
         gpus: To share a model too large for one.
         seed: Default 0.
@@ -139,6 +144,7 @@ async def evaluate(
     values: Json = {"temperature": temperature, "top_p": top_p, "seed": seed, "thinking": thinking}
     values |= {"max_tokens": max_tokens, "max_length": max_length}
     values |= {"stop_sequences": stop_sequences, "system_prompt": system_prompt, "gpus": gpus}
+    values["precision"] = precision
     values |= {"environment_args": environment_args, "secrets": secrets, "target": target}
     request = EvaluationRequest(split, task_ids, limit, attempts, again, Label(name, note))
     return await _measure(environment, model, request, values, idempotency_key, wait_s)
@@ -298,7 +304,9 @@ def _describe(store: Store, run: Run, subject: Subject, total: int, created: boo
         tasks=len(spec.tasks),
         attempts=spec.attempts,
         done=run.step,
-        values=without_empty(spec.model_dump(include=SHOWN)),
+        values=without_empty(
+            spec.model_dump(include=SHOWN) | {"precision": run.precision or spec.precision}
+        ),
         scores=measured,
         worst=worst_attempts(store, run) if measured else None,
         error=error_text(run.error, 1500),

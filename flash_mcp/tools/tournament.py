@@ -16,7 +16,7 @@ from flash_mcp.judgement.tournament import ALPHA, Standing
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, without_none
 from flash_mcp.protocol.result_model import ResultModel, Rounded
-from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, EvalSpec, explain
+from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, EvalSpec, Precision, explain
 from flash_mcp.state import references, tournaments
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.evaluate import SystemPrompt, environment_of, place, task_names
@@ -46,6 +46,7 @@ class Arm(BaseModel):
     max_length: Annotated[int | None, Field(ge=16)] = None
     stop_sequences: Annotated[list[str] | None, Field(max_length=16)] = None
     thinking: bool | None = None
+    precision: Precision | None = None
     environment_args: Arguments = None
 
 
@@ -269,7 +270,7 @@ def _view(
         state=row.state,
         verdict=("winner" if one else "no_difference") if is_over else None,
         winner=names[leader] if one else None,
-        explanation=_explanation(row, standing, names),
+        explanation=_explanation(row, standing, names) + _mixed_precision(store, row),
         created=created,
         environment=row.spec["environment"],
         split=row.spec["split"],
@@ -309,6 +310,18 @@ def _arm(row: tournaments.Tournament, standing: Standing, arm: int) -> ArmView:
         if behind:
             view.low, view.high = behind.low, behind.high
     return view
+
+
+def _mixed_precision(store: Store, row: tournaments.Tournament) -> str:
+    """A warning if the machines of the target computed the evaluations in different precisions."""
+    sql = """SELECT precision, count(*) FROM runs JOIN json_each(?) AS run ON run.value = runs.id
+             WHERE precision IS NOT NULL GROUP BY precision"""
+    runs = [run for part in row.rounds for run in part["runs"].values()]
+    counts = dict(store.two_columns(sql, [json.dumps(runs)]))
+    if len(counts) < 2:
+        return ""
+    mixed = " and ".join(f"{count} in {name}" for name, count in counts.items())
+    return f"; but runs of it were computed in different precisions: {mixed}, which may decide"
 
 
 def _explanation(row: tournaments.Tournament, standing: Standing, names: Sequence[str]) -> str:

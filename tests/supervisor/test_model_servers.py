@@ -31,7 +31,7 @@ from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
-from flash_mcp.state import queue
+from flash_mcp.state import queue, references
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
@@ -205,14 +205,20 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
 
 
 async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
-    store: Store, deployments: Supervisor, tmp_path: Path
+    store: Store, deployments: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, server, _ = await run_sync(served, store, deployments, tmp_path / "a")
 
     def sent() -> Any:
         return server.call("/request_body").json()
 
-    assert (await chat(message="What is 7 * 6?")).opening is None
+    answer = await chat(message="What is 7 * 6?")
+    assert (answer.opening, answer.precision) == (None, "float32")
+    store.put_precision(str(row.run_id), "bfloat16")
+    said = (await chat(message="What is 7 * 6?")).precision
+    assert said and "float32; its run was computed in bfloat16" in said and f"evaluate(model={row.id!r})" in said
+    monkeypatch.setattr(references, "_checkpoint", lambda *_: references.Subject("toy", precision="bfloat16"))
+    assert references.find_subject(store, row.id).precision == "float32", "an evaluation measures what is served"
     rows = [sample_rollout(3, index, 1.0) for index in range(3)]
     store.put_rollouts(str(row.run_id), "train", 3, rows)
     assert "message='What is 3 * 0?', side_by_side=true" in describe(store, row).next
@@ -543,11 +549,14 @@ def test_a_server_that_hangs_is_replaced_with_the_same_address_and_key_and_once_
     store: Store, deployments: Supervisor, tmp_path: Path
 ) -> None:
     first, hung, pid = served(store, deployments, tmp_path / "a")
+    assert describe(store, first).precision == "float32", "as the server's log says"
+    store.put_precision(str(first.server_run), "bfloat16")
     os.kill(pid, signal.SIGSTOP)
     until(deployments, lambda: store.deployment(first.id).server_attempt == 2)
     again = settle(deployments, first.id, "ready")
     server = server_for(store, again)
     assert (again.base_url, server.api_key, again.error) == (first.base_url, hung.api_key, None)
+    assert store.server_run(str(first.server_run)).precision == "bfloat16", "what the first attempt chose holds"
     os.kill(server_pid(store, again), signal.SIGSTOP)
     failed = settle(deployments, first.id, "failed")
     assert failed.error and failed.error["code"] == "unresponsive"

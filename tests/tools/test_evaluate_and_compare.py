@@ -351,6 +351,28 @@ async def test_whatever_changes_what_is_measured_confounds(client: Client, tmp_p
 
 
 @pytest.mark.slow
+async def test_an_evaluation_in_another_precision_confounds_and_is_repeated_in_the_same(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    open_store().put_precision(run.id, "float32")
+    base = await call(client, "evaluate", environment="echo")
+    trained = await call(client, "evaluate", model=run.id)
+    assert (base["values"]["precision"], trained["values"]["precision"]) == ("bfloat16", "float32")
+    body = await call(client, "compare", base=base["run_id"], other=trained["run_id"])
+    assert body["verdict"] == "confounded" and "differ in precision:" in body["success"]["explanation"]
+    assert any("precision bfloat16 and float32" in note for note in body["notes"])
+    named = re.search(r"evaluate\((.*)\) repeats base", body["next"])
+    assert named
+    again = await call(client, "evaluate", **eval(f"dict({named[1]})"))
+    assert again["created"] and again["values"]["precision"] == "float32"
+    body = await call(client, "compare", base=again["run_id"], other=trained["run_id"])
+    assert body["verdict"] != "confounded"
+    # What the worker chose by itself was measured in the precision that is now asked for.
+    same = await call(client, "evaluate", environment="echo", precision="bfloat16")
+    assert (same["run_id"], same["created"]) == (base["run_id"], False)
+
+
+@pytest.mark.slow
 async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)

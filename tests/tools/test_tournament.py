@@ -30,8 +30,9 @@ def arm(name: str, script: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 async def test_an_arm_that_loses_goes_and_the_last_one_left_is_the_winner(client: Client):
-    arms = [arm("none", NONE), arm("all", ALL), arm("half", HALF)]
+    arms = [arm("none", NONE, precision="float32"), arm("all", ALL), arm("half", HALF)]
     body = await call(client, "tournament", environment="echo", arms=arms)
+    assert "in different precisions: " in body["explanation"] and "1 in float32" in body["explanation"]
     assert (body["state"], body["verdict"], body["winner"], body["created"]) == ("finished", "winner", "all", True)
     assert [row["name"] for row in body["arms"]] == ["all", "half", "none"]
     first, second, last = body["arms"]
@@ -53,7 +54,7 @@ async def test_equal_arms_end_without_a_claim_and_with_intervals(client: Client)
     arms = [arm("half", HALF, system_prompt="Be right."), arm("as good", HALF, system_prompt="")]
     body = await call(client, "tournament", environment="echo", arms=arms)
     assert (body["verdict"], body["tasks"], body["round"]) == ("no_difference", 60, 3)
-    assert "winner" not in body and "no difference" in body["explanation"]
+    assert "winner" not in body and "no difference" in body["explanation"] and "precision" not in body["explanation"]
     other = body["arms"][1]
     assert other["low"] < 0 < other["high"] and other["tasks"] == 60
     worst = body["worst"][0]

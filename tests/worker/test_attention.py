@@ -125,10 +125,10 @@ def test_a_card_without_bf16_is_refused_by_name(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    check_precision(getattr(torch, dtype))
+    check_precision(getattr(torch, dtype), None, Path())
     if not has_bf16:
         with pytest.raises(FlashError, match=r"device_unsupported gpu=.*Tesla T4.*8\.0 or more"):
-            check_precision(torch.bfloat16)
+            check_precision(torch.bfloat16, None, Path())
 
 
 def test_a_model_computes_the_same_by_flash_attention(flash: None, fp32_model: Path) -> None:

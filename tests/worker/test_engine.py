@@ -623,12 +623,14 @@ def test_a_server_takes_the_card_with_the_most_free_memory(
             "mem_get_info": lambda card=None: (free[chosen[-1] if card is None else card], 24 * 2**30),
             "memory_reserved": lambda: 0, "empty_cache": lambda: None,
             "get_device_properties": lambda card: SimpleNamespace(uuid=f"card-{card}"),
+            "is_bf16_supported": lambda **_: True,
         }  # fmt: skip
         for name, function in said.items():
             patch.setattr(torch.cuda, name, function)
         command = serve.server_command(str(tiny_model), tiny_model, 1, RANK)
         assert serve.os.environ["CUDA_VISIBLE_DEVICES"] == "5"
     assert "--tensor-parallel-size" not in command
+    assert command[command.index("--dtype") + 1] == "bfloat16", "also of a model with fp32 files"
     # vLLM starts only where this share of the card is free, whatever size the cache is given.
     assert float(command[command.index("--gpu-memory-utilization") + 1]) == UTILIZATION
     assert "--enforce-eager" not in command and "--worker-cls" not in command

@@ -77,7 +77,7 @@ def load_teacher(source: Json, folder: Path, model: Model, way: Way) -> Teacher:
         )
     config = config_of(folder)
     causal_lm = auto_class(config).from_pretrained(
-        folder, dtype=precision_of(config, folder), attn_implementation=attention_of(config)
+        folder, dtype=precision_of(config, folder).dtype, attn_implementation=attention_of(config)
     )
     causal_lm = causal_lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     causal_lm.requires_grad_(False)

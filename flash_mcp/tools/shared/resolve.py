@@ -91,6 +91,8 @@ def resolve_eval(
             values[name] = default_of(name)
             sources[name] = "recipe"
     values["system_prompt"] = arguments.get("system_prompt")
+    values["precision"] = arguments.get("precision") or subject.precision
+    sources["precision"] = "argument" if arguments.get("precision") else "run"
     if arguments.get("temperature") is None:
         values["temperature"] = 0.0 if attempts == 1 else 1.0
     room: int | None = values["max_length"] or (

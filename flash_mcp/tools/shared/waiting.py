@@ -38,9 +38,10 @@ INDECISIVE = {
     "max_attempts",
     "stall_timeout_s",
     "target",
+    "precision",
 }
 """Fields of an evaluation that do not decide what it finds: the digest stands for the
-environment.
+environment, and `measured` looks at the precision.
 """
 
 POLL_S = 0.25
@@ -97,6 +98,9 @@ def measured(
     digest = (subject.adapter or {}).get("digest")
     for run in store.evaluations_of(environment.digest):
         if (run.init_adapter or {}).get("digest") != digest:
+            continue
+        asked = run.evaluation.precision
+        if spec.precision not in ((asked, run.precision) if run.precision else (asked,)):
             continue
         if run.evaluation.model_dump(exclude=INDECISIVE) == spec.model_dump(exclude=INDECISIVE):
             yield run
