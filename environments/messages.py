@@ -67,7 +67,7 @@ def learnable(value: Any) -> ChatMessage:
     if role is None:
         what = f"a role is {spoken!r:.50}, none of {', '.join(ROLES)}"
         raise Unlearnable(what, "name the role by one of these")
-    calls = tool_calls_of(fields.get("tool_calls") or ())
+    calls = tool_calls_of(without_nulls(fields.get("tool_calls") or ()))
     thought = agreed(fields, THOUGHTS)
     is_learnt = _is_learnt(fields)
     for name, field in {"tool_calls": calls, "a thought": thought, "a mask": is_learnt}.items():
@@ -90,6 +90,21 @@ def learnable(value: Any) -> ChatMessage:
 def says(value: Any) -> bool:
     """Whether a field says anything; parquet fills those that other rows have with null."""
     return value not in (None, "", [], {}) and value == value  # NaN, as pandas writes it, is not
+
+
+def without_nulls(value: Any, *, within: bool = False) -> Any:
+    """A tool's schema or a call without the keys that parquet filled with null, as TRL's
+    `remove_none_values` drops them. The fields of a call itself stay: arguments of null are no
+    arguments that a tool takes."""
+    if isinstance(value, list):
+        return [without_nulls(item, within=within) for item in as_list(value)]
+    if not isinstance(value, dict):
+        return value
+    kept: dict[str, Any] = {}
+    for name, item in as_object(value).items():
+        if item is not None or (name == "arguments" and not within):
+            kept[name] = without_nulls(item, within=within or name == "arguments")
+    return kept
 
 
 def ignored_fields(value: Any) -> list[str]:

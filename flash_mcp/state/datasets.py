@@ -144,8 +144,9 @@ def _unknown(reference: str, versions: list[Path], names: list[str]) -> FlashErr
 
 
 def dump_rows(rows: Iterable[Json]) -> bytes:
-    """JSON lines, in plain ASCII: no line separator within a text can be taken for a line's end."""
-    return "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows).encode()
+    """JSON lines, in plain ASCII: no line separator within a text can be taken for a line's end.
+    Keys keep their order, as templates show the schemas of tools."""
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def load_rows(content: bytes) -> Iterator[Json]:

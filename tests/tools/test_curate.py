@@ -486,7 +486,7 @@ async def test_rows_of_a_file_are_conversations_to_learn(client: Client, tmp_pat
 
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}')
     code, text = await refused(client, "curate", runs=[str(tmp_path / "bad.jsonl")], name="bad")
-    assert code == "invalid_argument" and "row 1: messages holds no conversation" in text
+    assert code == "invalid_argument" and "row 1: no message of the assistant follows" in text
 
 
 async def test_a_dry_run_on_a_file_counts_its_rows_and_writes_nothing(client: Client, tmp_path: Path) -> None:

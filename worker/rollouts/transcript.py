@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any, Self
 
 from environments.agents.calls import CallOptions
 from environments.base import ChatMessage, Json
+from environments.tools import text_of
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.rollouts.patterns import with_valid_strings
@@ -33,6 +35,7 @@ FREE_SHARE = 0.99
 """A token was free if the model gave the tokens that the grammar allowed at least this share."""
 THINK = "<think>"
 EMPTY_THINK = "<think>\n\n</think>\n\n"
+_MARK = "\u2063system\u2063"
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
 
 
@@ -56,6 +59,7 @@ class ChatTemplate:
             fix = "use an instruct model, or add chat_template.jinja to the model folder"
             raise _unsupported("the model's tokenizer has no chat template", fix)
         self.end_ids = _end_ids(tokenizer).union(end_ids)
+        self._control = _control_tokens(tokenizer, self.end_ids)
         self.tools: list[Json] = []
         self._glue: dict[str, list[int]] = {}
         self._starts: dict[str, list[int]] = {}
@@ -97,6 +101,7 @@ class ChatTemplate:
         key = json.dumps(messages, sort_keys=True, default=str)
         ids = self._starts.get(key)
         if ids is None:
+            self._check_system(messages)
             ids = self._starts[key] = self._encode(self._render(messages))
             if len(self._starts) > MOST_STARTS:
                 self._starts.pop(next(iter(self._starts)))
@@ -122,6 +127,7 @@ class ChatTemplate:
                 raise _unsupported(
                     what, "use a model whose template keeps assistant content as it is"
                 )
+            self._check_system(conversation)
             ids = self._encode(tail)
             # Environments repeat short answers. Long ones would only make the process grow.
             if len(ids) <= MEMORABLE_TOKENS:
@@ -152,6 +158,12 @@ class ChatTemplate:
                 return shown.removeprefix(header).removeprefix(EMPTY_THINK)
         what = "the chat template does not show a tool call after its generation prompt"
         raise _unsupported(what, "use a model whose template shows tool calls in their turn")
+
+    def control_token(self, message: ChatMessage) -> str | None:
+        """A text in the message that the tokenizer would take for a control token, such as the end
+        of a turn; None without any."""
+        found = self._control.search(text_of(message))
+        return found and found.group()
 
     def read(self, token_ids: Sequence[int], calls_before: int = 0) -> Turn:
         """What the model wrote in one turn; its calls are numbered on from `calls_before`.
@@ -263,6 +275,20 @@ class ChatTemplate:
             roles = [message.get("role") for message in messages]
             fix = "use the roles that the model's template knows"
             raise _unsupported(what, fix, roles=roles, wrote=str(error)) from error
+
+    def _check_system(self, messages: Sequence[ChatMessage]) -> None:
+        """FlashError(template_unsupported) if the template leaves a system message out."""
+        said = [message["content"] for message in messages if message["role"] == "system"]
+        if not any(said):
+            return
+        marked = [
+            {**message, "content": _MARK} if message["role"] == "system" else message
+            for message in messages
+        ]
+        if self._render(marked).count(_MARK) < len(said):
+            what = "the chat template does not show system messages"
+            fix = "begin the first message of the user with that text"
+            raise _unsupported(what, fix, message=f"{said[0]:.80}")
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -464,6 +490,16 @@ def _unsupported(what: str, fix: str, **values: Any) -> FlashError:
 def _no_tools(what: str) -> FlashError:
     fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
     return FlashError("tools_unsupported", what, fix=fix)
+
+
+def _control_tokens(tokenizer: Any, end_ids: Iterable[int]) -> re.Pattern[str]:
+    """Matches the texts of special tokens, the longest first."""
+    tokens = {str(token) for token in tokenizer.all_special_tokens}
+    tokens.update(map(str, tokenizer.convert_ids_to_tokens(sorted(end_ids))))
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            tokens.add(token.content)
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
 def _end_ids(tokenizer: Any) -> frozenset[int]:

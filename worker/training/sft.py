@@ -27,6 +27,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from environments.base import ChatMessage
 from environments.process.host import EnvironmentHost, Opening
+from environments.tools import problem_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
@@ -62,9 +63,9 @@ async def gold_rows(
                 return await _GoldCalls(host, template, max_length).rows(split, opening)
         finally:
             await host.close(opening.episode)
-        transcript = Transcript(template, opening.messages, opening.tools)
         name = f"{split} task {opening.task_id}"
-        return [_row(name, transcript, await host.gold(split, index))]
+        gold = await host.gold(split, index)
+        return [_row(name, template.for_tools(opening.tools), opening.messages, gold)]
 
     return await survey(split, host.splits.get(split, 0), one, **watched)
 
@@ -128,8 +129,8 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
         for number, line in enumerate(lines, start=1):
             count = line["prompt_messages"]
             prompt = line["messages"][:count]
-            transcript = Transcript(template, prompt, line.get("tools", ()))
-            row = _row(f"{file} line {number}", transcript, line["messages"][count:])
+            chat = template.for_tools(line.get("tools", ()))
+            row = _row(f"{file} line {number}", chat, prompt, line["messages"][count:])
             rows[path.stem].append(row)
     return rows
 
@@ -266,17 +267,25 @@ def _learnable(rows: list[Row], max_length: int) -> list[Row]:
     return [row for row in cut if any(label != IGNORED for label in row["labels"])]
 
 
-def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
+def _row(
+    name: str, template: ChatTemplate, prompt: list[ChatMessage], gold: list[ChatMessage]
+) -> Row:
     """Tokens of a prompt and its gold answers; FlashError(dataset_invalid) with `name` if they
     cannot be learnt.
     """
+    for number, message in enumerate([*prompt, *gold], start=1):
+        if token := template.control_token(message):
+            what = f"{name}: message {number} holds {token!r}, a control token of this model"
+            fix = "remove it from the text, or write it otherwise, such as with a space"
+            raise FlashError("dataset_invalid", what, fix=fix)
+    transcript = Transcript(template, prompt)
     between: list[Json] = []
     answered = False
     for message in gold:
         if message["role"] != "assistant":
             between.append(message)
             continue
-        _check(name, message, [] if answered else between, transcript.template)
+        _check(name, message, [] if answered else between, template)
         if answered:
             # Even if nothing was said in between: each answer of a rollout has its own turn.
             transcript.add_environment(between)
@@ -299,7 +308,17 @@ def _check(name: str, answer: ChatMessage, before: list[Json], template: ChatTem
         wrong = "an answer has tool_calls, but the task has no tools"
     elif not isinstance(content, str):
         wrong = f"an answer's content is {content!r:.50}, no string"
+    elif problem := _problem_of_calls(answer, template):
+        wrong = f"an answer's call cannot be learnt: {problem}"
     else:
         return
     fix = "begin with an answer, and let every answer be text or calls of declared tools"
     raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
+
+
+def _problem_of_calls(answer: ChatMessage, template: ChatTemplate) -> str | None:
+    """Why no tool takes a call of this answer, or None. What a model sampled is learnt as it is."""
+    if "bad_tool_call" in answer or answer.get("weight") == 0:
+        return None
+    problems = (problem_of(call, template.tools) for call in answer.get("tool_calls") or ())
+    return next(filter(None, problems), None)

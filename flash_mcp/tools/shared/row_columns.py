@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from environments.messages import (
     THOUGHTS,
@@ -20,8 +20,9 @@ from environments.messages import (
     ignored_fields,
     learnable,
     says,
+    without_nulls,
 )
-from environments.tools import as_list, tool_schemas
+from environments.tools import as_list, problem_of, tool_schemas
 from flash_mcp.protocol.records import Json
 
 CHATS = ("messages", "conversations")
@@ -93,13 +94,26 @@ def conversation_of(
     tools: Any = parsed(fields.get("tools", []))
     if not isinstance(tools, list):
         raise Unlearnable(f"tools is {tools!r:.50}, no list", "give tools as a list of schemas")
-    tools = tool_schemas(cast("list[Any]", tools))
+    tools = tool_schemas(without_nulls(tools))
     prompt = _unlearnt(messages, prompt)
-    if not tools and any(turn.get("tool_calls") for turn in messages[prompt:]):
-        fix = "give the schemas of its tools in the column tools"
-        raise Unlearnable("an answer has tool_calls, but the row has no tools", fix)
+    _check_calls(messages, prompt, tools)
     kept: Json = {"messages": messages, "prompt_messages": prompt}
     return kept | ({"tools": tools} if tools else {}), ignored
+
+
+def _check_calls(messages: Sequence[Json], prompt: int, tools: Sequence[Json]) -> None:
+    """Raises Unlearnable of a call that no tool takes; of one that is context if it has no
+    arguments."""
+    for number, message in enumerate(messages):
+        is_learnt = number >= prompt and message.get("weight") != 0
+        for call in message.get("tool_calls", ()):
+            if not tools:
+                fix = "give the schemas of its tools in the column tools"
+                raise Unlearnable("an answer has tool_calls, but the row has no tools", fix)
+            known = tools if is_learnt else [{"function": {"name": call["function"]["name"]}}]
+            if problem := problem_of(call, known):
+                what = f"a call in message {number + 1} cannot be learnt: {problem}"
+                raise Unlearnable(what, "correct the call, or give its answer weight 0")
 
 
 def check_columns(fields: Json, used: Collection[str]) -> list[str]:
@@ -135,14 +149,13 @@ def chat_of(fields: Json) -> tuple[list[Any], int | None, Collection[str]]:
     Raises Unlearnable."""
     if not fields.keys().isdisjoint(CHATS):
         return as_list(parsed(agreed(fields, CHATS))), None, CHATS
-    prompt, completion = (
-        parsed(part) if isinstance(part, list) else [{"role": role, "content": part}]
-        for part, role in (
-            (fields.get("prompt", []), "user"),
-            (fields.get("completion", []), "assistant"),
-        )
-    )
-    return [*prompt, *completion], len(prompt), PARTS
+    sides: list[list[Any]] = []
+    for name, role in zip(PARTS, ("user", "assistant"), strict=True):
+        side = fields.get(name, [])
+        if not isinstance(side, list):
+            side = [{"role": role, "content": side}]
+        sides.append(as_list(side))
+    return [*sides[0], *sides[1]], len(sides[0]), PARTS
 
 
 def pair_of(fields: Json, question: str, answer: str) -> list[Json]:
