@@ -48,7 +48,6 @@ from tests.samples import (
     start,
     started_run,
 )
-from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("no_supervisor")
 
@@ -62,16 +61,6 @@ def write_log(run: Run, text: str) -> None:
 
 
 # -- train -----------------------------------------------------------------------------------------
-
-
-async def test_train_queues_a_run_that_is_pinned_to_the_newest_version(tmp_path: Path):
-    push_echo(tmp_path)
-    started = await call("train", environment="echo", steps=7, learning_rate=2e-4)
-    run = open_store().run(started["run_id"])
-    assert (run.state, run.spec.steps) == ("queued", 7)
-    assert run.spec.environment == started["environment"] == "echo@0123456789abcdef"
-    assert started["created"] is True
-    assert started["run_id"] in started["next"]
 
 
 @pytest.mark.slow
@@ -107,45 +96,6 @@ async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_linea
         store.put_gate(digest, {}, ["junk"])
     assert (await call("train", **wanted, validate_only=True))["gate"] == "passed, accepted: near_gold"
     assert (await call("train", **wanted))["created"]
-
-
-async def test_validate_only_says_what_each_value_is_and_creates_nothing(tmp_path: Path):
-    push_echo(tmp_path)
-    checked = await call("train", environment="echo", steps=10, validate_only=True)
-    assert (checked["state"], checked["created"]) == ("validated", False)
-    assert "run_id" not in checked
-    assert open_store().runs() == []
-    assert set(checked["values"]) == {"steps", "max_length"}
-    assert checked["values"]["steps"] == 10
-    assert "sources" not in checked
-    estimate = checked["estimate"]
-    assert (estimate["steps"], estimate["rollouts"], estimate["tokens_at_most"]) == (10, 320, 320 * 512)
-    assert (estimate["train_tasks"], estimate["eval_tasks"], estimate["passes"]) == (40, 60, 1.0)
-    assert estimate["prompt_tokens_about"] > 0
-
-
-async def test_the_length_of_an_sft_run_follows_from_its_data(tmp_path: Path):
-    push_echo(tmp_path)
-    checked = await call("train", environment="echo", algorithm="sft", epochs=3, validate_only=True)
-    assert (checked["estimate"]["steps"], checked["estimate"]["examples"]) == (15, 120)
-
-
-async def test_arguments_override_the_config_file_and_both_are_told_apart(tmp_path: Path):
-    push_echo(tmp_path / "environment")
-    config = tmp_path / "rl.toml"
-    config.write_text('environment = "echo"\n[train]\nsteps = 5\nseed = 3\n')
-    checked = await call("train", config=str(config), steps=9, validate_only=True)
-    assert (checked["values"]["steps"], checked["values"]["seed"]) == (9, 3)
-    assert checked["sources"] == {"file": ["environment", "seed"]}
-
-
-async def test_one_key_starts_one_run(tmp_path: Path):
-    push_echo(tmp_path)
-    first = await call("train", environment="echo", steps=3, idempotency_key="k")
-    again = await call("train", environment="echo", steps=3, idempotency_key="k")
-    assert (again["run_id"], again["created"]) == (first["run_id"], False)
-    assert (await refused("train", environment="echo", steps=4, idempotency_key="k")).code == "idempotency_conflict"
-    assert len(open_store().runs()) == 1
 
 
 @pytest.mark.slow
@@ -539,21 +489,6 @@ async def test_a_run_that_was_measured_at_its_end_alone_is_compared_with_its_sta
 # -- status ----------------------------------------------------------------------------------------
 
 
-async def test_a_finished_run_is_judged_on_the_same_held_out_examples(tmp_path: Path):
-    run = finished_run(tmp_path, solved=90)
-    body = await call("status", run_id=run.id)
-    view = body["run"]
-    assert (view["state"], view["step"], view["steps"], view["checkpoint"]) == ("succeeded", 20, 20, 20)
-    assert view["reward"]["first"] < 0.3 < 0.7 < view["reward"]["last"]
-    names = ("step", "success", "low", "high")
-    held_out = [tuple(point[name] for name in names) for point in view["held_out"]]
-    assert held_out == [(0, 0.2, 0.1334, 0.2888), (20, 0.9, 0.8256, 0.9448)]
-    assert view["verdict"]["outcome"] == "improved"
-    assert "70 newly solved" in view["verdict"]["explanation"]
-    assert "deploy" in body["next"]
-    assert "flags" not in view
-
-
 async def test_one_example_that_the_environment_failed_does_not_cost_the_pairs(tmp_path: Path):
     run, writer = started_run(tmp_path)
     evaluate(writer, 0, 40)
@@ -584,14 +519,6 @@ async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
     assert (
         "tasks would decide" in body["next"] and "evaluate(" in body["next"] and body["next"].endswith("then compare")
     )
-
-
-async def test_a_running_run_has_a_speed_and_a_time_left(tmp_path: Path):
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 6))
-    read_in(open_store(), run.id)
-    view = (await call("status", run_id=run.id))["run"]
-    assert (view["state"], view["step"], view["step_s"], view["eta_s"]) == ("running", 5, 2.0, 30)
 
 
 async def test_a_run_in_trouble_is_flagged_with_a_remedy_and_a_next_step(tmp_path: Path):
@@ -645,18 +572,6 @@ async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pyt
     assert time.monotonic() - started < 20
 
 
-async def test_waiting_for_a_run_that_has_ended_returns_at_once(tmp_path: Path):
-    run = finished_run(tmp_path)
-    with anyio.fail_after(WAIT_S):
-        assert (await call("status", run_id=run.id, wait_s=45))["changed"] is False
-
-
-async def test_waiting_in_vain_ends_in_time(tmp_path: Path):
-    run = queued_run(tmp_path)
-    with anyio.fail_after(WAIT_S):
-        assert (await call("status", run_id=run.id, wait_s=0.5))["changed"] is False
-
-
 async def test_the_list_of_runs_comes_in_pages_without_gaps(tmp_path: Path):
     ids = [queued_run(tmp_path).id for _ in range(7)]
     first = await call("status", limit=5)
@@ -708,14 +623,6 @@ async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path:
     assert planned["values"]["max_cost"] == 3
 
 
-async def test_the_detailed_form_adds_every_value_and_the_log(tmp_path: Path):
-    run, _ = started_run(tmp_path)
-    write_log(run, "loading the model\n")
-    view = (await call("status", run_id=run.id, detail="detailed"))["run"]
-    assert view["values"]["group_size"] == 8
-    assert view["log_tail"] == "loading the model"
-
-
 async def test_an_unknown_run_is_refused_with_the_nearest_ids(tmp_path: Path):
     run = queued_run(tmp_path)
     wrong = run.id[:-1] + ("0" if run.id[-1] != "0" else "1")
@@ -731,14 +638,6 @@ async def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_its_two_argume
 # -- cancel ----------------------------------------------------------------------------------------
 
 
-async def test_a_queued_run_is_cancelled_at_once(tmp_path: Path):
-    run = queued_run(tmp_path)
-    body = await call("cancel", run_id=run.id, reason="wrong data")
-    assert body["state"] == "cancelled"
-    assert open_store().run(run.id).cancel_reason == "wrong data"
-    assert (await call("cancel", run_id=run.id))["state"] == "cancelled"
-
-
 async def test_a_running_run_is_told_to_save_and_end(tmp_path: Path):
     run, _ = started_run(tmp_path)
     body = await call("cancel", run_id=run.id, wait_s=0)
@@ -747,17 +646,7 @@ async def test_a_running_run_is_told_to_save_and_end(tmp_path: Path):
     assert RunFolder(run.folder).is_cancelled()
 
 
-async def test_a_run_that_has_ended_cannot_be_cancelled(tmp_path: Path):
-    assert (await refused("cancel", run_id=finished_run(tmp_path).id)).code == "run_finished"
-
-
 # -- rollouts --------------------------------------------------------------------------------------
-
-
-async def test_the_worst_rollouts_of_the_newest_step_come_first(tmp_path: Path):
-    body = await call("rollouts", run_id=finished_run(tmp_path).id)
-    assert [(row["step"], row["index"]) for row in body["rollouts"]] == [(20, 0), (20, 1), (20, 2)]
-    assert (body["total"], body["has_more"]) == (8, True)
 
 
 async def test_pages_of_every_order_cover_each_rollout_once(tmp_path: Path):
@@ -942,15 +831,6 @@ def test_room_is_shared_fairly(total: int, wanted: list[int]):
 # -- checkpoints and the catalog -------------------------------------------------------------------
 
 
-async def test_checkpoints_are_listed_newest_first_with_what_was_measured(tmp_path: Path):
-    body = await call("checkpoints", run_id=finished_run(tmp_path).id)
-    assert [row["step"] for row in body["checkpoints"]] == [20, 10]
-    newest = body["checkpoints"][0]
-    assert (newest["reward"], newest["success"], newest["eval_success"]) == (0.5, 0.4, 0.9)
-    assert is_file(newest["path"], "adapter_model.safetensors")
-    assert newest["size_bytes"] > 0
-
-
 async def test_checkpoints_come_in_pages(tmp_path: Path):
     run = finished_run(tmp_path)
     first = await call("checkpoints", run_id=run.id, limit=1)
@@ -967,22 +847,6 @@ async def test_a_full_page_of_checkpoints_fits(tmp_path: Path):
     read_in(open_store(), run.id)
     shown = (await call("checkpoints", run_id=run.id, limit=30))["checkpoints"]
     assert shown[0]["step"] == 30
-
-
-async def test_a_run_without_checkpoints_says_when_there_will_be_one(tmp_path: Path):
-    body = await call("checkpoints", run_id=queued_run(tmp_path).id)
-    assert body["checkpoints"] == []
-    assert "save_every=10" in body["next"]
-
-
-async def test_the_catalog_shows_what_there_is(tmp_path: Path):
-    push_echo(tmp_path)
-    body = await call("catalog")
-    assert body["default_model"] in [model["name"] for model in body["models"]]
-    assert [environment["name"] for environment in body["environments"]] == ["echo"]
-    assert body["devices"][-1]["kind"] == "cpu"
-    assert body["deployments"] == []
-    assert "echo" in body["next"]
 
 
 async def test_the_catalog_can_be_narrowed_and_paged():
@@ -1177,11 +1041,6 @@ async def test_going_on_from_a_run_is_a_call_that_works(tmp_path: Path, fields: 
     checked = await call("train", **arguments, validate_only=True)
     assert checked["warm_start"] == f"{run.id}@5"
     assert {name: checked["values"][name] for name in fields} == fields
-
-
-async def test_a_list_of_runs_of_one_state_does_not_say_that_there_are_none(tmp_path: Path):
-    finished_run(tmp_path)
-    assert (await call("status", state="failed"))["next"] == "no run is failed: leave state out for all"
 
 
 async def test_a_long_run_keeps_its_held_out_losses(tmp_path: Path):
