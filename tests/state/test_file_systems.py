@@ -178,31 +178,10 @@ def test_the_doctor_names_a_network_file_system(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_script")
-def test_a_state_directory_may_have_any_name(
+def test_a_state_directory_may_have_any_name_and_be_a_link(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASH_HOME", str(tmp_path / "-größe 日本 'quote\"$HOME\nline"))
-    play(environment)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("with_script")
-def test_a_relative_state_directory_is_below_the_working_directory(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASH_HOME", "state/here")
-    play(environment, cwd=tmp_path)
-    end_supervisors(tmp_path / "state" / "here")
-    assert (tmp_path / "state" / "here" / "flash.db").exists()
-    assert not (tmp_path / "state" / "here" / "state").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("with_script")
-def test_a_linked_state_directory_and_its_real_path_are_the_same(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, link = tmp_path / "real", tmp_path / "link"
+    real, link = tmp_path / "real", tmp_path / "-größe 日本 'quote\"$HOME\nline"
     real.mkdir()
     link.symlink_to(real)
     monkeypatch.setenv("FLASH_HOME", str(link))
