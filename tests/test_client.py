@@ -60,7 +60,7 @@ def test_over_http_the_token_says_whose_client_it_is(tmp_path: Path, flash_home:
 @pytest.mark.slow
 def test_the_example_in_the_readme_runs(tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its run ends as a worker would end it: training takes minutes."""
-    (code,) = re.findall(r"```python\n(from flash_mcp.client.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(from flash_mcp.client.*?)```", (ROOT / "docs/use.md").read_text(), re.DOTALL)
     push_echo(tmp_path, name="calculator")
     finished = finished_run(tmp_path / "finished").id
     waited = Client.status

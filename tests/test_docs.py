@@ -188,8 +188,7 @@ async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str)
 
 def test_every_example_in_python_runs_in_a_test():
     text = "".join(path.read_text() for path in (PLAYBOOK, *ROOT.glob("docs/*.md")))
-    text += (ROOT / "README.md").read_text()
-    # The client of docs/agents.md runs in tests/worker/test_gateway.py, that of README in tests/test_client.py.
+    # The client of docs/agents.md runs in tests/worker/test_gateway.py, that of docs/use.md in tests/test_client.py.
     assert text.count("```python") == len(wrapped()) + 5 == len(STAND_INS) + 5
 
 
@@ -208,9 +207,9 @@ def solve(question, base_url, api_key, model):
     ("text", "heading", "agent"),
     [
         (PLAYBOOK.read_text(), r"\*\*Agents\.\*\*", AGENT),
-        ((ROOT / "README.md").read_text(), "## Train the agent", AGENT_CALCULATOR.read_text()),
+        ((ROOT / "docs/agents.md").read_text(), "## Train the agent", AGENT_CALCULATOR.read_text()),
     ],
-    ids=["playbook", "readme"],
+    ids=["playbook", "page of agents"],
 )
 async def test_the_agents_of_the_text_answer(tmp_path: Path, text: str, heading: str, agent: str):
     (source,) = re.findall(rf"{heading}.*?```python\n(.*?)```", text, re.DOTALL)
