@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,27 @@ class _Moved(TorchDispatchMode):
         return result
 
 
+def _flash_flops(lengths: Sequence[int]) -> dict[Any, Any]:
+    """How the counter counts flash attention of segments of these lengths in tokens. Its own rule
+    takes each for the longest, and the half that a causal mask leaves out for computed.
+    """
+
+    def forward(query: Any, key: Any, *rest: Any, **_: Any) -> float:
+        tokens, heads, size = query
+        is_causal = rest[6]
+        pairs = sum(length**2 / 2 for length in lengths) if is_causal else tokens * key[0]
+        return 4 * pairs * heads * size
+
+    def backward(_gradient: Any, *rest: Any, **_: Any) -> float:
+        query, key, value, _out, _lse, *others = rest
+        return 2.5 * forward(query, key, value, *others)  # five products instead of two
+
+    return {attention.FLASH_FORWARD: forward, attention.FLASH_BACKWARD: backward}
+
+
 def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Cost:
     """One pack's forward and backward pass."""
-    model = memory._without_storage(folder, torch.bfloat16, WORK.lora_rank, layers)
+    model = memory._without_storage(folder, torch.bfloat16, WORK, layers)
     if flash:
         kernels.fuse_norms(model)
     device = torch.device("meta")  # tensors without storage, and PyTorch's rules for their shapes
@@ -92,11 +111,12 @@ def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Co
     packing.recompute(causal_lm, recomputed)
     ids = torch.zeros(WORK.prompt + sum(lengths), dtype=torch.long, device=device)
     counted = torch.zeros(sum(lengths), dtype=torch.long, device=device)
-    with FlopCounterMode(display=False) as flops, _Moved() as moved:
+    own = _flash_flops([WORK.prompt, *lengths])
+    with FlopCounterMode(display=False, custom_mapping=own) as flops, _Moved() as moved:
         hidden = packing.hidden_states(causal_lm, ids, layout)
-        logps, _ = kernels.token_logps(
-            kernels.Head.from_model(causal_lm), hidden[counted], counted, 1.0
-        )
+        # kernels.token_logps also turns autocast off, which PyTorch has not for "meta".
+        head = kernels.Head.from_model(causal_lm)
+        logps, _ = kernels._TokenLogps.apply(hidden[counted], counted, 1.0, head, False)
         logps.sum().backward()
     return Cost(flops.get_total_flops(), moved.total)
 
@@ -145,7 +165,7 @@ def main() -> None:
             ).save_pretrained(folder)  # fmt: skip
             # Those with the norms of transformers, which keep more.
             held, _ = memory._training_pass(folder, torch.bfloat16, WORK)
-            model = memory._without_storage(folder, torch.bfloat16, WORK.lora_rank)
+            model = memory._without_storage(folder, torch.bfloat16, WORK)
             weights = sum(p.nbytes for p in model.parameters())
             group = held * math.ceil(WORK.group_size / WORK.rows)
             fits = 2 * weights + group < CARD_GIB * memory.GIB
