@@ -48,9 +48,12 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 class AgentEpisode(EnvironmentMultiTurn):
     """An EnvironmentAgent as an environment of many turns. Each rollout has a copy with a session.
 
-    `call` runs a method of the agent: coroutines in the event loop, others in a thread."""
+    `call` runs a method of the agent: coroutines in the event loop, others in a thread. `key` opens
+    the endpoint; by default a random one."""
 
-    def __init__(self, agent: EnvironmentAgent, endpoint: Endpoint, call: Call) -> None:
+    def __init__(
+        self, agent: EnvironmentAgent, endpoint: Endpoint, call: Call, key: str | None = None
+    ) -> None:
         self.dataset = agent.dataset
         self.eval_dataset = agent.eval_dataset
         self.max_score_concurrency = agent.max_score_concurrency
@@ -59,7 +62,8 @@ class AgentEpisode(EnvironmentMultiTurn):
         self._agent = agent
         self._endpoint = endpoint
         self._call = call
-        self._session = Session(agent.max_calls, agent.max_tokens, agent.max_seconds)
+        named = {"key": key} if key else {}
+        self._session = Session(agent.max_calls, agent.max_tokens, agent.max_seconds, **named)
         self._running: asyncio.Task[Any] | None = None
         self._tools: list[Json] = []
         self.options = NO_OPTIONS

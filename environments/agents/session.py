@@ -116,9 +116,9 @@ class Session:
     max_calls: int
     max_tokens: int | None = None
     max_seconds: float | None = None
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_hex(24)}")
 
     def __post_init__(self) -> None:
-        self.key = f"sk-{secrets.token_hex(24)}"
         self.refusal: ApiError | None = None
         """What every further request is answered with, once the rollout is at a limit."""
         self.was_refused = False

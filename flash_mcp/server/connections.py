@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -25,6 +26,9 @@ BODY_TIMEOUT_S = 30.0
 """For the body of a request, and longer for one that arrives at MIN_BODY_RATE."""
 MIN_BODY_RATE = 1024.0
 """Bytes a second."""
+STRANGER_BODY_S = 10.0
+"""For the body of a request of nobody knows whom, answered or not."""
+STRANGER_BODY_BYTES = 64 << 10
 
 
 class LimitedConfig(uvicorn.Config):
@@ -66,20 +70,28 @@ class LimitedProtocol(H11Protocol):
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
         self.owner: str | None = None
-        """Whose the last request was; None before one had a token."""
+        """Whose the last request was; None if nobody knows."""
+        self._stranger: object = None
+        """The cycle of a request that was found to be nobody's."""
+        self.address = ""
+        """The client's, as far as it is known."""
         self._is_stream = False
         self.app_state = {**self.app_state, "connection": self}
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.opened = self.loop.time()
+        self.address = self.client[0] if self.client else ""
         self._make_room()
         self._expect()
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
         super().data_received(data)
-        self._expect()
+        self._expect(len(data))
+        is_body = self._owed is not None and self._owed[0] == "body"
+        if is_body and self._is_strangers() and self._received > STRANGER_BODY_BYTES:
+            self._end("413 Content Too Large", f"the body exceeds {STRANGER_BODY_BYTES} bytes")
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -89,16 +101,20 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer()
         super().connection_lost(exc)
 
-    @property
-    def address(self) -> str | None:
-        """The peer's, without its port."""
-        if self.client:
-            return self.client[0]
-        return None
-
-    def serves(self, owner: str, *, is_stream: bool) -> None:
-        """The request under way has a token of this owner."""
+    def serves(
+        self, owner: str | None, client: Sequence[Any] | None = None, *, is_stream: bool = False
+    ) -> None:
+        """The request under way is this owner's; None if nobody knows whose. `client` is its
+        address and port, which for what comes through a believed proxy are not the peer's.
+        """
         self.owner, self._is_stream = owner, is_stream
+        self._stranger = self.cycle if owner is None else None
+        if client and client[0] != self.address:
+            self.address = client[0]
+            self._make_room()
+
+    def _is_strangers(self) -> bool:
+        return self._stranger is not None and self._stranger is self.cycle
 
     def waits_for_headers(self) -> bool:
         """Whether no request is under way."""
@@ -110,8 +126,9 @@ class LimitedProtocol(H11Protocol):
     def _make_room(self) -> None:
         """At a limit, end the connection that is needed least; if all are needed, refuse this one.
 
-        An address counts only before a request of its connection had a token: all clients of a
-        proxy have the same.
+        The oldest of a stranger goes first, whatever it does: many that send slowly keep out nobody
+        who says at once who it is. Those of an address count only among strangers: all clients of
+        a proxy may have the same.
         """
         protocols = cast("set[LimitedProtocol]", self.connections)
         others: list[LimitedProtocol] = []
@@ -121,14 +138,16 @@ class LimitedProtocol(H11Protocol):
         strangers = [item for item in others if item.owner is None]
         neighbours = [item for item in strangers if item.address == self.address]
         if len(neighbours) >= self.config.most_per_address:
-            self._end_one([_idle(neighbours)])
+            self._end_one([neighbours])
+        elif len(others) >= self.config.most_connections and strangers:
+            self._end_one([strangers])
         elif len(others) >= self.config.most_connections:
             sizes = Counter(item.owner for item in others if item.owner is not None)
             largest, size = max(sizes.items(), key=lambda entry: entry[1], default=("", 0))
             own = [item for item in others if item.owner == largest]
             # No owner's streams hold up another owner. Whose stream ends opens it again.
             streams = [item for item in own if item._is_stream] if size > 1 else []
-            self._end_one([_idle(strangers), _idle(own), _idle(others), streams])
+            self._end_one([_idle(own), _idle(others), streams])
 
     def _end_one(self, choices: Sequence[Sequence[LimitedProtocol]]) -> None:
         """End the oldest connection of the first choice that has any; without one, this one."""
@@ -140,32 +159,35 @@ class LimitedProtocol(H11Protocol):
 
     # -- too slow ----------------------------------------------------------------------------------
 
-    def _expect(self) -> None:
-        """Note what the client owes now, and start its time."""
+    def _expect(self, came: int = 0) -> None:
+        """Note what the client owes now, and start its time. `came` bytes may begin it."""
         owed = None
         if not self.transport.is_closing():
-            if self.waits_for_headers():
+            if self.conn.their_state is h11.SEND_BODY:  # also after an answer
+                owed = ("body", self.cycle)
+            elif self.waits_for_headers():
                 is_first = cast("RequestResponseCycle | None", self.cycle) is None
                 has_begun = is_first or self.conn.trailing_data[0]
                 owed = ("headers", self.cycle) if has_begun else None
-            elif self.cycle.more_body:
-                owed = ("body", self.cycle)
         if owed == self._owed:
             return
         self._owed = owed
         self._since = self.loop.time()
-        self._received = 0
+        self._received = came
         self._stop_timer()
         if owed:
-            self._start_timer(HEADER_TIMEOUT_S if owed[0] == "headers" else BODY_TIMEOUT_S)
+            body_s = min(BODY_TIMEOUT_S, STRANGER_BODY_S)
+            self._start_timer(HEADER_TIMEOUT_S if owed[0] == "headers" else body_s)
 
     def _late(self) -> None:
         if self._owed and self._owed[0] == "body":
-            # The server itself holds it up.
-            if self.flow.read_paused or self.cycle.waiting_for_100_continue:
+            allowed = BODY_TIMEOUT_S + self._received / MIN_BODY_RATE
+            if self._is_strangers():
+                allowed = STRANGER_BODY_S
+            elif self.flow.read_paused or self.cycle.waiting_for_100_continue:
+                # The server itself holds it up.
                 self._start_timer(BODY_TIMEOUT_S)
                 return
-            allowed = BODY_TIMEOUT_S + self._received / MIN_BODY_RATE
             left = allowed - (self.loop.time() - self._since)
             if left > 0:
                 self._start_timer(left)
@@ -182,7 +204,8 @@ class LimitedProtocol(H11Protocol):
 
     def _end(self, status: str, why: str) -> None:
         """Close, with an answer unless one has begun."""
-        if self.waits_for_headers() or not self.cycle.response_started:
+        is_between = self._owed is None or self._owed[0] == "headers"
+        if is_between or not self.cycle.response_started:
             head = f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
             self.transport.write(f"{head}content-length: {len(why) + 1}\r\n\r\n{why}\n".encode())
         self.transport.close()

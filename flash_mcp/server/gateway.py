@@ -4,8 +4,8 @@
     /gateway/RUN/RANK/v1/...   with that key: the model's APIs; POST .../result ends the rollout
 
 The worker of the run answers, on a port of loopback for each of its ranks
-(worker/rollouts/gateway.py). It alone knows the keys of rollouts, and refuses requests without
-one."""
+(worker/rollouts/gateway.py). The body of a request is read once its key is known for one that this
+worker made; whether its rollout goes on, the worker says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import anyio
 import httpx
 from anyio.to_thread import run_sync
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -27,11 +27,12 @@ from environments.agents.dialects import DIALECTS, ApiError
 from environments.sandbox.needs import Needs
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Run
+from flash_mcp.protocol.rollout_keys import is_of
 from flash_mcp.protocol.run_files import GATEWAY_BASE_URL, GatewayFile
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.server.uploads import refusal_response
 from flash_mcp.state import references
-from flash_mcp.state.owners import LOCAL, NOBODY, acting_as, caller, refuse_reader
+from flash_mcp.state.owners import LOCAL, acting_as, refuse_reader
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
 
@@ -51,19 +52,24 @@ class Relay:
             if "transfer-encoding" in request.headers:
                 what = "the length of the body is not known"
                 raise FlashError("too_large", what, fix="send a Content-Length")
-            body = await request.body()
-            run, where = await run_sync(_run_of, request.path_params["run_id"])
+            if "rank" in request.path_params:
+                run, where = request.scope["state"]["played"] or (None, None)
+            else:
+                run, where = await run_sync(_run_of, request.path_params["run_id"])
+            body = await request.body() if where else b""
+        except ClientDisconnect:
+            return
         except FlashError as error:
             await refusal_response(error)(scope, receive, send)
             return
         async with anyio.create_task_group() as group:
             group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
-            if where is None or not await _passed(request, body, run, where, send):
-                # The run has ended, or its worker is not there.
+            if where is None or not await _passed(request, body, where, send):
+                # The run has ended, or its worker is not there, or did not make the key.
                 if run and "rank" not in request.path_params:
                     answer = JSONResponse({"task": None, "state": run.state})
                 else:
-                    what = "the worker that gave out this key has ended, and its rollout with it"
+                    what = "incorrect API key, or its rollout has ended"
                     error = ApiError(UNAUTHORIZED, "invalid_api_key", what)
                     dialect = DIALECTS.get(f"/{request.path_params['rest']}", DIALECTS[CHAT])
                     answer = JSONResponse(dialect.error(error), error.status)
@@ -78,9 +84,7 @@ ROUTES = (
 CHAT = "/chat/completions"
 
 
-async def _passed(
-    request: Request, body: bytes, run: Run | None, where: GatewayFile, send: Send
-) -> bool:
+async def _passed(request: Request, body: bytes, where: GatewayFile, send: Send) -> bool:
     """Whether the worker answered."""
     ports = where["ports"]
     rank: int = request.path_params.get("rank", secrets.randbelow(len(ports))) % len(ports)
@@ -98,9 +102,6 @@ async def _passed(
             httpx.AsyncClient(timeout=None, trust_env=False) as client,
             client.stream(request.method, url, headers=headers, content=body) as reply,
         ):
-            connection = request.scope["state"].get("connection")
-            if connection and run and reply.status_code != UNAUTHORIZED:
-                connection.serves(run.owner, is_stream=False)
             content = reply.aiter_raw()
             answer = StreamingResponse(content, reply.status_code, _passed_on(reply.headers))
             await answer.stream_response(send)
@@ -110,16 +111,23 @@ async def _passed(
     return answer is not None
 
 
-def _run_of(run_id: str) -> tuple[Run | None, GatewayFile | None]:
-    store = open_store()
-    if caller() is not NOBODY:
-        refuse_reader("playing a run's rollouts")
-        return worker_of(store, run_id)
-    # The key of a rollout opens no other one. Who has none learns nothing, not even what runs.
+def _run_of(run_id: str) -> tuple[Run, GatewayFile | None]:
+    refuse_reader("playing a run's rollouts")
+    return worker_of(open_store(), run_id)
+
+
+def played(path: str, headers: Mapping[str, str]) -> tuple[Run, GatewayFile] | None:
+    """The run of a path of OWN_KEY, and its worker, if that made the key of the request. Who has
+    none learns nothing, not even what runs.
+    """
+    store, run_id = open_store(), path.split("/")[2]
+    key = headers.get("authorization") or headers.get("x-api-key", "")
     with acting_as(LOCAL), suppress(FlashError):
         if store.first("SELECT id FROM runs WHERE id = ?", [run_id]):
-            return worker_of(store, run_id)
-    return None, None
+            run, where = worker_of(store, run_id)
+            if where and is_of(where["key"], key.removeprefix("Bearer ").strip()):
+                return run, where
+    return None
 
 
 def worker_of(store: Store, run_id: str) -> tuple[Run, GatewayFile | None]:

@@ -53,6 +53,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
 
 MCP_PATH = "/mcp"
+NO_TOKEN = tokens.digest_of("")
 SHOWN = ("mcp-session-id", "www-authenticate", "retry-after")
 """Headers of answers that a page of an admitted origin may read."""
 SHUTDOWN_S = 50
@@ -100,8 +101,15 @@ class Gate:
             await self.app(scope, receive, send)
             return
         request = Request(scope, receive)
+        state = scope.setdefault("state", {})
+        connection = state.get("connection")
         try:
             who = await self._admit(request)
+            owner = None if who is NOBODY else who.owner
+            if gateway.OWN_KEY.match(path := request.url.path):
+                played = await run_sync(gateway.played, path, request.headers, limiter=self.threads)
+                state["played"] = played
+                owner = played and played[0].owner
             is_stream = self._is_stream(request)
             most = self.settings.streams_per_owner
             if is_stream and self.streams[who.owner] >= most:
@@ -109,16 +117,16 @@ class Gate:
                 fix = "close one; calls work without streams"
                 raise FlashError("rate_limited", what, retry_after_s=5, fix=fix)
         except FlashError as error:
+            if connection:
+                connection.serves(None, request.client)
             answer = refusal_response(error)
             if ui.is_page(request.url.path):
                 answer = await ui.refused(request, error, self.sign_in)
             await answer(scope, receive, send)
             return
-        state = scope.setdefault("state", {})
         state["caller"] = who
-        # The gateway says whose request it is once the worker has accepted the key of a rollout.
-        if (connection := state.get("connection")) and who is not NOBODY:
-            connection.serves(who.owner, is_stream=is_stream)
+        if connection:
+            connection.serves(owner, request.client, is_stream=is_stream)
         if who.token_id is not None:  # the SDK binds a session to it
             access = AccessToken(token="", client_id=who.token_id, scopes=[], subject=who.owner)
             scope["user"] = AuthenticatedUser(access)
@@ -166,6 +174,8 @@ class Gate:
             digest = self.sessions.token_of(request)
         if gateway.OWN_KEY.match(path):
             return NOBODY
+        if self.authenticate and digest in ("", NO_TOKEN):
+            raise self._unauthenticated()
         who = await run_sync(self._caller_of, digest, limiter=self.threads)
         if wait_s := self.rate.wait_s(who):
             fix = f"try again in {wait_s} s"
@@ -194,14 +204,17 @@ class Gate:
                 return dataclasses.replace(self.local, token_id=tokens.LOCAL_TOKEN)
             token = tokens.find(store, token_digest)
         if token is None:
-            makes = "`flash-mcp token create NAME` on the server's machine makes one"
-            if self.on_loopback:
-                makes = f"{store.base / tokens.LOCAL_TOKEN} holds that of the machine's own user"
-            fix = f"send `Authorization: Bearer TOKEN`; {makes}"
-            what = "there is no valid bearer token in the request"
-            raise FlashError("unauthenticated", what, fix=fix)
+            raise self._unauthenticated()
         granted = frozenset(token["secrets"])
         return Caller(token["owner"], token["access"], granted, self.limits, token["id"])
+
+    def _unauthenticated(self) -> FlashError:
+        makes = "`flash-mcp token create NAME` on the server's machine makes one"
+        if self.on_loopback:
+            makes = f"{home() / tokens.LOCAL_TOKEN} holds that of the machine's own user"
+        fix = f"send `Authorization: Bearer TOKEN`; {makes}"
+        what = "there is no valid bearer token in the request"
+        return FlashError("unauthenticated", what, fix=fix)
 
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a stream that a client keeps open for notifications; it ends with the server."""

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlencode
 
 import anyio
 from anyio.to_thread import run_sync
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -289,12 +289,15 @@ async def _answered(deployment: str, form: Form) -> Callable[[], str]:
 
 
 async def _form(request: Request) -> Form:
-    """The fields of a form. A form that is too large counts as empty."""
+    """The fields of a form. One that is too large, or does not arrive, counts as empty."""
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_FORM_BYTES:
-            return {}
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_FORM_BYTES:
+                return {}
+    except ClientDisconnect:
+        return {}
     fields = parse_qs(body.decode(errors="replace"), keep_blank_values=True)
     # Browsers end the lines of a text as Windows does.
     return {name: values[0].replace("\r\n", "\n") for name, values in fields.items()}

@@ -1,17 +1,27 @@
 """Clients that send slowly, or open many connections: over real sockets."""
 
+import re
 import socket
 import time
+from collections import deque
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, cast
 
+import psutil
 import pytest
 
 from environments.settings import FILE
+from flash_mcp.protocol.rollout_keys import new_key
 from flash_mcp.server import connections
-from tests.samples import queued_run, supervised
-from tests.server.test_mcp_server import body_of
+from flash_mcp.server.http_server import Admission, application
+from flash_mcp.server.mcp_server import build_server
+from flash_mcp.state import references, tokens
+from flash_mcp.state.store import open_store
+from tests.ports import free_port
+from tests.samples import queued_run, started_run, supervised
+from tests.server.test_mcp_server import body_of, serving
 from tests.teams import Team, team_server
 from tests.waiting import WAIT_S, wait_for
 
@@ -21,7 +31,7 @@ WHOLE = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
 
 @contextmanager
-def limited(home: Path, **settings: int) -> Generator[Team]:
+def limited(home: Path, **settings: int | list[str]) -> Generator[Team]:
     home.mkdir(parents=True, exist_ok=True)
     lines = [f"{name} = {value}" for name, value in settings.items()]
     (home / FILE).write_text("\n".join(["[server]", *lines, ""]))
@@ -210,7 +220,11 @@ def test_where_all_connections_are_taken_the_owner_with_the_most_streams_loses_o
 
 def own_key(team: Team, run_id: str, *lines: str) -> bytes:
     """The headers of a request that the key of a rollout would open."""
-    first = f"POST /gateway/{run_id}/0/v1/chat/completions HTTP/1.1"
+    return request(team, "POST", f"/gateway/{run_id}/0/v1/chat/completions", *lines)
+
+
+def request(team: Team, method: str, path: str, *lines: str) -> bytes:
+    first = f"{method} {path} HTTP/1.1"
     return "\r\n".join([first, f"host: 127.0.0.1:{team.port}", *lines, "", ""]).encode()
 
 
@@ -232,11 +246,104 @@ def test_who_has_no_token_fills_no_memory_and_learns_of_no_run(flash_home: Path)
 
 
 @pytest.mark.hostile("slow connections")
-def test_who_has_no_token_counts_among_the_connections_of_its_address(flash_home: Path) -> None:
-    slow = ("content-length: 1000",)
-    with limited(flash_home, connections_per_address=5) as team, ExitStack() as stack:
-        opened = [stack.enter_context(connect(team, own_key(team, "run-x", *slow))) for _ in range(5)]
-        time.sleep(0.5)
-        with connect(team, WHOLE) as another:
-            assert b"503" in answer(another)[:20]
-        assert all(map(is_open, opened))
+@pytest.mark.parametrize("proxies", [[], ["127.0.0.1"]])
+def test_the_oldest_stranger_of_an_address_makes_room_whatever_it_does(flash_home: Path, proxies: list[str]) -> None:
+    with limited(flash_home, connections_per_address=5, proxies=proxies) as team, ExitStack() as stack:
+        half = request(team, "POST", "/ui/sign-in", "x-forwarded-for: 203.0.113.7", "content-length: 1000") + b"token="
+        opened = [stack.enter_context(connect(team, half)) for _ in range(8)]
+        wait_for(lambda: sum(map(is_open, opened)) == 5)
+        assert is_open(opened[-1])
+        with team.http(team.token("alice")) as http:
+            assert http.get("/metrics").status_code == 200
+
+
+def routes() -> list[tuple[str, str]]:
+    """(method, path) of each route of the server, and of methods that it does not have."""
+    gate = application(build_server(), "127.0.0.1", Admission(authenticate=True))
+    results: list[tuple[str, str]] = []
+    for route in cast("Any", gate.app).app.router.routes:
+        path = re.sub(r"{\w+(:path)?}", "x", route.path.replace("{rank:int}", "0"))
+        results += [(method, path) for method in sorted({*(route.methods or ()), "GET", "POST"} - {"HEAD"})]
+    return results
+
+
+@pytest.mark.hostile("slow connections")
+def test_a_strangers_body_has_ten_seconds_on_every_route_and_holds_no_answer_up(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "STRANGER_BODY_S", 0.5)
+    bodies = {"content-length: 90000": b"x", "transfer-encoding: chunked": b"1\r\nx\r\n"}
+    with limited(flash_home, connections_per_address=500) as team, ExitStack() as stack:
+        sent = [
+            (route, stack.enter_context(connect(team, request(team, *route, line) + body)))
+            for route in routes()
+            for line, body in bodies.items()
+        ]
+        for route, connection in sent:
+            said = answer(connection)
+            expected = rb"408" if route == ("POST", "/ui/sign-in") else rb"(200|303|40[145]|413)"
+            assert re.match(rb"HTTP/1.1 " + expected, said) and said.count(b"HTTP/1.1") == 1, (route, said)
+
+
+@pytest.mark.hostile("slow connections")
+def test_a_strangers_body_ends_at_64_kib_on_every_route(flash_home: Path) -> None:
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    with team_server() as team:
+        for route in routes():
+            head = request(team, *route, "transfer-encoding: chunked")
+            with connect(team, head) as connection, pytest.raises(ConnectionError):
+                for _ in range(1000):
+                    connection.sendall(chunk)
+
+
+@pytest.mark.hostile("slow connections")
+def test_a_thousand_strangers_fill_no_memory_and_shut_nobody_out(flash_home: Path) -> None:
+    port = free_port()
+    with serving(port) as server, ExitStack() as stack:
+        team = Team(port)
+        token = (flash_home / tokens.LOCAL_TOKEN).read_text().strip()
+        http = stack.enter_context(team.http(token))
+        assert http.get("/metrics").status_code == 200
+        process = psutil.Process(server.pid)
+        idle = process.memory_info().rss
+        half = [request(team, "POST", path, "content-length: 4000000") for path in ("/ui/sign-in", "/gateway/x/0/v1/y")]
+        strangers: deque[socket.socket] = deque()
+        for number in range(1000):
+            address = f"127.0.0.{2 + number % 10}"
+            connection = socket.create_connection(("127.0.0.1", port), WAIT_S, source_address=(address, 0))
+            stack.callback(connection.close)
+            strangers.append(connection)
+            with suppress(ConnectionError):
+                connection.sendall([*half, HALF][number % 3] + b"a" * 60_000)
+            if len(strangers) > 500:
+                strangers.popleft().close()
+            if number % 100 == 99:
+                with team.http(token) as another:
+                    assert another.get("/metrics").status_code == 200
+        assert http.get("/metrics").status_code == 200
+        assert process.memory_info().rss < 2 * idle
+
+
+def test_the_key_of_a_rollout_is_known_before_the_body(flash_home: Path) -> None:
+    run, writer = started_run(flash_home)
+    Path(references.environment(open_store(), run.environment_reference).path, "environment.toml").write_text(
+        "gateway = true\n"
+    )
+    worker = socket.create_server(("127.0.0.1", 0))
+    writer.opens_gateway([worker.getsockname()[1]], "ab" * 32)
+    key = new_key("ab" * 32)
+    with worker, team_server() as team:
+        for wrong in (new_key("cd" * 32), key[:-1], f"{key}0", "sk-", "", "ab" * 32, "\u00e9"):
+            head = own_key(team, run.id, f"authorization: Bearer {wrong}", "content-length: 1000")
+            with connect(team, head) as connection:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 401 "), wrong
+        for header in (f"authorization: Bearer {key}", f"x-api-key: {key}"):
+            with connect(team, own_key(team, run.id, header, "content-length: 300000")) as connection:
+                connection.sendall(b"x" * 300_000)
+                asked, _ = worker.accept()
+                with asked:
+                    received = b""
+                    while len(received.partition(b"\r\n\r\n")[2]) < 300_000:
+                        received += asked.recv(1 << 16)
+                    asked.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")

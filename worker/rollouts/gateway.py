@@ -37,6 +37,7 @@ from environments.process.host import EnvironmentHost, Opening, Score
 from environments.process.replies import ForgedError, Reader, parse
 from environments.redaction import Redactor
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.rollout_keys import new_key
 from flash_mcp.protocol.run_files import GATEWAY_BASE_URL
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ class Gateway:
         opening = await self._host.open(split, index)
         task: Json = {"task_id": opening.task_id, "split": split, "messages": opening.messages}
         outside = _Outside({**task, "limit_s": self._host.timeout_s}, self._offers)
-        playing = AgentEpisode(outside, self.endpoint, _call)
+        playing = AgentEpisode(outside, self.endpoint, _call, new_key(self.key))
         self._rollouts[opening.episode] = outside, playing
         self._asked_at = self._loop.time()
         try:
