@@ -29,12 +29,16 @@ MOST_ALIKE = 20
 """Wordings of one task. If more are alike, it is the form of all tasks."""
 MOST_PAIRS = 3_000_000
 """So many pairs are compared, which takes some seconds."""
+MOST_TASKS = 30_000
+"""Of more tasks, no other words are sought: to index 20,000 takes a second."""
 MOST_SHOUTED = 0.6
 """In a text with more capital letters than this share, they mark no names."""
 
-# Scripts without spaces are compared by character. A bracket or sign may change what is asked.
+# Scripts without spaces are compared by character. A bracket, sign or emoji may change what is
+# asked.
 TOKEN = re.compile(
     r"\d+(?:[.,]\d+)*(?!\w)|[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|\w+|[-+*/=<>^%|&~$€£()\[\]{}]"
+    r"|[\u2600-\u27bf\U0001f000-\U0001faff]"
 )
 NAME = re.compile(r"[^\W\d_]+(?:['’]\w+)?")
 VERB = re.compile(
@@ -81,7 +85,19 @@ def task_of(messages: Iterable[Mapping[str, Any]], gold: str | None = None) -> T
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    return tuple(TOKEN.findall(unicodedata.normalize("NFKC", text).casefold()))
+    """Its words, numbers and signs of arithmetic, in order; a line of a drawing is one word."""
+    words: list[str] = []
+    for line in unicodedata.normalize("NFKC", text).casefold().splitlines():
+        own = TOKEN.findall(line)
+        signs = "".join(line.split())
+        is_drawn = len(signs) > 2 * sum(map(len, own))  # such as a maze of # and dots
+        words += [signs] if is_drawn else own
+    return tuple(words)
+
+
+def gold_of(gold: str | None) -> str | None:
+    """The gold answer by its words."""
+    return None if gold is None else " ".join(words_of(gold)) or gold.strip()
 
 
 def template_of(prompt: str) -> str:
@@ -133,7 +149,7 @@ class SameTasks:
         for turns, system in parts:
             if len(uses[system]) == 1:  # else it says nothing of the task
                 self._systems[turns].add(system)
-        self.golds = [_gold(task) for task in tasks]
+        self.golds = [gold_of(task.gold) for task in tasks]
         self.words = [self._words(*part) for part in parts]
         self._sets = list(map(frozenset, self.words))
         self._counter = Counter(chain.from_iterable(set(self.words)))
@@ -156,7 +172,7 @@ class SameTasks:
 
     def find(self, task: Task) -> list[int]:
         """The places of the tasks that are the same as this one, those in the same words first."""
-        words, gold = self._words(words_of(task.text), words_of(task.system)), _gold(task)
+        words, gold = self._words(words_of(task.text), words_of(task.system)), gold_of(task.gold)
         equal = [place for place in self._equal.get(words, ()) if _agree(gold, self.golds[place])]
         near = list(self._near(frozenset(words), gold, words))
         return equal + (near if len(near) <= MOST_ALIKE else [])
@@ -236,10 +252,6 @@ class SameTasks:
 
 def same_tasks(tasks: Sequence[Task]) -> Same:
     return SameTasks(tasks).groups()
-
-
-def _gold(task: Task) -> str | None:
-    return None if task.gold is None else " ".join(words_of(task.gold)) or task.gold.strip()
 
 
 def _agree(gold: str | None, other: str | None) -> bool:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from environments.untrusted_text import plain_name
@@ -16,11 +15,8 @@ MOST_TASKS = 0.9
 PLACES = 12
 """How many words from either end of a prompt are looked at."""
 LONGEST_PERIOD = 8
-ALIKE = 0.8
-"""Share of their words that two prompts have in common if one is the other in other words."""
 CHANCE_ALIKE = 0.02
 """So small a share of the eval tasks may be like a train task by chance: 3 + 4 and 4 + 3."""
-MOST_COMPARED = 200
 
 
 @dataclass(frozen=True)
@@ -72,47 +68,15 @@ def in_order(rows: Sequence[Row]) -> str:
     return ""
 
 
-def alike(rows: Sequence[Row]) -> str:
-    """Whether eval tasks are train tasks in other words, with the same numbers and answer."""
-    train: dict[tuple[str, tuple[str, ...]], list[tuple[Row, Set[str]]]] = defaultdict(list)
-    for row in rows:
-        if row.split == "train":
-            train[_key(row)].append((row, words_of(row.prompt)))
-    pairs: list[tuple[Row, Row]] = []
-    for row in rows:
-        if row.split != "eval":
-            continue
-        words = words_of(row.prompt)
-        for other, its_words in train[_key(row)][:MOST_COMPARED]:
-            if are_alike(words, its_words):
-                pairs.append((other, row))
-                break
-    held_out = sum(row.split == "eval" for row in rows)
+def alike(pairs: Sequence[tuple[str, str]], held_out: int) -> str:
+    """Whether more of the eval tasks than by chance are train tasks in other words."""
     if len(pairs) <= CHANCE_ALIKE * held_out:
         return ""
-    one, other = pairs[0]
-    which = f"train {plain_name(one.task_id)} and eval {plain_name(other.task_id)}"
+    which = f"train {plain_name(pairs[0][0])} and eval {plain_name(pairs[0][1])}"
     return f"{len(pairs)} eval tasks are train tasks in other words, for instance {which}"
 
 
-SIGNS = (fixed_place, in_ids, in_order, alike)
-
-
-def _key(row: Row) -> tuple[str, tuple[str, ...]]:
-    return row.gold, tuple(sorted(re.findall(r"\d+", row.prompt)))
-
-
-def are_alike(words: Set[str], others: Set[str]) -> bool:
-    """Whether two texts with these words are one another in other words."""
-    fewer, more = sorted((len(words), len(others)))
-    if fewer < ALIKE * more:  # cannot be, and is seen at once
-        return False
-    both = len(words & others)
-    return both >= ALIKE * (fewer + more - both)
-
-
-def words_of(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", text.casefold()))
+SIGNS = (fixed_place, in_ids, in_order)
 
 
 def _is_usual(hits: int, rows: Sequence[Row]) -> bool:

@@ -88,7 +88,7 @@ async def tasks(trial: Trial) -> str:
             repeated, _ = counts.most_common(1)[0]
             raise ProbeFailed(f"{what}, for instance {plain_name(repeated)}", fix)
         if copies := repeated_questions(rows):
-            example = " = ".join(map(plain_name, copies[0]))
+            example = " and ".join(" = ".join(map(plain_name, pair)) for pair in copies[:2])
             what = f"{len(copies)} of {len(rows)} {split} tasks ask what another one asks"
             few.append(f"{what}, for instance {example}")
             if len(copies) > COPIED_SHARE * len(rows):
@@ -96,7 +96,7 @@ async def tasks(trial: Trial) -> str:
     if not held_out:
         fix = "set eval_dataset (datasets/eval.jsonl): only held-out tasks can show learning"
         raise ProbeSkipped("there is no eval split", fix)
-    overlap = shared_tasks(train, held_out)
+    overlap = shared_tasks(train, held_out, await trial.host.reworded())
     if overlap.shared:
         what = f"{overlap.shared} of {len(held_out)} eval tasks are train tasks too: {overlap}"
         fix = "remove them from one split"
@@ -483,5 +483,8 @@ async def leaks(trial: Trial) -> str:
         task_id = ids[task.split][task.index][0]
         inner = parts(last)[1].strip()
         rows.append(likeness.Row(task_id, prompt, inner, task.split, task.index))
-    skip_if(*(sign(rows) for sign in likeness.SIGNS))
+    pairs = [
+        (ids["train"][one][0], ids["eval"][other][0]) for one, other in await trial.host.reworded()
+    ]
+    skip_if(*(sign(rows) for sign in likeness.SIGNS), likeness.alike(pairs, len(ids["eval"])))
     return f"{len(rows)} tasks: no sign that answers can be had without solving them"

@@ -35,6 +35,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Never, cast
@@ -67,6 +68,7 @@ from environments.process.replies import (
     MAX_TURNS,
 )
 from environments.redaction import Redactor
+from environments.same_task import MOST_TASKS, Task, gold_of, same_tasks, words_of
 from environments.sandbox import refusals
 from environments.sandbox.needs import Bounds
 from environments.sandbox.refusals import message_of
@@ -240,18 +242,39 @@ class Child:
         return {"train": environment.dataset, "eval": environment.eval_dataset}
 
     async def op_list_tasks(self, split: str, first: int) -> list[tuple[str, str]]:
-        """A page of the task list from `first` on: (id, digest of the task). The digest ignores
-        the question's spacing and case. Tasks that ask the same may differ in the rest of the row.
+        """A page of the task list from `first` on: (id, digest of the task), which tasks that ask
+        the same in the same words share. The rest of their rows may differ.
         """
         examples = self._splits[split]
         page: list[tuple[str, str]] = []
         length = 0
         while first + len(page) < len(examples) and length < PAGE_CHARACTERS:
             example = examples[first + len(page)]
-            row = (_task_id(example), _digest(_whole(example)))
+            task = _as_task(example)
+            row = (_task_id(example), _digest(json.dumps([words_of(task.text), task.gold])))
             page.append(row)
             length += sum(map(len, row))
         return page
+
+    async def op_reworded(self) -> list[tuple[int, int]]:
+        """(place in train, place in eval) of eval tasks that are a train task in other words."""
+        examples = [*self._splits["train"], *self._splits["eval"]]
+        if len(examples) > MOST_TASKS:
+            return []
+        tasks = list(map(_as_task, examples))
+        same = await asyncio.to_thread(same_tasks, tasks)
+        size = len(self._splits["train"])
+        pairs: list[tuple[int, int]] = []
+        for group in same.groups:
+            train = [place for place in group if place < size]
+            said = {words_of(tasks[place].text) for place in train}
+            others = (place for place in group[len(train) :] if train)
+            pairs += (
+                (train[0], place - size)
+                for place in others
+                if words_of(tasks[place].text) not in said
+            )
+        return sorted(pairs, key=itemgetter(1))
 
     async def op_generated(self, name: str, first: int) -> str:
         """A page of the text of generated rows from `first` on; "" after the last one."""
@@ -753,13 +776,16 @@ def _expected(example: TaskExample) -> str | None:
     return None
 
 
-def _whole(example: TaskExample) -> str:
-    """What tells tasks apart: question and gold answer; without one, all of the row but its id."""
-    parts: list[Any] = [" ".join(example.input.casefold().split()), example.output]
-    if example.output is None:
-        record = {name: value for name, value in example.record.items() if name != "id"}
-        parts += [record, dict(example.metadata)]
-    return json.dumps(parts, sort_keys=True, default=_lasting)
+def _as_task(example: TaskExample) -> Task:
+    """Without a gold answer, the rest of the row but its id tells tasks apart as one would."""
+    gold: Any = example.output
+    if isinstance(gold, str):
+        return Task(example.input, gold_of(gold))
+    if gold is None:
+        record = {**example.record, "id": None}
+        rest = {name: value for name, value in record.items() if value != example.input}
+        gold = [rest, dict(example.metadata)]
+    return Task(example.input, json.dumps(gold, sort_keys=True, default=_lasting))
 
 
 def _lasting(value: object) -> str:

@@ -355,8 +355,8 @@ class EnvironmentHost:
             return await self._call(self._home(episode), "gold_turn", episode=episode, call=call)
 
     async def tasks(self, split: str) -> list[tuple[str, str]]:
-        """(task id, digest) of every task of a split, in order. The digest is of the question and
-        the gold answer; without one, of the whole row but its id.
+        """(task id, digest) of every task of a split, in order. The digest is of the question's
+        words and the gold answer; without one, of the whole row but its id.
         """
         child = await self._live_child()
         tasks: list[tuple[str, str]] = []
@@ -366,6 +366,16 @@ class EnvironmentHost:
             if not page or len(tasks) > self.splits[split]:
                 raise child.end_as_forger()
         return tasks
+
+    async def reworded(self) -> list[tuple[int, int]]:
+        """(place in train, place in eval) of eval tasks that are a train task in other words."""
+        child = await self._live_child()
+        pairs: list[tuple[int, int]] = []
+        for train, held_out in await self._call(child, "reworded"):
+            if not (0 <= train < self.splits["train"] and 0 <= held_out < self.splits["eval"]):
+                raise child.end_as_forger()
+            pairs.append((train, held_out))
+        return pairs
 
     async def generated(self) -> dict[str, str]:
         """What loading generated that the version does not keep, by name, for `task_cache.keep`.

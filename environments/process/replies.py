@@ -110,6 +110,7 @@ class Reader:
             ),
             "generated": _such(_short(task_cache.MAX_BYTES), str.isascii),
             "list_tasks": _each(_row(task_id, _short(64))),
+            "reworded": _each(_row(_whole(), _whole())),
             "start_episode": _object(
                 task_id=task_id,
                 expected=_maybe(text),

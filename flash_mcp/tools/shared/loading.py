@@ -16,7 +16,8 @@ from environments import faults
 from environments.checks.splits import Overlap
 from environments.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from flash_mcp.judgement.curation import HeldOut, prompt_digest
+from environments.same_task import Task, task_of
+from flash_mcp.judgement.curation import HeldOut
 from flash_mcp.judgement.health import contaminated
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import how_to_install, missing_packages
@@ -170,12 +171,12 @@ async def read_held_out(host: EnvironmentHost) -> HeldOut:
     train = await host.tasks("train")
     held_out = await host.tasks("eval")
     counter = Counter(question for _, question in held_out)
-    prompts: list[str] = []
+    prompts: list[Task] = []
 
     async def look(index: int) -> None:
         with suppress(EnvironmentFault):  # a task that cannot be opened cannot be trained on either
             opening = await host.open("eval", index)
-            prompts.append(prompt_digest(opening.messages))
+            prompts.append(task_of(opening.messages))
             await host.close(opening.episode)
 
     with suppress(TimeoutError):
@@ -185,8 +186,7 @@ async def read_held_out(host: EnvironmentHost) -> HeldOut:
     return HeldOut(
         ids=frozenset(task_id for task_id, _ in held_out),
         questions=frozenset(question for question, times in counter.items() if times == 1),
-        prompts=frozenset(prompts),
+        prompts=prompts,
         train_questions=dict(train),
-        opened=len(prompts),
         total=len(held_out),
     )

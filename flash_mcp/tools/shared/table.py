@@ -8,9 +8,8 @@ import hashlib
 import itertools
 import json
 import math
-import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from environments.checks.likeness import are_alike
 from environments.messages import MASKS, THOUGHTS, Unlearnable
 from flash_mcp.judgement.curation import Counts, is_held_back
 from flash_mcp.protocol.errors import FlashError, did_you_mean
@@ -37,6 +35,7 @@ from flash_mcp.tools.shared.row_columns import (
     pair_of,
 )
 from flash_mcp.tools.shared.rows import Row, read_rows, refusal
+from flash_mcp.tools.shared.splitting import Split, split_tasks
 
 ASK_TOGETHER = (
     ("context", "question"),
@@ -45,7 +44,10 @@ ASK_TOGETHER = (
     ("instruction", "context"),
 )
 """Columns that are one question where all of them exist."""
-QUESTIONS = ("question", "input", "prompt", "instruction", "text", "query", "problem")
+QUESTIONS = (
+    *("question", "input", "prompt", "instruction", "text", "query", "problem"),
+    *("message", "sentence", "review", "comment", "utterance"),
+)
 ANSWERS = (
     "answer",
     "answerkey",
@@ -56,6 +58,7 @@ ANSWERS = (
     "solution",
     "result",
     "answers",
+    *("category", "class", "intent", "sentiment"),
     "label",  # last: beside another answer it says how good that is
 )
 CHOICES = ("choices", "options")
@@ -67,12 +70,7 @@ FINAL = "####"
 FROM_ROWS = "rows"
 """Stands for the environment's digest in the manifest of a dataset that no run made."""
 NAME_COLUMNS = "rename one column to messages, or two to question and answer"
-EVAL_SHARE = 0.2
-MOST_EVAL = 200
 FEWEST_ROWS = 10
-MOST_ALIKE = 20
-"""Questions that are one another in other words. If more are, it is the form of all questions."""
-MOST_COMPARED = 30
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,8 @@ class Table:
     """The column of the questions, or the columns that together are one."""
     answer: str
     """The column of the answers."""
-    dropped: dict[str, int]
-    """Rows that were left out, by reason."""
+    split: Split
+    """How the rows were divided, and which were left out."""
 
     def files(self) -> dict[str, bytes]:
         return {
@@ -107,23 +105,24 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     for number, row in enumerate(rows, start=1):
         _refuse_others(source, number, row, {*_used(asking, answer), *MASKS})
     pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
-    has_derivations = all(FINAL in gold for _, gold in pairs if gold)
-    dropped: Counter[str] = Counter()
-    golds: dict[str, str] = {}
-    for prompt, gold in pairs:
-        if has_derivations:
-            gold = gold.rpartition(FINAL)[2].strip()
-        if not prompt or not gold:
-            dropped["empty"] += 1
-        elif prompt not in golds:
-            golds[prompt] = gold
-        else:
-            dropped["copies" if golds[prompt] == gold else "other answer to the same question"] += 1
-    if len(golds) < FEWEST_ROWS:
-        what = f"there are {len(golds)} different questions with an answer"
+    prompts, golds = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+    if all(FINAL in gold for gold in golds if gold):
+        golds = [gold.rpartition(FINAL)[2].strip() for gold in golds]
+    is_choice = any(column.strip().casefold() in CHOICES for column in columns)
+    split = split_tasks(prompts, golds, may_be_labels=not is_choice)
+    count = len(split.train) + len(split.held_out)
+    if count < FEWEST_ROWS:
+        what = f"there are {count} different questions with an answer"
         raise refusal(source, what, f"give at least {FEWEST_ROWS}, better some hundreds")
-    train, held_out = _split(golds)
-    return Table(train, held_out, columns, ", ".join(asking), answer, dict(dropped))
+
+    def rows_of(name: str, places: Sequence[int]) -> list[dict[str, str]]:
+        return [
+            {"id": f"{name}-{number:05}", "input": prompts[place], "output": split.golds[place]}
+            for number, place in enumerate(places)
+        ]
+
+    train, held_out = rows_of("train", split.train), rows_of("eval", split.held_out)
+    return Table(train, held_out, columns, ", ".join(asking), answer, split)
 
 
 def _task(
@@ -346,52 +345,6 @@ def _text(value: Any) -> str:
         if isinstance(texts, list):
             return _text(next(iter(cast("list[Any]", texts)), None))
     return json.dumps(value, ensure_ascii=False)
-
-
-def _split(golds: Mapping[str, str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    eval_size = min(MOST_EVAL, round(EVAL_SHARE * len(golds)))
-    groups: list[list[str]] = []
-    for group in _alike(golds):
-        # Half of all and more, on one side, would leave the other too little.
-        is_most = 2 * len(group) > len(golds)
-        groups += [[prompt] for prompt in group] if is_most else [group]
-    random.Random(0).shuffle(groups)
-    train: list[dict[str, str]] = []
-    held_out: list[dict[str, str]] = []
-    for group in groups:
-        split, rows = ("eval", held_out) if len(held_out) < eval_size else ("train", train)
-        for prompt in group:
-            row = {"id": f"{split}-{len(rows):05}", "input": prompt, "output": golds[prompt]}
-            rows.append(row)
-    return train, held_out
-
-
-def _alike(golds: Mapping[str, str]) -> list[list[str]]:
-    """Questions in groups of the same words, or nearly, with the same numbers and answer."""
-    same: dict[tuple[str, ...], list[str]] = {}
-    for prompt in golds:
-        words = tuple(sorted(re.findall(r"\w+", prompt.casefold())))
-        same.setdefault(words, []).append(prompt)
-    clusters: list[list[list[str]]] = []
-    heads: defaultdict[Any, list[tuple[set[str], list[list[str]]]]] = defaultdict(list)
-    for words, group in same.items():
-        numbers = tuple(word for word in words if word.isdecimal())
-        own = set(words)
-        places = [(golds[group[0]], numbers, word) for word in sorted(own, key=len)[-3:]]
-        candidates = [cluster for place in places for cluster in heads[place][-MOST_COMPARED:]]
-        for others, near in candidates:
-            if are_alike(own, others):
-                near.append(group)
-                break
-        else:
-            clusters.append([group])
-            for place in places:
-                heads[place].append((own, clusters[-1]))
-    groups: list[list[str]] = []
-    for cluster in clusters:
-        is_form = len(cluster) > MOST_ALIKE
-        groups += cluster if is_form else [list(itertools.chain.from_iterable(cluster))]
-    return groups
 
 
 def _jsonl(rows: Iterable[Mapping[str, str]]) -> bytes:

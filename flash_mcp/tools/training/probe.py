@@ -14,9 +14,9 @@ import anyio
 from environments.checks.playing import Task, gold_turns
 from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.same_task import SameTasks, task_of
 from environments.sandbox.needs import Needs
 from environments.untrusted_text import plain_name
-from flash_mcp.judgement.curation import prompt_digest
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run, text_of
@@ -137,11 +137,10 @@ async def _check_contamination(
     current = {"name": environment.name, "digest": environment.digest, "args": args}
     if made_with == current or dataset.manifest["allow_eval_tasks"]:
         return
-    held_out = (await read_held_out(host)).prompts
+    held_out = SameTasks((await read_held_out(host)).prompts)
     rows: list[Json] = []
     for row in dataset.rows():
-        prompt = row["messages"][: row["prompt_messages"]]
-        if prompt_digest(prompt) in held_out:
+        if held_out.find(task_of(row["messages"][: row["prompt_messages"]])):
             rows.append(row)
     if rows:
         task = rows[0]["provenance"]["task_id"]

@@ -13,6 +13,7 @@ import anyio
 import psutil
 import pytest
 
+from environments.checks.splits import overlap
 from environments.faults import remedy
 from environments.process.host import Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import allow, environment_folder
@@ -190,6 +191,23 @@ async def test_tasks_differ_by_all_of_a_gold_answer_that_is_no_json(tmp_path: Pa
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         one, longer, *same = [digest for _, digest in await host.tasks("train")]
     assert one != longer and len(set(same)) == 1
+
+
+async def test_eval_tasks_are_found_that_are_train_tasks_in_other_words(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def __init__(self):
+            asked = [f"What is {n} pears and {n + 1} plums, in fruits?" for n in range(10)]
+            said = [asked[0].upper(), "Hello! " + asked[1], asked[2].replace("3", "4"), *asked[7:9]]
+            golds = [str(2 * n + 1) for n in (0, 1, 2, 7, 8)]
+            self.dataset = [TaskExample({}, text, output=str(2 * n + 1)) for n, text in enumerate(asked)]
+            self.eval_dataset = [TaskExample({}, text, output=gold) for text, gold in zip(said, golds)]
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        assert await host.reworded() == [(1, 1)]
+        found = await overlap(host)
+    assert (len(found.same_question), len(found.reworded), found.shared) == (3, 1, 4)
+    assert "; 1 are a train task in other words, e.g. train" in str(found)
 
 
 async def test_coroutine_methods_run_as_they_are(tmp_path: Path) -> None:
