@@ -76,7 +76,6 @@ class _Measured:
     test: Test
     change: float
     interval: Interval
-    significant: bool
     tasks: int
     """On the smaller side."""
     spread: float
@@ -86,13 +85,27 @@ class _Measured:
     """So many times the tasks are needed as of tasks that do not hang together; 0 where the kinds
     do not count."""
 
+    def is_significant(self, looks: int) -> bool:
+        if self.p is not None:
+            return self.p < SIGNIFICANT / looks
+        if self.test == "noise_band" and self.tasks < LEAST_TASKS:
+            return False
+        return self.interval.widened(statistics.z_of(SIGNIFICANT / looks)).excludes_zero()
+
 
 def compare_paired(
-    base: Sequence[float], other: Sequence[float], kinds: Sequence[str] = (), *, effect: float
+    base: Sequence[float],
+    other: Sequence[float],
+    kinds: Sequence[str] = (),
+    *,
+    effect: float,
+    looks: int = 1,
 ) -> Change:
     """Compare the same tasks: exact McNemar test if each value is 0 or 1, else a paired bootstrap;
     by flipping the signs of whole kinds where several tasks are of one. `kinds`: one a task, or
-    none if all differ. ValueError for no tasks, or another number of them on each side.
+    none if all differ. `looks`: how many comparisons it is one of, any of which would be claimed;
+    each is judged at so small a part of SIGNIFICANT (Bonferroni). ValueError for no tasks, or
+    another number of them on each side.
     """
     differences = [after - before for before, after in zip(base, other, strict=True)]
     if not differences:
@@ -102,17 +115,21 @@ def compare_paired(
     measured = _across_kinds(measured, _deviations(differences), kinds)
     if measured.cost:
         measured.p = statistics.sign_flips(statistics.by_kind(differences, kinds))
-        measured.significant = measured.p < SIGNIFICANT
         p = f"p = {measured.p:.3g}"
         if are_outcomes:
             p = f"{differences.count(1)} newly solved, {differences.count(-1)} no longer; {p}"
         measured.test = "kind_flips"
         measured.how = f"flipping the signs of whole kinds ({p}): the same {measured.how}"
-    return _judged(measured, effect)
+    return _judged(measured, effect, looks)
 
 
 def compare_unpaired(
-    base: Sequence[float], other: Sequence[float], kinds: Sequence[str] = (), *, effect: float
+    base: Sequence[float],
+    other: Sequence[float],
+    kinds: Sequence[str] = (),
+    *,
+    effect: float,
+    looks: int = 1,
 ) -> Change:
     """Compare different tasks by the 95 % interval of the difference of their means; of shares it
     is Agresti and Caffo's, which has a width at 0 and 1 too. `kinds`: those of the tasks of base,
@@ -123,10 +140,8 @@ def compare_unpaired(
     parts = [*map(neg, _deviations(base)), *_deviations(other)]
     measured = _across_kinds(_noise_bands(base, other), parts, kinds)
     if measured.cost:
-        excludes = measured.interval.excludes_zero()
-        measured.significant = excludes and measured.tasks >= LEAST_TASKS
         measured.how = f"noise bands of different tasks, {measured.how}"
-    return _judged(measured, effect)
+    return _judged(measured, effect, looks)
 
 
 def _deviations(values: Sequence[float]) -> list[float]:
@@ -157,14 +172,16 @@ def _across_kinds(measured: _Measured, parts: Sequence[float], kinds: Sequence[s
     return replace(measured, interval=interval, spread=measured.spread * cost, how=how, cost=cost)
 
 
-def compare_evaluations(base: Evaluation, trained: Evaluation, pairs: Sequence[Solved]) -> Change:
+def compare_evaluations(
+    base: Evaluation, trained: Evaluation, pairs: Sequence[Solved], looks: int = 1
+) -> Change:
     """Compare two evaluations of one run, paired by example if the rollouts of both were kept."""
     if pairs:
         before, after, kinds = zip(*pairs, strict=True)
-        change = compare_paired(before, after, kinds, effect=MIN_CHANGE)
+        change = compare_paired(before, after, kinds, effect=MIN_CHANGE, looks=looks)
     else:
         before, after = _successes(base.summary), _successes(trained.summary)
-        change = compare_unpaired(before, after, effect=MIN_CHANGE)
+        change = compare_unpaired(before, after, effect=MIN_CHANGE, looks=looks)
     return discounted(change, trained)
 
 
@@ -202,13 +219,20 @@ def headroom(pairs: Sequence[Solved], attempts: int) -> str:
 
 
 def judge(
-    evaluations: Sequence[Evaluation], pairs: Sequence[Solved], overlap: Json | None
+    evaluations: Sequence[Evaluation],
+    pairs: Sequence[Solved],
+    overlap: Json | None,
+    is_active: bool,
 ) -> tuple[Change, Verdict] | None:
     """The change over a run's evaluations and the verdict; None unless there is one from before the
-    training and another."""
-    if len(evaluations) < 2 or evaluations[0].step != 0:
+    training and another. The end of a run is one look. Before, whoever watches it stops at the look
+    that pleases: the parts of SIGNIFICANT of all looks, 1/2, 1/6, 1/12 and so on, sum to 1.
+    """
+    number = len(evaluations) - 1
+    if number < 1 or evaluations[0].step != 0:
         return None
-    change = compare_evaluations(evaluations[0], evaluations[-1], pairs)
+    looks = number * (number + 1) if is_active else 1
+    change = compare_evaluations(evaluations[0], evaluations[-1], pairs, looks)
     return change, verdict(change, overlap, evaluations[-1])
 
 
@@ -293,7 +317,6 @@ def _mcnemar(differences: Sequence[float]) -> _Measured:
         change=change,
         # Shares differ by 1 at most.
         interval=Interval(max(middle - half, -1.0), min(middle + half, 1.0)),
-        significant=p < SIGNIFICANT,
         tasks=count,
         spread=changed - change**2,
         how=f"exact McNemar test on the same {count} tasks ({gone}; p = {p:.3g})",
@@ -314,7 +337,6 @@ def _bootstrap(differences: Sequence[float], effect: float) -> _Measured:
         test="paired_bootstrap",
         change=fmean(differences),
         interval=interval,
-        significant=interval.excludes_zero(),
         tasks=count,
         spread=statistics.spread(smoothed),
         how=f"paired bootstrap over the same {count} tasks ({draws})",
@@ -344,19 +366,18 @@ def _noise_bands(base: Sequence[float], other: Sequence[float]) -> _Measured:
         test="noise_band",
         change=change,
         interval=interval,
-        significant=interval.excludes_zero() and tasks >= LEAST_TASKS,
         tasks=tasks,
         spread=sum(spreads),
         how=f"noise bands of {len(base)} and {len(other)} different tasks",
     )
 
 
-def _judged(measured: _Measured, effect: float) -> Change:
+def _judged(measured: _Measured, effect: float, looks: int) -> Change:
     change = measured.change
     interval = measured.interval
     enough = measured.tasks >= LEAST_TASKS
     decide_n: int | None = None
-    if measured.significant:
+    if measured.is_significant(looks):
         outcome: Outcome = "improved" if change > 0 else "regressed"
         meaning = "more than chance explains"
     elif interval.within(effect) and enough:
@@ -364,16 +385,21 @@ def _judged(measured: _Measured, effect: float) -> Change:
         meaning = f"if there is a change, it is smaller than {effect:g}"
     else:
         outcome = "underpowered"
-        aim = max(abs(change), effect)
-        decide_n = max(statistics.needed(measured.spread, aim), LEAST_TASKS)
+        aim, z = max(abs(change), effect), statistics.z_of(SIGNIFICANT / looks)
+        decide_n = max(statistics.needed(measured.spread, aim, z), LEAST_TASKS)
         side = " on each side" if measured.test == "noise_band" else ""
         reason = "chance alone may explain it"
-        if measured.p is not None and interval.excludes_zero():
+        if looks > 1 and measured.is_significant(1):
+            reason = f"{reason} among so many comparisons"
+        elif measured.p is not None and interval.excludes_zero():
             reason = f"p is not below {SIGNIFICANT}, so {reason}"
         elif not enough and (interval.excludes_zero() or interval.within(effect)):
             reason = f"fewer than {LEAST_TASKS} tasks are too few to say"
         meaning = f"{reason}; about {decide_n} tasks{side} would tell a change of {aim:.2g}"
     band = f"95 % interval {interval.low:+.3f} to {interval.high:+.3f}"
+    how = measured.how
+    if looks > 1:
+        how += f", judged at {SIGNIFICANT:g} / {looks}"
     return Change(
         outcome=outcome,
         change=change,
@@ -382,7 +408,7 @@ def _judged(measured: _Measured, effect: float) -> Change:
         test=measured.test,
         p=measured.p,
         decide_n=decide_n,
-        explanation=f"{change:+.3f}, {band}, by {measured.how}: {meaning}",
+        explanation=f"{change:+.3f}, {band}, by {how}: {meaning}",
     )
 
 

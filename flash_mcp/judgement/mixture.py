@@ -61,12 +61,13 @@ def line(
     history: Sequence[Metrics],
     evaluations: Sequence[Evaluation],
     pairs: Sequence[comparison.Solved],
+    is_active: bool,
 ) -> str:
     """One environment in words; `share` is that of the groups, evaluations are its own."""
     text = f"{part['name']} ({percent(share)} of the groups)"
     if success := health.trend(health.Steps(history).column(f"{part['name']}:success/rate")):
         text += f", success in training {success.first:.2f} -> {success.last:.2f}"
-    judged = comparison.judge(evaluations, pairs, part.get("overlap"))
+    judged = comparison.judge(evaluations, pairs, part.get("overlap"), is_active)
     if judged:
         verdict = judged[1]
         first, last = evaluations[0].summary["success"], evaluations[-1].summary["success"]

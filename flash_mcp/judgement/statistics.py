@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
-from statistics import fmean, quantiles, variance
+from statistics import NormalDist, fmean, quantiles, variance
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
@@ -50,6 +50,12 @@ class Interval:
         """Whether all of it lies between -bound and bound."""
         return -bound <= self.low and self.high <= bound
 
+    def widened(self, z: float) -> Interval:
+        """With the two-sided normal quantile `z` in place of that of 95 %."""
+        middle = (self.low + self.high) / 2
+        half = (self.high - self.low) / 2 * z / Z95
+        return Interval(middle - half, middle + half)
+
 
 def wilson(successes: float, count: float) -> Interval:
     """Wilson's score interval of a share (1927), with a width at 0 and at 1, and between them; 0 to
@@ -70,6 +76,11 @@ def mean_interval(values: Sequence[float]) -> Interval:
     middle = fmean(values)
     half = t95(len(values) - 1) * math.sqrt(variance(values) / len(values))
     return Interval(middle - half, middle + half)
+
+
+def z_of(level: float) -> float:
+    """Two-sided quantile of the normal distribution."""
+    return NormalDist().inv_cdf(1 - level / 2)
 
 
 def t95(freedom: int) -> float:
@@ -190,11 +201,12 @@ def bootstrap_mean(values: Sequence[float]) -> Interval:
     return Interval(cuts[0], cuts[-1])
 
 
-def needed(spread: float, change: float) -> int:
-    """Observations that tell a `change` from none at the 5 % level 80 times of 100. `spread` is the
+def needed(spread: float, change: float, z: float = Z95) -> int:
+    """Observations that tell a `change` from none 80 times of 100, at the level of the two-sided
+    normal quantile `z`. `spread` is the
     variance of one observation: of a pair's difference, or where unpaired the sum of both sides'.
     """
-    return math.ceil((Z95 + Z80) ** 2 * spread / change**2)
+    return math.ceil((z + Z80) ** 2 * spread / change**2)
 
 
 def spread(values: Sequence[float]) -> float:

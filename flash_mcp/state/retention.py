@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from flash_mcp.judgement.comparison import compare_evaluations
 from flash_mcp.protocol.paths import (
     datasets_dir,
     environments_dir,
@@ -145,11 +146,12 @@ def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluatio
 
 
 def better_than_newest(
-    saved: Sequence[Checkpoint], evaluations: Sequence[Evaluation], *, has_ended: bool
+    store: Store, run: Run, saved: Sequence[Checkpoint], evaluations: Sequence[Evaluation]
 ) -> tuple[int, str] | None:
-    """The step of the best checkpoint, and how it compares, where both were measured alike and it
-    is not the newest; after the end of a run also the best one that was measured, if the newest
-    was not.
+    """The step of the best checkpoint, and how it compares, where both were measured alike, it is
+    not the newest, and a paired test shows that it is better than that; after the end of a run also
+    the best one that was measured, if the newest was not. The best of several equal ones is ahead
+    by chance, so the test is at its level divided by their number.
     """
     if len(saved) < 2:
         return None
@@ -157,10 +159,16 @@ def better_than_newest(
     newest = saved[-1]
     if best.step == newest.step:
         return None
-    success = {row.step: row.summary["success"] for row in evaluations}
+    measured = {row.step: row for row in evaluations}
+    success = {step: row.summary["success"] for step, row in measured.items()}
     if best.step in success and newest.step in success:
+        pairs = store.pairs(run.id, [measured[newest.step], measured[best.step]])
+        rivals = len(success.keys() & {row.step for row in saved}) - 1
+        change = compare_evaluations(measured[newest.step], measured[best.step], pairs, rivals)
+        if change.outcome != "improved":
+            return None
         both = f"{success[best.step]:.3f} held-out success, {success[newest.step]:.3f}"
-    elif best.step in success and has_ended:
+    elif best.step in success and run.ended is not None:
         own = f"{success[best.step]:.3f} held-out success"
         return best.step, f"checkpoint {best.step}: {own}; the newest, {newest.step}, has none"
     elif "eval_loss" in best.metrics and "eval_loss" in newest.metrics and not success:

@@ -64,6 +64,10 @@ class Version:
     created: bool
 
 
+DOCUMENT = re.compile(r"(?:changelog|license|notice|readme)(?:\.(?:md|rst|txt))?", re.IGNORECASE)
+"""Files of a version that decide neither what is asked nor what it earns."""
+
+
 def check_name(name: str) -> str:
     """The name itself; FlashError(invalid_argument) for one that breaks NAME_RULE."""
     if not NAME.fullmatch(name):
@@ -163,11 +167,15 @@ def owner_dir(root: Path) -> Path:
     return root / f"@{caller().owner}"
 
 
-def digest_of(folder: Path) -> str:
-    """The digest of a folder's files: sha256 over their sorted paths and contents, shortened."""
+def digest_of(folder: Path, *, without_documents: bool = False) -> str:
+    """The digest of a folder's files: sha256 over their sorted paths and contents, shortened.
+    Without documents, such as a README, it is that of scorer and tasks.
+    """
     files: dict[str, Path] = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
+        if without_documents and DOCUMENT.fullmatch(name):
+            continue
         if path.is_file() and not name.startswith(f"{task_cache.FOLDER}/"):
             files[name] = path
     return digest_of_files(files)

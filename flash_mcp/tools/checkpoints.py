@@ -253,8 +253,7 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
     if results:
         step = results[0].step
         serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
-        has_ended = run.ended is not None
-        if better := better_than_newest(saved, evaluations, has_ended=has_ended):
+        if better := better_than_newest(store, run, saved, evaluations):
             step, why = better
             serve = f"deploy(run_id={run_id!r}, step={step}) serves the best, {why}"
         next_step = f"{serve}; {going_on(run, step)} starts another run from it"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal
 
@@ -23,6 +24,7 @@ from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.state.versions import digest_of
 from flash_mcp.tools.shared.next_steps import after_comparison, model_of, repeated
 from flash_mcp.tools.shared.resolve import differing_values
 from flash_mcp.tools.shared.scores import conversation, last_prompt, spread_of
@@ -109,8 +111,8 @@ class Compare(Result):
     """A comparison of two evaluations, or of several with the first."""
 
     verdict: Judged
-    """Of `metric`; contaminated: eval tasks were trained on; confounded: model and settings both
-    differ."""
+    """Of `metric`; contaminated: eval tasks were trained on; confounded: beside the model, settings
+    or the environment's version differ."""
     metric: str
     base: Side
     other: Side
@@ -169,12 +171,16 @@ def compare(
     pair = _pair(store, base, other)
     further = [_comparable(Pair(pair.base, _find(store, item)), base, item) for item in more or ()]
     memory = _memory(store, pair)
-    changes = {name: pair.change(name, min_change) for name in ("success", "reward")}
+    count = 1 + len(further)
+    changes = {name: pair.change(name, min_change, count) for name in ("success", "reward")}
     moved = pair.moved()
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
     shown = better[:flips] + worse[:flips]
     notes = [*_limits(pair, memory), *_trained(store, pair), *_spreads(store, pair)]
+    if further:
+        all_lines = f"each of the {count} comparisons with base is judged at 0.05 / {count}"
+        notes.append(f"{all_lines}: chance calls any of equal ones better at most 5 times of 100")
     result = Compare(
         verdict=_judged(pair, changes[metric], memory),
         metric=metric,
@@ -196,7 +202,7 @@ def compare(
         result.table = [_line(pair.base), _line(pair.other, result.verdict, changes[metric])]
         result.table += _lines(store, further, metric, min_change)
         sides = [pair.base, *(item.other for item in (pair, *further))]
-        result.best = _best(sides, metric, min_change)
+        result.best = _best(sides, metric, min_change, count)
     return result
 
 
@@ -207,7 +213,7 @@ def _flips(store: Store, tasks: list[str], pair: Pair, room: int) -> list[Flip] 
 def _lines(store: Store, pairs: Sequence[Pair], metric: Metric, effect: float) -> list[Line]:
     lines: list[Line] = []
     for pair in pairs:
-        change = pair.change(metric, effect)
+        change = pair.change(metric, effect, 1 + len(pairs))
         lines.append(_line(pair.other, _judged(pair, change, _memory(store, pair)), change))
     return lines
 
@@ -231,7 +237,7 @@ def _line(side: Evaluated, verdict: Judged | None = None, change: Change | None 
     return line
 
 
-def _best(sides: Sequence[Evaluated], metric: Metric, effect: float) -> str:
+def _best(sides: Sequence[Evaluated], metric: Metric, effect: float, of: int) -> str:
     """Which side has the highest mean, and how it compares with the next."""
 
     def mean(side: Evaluated) -> float:
@@ -239,7 +245,7 @@ def _best(sides: Sequence[Evaluated], metric: Metric, effect: float) -> str:
 
     first, second = sorted(sides, key=mean, reverse=True)[:2]
     pair = Pair(second, first)
-    change = pair.change(metric, effect)
+    change = pair.change(metric, effect, of)
     against = f"against the next, {_named_side(second)}: {change.explanation}"
     return f"{_named_side(first)}, {metric} {mean(first):.3f}; {against}"
 
@@ -256,6 +262,8 @@ class Evaluated:
     run: Run
     row: Evaluation
     tries: Sequence[Try]
+    rivals: int = 1
+    """Evaluations of its training run that it may have been picked from, by its success."""
 
     @cached_property
     def tasks(self) -> dict[str, list[Try]]:
@@ -300,23 +308,33 @@ class Pair:
 
     @cached_property
     def differing(self) -> list[str]:
-        return attempts.differing(self.base.run, self.other.run)
+        names = attempts.differing(self.base.run, self.other.run)
+        if not _is_same_environment(self.base.run, self.other.run):
+            names.append("environment")
+        return names
+
+    @property
+    def rivals(self) -> int:
+        return max(self.base.rivals, self.other.rivals)
 
     @property
     def is_confounded(self) -> bool:
         return bool(self.differing) and self.base.weights != self.other.weights
 
-    def change(self, metric: Metric, effect: float) -> Change:
+    def change(self, metric: Metric, effect: float, of: int = 1) -> Change:
+        """How `metric` differs, as one of so many comparisons with base."""
+        looks = of * self.rivals
         base = self.base.means(metric)
         other = self.other.means(metric)
         if self.shared:
             before, after, kinds = zip(*self.of_shared(base, other), strict=True)
-            result = comparison.compare_paired(before, after, kinds, effect=effect)
+            result = comparison.compare_paired(before, after, kinds, effect=effect, looks=looks)
         else:
             before = [*base.values()]
             after = [*other.values()]
             kinds = [*self.base.kinds.values(), *self.other.kinds.values()]
-            result = comparison.compare_unpaired(before, after, kinds, effect=effect)
+            sides = (before, after, kinds)
+            result = comparison.compare_unpaired(*sides, effect=effect, looks=looks)
         if metric == "success":
             result = comparison.discounted(result, self.other.row)
         if self.differing:
@@ -382,6 +400,32 @@ def _comparable(pair: Pair, base: str, other: str | None) -> Pair:
     return pair
 
 
+def _is_same_environment(one: Run, other: Run) -> bool:
+    """Whether both are of the same version, or of versions whose scorer and tasks are equal."""
+    ours, theirs = one.environment_references.split(", "), other.environment_references.split(", ")
+    return all(map(_are_equal, ours, theirs))
+
+
+def _are_equal(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    digests: set[str] = set()
+    for reference in (one, other):
+        try:
+            folder = Path(open_store().environment(reference).path)
+        except FlashError:  # this version was removed
+            return False
+        digests.add(digest_of(folder, without_documents=True))
+    return len(digests) == 1
+
+
+def _pushed(run: Run) -> float:
+    """When its version of the environment was published; 0 for one that was removed."""
+    with suppress(FlashError):
+        return open_store().environment(run.environment_reference).pushed
+    return 0.0
+
+
 def _environments(run: Run) -> str:
     return " and ".join(part["name"] for part in run.mixture) or run.environment
 
@@ -422,8 +466,12 @@ def _find(store: Store, text: str) -> Evaluated:
 
 def _evaluated(store: Store, run: Run, step: int | None) -> Evaluated:
     saved = [row.step for row in store.checkpoints(run.id)]
-    row = attempts.evaluation_at(run, store.evals(run.id), step, saved)
-    return Evaluated(run, row, store.tries(run.id, row.step))
+    rows = store.evals(run.id)
+    row = attempts.evaluation_at(run, rows, step, saved)
+    rivals = 1
+    if run.algorithm != "eval" and 0 < row.step < rows[-1].step:
+        rivals = sum(other.step > 0 for other in rows)
+    return Evaluated(run, row, store.tries(run.id, row.step), rivals)
 
 
 def _memory(store: Store, pair: Pair) -> Flag | None:
@@ -499,9 +547,13 @@ def _limits(pair: Pair, memory: Flag | None) -> list[str]:
     notes: list[str] = []
     if memory:
         notes.append(f"CONTAMINATED: {memory.evidence}")
-    if pair.base.run.environment_digest != pair.other.run.environment_digest:
+    if "environment" in pair.differing:
         two = "the two are of different versions of the environment"
-        notes.append(f"{two}: tasks and scorer may differ")
+        notes.append(f"{two}: tasks or scorer may differ")
+    if pair.rivals > 1:
+        picked = pair.other if pair.other.rivals > 1 else pair.base
+        one = f"{_named_side(picked)} is one of {pair.rivals} evaluations after training began"
+        notes.append(f"{one}: the best of equal ones is ahead by chance, so the test is stricter")
     ours = attempts.settings(pair.base.run)
     theirs = attempts.settings(pair.other.run)
     differing: list[str] = []
@@ -552,6 +604,8 @@ def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str
     base = model_of(pair.base.run, pair.base.row.step)
     if pair.is_confounded:
         advice = repeated(base, run, pair.differing)
+        if _pushed(run) < _pushed(pair.base.run):  # what is older is measured again
+            advice = repeated(model_of(run, step), pair.base.run, pair.differing, is_base=False)
     else:
         models = (base, model_of(run, step))
         size = references.split_size(store, run)

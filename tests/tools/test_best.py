@@ -105,6 +105,32 @@ async def test_what_a_cancelled_run_shows_was_measured_of_it(tmp_path: Path, mea
         assert shown == "20 % of 100 held-out tasks before training: cancelled"
 
 
+async def test_the_highest_of_equal_evaluations_is_no_best(tmp_path: Path) -> None:
+    run, writer = started_run(tmp_path / "environment", eval_every=2)
+    evaluate(writer, 0, 50)
+    for step, solved in ((2, 48), (4, 52), (6, 57), (8, 49), (10, 50)):
+        learn(writer, (step - 1, step))
+        save_adapter(writer, step, tmp_path)
+        evaluate(writer, step, solved)
+    run = end(writer, run.id, 10)
+    report = await call("status", run_id=run.id)
+    assert "best" not in report["run"] and "step=6" not in report["next"]
+    assert "step=6" not in (await call("checkpoints", run_id=run.id))["next"]
+
+
+@pytest.mark.parametrize(("solved", "outcome"), [(45, "improved"), (37, "underpowered")])
+async def test_each_look_at_a_run_under_way_is_judged_more_strictly(tmp_path: Path, solved: int, outcome: str) -> None:
+    run, writer = started_run(tmp_path / "environment", eval_every=5)
+    for step, count in ((0, 30), (5, 30), (10, solved)):
+        evaluate(writer, step, count)
+    read_in(open_store(), run.id)
+    under_way = (await call("status", run_id=run.id))["run"]["verdict"]
+    assert under_way["outcome"] == outcome and "judged at 0.05 / 6" in under_way["explanation"]
+    end(writer, run.id, 10)
+    verdict = (await call("status", run_id=run.id))["run"]["verdict"]
+    assert verdict["outcome"] == "improved" and "judged at" not in verdict["explanation"]
+
+
 async def test_a_deadline_says_of_how_many_steps_it_made_which_the_last(tmp_path: Path) -> None:
     run, writer = started_run(tmp_path, steps=400, finish_by="25 min")
     learn(writer, range(1, 4))

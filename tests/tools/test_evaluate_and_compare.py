@@ -3,6 +3,7 @@ makes the attempts.
 """
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +409,50 @@ async def test_a_training_run_alone_is_compared_with_its_own_start(client: Clien
     assert "deploy" in body["next"]
     named = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@20")
     assert named["success"] == body["success"]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_same"), [("README.md", True), ("environment.py", False), ("words.txt", False), ("", False)]
+)
+async def test_versions_are_compared_only_where_scorer_and_tasks_are_equal(
+    client: Client, tmp_path: Path, file: str, is_same: bool
+):
+    old, new = finished_run(tmp_path / "old", solved=40), finished_run(tmp_path / "new", solved=90)
+    store, digest = open_store(), "fedcba9876543210"
+    later = tmp_path / "later"
+    shutil.copytree(store.environment("echo").path, later)
+    if file:  # else the version was removed
+        (later / file).write_text("new")
+        store.add_environment(name="echo", digest=digest, path=str(later), size_bytes=3)
+    store.execute("UPDATE runs SET environment_digest = ? WHERE id = ?", [digest, new.id])
+    for base, other in ((old, new), (new, old)):
+        body = await call(client, "compare", base=base.id, other=other.id, flips=0)
+        if is_same:
+            assert body["verdict"] == ("improved" if other is new else "regressed")
+            continue
+        assert body["verdict"] == "confounded" and "deploy(" not in body["next"]
+        assert "differ in environment" in body["success"]["explanation"]
+        if file:  # what is older is measured again
+            asked = f"evaluate(environment='echo@{digest}', model='{old.id}@20'"
+            assert asked in body["next"] and f"={new.id!r})" in body["next"]
+
+
+async def test_a_checkpoint_or_line_of_several_is_judged_more_strictly(client: Client, tmp_path: Path):
+    run, writer = started_run(tmp_path / "run", eval_every=5, steps=20)
+    for step, solved in ((0, 40), (5, 72), (10, 40), (15, 44), (20, 40)):  # of 100, 25 tasks
+        evaluate(writer, step, solved)
+    run = end(writer, run.id, 20)
+    picked = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@5", flips=0)
+    assert picked["success"]["p"] == 0.00781
+    assert picked["verdict"] == "improved" and "judged at 0.05 / 4" in picked["success"]["explanation"]
+    assert any(f"{run.id}@5 is one of 4 evaluations" in note for note in picked["notes"])
+    more = [f"{run.id}@{step}" for step in (10, 15)]
+    several = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@5", more=more, flips=0)
+    assert several["verdict"] == several["table"][1]["verdict"] == "underpowered"
+    assert "among so many comparisons" in several["success"]["explanation"]
+    assert any("3 comparisons" in note for note in several["notes"])
+    last = await call(client, "compare", base=run.id, flips=0)
+    assert "judged at" not in last["success"]["explanation"]
 
 
 async def test_tasks_of_few_kinds_are_judged_by_their_kinds(client: Client, tmp_path: Path):

@@ -542,12 +542,13 @@ def after_comparison(
     return "change one thing and train again"
 
 
-def repeated(base: str, other: Run, differing: Sequence[str]) -> str:
-    """The call that evaluates base again with the settings of other."""
+def repeated(model: str, like: Run, differing: Sequence[str], *, is_base: bool = True) -> str:
+    """The call that evaluates one side again, by its model, as the other side was made."""
+    side, other = ("base", "other") if is_base else ("other", "base")
     return (
         f"claim nothing and deploy nothing: the two differ in {', '.join(differing)}; "
-        f"{measuring(base, other)} repeats base as other was made, "
-        f"then compare(base=its run_id, other={other.id!r})"
+        f"{measuring(model, like)} repeats {side} as {other} was made, "
+        f"then compare({side}=its run_id, {other}={like.id!r})"
     )
 
 

@@ -219,7 +219,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     """FlashError(unknown_run)."""
     blocked = obstacles(store, store.run(run_id))
     history = store.load(run_id)
-    judged = _judge(history)
+    judged = _judge(store, history)
     view = _view(store, history, judged, blocked)
     view.mixture = _mixture(store, history, judged) or None
     view.regression = _regression(store, history.run)
@@ -235,7 +235,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
 def view_of(store: Store, run_id: str) -> RunView:
     """What lists show of `report_on`: nothing that other runs decide. FlashError(unknown_run)."""
     history = store.load(run_id, near=False)
-    return _view(store, history, _judge(history), ())
+    return _view(store, history, _judge(store, history), ())
 
 
 # -- the judgement ---------------------------------------------------------------------------------
@@ -248,11 +248,13 @@ class Judgement:
     change: Change | None = None
     """The change of the held-out success, unless the eval tasks were trained on."""
     verdict: Verdict | None = None
+    better: tuple[int, str] | None = None
+    """The checkpoint that is better than the newest, and how it compares."""
     is_sample: bool = False
     """Whether the flags are of groups of train tasks, and so of training on them."""
 
 
-def _judge(full: RunHistory) -> Judgement:
+def _judge(store: Store, full: RunHistory) -> Judgement:
     history: list[Metrics] = [{**row.metrics, "step": row.step} for row in full.outline]
     spec = full.run.spec
     if full.evaluations and isinstance(spec, EvalSpec) and spec.is_sample:
@@ -265,10 +267,15 @@ def _judge(full: RunHistory) -> Judgement:
     flags += mixture.flags_of([part["name"] for part in full.run.mixture], history, flags)
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
-    judged = comparison.judge(_held_out(full), full.pairs, overlap)
+    is_active = full.run.state in ACTIVE
+    judged = comparison.judge(_held_out(full), full.pairs, overlap, is_active)
     change, verdict = judged or (None, None)
     return Judgement(
-        history=history, flags=flags, change=None if overlap else change, verdict=verdict
+        history=history,
+        flags=flags,
+        change=None if overlap else change,
+        verdict=verdict,
+        better=better_than_newest(store, full.run, full.checkpoints, _held_out(full)),
     )
 
 
@@ -279,7 +286,8 @@ def _mixture(store: Store, history: RunHistory, judged: Judgement) -> list[str]:
     for part in run.mixture:
         rows = mixture.evaluations_of(part["name"], history.evaluations)
         pairs = store.pairs(run.id, rows, part["name"])
-        lines.append(mixture.line(part, part["ratio"] / total, judged.history, rows, pairs))
+        share, is_active = part["ratio"] / total, run.state in ACTIVE
+        lines.append(mixture.line(part, share, judged.history, rows, pairs, is_active))
     return lines
 
 
@@ -314,18 +322,12 @@ def _held_out(history: RunHistory) -> list[Evaluation]:
     return [row for row in history.evaluations if row.can_be_judged]
 
 
-def _better(history: RunHistory) -> tuple[int, str] | None:
-    has_ended = history.run.ended is not None
-    return better_than_newest(history.checkpoints, _held_out(history), has_ended=has_ended)
-
-
 def _context(
     store: Store, history: RunHistory, judged: Judgement, *, is_blocked: bool
 ) -> RunContext:
     evaluations = _held_out(history)
-    better = _better(history)
     checkpoint = history.checkpoints[-1].step if history.checkpoints else None
-    best = better and better[0]
+    best = judged.better and judged.better[0]
     has_optimizer = True  # also where the folder is elsewhere: its store may not answer
     is_here = history.run.target == LOCAL_TARGET
     if checkpoint is not None and is_here and history.run.state in ("failed", "cancelled"):
@@ -387,8 +389,8 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         warnings=_warnings(store, history, blocked),
         error=_failure(store, run),
     )
-    if better := _better(history):
-        view.best = better[1]
+    if judged.better:
+        view.best = judged.better[1]
     view.last_step = _last_step(store, run)
     _add_place_and_times(view, run, step_s)
     if run.used_s:

@@ -9,7 +9,7 @@ from statistics import fmean
 from flash_mcp.judgement import attempts, comparison, statistics
 from flash_mcp.judgement.comparison import Verdict
 from flash_mcp.protocol.numbers import percent
-from flash_mcp.protocol.records import Evaluation, Json, Rollout, Run, Try, text_of
+from flash_mcp.protocol.records import ACTIVE, Evaluation, Json, Rollout, Run, Try, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.truncation import shorten, shorten_as_json
@@ -186,7 +186,8 @@ def conversation(row: Rollout) -> str:
 def verdict_of(store: Store, run: Run, evaluations: Sequence[Evaluation]) -> Verdict | None:
     """The verdict on a training run, by those of its evaluations that can be judged."""
     pairs = store.pairs(run.id, evaluations)
-    judged = comparison.judge(evaluations, pairs, run.lineage.get("overlap"))
+    is_active = run.state in ACTIVE
+    judged = comparison.judge(evaluations, pairs, run.lineage.get("overlap"), is_active)
     return judged[1] if judged else None
 
 
