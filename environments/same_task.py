@@ -134,6 +134,12 @@ def _digest_of_form(prompt: str) -> str:
     return sha256(template_of(prompt).encode(errors="replace")).hexdigest()[:12]
 
 
+def is_permuted(one: Task, other: Task) -> bool:
+    """Whether two tasks of one form have the same numbers in another order, as 3 + 4 and 4 + 3."""
+    orders = [[word for word in words_of(task.text) if word[0].isdigit()] for task in (one, other)]
+    return orders[0] != orders[1] and template_of(one.text) == template_of(other.text)
+
+
 class SameTasks:
     """An index of tasks, in which the same ones are found without comparing all pairs.
 

@@ -661,6 +661,69 @@ BAD = {
                     return [{"role": "assistant", "content": text}]
             """,
     },
+    "leaks": {
+        "a reply that names the secret": """
+            class Sample(Dialogue):
+                def step_episode(self, example, messages, assistant_response):
+                    done = self.right(assistant_response or "", example)
+                    reply = f"No, not that. It was {example.output}. Try again."
+                    return EnvironmentStepResult(done=done, messages=[{"role": "user", "content": reply}])
+            """,
+        "eval is train in other words": """
+            class Sample(Rows):
+                def rows(self):
+                    forms = (
+                        "Ada buys {} crates of {} pears each. How many pears are that?",
+                        "Ben orders {} crates, each of which holds {} pears. Count all pears.",
+                    )
+                    return [(form.format(n, n + 5), str(n * (n + 5))) for form in forms for n in range(20, 50)]
+            """,
+        "eval asks for the capitals of train": """
+            class Sample(Rows):
+                def rows(self):
+                    lands = "France Italy Spain Peru Chile Kenya Japan Norway Egypt Nepal Cuba Ghana".split()
+                    towns = "Paris Rome Madrid Lima Santiago Nairobi Tokyo Oslo Cairo Kathmandu Havana Accra".split()
+                    forms = ("What is the capital of {}?", "Which city is the seat of government in {}?")
+                    return [(form.format(land), town) for form in forms for land, town in zip(lands, towns)]
+            """,
+        "half of eval is train in other words": """
+            class Sample(Rows):
+                def rows(self):
+                    one = "A train goes {0} km in {1} hours. What distance is that in {2} hours?"
+                    other = "How far does a train get in {2} hours if {1} hours bring it {0} km?"
+                    forms = 90 * [one] + 30 * [other]
+                    numbers = [*range(101, 191), *range(101, 131)]
+                    return [(f.format(n, n - 98, 3 * n - 294), str(3 * n)) for f, n in zip(forms, numbers)]
+            """,
+        "a tool's error that tells the gold call": """
+            import json
+            from environments import EnvironmentToolUse
+            class Sample(EnvironmentToolUse):
+                def __init__(self):
+                    codes = {word: str(1371 + 73 * n) for n, word in enumerate(WORDS)}
+                    rows = [TaskExample({}, f"Open safe {w}.", id=w, output=codes[w]) for w in codes]
+                    self.dataset, self.eval_dataset = rows[:10], rows[10:]
+                def episode_tools(self, example):
+                    return [self.open_safe]
+                def open_safe(self, code: str) -> str:
+                    if code != self.code:
+                        return f"error: wrong code, must be {self.code}"
+                    self.opened = True
+                    return "The safe is open."
+                def start_episode(self, example):
+                    self.opened, self.code = False, example.output
+                    return [{"role": "user", "content": example.input}]
+                def score_episode(self, example, episode):
+                    return RewardResult(float(self.opened))
+                def sft_completion(self, example):
+                    call = {"name": "open_safe", "arguments": {"code": example.output}}
+                    return [
+                        {"role": "assistant", "content": "", "tool_calls": [call]},
+                        {"role": "tool", "tool_call_id": "call00000", "content": "The safe is open."},
+                        {"role": "assistant", "content": "done"},
+                    ]
+            """,
+    },
 }
 """The source of each, by the check that refuses it."""
 GOOD = {
@@ -1030,14 +1093,80 @@ GOOD = {
                 self.scored[0] += 1
                 return text.strip() == example.output
         """,
+    "commutative sums of small numbers": """
+        class Sample(Rows):
+            def rows(self):
+                pairs = [(a, b) for a in range(2, 14) for b in range(2, 14)]
+                random.Random(3).shuffle(pairs)
+                return [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs]
+            def right(self, text, example):
+                found = re.findall("[0-9]{1,9}", text)
+                return found and found[-1] == example.output
+        """,
+    "questions of three forms about the same numbers": """
+        class Sample(Rows):
+            def rows(self):
+                rows = []
+                for a in range(31, 51):
+                    b = a * 7 % 53 + 10
+                    rows.append((f"Is {a} larger than {b}?", "yes" if a > b else "no"))
+                    rows.append((f"Is the sum of {a} and {b} even?", "no" if (a + b) % 2 else "yes"))
+                    rows.append((f"Does {a} times {b} end with 0?", "no" if a * b % 10 else "yes"))
+                random.Random(5).shuffle(rows)
+                return rows
+        """,
+    "sums in several words": """
+        class Sample(Rows):
+            def rows(self):
+                forms = ("Add {} and {}.", "What is {} plus {}?", "Sum of {} and {}?", "{} more than {} is what?")
+                draw = random.Random(7)
+                pairs = [(draw.randrange(10, 100), draw.randrange(10, 100)) for _ in range(400)]
+                return list({a * b: (forms[a % 4].format(a, b), str(a + b)) for a, b in pairs}.values())
+        """,
+    "a user who tells more in the second turn": """
+        class Sample(Dialogue):
+            def rows(self):
+                return [(f"I have a question on order {n}. Ready?", str(1000 + 37 * n)) for n in range(20)]
+            def step_episode(self, example, messages, assistant_response):
+                if len([m for m in messages if m["role"] == "assistant"]) > 1:
+                    return EnvironmentStepResult(done=True)
+                said = f"Its price is {example.output} euros. Repeat the price."
+                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": said}])
+            def sft_completion(self, example):
+                return [
+                    {"role": "assistant", "content": "Yes."},
+                    {"role": "user", "content": f"Its price is {example.output} euros. Repeat the price."},
+                    {"role": "assistant", "content": example.output},
+                ]
+        """,
+    "a lookup whose error names the known keys": """
+        class Sample(Dialogue):
+            PRICES = {word: 100 + 37 * n for n, word in enumerate(WORDS)}
+            def rows(self):
+                priced = enumerate(self.PRICES.items(), 3)
+                return [(f"What does {word} cost, plus {n}?", str(price + n)) for n, (word, price) in priced]
+            def step_episode(self, example, messages, assistant_response):
+                call = re.fullmatch("<price>(.{1,40})</price>", assistant_response or "")
+                if not call:
+                    return EnvironmentStepResult(done=True)
+                price = self.PRICES.get(call[1])
+                said = str(price) if price else f"No such thing. Known: {', '.join(self.PRICES)}"
+                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": said}])
+            def sft_completion(self, example):
+                word = re.search("does ([a-z]+) cost", example.input)[1]
+                return [
+                    {"role": "assistant", "content": f"<price>{word}</price>"},
+                    {"role": "user", "content": str(self.PRICES[word])},
+                    {"role": "assistant", "content": example.output},
+                ]
+        """,
 }
 MISSED = {
-    "a reply that names the secret": """
-        class Sample(Dialogue):
-            def step_episode(self, example, messages, assistant_response):
-                done = self.right(assistant_response or "", example)
-                reply = f"No, not that. It was {example.output}. Try again."
-                return EnvironmentStepResult(done=done, messages=[{"role": "user", "content": reply}])
+    "a whole number that is wrong by less than 5 %": """
+        class Sample(Rows):
+            def right(self, text, example):
+                found = re.fullmatch("[0-9]{1,9}", text.strip())
+                return found and round(int(text), -1) == round(int(example.output), -1)
         """
 }
-"""What no check finds: no answer that is fixed in advance uses a reply."""
+"""What no check finds: tasks that ask for an estimate allow it."""

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from environments.same_task import template_of, words_of
 from environments.untrusted_text import plain_name
 
 FEWEST_TASKS = 5
@@ -17,6 +19,9 @@ PLACES = 12
 LONGEST_PERIOD = 8
 CHANCE_ALIKE = 0.02
 """So small a share of the eval tasks may be like a train task by chance: 3 + 4 and 4 + 3."""
+MOST_RARE = 3
+RARE_SHARE = 0.05
+"""A word in so many tasks, or an answer to so many of them, tells one from others."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ def in_order(rows: Sequence[Row]) -> str:
     return ""
 
 
+SIGNS = (fixed_place, in_ids, in_order)
+
+
 def alike(pairs: Sequence[tuple[str, str]], held_out: int) -> str:
     """Whether more of the eval tasks than by chance are train tasks in other words."""
     if len(pairs) <= CHANCE_ALIKE * held_out:
@@ -76,7 +84,41 @@ def alike(pairs: Sequence[tuple[str, str]], held_out: int) -> str:
     return f"{len(pairs)} eval tasks are train tasks in other words, for instance {which}"
 
 
-SIGNS = (fixed_place, in_ids, in_order)
+def paraphrased(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(train id, eval id) of eval tasks in another form than a train task's, with the same answer,
+    if that is not a usual one, and the same numbers or, without numbers, a rare word.
+    """
+    uses = Counter(word for row in rows for word in set(words_of(row.prompt)))
+    by_gold: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.split == "train":
+            by_gold[row.gold].append(row)
+
+    def numbers(row: Row) -> list[str]:
+        """Those that tell the task from others."""
+        words = sorted(word for word in words_of(row.prompt) if word[0].isdigit())
+        return [word for word in words if len(word) > 1 and uses[word] <= len(rows) / 2]
+
+    def rare(row: Row) -> set[str]:
+        said = set(words_of(row.prompt)) - set(words_of(row.gold))
+        most = max(MOST_RARE, RARE_SHARE * len(rows))
+        return {word for word in said if len(word) > 2 and uses[word] <= most}
+
+    def is_same(row: Row, other: Row) -> bool:
+        if template_of(other.prompt) == template_of(row.prompt):
+            return False
+        if own := numbers(row):
+            return len(own) > 1 and numbers(other) == own
+        is_word = re.search(r"[^\W\d_]{3}", row.gold) is not None
+        return is_word and len(by_gold[row.gold]) == 1 and bool(rare(row) & rare(other))
+
+    pairs: list[tuple[str, str]] = []
+    for row in rows:
+        others = by_gold[row.gold] if row.split == "eval" else []
+        if len(others) <= max(1, RARE_SHARE * len(rows)):
+            same = (other.task_id for other in others if is_same(row, other))
+            pairs += [(other, row.task_id) for other in same][:1]
+    return pairs
 
 
 def _is_usual(hits: int, rows: Sequence[Row]) -> bool:

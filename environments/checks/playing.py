@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, Self, TypeVar
 from environments.base import ChatMessage, Json
 from environments.faults import EnvironmentFault
 from environments.process.host import Ended, EnvironmentHost, Opening, Score
+from environments.tools import as_object
 
 T = TypeVar("T")
 
@@ -38,6 +40,17 @@ class Turn(str):
     @classmethod
     def from_message(cls, message: ChatMessage, *, task_id: str | None = None) -> Self:
         return cls(message["content"], message.get("tool_calls", []), task_id=task_id)
+
+
+def call_values(turns: Sequence[str]) -> list[str]:
+    """The texts and numbers that the calls of these turns pass."""
+    calls = [call for turn in turns if isinstance(turn, Turn) for call in turn.tool_calls]
+    values: list[Any] = []
+    for call in calls:
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(as_object(call.get("function")).get("arguments", ""))
+            values += as_object(arguments).values()
+    return [str(value) for value in values if isinstance(value, str | int | float)]
 
 
 Answers = Sequence[str | None]

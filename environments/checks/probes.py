@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from statistics import fmean
 
+from environments.base import ChatMessage
 from environments.checks import likeness
 from environments.checks.answers import (
     FRESH,
@@ -24,7 +25,7 @@ from environments.checks.answers import (
     parts,
 )
 from environments.checks.constants import best_constant
-from environments.checks.playing import Answers, Played, Task, gold_turns
+from environments.checks.playing import Answers, Played, Task, call_values, gold_turns, prompt_text
 from environments.checks.report import reward_range, score_text, shown
 from environments.checks.splits import repeated_questions, shared_tasks
 from environments.checks.trial import Plan, ProbeFailed, ProbeSkipped, Trial, fail_if_many, skip_if
@@ -50,6 +51,10 @@ STATED_SHARE = 0.9
 """On so many tasks the prompt may state the gold answer."""
 COPIED_SHARE = 0.05
 """So small a share of a split may be copies of other tasks."""
+FEWEST_TOLD = 5
+"""With fewer tasks, replies that hold the gold answer say nothing."""
+REWORDED_SHARE = 1 / 3
+"""So many of the eval tasks may be train tasks in other words, as by chance where tasks are few."""
 MOST_REWARD = 1000.0
 EVERY_GOLD_SHARE = 0.25
 """Of the time that is left, the share in which the gold answers of all tasks are played."""
@@ -317,7 +322,7 @@ async def prompt_echo(trial: Trial) -> str:
 def _stated(trial: Trial) -> dict[Task, str]:
     """The tasks whose prompt states the gold answer."""
     stated: dict[Task, str] = {}
-    golds = {task: parts(trial.last_gold(task))[1].strip() for task in trial.golds}
+    golds = {task: trial.told(turns) for task, turns in trial.golds.items()}
     for task, inner in golds.items():
         others = [trial.prompt(other) for other, gold in golds.items() if gold != inner]
         if said := given_away(inner, trial.prompt(task), others):
@@ -474,17 +479,64 @@ async def constants(trial: Trial) -> str:
 
 
 async def leaks(trial: Trial) -> str:
-    """Signs that a model could answer from something else than the task. They only warn."""
+    """Signs that a model could answer from something else than the task. What any model would find
+    fails, the others warn.
+    """
     if not trial.seen:
         raise ProbeSkipped("there is no gold answer that succeeds", "")
     rows: list[likeness.Row] = []
     ids = {split: await trial.host.tasks(split) for split in ("train", "eval")}
-    for task, (prompt, last) in trial.seen.items():
+    for task, (prompt, turns) in trial.seen.items():
         task_id = ids[task.split][task.index][0]
-        inner = parts(last)[1].strip()
-        rows.append(likeness.Row(task_id, prompt, inner, task.split, task.index))
-    pairs = [
-        (ids["train"][one][0], ids["eval"][other][0]) for one, other in await trial.host.reworded()
-    ]
-    skip_if(*(sign(rows) for sign in likeness.SIGNS), likeness.alike(pairs, len(ids["eval"])))
+        rows.append(likeness.Row(task_id, prompt, trial.told(turns), task.split, task.index))
+    if told := await _told(trial):
+        raise ProbeFailed(told, "let the reply to a wrong turn say what is wrong, not the answer")
+    near = await trial.host.reworded()
+    pairs = [(ids["train"][one][0], ids["eval"][other][0]) for one, other in near]
+    known = {other for _, other in pairs}
+    pairs += [pair for pair in likeness.paraphrased(rows) if pair[1] not in known]
+    reworded = likeness.alike(pairs, len(ids["eval"]))
+    if len(pairs) > REWORDED_SHARE * len(ids["eval"]):
+        raise ProbeFailed(reworded, "put all wordings of a task into one split")
+    skip_if(*(sign(rows) for sign in likeness.SIGNS), reworded)
     return f"{len(rows)} tasks: no sign that answers can be had without solving them"
+
+
+async def _told(trial: Trial) -> str:
+    """Whether the reply to a wrong first turn tells the gold answer, and not only what the replies
+    on other tasks or in the gold conversation say too.
+    """
+    tasks = [task for task in trial.golds if trial.openings[task].max_turns > 1]
+    if len(tasks) < FEWEST_TOLD:
+        return ""
+    secrets: dict[Task, set[str]] = {}
+    for task in tasks:
+        turns, played = trial.golds[task], trial.played[task]
+        values = {parts(turn)[1].strip() for turn in turns}.union(call_values(turns))
+        secrets[task] = {
+            value for value in values if len(value) > 1 and not _says(played.said, value)
+        }
+    wrong: list[list[str]] = [[FRESH] * len(tasks)]
+    for place in (0, -1):  # another task's gold turns: the first may be a call, the last an answer
+        golds = [trial.golds[task][place] for task in tasks]
+        wrong.append([*golds[1:], golds[0]])
+    for turns in wrong:
+        plans: list[Plan] = [(task, [turn]) for task, turn in zip(tasks, turns, strict=True)]
+        replies = [played.replies for played in await trial.play_all(plans)]
+        hits: list[tuple[Task, str, str]] = []
+        for task, turn, said in zip(tasks, turns, replies, strict=True):
+            for value in secrets[task]:
+                others = sum(_says(reply, value) for reply in replies)
+                if _says(said, value) and value not in turn and others <= len(tasks) / 2:
+                    hits.append((task, turn, value))
+                    break
+        if len(hits) >= STATED_SHARE * len(tasks):
+            task, turn, value = hits[0]
+            what = f"{task}: the reply to {shown([turn])} tells {shown([value])} of the gold answer"
+            return f"{what} (so on {len(hits)} of {len(tasks)} tasks)"
+    return ""
+
+
+def _says(messages: Sequence[ChatMessage], value: str) -> bool:
+    pattern = rf"(?<!\w){re.escape(value)}(?!\w)"
+    return re.search(pattern, prompt_text(messages), re.IGNORECASE) is not None

@@ -10,8 +10,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from environments.checks.answers import JUNK, cut
-from environments.checks.playing import Answers, Played, Task, play, prompt_text, together
+from environments.checks.answers import JUNK, cut, parts
+from environments.checks.playing import (
+    Answers,
+    Played,
+    Task,
+    call_values,
+    play,
+    prompt_text,
+    together,
+)
 from environments.checks.report import Report, shown
 from environments.process.host import EnvironmentFault, EnvironmentHost, Opening
 
@@ -52,8 +60,10 @@ class Trial:
     """Whether gold answers win beside anything else."""
     open_ended: set[Task] = field(default_factory=set[Task])
     """The tasks that a gold answer wins whatever its last turn says."""
-    seen: dict[Task, tuple[str, str]] = field(default_factory=dict[Task, tuple[str, str]])
-    """Prompt and last gold turn of all tasks whose gold answer was played."""
+    seen: dict[Task, tuple[str, tuple[str, ...]]] = field(
+        default_factory=dict[Task, tuple[str, tuple[str, ...]]]
+    )
+    """Prompt and gold turns of all tasks whose gold answer was played."""
     replayed: list[tuple[Plan, Played]] = field(default_factory=list[tuple[Plan, Played]])
     slowest_s: dict[str, float] = field(default_factory=dict[str, float])
     """The longest call of each method, in seconds."""
@@ -87,11 +97,16 @@ class Trial:
         self.see(task, turns, played)
 
     def see(self, task: Task, turns: tuple[str, ...], played: Played) -> None:
-        self.seen[task] = prompt_text(played.prompt), turns[-1]
+        self.seen[task] = prompt_text(played.prompt), turns
 
     def last_gold(self, task: Task) -> str:
         """The last turn of the gold answer; "" if there is none."""
         return self.golds[task][-1] if task in self.golds else ""
+
+    def told(self, turns: tuple[str, ...]) -> str:
+        """What a gold answer says: in its last turn or, if that does not count, in its calls."""
+        said = call_values(turns) if self.open_ended else []
+        return " ".join(said) or parts(turns[-1])[1].strip()
 
     def other_gold(self, task: Task) -> str:
         """The last turn of another task's gold answer, if it differs; else ""."""

@@ -68,7 +68,7 @@ from environments.process.replies import (
     MAX_TURNS,
 )
 from environments.redaction import Redactor
-from environments.same_task import MOST_TASKS, Task, gold_of, same_tasks, words_of
+from environments.same_task import MOST_TASKS, Task, gold_of, is_permuted, same_tasks, words_of
 from environments.sandbox import refusals
 from environments.sandbox.needs import Bounds
 from environments.sandbox.refusals import message_of
@@ -268,12 +268,11 @@ class Child:
         for group in same.groups:
             train = [place for place in group if place < size]
             said = {words_of(tasks[place].text) for place in train}
-            others = (place for place in group[len(train) :] if train)
-            pairs += (
-                (train[0], place - size)
-                for place in others
-                if words_of(tasks[place].text) not in said
-            )
+            for place in group[len(train) :] if train else ():
+                if words_of(tasks[place].text) in said:
+                    continue
+                other = (one for one in train if not is_permuted(tasks[one], tasks[place]))
+                pairs += ((one, place - size) for one in itertools.islice(other, 1))
         return sorted(pairs, key=itemgetter(1))
 
     async def op_generated(self, name: str, first: int) -> str:

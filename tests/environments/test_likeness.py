@@ -1,6 +1,8 @@
 """Signs that an answer can be had without solving its task."""
 
-from environments.checks.likeness import SIGNS, Row, alike, fixed_place, in_ids, in_order
+import pytest
+
+from environments.checks.likeness import SIGNS, Row, alike, fixed_place, in_ids, in_order, paraphrased
 
 SOUND = [
     Row(f"t{n}", f"Add {n} and {n * 7 % 11}.", str(n + n * 7 % 11), split, n % 20)
@@ -10,7 +12,8 @@ SOUND = [
 
 
 def test_sound_tasks_show_no_sign() -> None:
-    assert [sign(SOUND) for sign in SIGNS] == ["", "", "", ""]
+    assert [sign(SOUND) for sign in SIGNS] == ["", "", ""]
+    assert paraphrased(SOUND) == []
 
 
 def test_an_answer_at_a_fixed_place_is_named_from_the_nearer_end() -> None:
@@ -32,12 +35,21 @@ def test_answers_that_repeat_in_the_order_of_tasks_are_named() -> None:
     assert not in_order([Row("t", "?", "a", "eval", n) for n in range(12)])
 
 
-def test_a_train_task_in_other_words_is_named() -> None:
-    texts = {"train": "Please add the numbers 3 and {0}.", "eval": "Add the numbers 3 and {0}, please!"}
-    rows = [
-        Row(f"{split}-{n}", text.format(n), str(n + 3), split, n) for split, text in texts.items() for n in range(6)
-    ]
-    example = "for instance train 'train-0' and eval 'eval-0'"
-    assert alike(rows) == f"6 eval tasks are train tasks in other words, {example}"
-    other_numbers = [Row("x", "Add the numbers 3 and 9.", "12", "eval", 0)]
-    assert not alike([*rows[:6], *other_numbers])
+@pytest.mark.parametrize(
+    ("train", "held_out", "is_same"),
+    [
+        (("Add the numbers 31 and 45.", "76"), ("How much are 45 and 31 together?", "76"), True),
+        (("Add the numbers 31 and 45.", "76"), ("Add the numbers 45 and 31.", "76"), False),
+        (("Add the numbers 31 and 45.", "76"), ("How much are 40 and 36 together?", "76"), False),
+        (("What is the capital of Peru?", "Lima"), ("Which town governs Peru?", "Lima"), True),
+        (("What is the capital of Peru?", "Lima"), ("Which bean shares its name with a town?", "Lima"), False),
+    ],
+)
+def test_a_train_task_in_other_words_is_found(train: tuple[str, str], held_out: tuple[str, str], is_same: bool) -> None:
+    rows = [*SOUND, Row("one", *train, "train", 40), Row("other", *held_out, "eval", 41)]
+    assert paraphrased(rows) == [("one", "other")] * is_same
+
+
+def test_few_tasks_in_other_words_may_be_chance() -> None:
+    assert alike([("a", "b")], 50) == ""
+    assert alike([("a", "b")], 40) == "1 eval tasks are train tasks in other words, for instance train 'a' and eval 'b'"
