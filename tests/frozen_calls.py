@@ -306,8 +306,12 @@ async def look_at_runs(call: Calls) -> None:
     await call("status-until-end", "status", run_id="run-uniform_zero", until="end")
     await call("status-wait-for-ended", "status", run_id="run-sft", wait_s=30)
     await call("status-sft-detailed", "status", run_id="run-sft", detail="detailed")
-    for trouble in TROUBLES:
-        await call(f"status-{trouble}", "status", run_id=f"run-{trouble}")
+    flags: dict[str, Any] = {}
+    for trouble in TROUBLES:  # what else is said of them is that of other runs
+        await call("status", "status", run_id=f"run-{trouble}")
+        said = json.loads(call.results.pop("status"))["result"]
+        flags[trouble] = {"outlook": said["run"]["outlook"], "flags": said["run"]["flags"], "next": said["next"]}
+    call.results["status-flags"] = pretty(flags)
     await call("checkpoints", "checkpoints", run_id="run-improved")
     await call("checkpoints-page", "checkpoints", run_id="run-improved", limit=1)
     await call("checkpoints-of-other-shape", "checkpoints", run_id="run-cancelled")
@@ -402,3 +406,6 @@ async def mistakes(call: Calls) -> None:
     await call("mistake-nothing-to-compare", "compare", base="run-failed")
     await call("mistake-no-evaluation", "compare", base="smollm2-135m-instruct", other="run-improved")
     await call("mistake-bad-cursor", "rollouts", run_id="run-improved", cursor="x")
+    names = [name for name in call.results if name.startswith("mistake-")]
+    together = {name.removeprefix("mistake-"): json.loads(call.results.pop(name))["error"] for name in names}
+    call.results["mistakes"] = pretty(together)
