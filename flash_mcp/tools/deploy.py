@@ -239,7 +239,7 @@ async def chat(
         message: The user's message, sent after the system prompt and examples with which the run's
             tasks begin; or pass messages.
         messages: A whole conversation that ends before the model's turn, sent as it is.
-        raw: Send message alone.
+        raw: Leave out that prompt and those examples.
         side_by_side: Ask the base model too.
         max_tokens: Tokens of an answer; default: the run's.
         temperature: 0 takes the likeliest token each time.
