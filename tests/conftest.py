@@ -68,7 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # while tests are collected: it takes a third of the time to import torch
     if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
         start_reaper(config)
-        for server in forked.start_servers():
+        heavy = [] if config.getoption("fast") else ["workers"]  # seconds of imports
+        for server in forked.start_servers("small", *heavy):
             config.add_cleanup(server.kill)
 
 

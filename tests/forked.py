@@ -39,15 +39,15 @@ VARIABLE = "FLASH_FORKS"
 """Names the servers of this process and of those that it starts, and what confines them."""
 
 
-def start_servers() -> list[subprocess.Popen[bytes]]:
-    """Start the servers, which end with this process."""
+def start_servers(*packages: str) -> list[subprocess.Popen[bytes]]:
+    """Start the servers of these packages, which end with this process."""
     name = uuid4().hex
     if not which("nvidia-smi"):  # CUDA may not be used in a fork
         folders = [str(Path(forked_start.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     os.environ[VARIABLE] = f"{name} {forked_start.confinement()}"
     command = [sys.executable, "-m", __name__, name, str(os.getpid())]
-    return [subprocess.Popen([*command, packages], cwd=ROOT) for packages in ("workers", "small")]
+    return [subprocess.Popen([*command, each], cwd=ROOT) for each in packages]
 
 
 def fork_of(pid: int) -> int:
@@ -64,7 +64,7 @@ class Forked:
         self, arguments: Sequence[str], log: Path, environment: dict[str, str], folder: Path | None = None
     ) -> None:
         if VARIABLE not in os.environ:
-            start_servers()
+            start_servers("workers", "small")
         with Path(os.devnull).open() as null, log.open("ab") as output:
             streams = [null.fileno(), output.fileno(), output.fileno()]
             self._link = forked_start.request_fork("workers", [*arguments], environment, folder, streams)
