@@ -24,12 +24,16 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 FULL_SCORE = 1.0 - 1e-6
 """A score that is 1 but for rounding."""
+LARGEST_REWARD = 1e6
+"""Of rewards and metrics, in size: they are summed and squared, and means of larger ones overflow
+or drown all others."""
 Json = dict[str, Any]
 ChatMessage = Json
 """{"role": "system" | "user" | "assistant" | "tool", "content": str, ...}"""
@@ -107,6 +111,18 @@ class RewardResult:
         if self.success is not None:
             return self.success
         return not self.error and self.score >= FULL_SCORE
+
+
+def reward_of(value: Any) -> float | None:
+    """A reward or metric (numpy's too) as a float. None if it is no number, or not within
+    LARGEST_REWARD.
+    """
+    if value is None or isinstance(value, str):
+        return None
+    with suppress(TypeError, ValueError, OverflowError):
+        number = float(value)
+        return number if abs(number) <= LARGEST_REWARD else None
+    return None
 
 
 class Environment(ABC):

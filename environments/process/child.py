@@ -24,7 +24,6 @@ import importlib
 import inspect
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -44,6 +43,7 @@ from environments import adapters, task_cache
 from environments.agents import programs
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, Usage
 from environments.base import (
+    LARGEST_REWARD,
     ArgumentsError,
     ChatMessage,
     DatasetError,
@@ -56,6 +56,7 @@ from environments.base import (
     RewardResult,
     TaskExample,
     UnsupportedError,
+    reward_of,
 )
 from environments.faults import EnvironmentFault
 from environments.judge import JudgeRubric, Rubric
@@ -414,8 +415,9 @@ class Child:
     def _scored(self, state: Episode, result: Any, must: str) -> Json:
         score = _score(result, must)
         if state.earned is not None:
-            score["reward"] += state.earned
-            score["metrics"]["turn_rewards"] = state.earned
+            total = score["reward"] + state.earned
+            score["reward"] = _number(total, "the score with the rewards of the turns")
+            score["metrics"]["turn_rewards"] = _number(state.earned, "the rewards of the turns")
         agent: Any = state.environment
         return {**score, "refusals": agent.refusals if self._is_agent else {}}
 
@@ -718,8 +720,9 @@ def _score(result: Any, must: str) -> Json:
     score["metrics"] = {}
     try:
         for metric in result.metrics:
-            if (value := _finite(metric.score)) is not None:
-                score["metrics"][metric.name] = value
+            value: Any = metric.score
+            if value is not None and value == value:  # None and NaN: it was not measured
+                score["metrics"][metric.name] = _number(value, f"metric {metric.name!r:.80}")
     except (TypeError, AttributeError) as error:
         what = f"the metrics must be a list of RewardMetric, got {_kind(result.metrics)}"
         raise _error(what) from error
@@ -729,20 +732,11 @@ def _score(result: Any, must: str) -> Json:
 
 
 def _number(value: Any, what: str) -> float:
-    number = _finite(value)
+    number = reward_of(value)
     if number is None:
-        raise _error(f"{what} must be a finite number, got {_shown(value)}")
+        size = f"it may be at most {LARGEST_REWARD:,.0f} in size"
+        raise _error(f"{what} must be a finite number, got {_shown(value)}; {size}")
     return number
-
-
-def _finite(value: Any) -> float | None:
-    """A number (numpy's too) as a float. None if the value is no number, NaN or infinite."""
-    if value is None or isinstance(value, str):
-        return None
-    with suppress(TypeError, ValueError, OverflowError):
-        number = float(value)
-        return number if math.isfinite(number) else None
-    return None
 
 
 def _kind(value: Any) -> str:

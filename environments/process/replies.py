@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from environments import task_cache
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, CallOptions, finite_json
-from environments.base import ChatMessage, Environment, EnvironmentAgent, Json
+from environments.base import ChatMessage, Environment, EnvironmentAgent, Json, reward_of
 from environments.redaction import Redactor
 from environments.tools import NAME
 
@@ -216,10 +216,9 @@ def _encodable(value: Any, depth: int) -> Any:
 def _number(value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ForgedError
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ForgedError from error
+    if (number := reward_of(value)) is None:
+        raise ForgedError
+    return number
 
 
 def _such(read: Read, is_right: Callable[[Any], Any]) -> Read:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import os
 import shutil
 import time
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from environments.base import reward_of
 from environments.locks import lock
 from environments.redaction import PatternRedactor
 from flash_mcp.protocol.paths import write_private
@@ -211,8 +211,7 @@ def rating_of(value: Any) -> float | None:
     """A rating as a number: "up", "down", or a number, which may be written as text."""
     with suppress(ValueError, TypeError):
         number = THUMBS.get(value) if isinstance(value, str) else None
-        number = float(value) if number is None else number
-        return number if math.isfinite(number) else None
+        return reward_of(float(value) if number is None else number)
     return None
 
 

@@ -323,7 +323,8 @@ async def test_an_agent_may_score_itself_and_sends_what_breaks_nothing(tmp_path:
                 answer = await http.post(path, content=body, headers={"authorization": f"Bearer {key}"})
                 return answer.status_code, answer.json()
 
-            for result in (b'{"score": 0.25, "success": true}', b'{"answer": "1"}'):
+            results = (b'{"score": 0.25, "success": true}', b'{"answer": "1"}', b'{"score": -1e308}')
+            for result in (*results, b'{"score": 1%s}' % (b"0" * 400)):
                 playing = asyncio.ensure_future(rollouts(opened))
                 _, given = await post("/tasks", opened.key, b"")
                 key = given["task"]["api_key"]
@@ -336,6 +337,7 @@ async def test_an_agent_may_score_itself_and_sends_what_breaks_nothing(tmp_path:
                     assert (await post("/v1/result", key, bad))[0] == 400
                 assert await post("/v1/result", key, result) == (200, {"accepted": True})
                 played += await playing
-        own, scored = played
+        own, scored, *large = played
+        assert [item.error and item.error["code"] for item in large] == ["environment_error"] * 2
         assert (own.error, own.reward, own.success, own.turns) == (None, 0.25, True, 1)
         assert (scored.error, scored.reward, scored.success) == (None, 1.0, True)

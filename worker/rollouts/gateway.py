@@ -31,7 +31,14 @@ from environments.agents.dialects import invalid
 from environments.agents.endpoint import AgentEpisode
 from environments.agents.server import Endpoint, Exchange
 from environments.agents.session import Session
-from environments.base import EnvironmentAgent, EnvironmentEpisode, RewardResult, TaskExample
+from environments.base import (
+    LARGEST_REWARD,
+    EnvironmentAgent,
+    EnvironmentEpisode,
+    RewardResult,
+    TaskExample,
+    reward_of,
+)
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost, Opening, Score
 from environments.process.replies import ForgedError, Reader, parse
@@ -220,7 +227,10 @@ def _outcome(body: Json) -> Outcome | EnvironmentFault:
             return EnvironmentFault("environment_error", error, is_foreign=True)
         case None, (int() | float()) as score, None if not isinstance(score, bool):
             if isinstance(success, bool | None):
-                return RewardResult(float(score), success)
+                if (reward := reward_of(score)) is None:
+                    what = f"a score may be at most {LARGEST_REWARD:,.0f} in size"
+                    return EnvironmentFault("environment_error", f"{what}; the agent sent more")
+                return RewardResult(reward, success)
         case _:
             pass
     what = "send one of answer and error, which are texts, and score, which is a number and may"

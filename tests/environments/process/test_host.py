@@ -48,7 +48,7 @@ async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
             roles = [message["role"] for message in episode.messages]
             turns = episode.messages[episode.prompt_length:]
             metrics = [RewardMetric("turns", len(turns)), RewardMetric("said", True),
-                       RewardMetric("empty", None), RewardMetric("bad", float("nan"))]
+                       RewardMetric("empty", None), RewardMetric("unmeasured", float("nan"))]
             reason = f"{roles} {episode.response_text} {episode.latency_ms} {episode.total_tokens}"
             return RewardResult(score=0.25, success=True, metrics=metrics, reason=reason)
     """
@@ -458,6 +458,7 @@ MISBEHAVIOUR = {
     "return EnvironmentStepResult(done=False, messages=[{'role': 'user', 'content': '', 'x': {1, 2}}])": "JSON cannot",
     "return EnvironmentStepResult(done=True, reward='1')": "step_episode's reward must be a finite number, got '1'",
     "return EnvironmentStepResult(done=True, reward=float('nan'))": "a finite number, got nan",
+    "return EnvironmentStepResult(done=True, reward=-1e7)": "got -10000000.0; it may be at most 1,000,000 in size",
     "return EnvironmentStepResult(done=True, metadata=None)": "using what step_episode returned raised TypeError",
 }
 
@@ -482,6 +483,12 @@ async def test_what_step_episode_must_not_do_is_explained(tmp_path: Path, statem
     [
         ("RewardResult(score=float('nan'))", "the score must be a finite number, got nan"),
         ("RewardResult(score=float('inf'))", "the score must be a finite number, got inf"),
+        ("RewardResult(score=1e308)", "the score must be a finite number, got 1e+308; it may be at most 1,000,000"),
+        ("RewardResult(score=10**400)", "at most 1,000,000 in size"),
+        (
+            "RewardResult(score=1, metrics=[RewardMetric('a', -2e6)])",
+            "metric 'a' must be a finite number, got -2000000.0",
+        ),
         ("RewardResult(score='1')", "the score must be a finite number, got '1'"),
         ("RewardResult(score=None)", "the score must be a finite number, got None"),
         ("1.0", "score_episode must return a RewardResult, got float 1.0"),
