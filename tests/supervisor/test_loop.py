@@ -628,7 +628,7 @@ def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -
     """
     runs = [
         bench.train({"steps": 3, "1": {"at": 2, "do": "kill"} if number % 2 else {}}, max_attempts=9)
-        for number in range(6)
+        for number in range(4)
     ]
 
     def progress() -> int:
