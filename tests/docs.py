@@ -1,4 +1,4 @@
-"""The tables of TRAINING.md, docs/next.md, docs/reliability.md and docs/security.md that code and tests decide.
+"""The tables of docs/reference.md, docs/next.md, docs/reliability.md and docs/security.md that code and tests decide.
 `python -m tests.docs` writes them anew.
 """
 
@@ -13,6 +13,8 @@ from flash_mcp.tools.shared.next_steps import RULES
 from tests import hostile
 
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
+ENVIRONMENTS = Path(__file__).parent.parent / "docs" / "environments.md"
 RELIABILITY = Path(__file__).parent.parent / "docs" / "reliability.md"
 SECURITY = Path(__file__).parent.parent / "docs" / "security.md"
 NEXT = Path(__file__).parent.parent / "docs" / "next.md"
@@ -70,11 +72,11 @@ def filled(page: Path) -> str:
 
 
 def wrapped() -> dict[str, str]:
-    """The playbook's examples of objects with reset and step, by the package that they need."""
+    """The examples of objects with reset and step, by the package that they need."""
     pattern = r"<!-- wrapped: (\S+) -->\n```python\n(.*?)```"
-    return dict(re.findall(pattern, PLAYBOOK.read_text(), re.DOTALL))
+    return dict(re.findall(pattern, ENVIRONMENTS.read_text(), re.DOTALL))
 
 
 if __name__ == "__main__":
-    for page in (PLAYBOOK, NEXT, RELIABILITY, SECURITY):
+    for page in (REFERENCE, NEXT, RELIABILITY, SECURITY):
         page.write_text(filled(page))

@@ -20,7 +20,7 @@ from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
-from tests.docs import NEXT, PLAYBOOK, RELIABILITY, SECURITY, filled, wrapped
+from tests.docs import NEXT, PLAYBOOK, REFERENCE, RELIABILITY, SECURITY, filled, wrapped
 from tests.folders import allow
 from tests.places import AGENT_CALCULATOR, ROOT
 
@@ -78,7 +78,9 @@ def known_names() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "text", [PLAYBOOK.read_text(), playbook.LOOP, INSTRUCTIONS], ids=["playbook", "prompt", "intro"]
+    "text",
+    [PLAYBOOK.read_text(), REFERENCE.read_text(), playbook.LOOP, INSTRUCTIONS],
+    ids=["playbook", "reference", "prompt", "intro"],
 )
 def test_every_name_in_the_text_exists(text: str):
     assert set(NAME.findall(PROSE.sub("", text))) - known_names() == set()
@@ -93,19 +95,30 @@ def test_the_instructions_name_only_tools_that_exist():
 
 
 @pytest.mark.parametrize(
-    "page", [PLAYBOOK, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (RELIABILITY, SECURITY))]
+    "page", [REFERENCE, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (RELIABILITY, SECURITY))]
 )
 def test_the_generated_tables_are_up_to_date(page: Path):
     assert filled(page) == page.read_text(), "run: python -m tests.docs"
 
 
-@pytest.mark.parametrize("name", [*RunSpec.model_fields, *CODES, *FLAG_LETTERS])
-def test_the_playbook_explains(name: str):
-    assert f"`{name}`" in PLAYBOOK.read_text()
+@pytest.mark.parametrize("page", [PLAYBOOK, REFERENCE], ids=["playbook", "reference"])
+def test_every_flag_field_code_and_tool_is_explained(page: Path):
+    names = FLAG_LETTERS if page == PLAYBOOK else [*RunSpec.model_fields, *CODES, *TOOLS]
+    text = page.read_text()
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_the_playbook_names_every_tool():
-    assert [name for name in TOOLS if f"`{name}`" not in PLAYBOOK.read_text()] == []
+def test_the_playbook_is_short_and_leads_to_its_sections_alone():
+    """It is read over MCP and in a starter, where no other page of the repository is."""
+    assert len(PLAYBOOK.read_bytes()) < 36_000 and len(playbook.first_page().encode()) < 11_000
+    sections = playbook.sections()
+    links = set(re.findall(r"\]\(([^)]*)\)", PLAYBOOK.read_text()))
+    assert links <= {f"#{name}" for name in sections}
+    pages = [playbook.first_page(), *sections.values()]
+    for path in (ROOT / "flash_mcp").rglob("*.py"):
+        pages.append(path.read_text().replace("{ADDRESS}", playbook.ADDRESS))
+    named = re.findall(r"(?:flash://playbook|playbook.ADDRESS})/([a-z-]+)", "".join(pages))
+    assert {"environment", "rows", "reward", "sample", "evaluate", "reading-a-run"} <= {*named} <= {*sections}
 
 
 def shown(value: object) -> str:
@@ -189,34 +202,17 @@ async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str)
 def test_every_example_in_python_runs_in_a_test():
     text = "".join(path.read_text() for path in (PLAYBOOK, *ROOT.glob("docs/*.md")))
     # The client of docs/agents.md runs in tests/worker/test_gateway.py, that of docs/use.md in tests/test_client.py.
-    assert text.count("```python") == len(wrapped()) + 5 == len(STAND_INS) + 5
-
-
-AGENT = """
-from openai import OpenAI
-
-def solve(question, base_url, api_key, model):
-    with OpenAI(base_url=base_url, api_key=api_key) as client:
-        asked = [{"role": "user", "content": question}]
-        return client.chat.completions.create(model=model, messages=asked).choices[0].message.content
-"""
+    assert text.count("```python") == len(wrapped()) + 4 == len(STAND_INS) + 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "heading", "agent"),
-    [
-        (PLAYBOOK.read_text(), r"\*\*Agents\.\*\*", AGENT),
-        ((ROOT / "docs/agents.md").read_text(), "## Train the agent", AGENT_CALCULATOR.read_text()),
-    ],
-    ids=["playbook", "page of agents"],
-)
-async def test_the_agents_of_the_text_answer(tmp_path: Path, text: str, heading: str, agent: str):
-    (source,) = re.findall(rf"{heading}.*?```python\n(.*?)```", text, re.DOTALL)
+async def test_the_agent_of_the_text_answers(tmp_path: Path):
+    text = (ROOT / "docs/agents.md").read_text()
+    (source,) = re.findall(r"## Train the agent.*?```python\n(.*?)```\n\nThe agent", text, re.DOTALL)
     example_files(tmp_path)
     (tmp_path / "environment.toml").write_text("endpoint = true\n")
     (tmp_path / "environment.py").write_text(source)
-    (tmp_path / "agent.py").write_text(agent)
+    (tmp_path / "agent.py").write_text(AGENT_CALCULATOR.read_text())
     async with await EnvironmentHost.start(tmp_path) as host:
         opening = await host.open("train", 0)
         assert (await host.step(opening.episode, "7")).done

@@ -1,6 +1,6 @@
 """RunSpec: the fields of a training run, each with its default.
 
-This one flat model is the `train` tool's schema, the TOML file, the table in TRAINING.md and
+This one flat model is the `train` tool's schema, the TOML file, the table in docs/reference.md and
 job.json. `resolve` records where every value came from."""
 
 from __future__ import annotations

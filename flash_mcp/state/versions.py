@@ -43,6 +43,8 @@ IGNORED_FOLDERS = re.compile(
     r"__pycache__|\.kept|\.git|\.hg|\.svn|\.?venv|node_modules|\.(mypy|pytest|ruff|hypothesis|ipynb)_?(cache|checkpoints)?|"
     r"\.(idea|vscode|tox|nox)|.+\.egg-info"
 )
+PLAYBOOK = ("TRAINING.md", b"# Train a model with flash-mcp")
+"""How the playbook that a starter has is called, and begins: it is for the reader of the folder."""
 IGNORED_FILES = re.compile(r".+\.py[co]|\.env|\.DS_Store|Thumbs\.db|.+~|\..+\.swp")
 SECRET_FILES = re.compile(
     r"\.env(\..+)?|\.envrc|.+\.(pem|key|p12|pfx|jks|kdbx)|id_(rsa|dsa|ecdsa|ed25519)|\.netrc|\.npmrc|\.pypirc|"
@@ -79,7 +81,7 @@ def check_name(name: str) -> str:
 
 def folder_files(folder: Path) -> Files:
     """What a push of `folder` consists of: all of it but caches, repositories, virtual
-    environments.
+    environments, and the playbook of a starter.
 
     FlashError(upload_invalid) for links, devices, files that look like secrets, and where a limit
     is passed."""
@@ -91,7 +93,12 @@ def folder_files(folder: Path) -> Files:
         raise FlashError("upload_invalid", what, fix=fix)
     # One more than may be: a push of the wrong folder ends before all of it was looked at.
     result = itertools.islice(_walk(folder), MAX_FILES + 1)
-    files = {path.relative_to(folder).as_posix(): path for path in result}
+    files: Files = {path.relative_to(folder).as_posix(): path for path in result}
+    name, beginning = PLAYBOOK
+    if name in files:
+        with (folder / name).open("rb") as stream:
+            if stream.read(len(beginning)) == beginning:
+                del files[name]
     _check(files)
     return files
 

@@ -297,7 +297,7 @@ def _written(folder: str | None, name: str, files: dict[str, bytes], change: str
             files=paths,
             contents=contents,
             next=f"{change}; then env_push(name={name!r}, files={{path: text}}); the resource "
-            "flash://playbook has the contract",
+            f"{playbook.ADDRESS}/environment has the contract",
         )
     target = expanded(folder).absolute()
     _write_new(target, files)

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -323,8 +324,12 @@ def test_fitting_ends_where_the_characters_of_texts_take_six_of_json():
 async def test_the_playbook_is_a_resource_and_the_loop_a_prompt(client: Client):
     uris = [str(resource.uri) for resource in (await client.list_resources()).resources]
     assert uris == ["flash://playbook"]
-    contents = (await client.read_resource("flash://playbook")).contents[0]
-    assert contents.text == (ROOT / "TRAINING.md").read_text()
+    first = (await client.read_resource("flash://playbook")).contents[0].text
+    assert len(first) < 11_000 and "## Start here" in first and "## The loop in detail" in first
+    for address in re.findall(r"^- (flash://playbook/\S+)$", first, re.MULTILINE):
+        assert (await client.read_resource(address)).contents[0].text.startswith("## ")
+    with pytest.raises(MCPError, match="it has start-here, the-loop-in-detail, environment"):
+        await client.read_resource("flash://playbook/nowhere")
     prompt = await client.get_prompt("train_a_model", {"goal": "teach it to add"})
     assert "Goal: teach it to add" in prompt.messages[0].content.text
 

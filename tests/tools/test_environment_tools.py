@@ -73,7 +73,7 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
     tested = await call(client, "env_test", folder=str(folder), time_s=600)
     assert (tested["passed"], tested["train_tasks"], tested["eval_tasks"]) == (True, 500, 200)
     pushed = await call(client, "env_push", name=written["name"], folder=str(folder))
-    assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (True, 500, 200, 7)
+    assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (True, 500, 200, 6)
     row = open_store().environment("my-task")
     assert f"my-task@{row.digest}" == pushed["environment"]
     assert files_in(Path(row.path)) == STARTER

@@ -22,6 +22,7 @@ from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.tournaments import Tournament
+from flash_mcp.tools.shared.playbook import ADDRESS
 from flash_mcp.tools.shared.preflight import Sample
 
 MOST_TRIES = 16
@@ -190,7 +191,7 @@ def _succeeded(outcome: str | None) -> Callable[[RunContext], bool]:
 
 def _problem(context: RunContext) -> str:
     assert context.problem is not None
-    seen = f"{context.problem.name}: see {_worst(context.run)}"
+    seen = f"{context.problem.name}: see {_worst(context.run)} and {ADDRESS}/reading-a-run"
     if context.run.state == "succeeded":
         return f"{seen}; train again with its remedy"
     return (
@@ -532,7 +533,7 @@ def after_comparison(
     """`measured` tasks were compared; `split_size` is the number in the split, if it is known."""
     if change.outcome == "underpowered":
         more = _more(models, like, change, measured, split_size)
-        return f"claim no change; {more}"
+        return f"claim no change ({ADDRESS}/evaluate); {more}"
     if differing:
         names = ", ".join(differing)
         return f"both are one model, so the change says nothing of training: it is of {names}"
@@ -586,7 +587,7 @@ def after_sample(sampled: Sample) -> str:
         now = "is queued behind other runs" if state == "queued" else "is under way"
         return f"the sample {now}: {waits}; then the same call again reads it"
     if sampled.outlook == "hopeless" and sampled.findings:
-        return f"do not start yet: {sampled.findings[0].remedy}"
+        return f"do not start yet: {sampled.findings[0].remedy} ({ADDRESS}/sample)"
     return f"rollouts(run_id={run_id!r}) shows what it wrote; train starts the run"
 
 
@@ -604,7 +605,7 @@ def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any]
 
 def after_test(report: GateReport, environment: str | None, path: Path, needed: str) -> str:
     if report.failed:
-        return f"correct what {report.failed[0]} says, then env_test again"
+        return f"correct what {report.failed[0]} says ({ADDRESS}/reward), then env_test again"
     if report.unfinished:
         tested = f"environment={environment!r}" if environment else f"folder={str(path)!r}"
         call = f"env_test({tested}, time_s=600{needed})"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
+
+SECTION = re.compile(r"^(?=## )", re.MULTILINE)
+LINK = re.compile(r"\]\(#([a-z-]+)\)")
 
 LOOP = """\
 Goal: {goal}
@@ -32,6 +36,11 @@ you expect.
 The resource flash://playbook has the details."""
 
 
+ADDRESS = "flash://playbook"
+FIRST = 2
+"""Sections that the first page has whole; it names the others."""
+
+
 @cache
 def text() -> str:
     """TRAINING.md, as installed with the package or from the repository."""
@@ -39,6 +48,24 @@ def text() -> str:
     installed = package / "TRAINING.md"
     result = installed if installed.is_file() else package.parent / "TRAINING.md"
     return result.read_text(encoding="utf-8")
+
+
+@cache
+def sections() -> dict[str, str]:
+    """The sections of the playbook by the names that links to them have, each a page of its own."""
+    result: dict[str, str] = {}
+    for part in SECTION.split(text())[1:]:
+        name = part.partition("\n")[0].removeprefix("## ").lower().replace(" ", "-")
+        result[name] = LINK.sub(rf"]({ADDRESS}/\1)", part).rstrip() + "\n"
+    return result
+
+
+def first_page() -> str:
+    """What is enough to start, and the addresses of the other sections."""
+    names = list(sections())
+    title = SECTION.split(text())[0]
+    others = "".join(f"- {ADDRESS}/{name}\n" for name in names[FIRST:])
+    return title + "\n".join(map(sections().__getitem__, names[:FIRST])) + f"\n## More\n\n{others}"
 
 
 def loop(goal: str) -> str:
