@@ -118,7 +118,7 @@ def test_the_playbook_is_short_and_leads_to_its_sections_alone():
     for path in (ROOT / "flash_mcp").rglob("*.py"):
         pages.append(path.read_text().replace("{ADDRESS}", playbook.ADDRESS))
     named = re.findall(r"(?:flash://playbook|playbook.ADDRESS})/([a-z-]+)", "".join(pages))
-    assert {"environment", "rows", "reward", "sample", "evaluate", "reading-a-run"} <= {*named} <= {*sections}
+    assert {"environment", "rows", "sample", "evaluate", "reading-a-run"} <= {*named} <= {*sections}
 
 
 def shown(value: object) -> str:

@@ -76,7 +76,7 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
     assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (True, 500, 200, 6)
     row = open_store().environment("my-task")
     assert f"my-task@{row.digest}" == pushed["environment"]
-    assert files_in(Path(row.path)) == STARTER
+    assert files_in(Path(row.path)) == STARTER[1:]  # without the playbook
     assert (await call(client, "env_test", environment=pushed["environment"], time_s=600))["passed"]
 
 
@@ -503,7 +503,7 @@ async def test_a_failed_check_is_a_result_with_evidence_and_fix(client: Client, 
     junk = next(probe for probe in report["probes"] if probe["name"] == "junk")
     assert "counts as a success" in junk["evidence"]
     assert "set success" in junk["fix"]
-    assert report["next"] == "correct what junk says, then env_test again"
+    assert report["next"] == "correct what junk says, then env_test again (flash://playbook/environment)"
 
 
 @pytest.mark.slow
@@ -548,7 +548,7 @@ async def test_a_folder_that_cannot_be_pushed_fails_its_test(client: Client, tmp
     (failed,) = [probe for probe in tested["probes"] if probe.get("result") == "failed"]
     assert (failed["name"], tested["passed"]) == ("files", False)
     assert "rows.jsonl' is a link" in failed["evidence"] and "replace it by the file itself" in failed["fix"]
-    assert tested["next"] == "correct what files says, then env_test again"
+    assert tested["next"] == "correct what files says, then env_test again (flash://playbook/environment)"
 
 
 @pytest.mark.slow
@@ -579,7 +579,7 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(clie
     assert [name for name, probe in found.items() if probe.get("result") == "failed"] == ["hunt"]
     assert "word: 'henceforth' earned 0.6 on average, gold answers 1" in found["hunt"]["evidence"]
     assert "do not pay for words" in found["hunt"]["fix"]
-    assert hunted["next"] == "correct what hunt says, then env_test again"
+    assert hunted["next"] == "correct what hunt says, then env_test again (flash://playbook/environment)"
     assert (await call(client, "env_test", folder=str(folder), time_s=600))["passed"]
     pushed = await call(client, "env_push", name="task", folder=str(folder))
     assert pushed["gate"] == "failed: hunt"

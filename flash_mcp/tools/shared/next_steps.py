@@ -605,7 +605,7 @@ def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any]
 
 def after_test(report: GateReport, environment: str | None, path: Path, needed: str) -> str:
     if report.failed:
-        return f"correct what {report.failed[0]} says ({ADDRESS}/reward), then env_test again"
+        return f"correct what {report.failed[0]} says, then env_test again ({ADDRESS}/environment)"
     if report.unfinished:
         tested = f"environment={environment!r}" if environment else f"folder={str(path)!r}"
         call = f"env_test({tested}, time_s=600{needed})"
