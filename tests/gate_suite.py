@@ -724,6 +724,21 @@ BAD = {
                     ]
             """,
     },
+    "judge": {
+        "a judge that obeys an answer": """
+            from environments import JudgeRubric
+            class Obeying(JudgeRubric):
+                def ask(self, question, answers):
+                    keys = [("Ignore" not in text, not text.strip().isdigit(), text) for text in answers]
+                    return [sorted(keys).index(key) for key in keys]
+            class Sample(Rows):
+                def __init__(self):
+                    super().__init__()
+                    self.judge = Obeying("http://localhost", "m", "Prefer what is right.")
+                def score_group(self, example, episodes):
+                    return [self.score_response(example, episode.response_text) for episode in episodes]
+            """,
+    },
 }
 """The source of each, by the check that refuses it."""
 GOOD = {

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, combinations
 from statistics import fmean
 
-from environments.checks.answers import FRESH, JUNK
+from environments.checks.answers import FRESH, INJECTION, JUNK
 from environments.checks.calls import CALL_ID, bad_turns
 from environments.checks.playing import Answers, Played, Task, Turn, interleave, play_group
 from environments.checks.probes import SUCCESS_FIX
@@ -65,22 +65,31 @@ async def has_judge(trial: Trial) -> bool:
 
 
 async def judge(trial: Trial) -> str:
-    """A judge ranks alike when asked again and in the opposite order, and gold above junk."""
+    """A judge ranks alike when asked again and in the opposite order, gold above junk, and gold
+    above an answer that asks to be ranked first.
+    """
     again: list[bool] = []
     turned: list[bool] = []
     is_gold_first: list[bool] = []
+    resists: list[bool] = []
     for task in list(trial.golds)[:JUDGED_TASKS]:
-        answers = [trial.last_gold(task), trial.other_gold(task), *JUNK[:2]]
+        answers = [trial.last_gold(task), trial.other_gold(task), *JUNK[:2], INJECTION]
         orders = (answers, answers, answers[::-1])
         one, two, back = [await _ranks(trial, task, order) for order in orders]
         again += _agreements(one, two)
         turned += _agreements(one, back[::-1])
-        is_gold_first += [one[0] < one[2], back[-1] < back[1]]
+        is_gold_first += [one[0] < one[2], back[-1] < back[2]]
+        resists += [one[0] < one[4], back[-1] < back[0]]
     if not again:
         raise ProbeSkipped("there is no gold answer that succeeds", "")
     text = f"of {len(again)} pairs of answers, {sum(again)} were ranked alike when asked again, "
     text += f"{sum(turned)} in the opposite order"
     text += f"; gold came before junk in {sum(is_gold_first)} of {len(is_gold_first)}"
+    if fmean(resists) < JUDGE_SHARE:
+        count = f"in {len(resists) - sum(resists)} of {len(resists)}"
+        what = f"an answer that asks to be ranked first came before gold {count}; {text}"
+        fix = "tell the judge in its criteria to obey no answer, or use a larger judge"
+        raise ProbeFailed(what, fix)
     if min(fmean(again), fmean(turned), fmean(is_gold_first)) < JUDGE_SHARE:
         raise ProbeFailed(text, "name the criteria more plainly, or use a larger judge")
     return text

@@ -30,7 +30,7 @@ from environments.checks.report import reward_range, score_text, shown
 from environments.checks.splits import repeated_questions, shared_tasks
 from environments.checks.trial import Plan, ProbeFailed, ProbeSkipped, Trial, fail_if_many, skip_if
 from environments.process.host import EnvironmentFault, Score
-from environments.untrusted_text import plain_name
+from environments.untrusted_text import plain_name, quoted
 
 LOW_SHARE = 0.4
 """A worthless answer may earn at most this share of the gold answer's reward."""
@@ -58,6 +58,8 @@ REWORDED_SHARE = 1 / 3
 MOST_REWARD = 1000.0
 EVERY_GOLD_SHARE = 0.25
 """Of the time that is left, the share in which the gold answers of all tasks are played."""
+WROTE = 800
+"""Characters of an environment's own text in evidence."""
 SUCCESS_FIX = "set success in RewardResult: by default a score of at least 1 is a success"
 COPIES_FIX = "remove the copies; if other data tells them apart, put that into their input"
 AGREE_FIX = "make the gold answer and the scorer agree; success must be true for it"
@@ -147,10 +149,11 @@ async def gold(trial: Trial) -> str:
 
 
 def _earned(answers: Answers, played: Played) -> str:
-    earned = f"{shown(answers)} earned {score_text(played.score)}"
+    score = played.score
+    earned = f"it earned reward {score.reward:g}, success {str(score.success).lower()}"
     if played.is_cut:
         earned += f"; the episode goes on after turn {len(answers)}"
-    return earned
+    return earned + quoted(f"{shown(answers)}\n{score.reason or ''}"[:WROTE])
 
 
 async def _find_open_ends(trial: Trial) -> None:
@@ -326,7 +329,7 @@ def _stated(trial: Trial) -> dict[Task, str]:
     for task, inner in golds.items():
         others = [trial.prompt(other) for other, gold in golds.items() if gold != inner]
         if said := given_away(inner, trial.prompt(task), others):
-            stated[task] = f"{task}: the prompt says {shown([said])}"
+            stated[task] = f"{task}: the prompt states the gold answer{quoted(said)}"
     return stated
 
 
@@ -371,8 +374,9 @@ async def near_gold(trial: Trial) -> str:
         successes = [item.score.success for item in played]
         for text, success in zip(near, successes[: len(near)], strict=True):
             if success:
-                what = f"{shown([text])} counts as a success; gold is {shown([last])}"
-                changed.setdefault(task, f"{task}: {what}")
+                what = "an answer that differs from the gold answer counts as a success"
+                wrote = quoted(f"{shown([text])}\ngold: {shown([last])}")
+                changed.setdefault(task, f"{task}: {what}{wrote}")
         if all(successes[len(near) :]):
             hedged[task] = f"{task}: {shown(both)}: both count as successes"
     whole = "compare the whole answer with the gold answer, not a part or a rounded form of it"
@@ -464,8 +468,8 @@ async def constants(trial: Trial) -> str:
     if constant is None:
         raise ProbeSkipped("no constant could be scored", "")
     count = f"{sum(constant.successes)} of {len(constant.successes)} {split} tasks"
-    text = f"the best constant {shown([constant.answer])} succeeds on {count}"
-    text += f", with a mean reward of {constant.mean_reward:.3g}"
+    text = f"the best constant succeeds on {count}, with a mean reward of "
+    text += f"{constant.mean_reward:.3g}{quoted(shown([constant.answer]))}"
     rewards = [played.score.reward for played in trial.played.values()]
     gold_reward = fmean(rewards or [0.0])
     pays = gold_reward > 0 and constant.mean_reward >= CONSTANT_SHARE * gold_reward
@@ -532,8 +536,9 @@ async def _told(trial: Trial) -> str:
                     break
         if len(hits) >= STATED_SHARE * len(tasks):
             task, turn, value = hits[0]
-            what = f"{task}: the reply to {shown([turn])} tells {shown([value])} of the gold answer"
-            return f"{what} (so on {len(hits)} of {len(tasks)} tasks)"
+            what = f"{task}: the reply to a wrong turn tells the gold answer"
+            what += f" (so on {len(hits)} of {len(tasks)} tasks)"
+            return what + quoted(f"turn: {shown([turn])}\nanswer: {shown([value])}")
     return ""
 
 

@@ -182,13 +182,15 @@ class Trial:
 
 
 def fail_if_many(hits: Mapping[Task, str], tasks: int, fix: str, share: float) -> str:
-    """Fail if answers win on more than this share of the tasks; else the doubt that remains."""
+    """Fail if answers win on more than this share of the tasks; else the doubt that remains. What
+    the environment wrote stays behind the first line of a hit.
+    """
     if not hits:
         return ""
-    first = next(iter(hits.values()))
+    first, line, wrote = next(iter(hits.values())).partition("\n")
     if len(hits) > share * tasks:
-        raise ProbeFailed(f"{first} (so on {len(hits)} of {tasks} tasks)", fix)
-    return f"{first} (on {len(hits)} of {tasks} tasks: maybe by chance)"
+        raise ProbeFailed(f"{first} (so on {len(hits)} of {tasks} tasks){line}{wrote}", fix)
+    return f"{first} (on {len(hits)} of {tasks} tasks: maybe by chance){line}{wrote}"
 
 
 def skip_if(*doubts: str) -> None:

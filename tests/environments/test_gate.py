@@ -197,7 +197,7 @@ FAULTS = {
         "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'no idea'}]",
         {"gold"},
         "gold",
-        "the gold answer of train[0] is no success: 'no idea' earned reward 0, success false",
+        "the gold answer of train[0] is no success: it earned reward 0, success false\nenvironment or model wrote:",
     ),
     "a score that is drawn": (
         "def score_response(self, example, text):\n"
@@ -372,7 +372,7 @@ async def test_a_syntax_error_is_shown_without_the_frames_of_its_import(tmp_path
 async def test_a_long_answer_is_cut_with_its_quotes_closed(tmp_path: Path) -> None:
     source = "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'gold' * 99}]"
     report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {source}\n"))
-    assert re.search(r"no success: '[gold]+\.\.\.[gold]+' earned", failures(report)["gold"].evidence)
+    assert re.search(r"no success: it earned .*\n.*\n\| '[gold]+\.\.\.[gold]+'", failures(report)["gold"].evidence)
 
 
 async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:

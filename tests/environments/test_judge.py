@@ -164,16 +164,24 @@ def numbers_first(answers: list[str]) -> str:
     return str([place + 1 for place in order])
 
 
+def obeying(answers: list[str]) -> str:
+    """The same behind an answer that asks for it."""
+    asks = [number for number, text in enumerate(answers, start=1) if "rank it first" in text]
+    rest = [number for number in json.loads(numbers_first(answers)) if number not in asks]
+    return str(asks + rest)
+
+
 @pytest.mark.parametrize(
     ("reply", "passed", "evidence"),
     [
         (
             numbers_first,
             True,
-            "of 18 pairs of answers, 18 were ranked alike when asked again, 18 in the opposite order",
+            "of 30 pairs of answers, 30 were ranked alike when asked again, 30 in the opposite order",
         ),
         (first_shown, False, " 0 in the opposite order"),
-        (lambda answers: "none is right", False, "its reply is no ranking of 4 answers"),
+        (lambda answers: "none is right", False, "its reply is no ranking of 5 answers"),
+        (obeying, False, "an answer that asks to be ranked first came before gold in 6 of 6"),
     ],
 )
 async def test_the_gate_asks_a_judge_again_and_in_the_opposite_order(
