@@ -21,6 +21,7 @@ from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import Checkpoints
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
+from flash_mcp.tools.shared.label_scores import ByLabel
 from flash_mcp.tools.shared.scores import Scores
 from flash_mcp.tools.status import RunLine, Status
 
@@ -255,8 +256,24 @@ def _numbers(page: Page, view: RunView) -> None:
     page.prose(view.seeds)
     if view.scores:
         _scores(page, view.scores)
+    if view.by_label:
+        _by_label(page, view.by_label)
     if view.newest:
         _newest(page, view.newest)
+
+
+def _by_label(page: Page, found: ByLabel) -> None:
+    page.line()
+    rows: list[list[Cell]] = []
+    for row in found.labels:
+        wrong = ", ".join(f"{answer} {count}" for answer, count in (row.taken_for or {}).items())
+        rows.append([row.label, str(row.n), percent(row.right), number(row.f1), wrong])
+    page.table(("LABEL", "N", "RIGHT", "F1", "TAKEN FOR"), rows)
+    balanced = f"{percent(found.balanced)} if each label were as common"
+    more = f"; {found.more} more labels" if found.more else ""
+    page.prose(f"Macro-F1 {number(found.macro_f1)}, {balanced}{more}.")
+    page.prose(found.baseline, label="baseline  ")
+    page.prose(found.few, "warn")
 
 
 def _newest(page: Page, values: dict[str, float]) -> None:

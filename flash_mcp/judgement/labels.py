@@ -218,3 +218,36 @@ class Confusion:
     @property
     def macro_f1(self) -> float:
         return fmean(map(self.f1, self.counts))
+
+
+NO_LABEL = "(no label)"
+TAGGED = re.compile(r"<(\w+)>\s*([^<>]*?)\s*</\1>")
+
+
+def label_said(text: str, known: Mapping[str, str]) -> str:
+    """The label that an answer names: in its last tags, as its last line, or alone in it; `known`
+    are the labels by their plain spelling."""
+    tagged = TAGGED.findall(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    for place in (tagged[-1][1] if tagged else "", lines[-1] if lines else ""):
+        if found := known.get(_plain(place)):
+            return found
+    said = f" {_plain(' '.join(words_of(text)))} "
+    named = {label for plain, label in known.items() if f" {plain} " in said}
+    return named.pop() if len(named) == 1 else NO_LABEL
+
+
+def confusion_of(answers: Iterable[tuple[str, str, bool]]) -> Confusion | None:
+    """Of (gold label, answer, success) of attempts; None if the golds are no labels. What succeeded
+    has said the gold label, in whatever words."""
+    rows = list(answers)
+    golds = [gold for gold, _, _ in rows]
+    if not are_labels(golds):
+        return None
+    known = {_plain(gold): gold for gold in golds}
+    pairs: list[tuple[str, str]] = []
+    for gold, text, is_right in rows:
+        said = gold if is_right else label_said(text, known)
+        # A scorer that wants more than the label did not take it.
+        pairs.append((gold, NO_LABEL if said == gold and not is_right else said))
+    return Confusion.of(pairs)

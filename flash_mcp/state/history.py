@@ -350,6 +350,18 @@ class HistoryTables(RunTable):
                  FROM rollouts WHERE run_id = ? AND split = 'eval' AND step = ? ORDER BY position"""
         return self.records(Try, sql, [run_id, step])
 
+    def answers(self, run_id: str, step: int) -> list[Json]:
+        """{task_id, expected, text, success} of the attempts of an evaluation that have a gold
+        answer and were not failed by environment code; `text` is the last message."""
+        sql = """SELECT
+                 CAST(coalesce(json_extract(body, '$.task_id'), position) AS TEXT) AS task_id,
+                 json_extract(body, '$.expected') AS expected,
+                 CAST(coalesce(json_extract(body, '$.messages[#-1].content'), '') AS TEXT) AS text,
+                 success FROM rollouts
+                 WHERE run_id = ? AND split = 'eval' AND step = ? AND expected IS NOT NULL
+                 AND json_extract(body, '$.error') IS NULL ORDER BY position"""
+        return [{**row, "success": bool(row["success"])} for row in self.query(sql, [run_id, step])]
+
     def transcript(self, run_id: str, step: int, index: int) -> Rollout:
         """One attempt of an evaluation with its messages."""
         sql = """SELECT body FROM rollouts

@@ -25,6 +25,7 @@ from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import digest_of
+from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import after_comparison, model_of, repeated
 from flash_mcp.tools.shared.resolve import differing_values
 from flash_mcp.tools.shared.scores import conversation, last_prompt, spread_of
@@ -33,6 +34,8 @@ from flash_mcp.tools.shared.truncation import shorten, shorten_as_json, to_text
 
 FLIP_CHARACTERS = 4200
 """All transcripts in one comparison have at most so many; half of them beside a table."""
+LABELS = 8
+"""So many labels of each side are shown."""
 TRAINED_CHARACTERS = 800
 """What the settings may take in which two runs differ."""
 
@@ -64,6 +67,8 @@ class Side(ResultModel):
     """Share of the tasks on which the best constant answer succeeds."""
     constant_answer: str | None = None
     """That answer."""
+    by_label: ByLabel | None = None
+    """Where answers are labels: label by label."""
 
 
 class Flip(ResultModel):
@@ -196,6 +201,8 @@ def compare(
         notes=notes or None,
         next=memory.remedy if memory else _next_step(store, pair, changes[metric], bool(shown)),
     )
+    for shown_side, side in ((result.base, pair.base), (result.other, pair.other)):
+        shown_side.by_label = by_label(store, side.run, side.row.step, LABELS)
     if changes["reward"] != changes["success"]:
         result.reward = changes["reward"]
     if further:

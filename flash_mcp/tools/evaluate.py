@@ -29,6 +29,7 @@ from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.memory_need import need_of
 from flash_mcp.tools.shared import loading, resolve
+from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.scores import FailedAttempt, Scores, scores, thoughts, worst_attempts
@@ -76,6 +77,8 @@ class Evaluate(Result):
     """How it is sampled and limited."""
     scores: Scores | None = None
     """Once it has finished."""
+    by_label: ByLabel | None = None
+    """Where answers are labels: label by label."""
     worst: list[FailedAttempt] | None = None
     """Failed attempts with the lowest rewards."""
     error: str | None = None
@@ -308,6 +311,7 @@ def _describe(store: Store, run: Run, subject: Subject, total: int, created: boo
             spec.model_dump(include=SHOWN) | {"precision": run.precision or spec.precision}
         ),
         scores=measured,
+        by_label=by_label(store, run, run.evaluation.step) if measured else None,
         worst=worst_attempts(store, run) if measured else None,
         error=error_text(run.error, 1500),
         notes=notes or None,

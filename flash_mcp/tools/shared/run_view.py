@@ -25,6 +25,7 @@ from flash_mcp.state.references import split_size
 from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of, spread_of
@@ -185,6 +186,8 @@ class RunView(ResultModel):
     """The worker's newest warnings."""
     scores: Scores | None = None
     """What a run made by evaluate found; a step is an attempt."""
+    by_label: ByLabel | None = None
+    """Where answers are labels: the newest evaluation label by label."""
     error: Failure | None = None
     failures: dict[str, int] | None = None
     """detailed: failure modes of the newest rollouts, as far as they did not succeed."""
@@ -224,6 +227,8 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     view.mixture = _mixture(store, history, judged) or None
     view.regression = _regression(store, history.run)
     view.seeds = spread_of(store, history.run)
+    if history.evaluations:
+        view.by_label = by_label(store, history.run, history.evaluations[-1].step)
     if history.run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, history.run)
     if detailed:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from environments.same_task import MOST_TASKS, Task, gold_of, same_tasks, words_of
 from flash_mcp.judgement import labels
 from flash_mcp.judgement.labels import FEW_EVAL, Confusion
-from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.tools.shared.label_scores import said_of
 from flash_mcp.tools.shared.truncation import shorten
 
 EVAL_SHARE = 0.2
@@ -210,19 +210,10 @@ def _labels_read(
         or None,
         likely_wrong=_likely_wrong(split, prompts, groups) or None,
         baselines=[
-            _baseline(f"always {usual!r}", constant),
-            _baseline(f"{labels.method()} by words", said),
+            said_of(f"always {usual!r}", Confusion.of(constant)),
+            said_of(f"{labels.method()} by words", Confusion.of(said)),
         ],
         warnings=warnings or None,
-    )
-
-
-def _baseline(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    result = Confusion.of(pairs)
-    return (
-        f"{name}: {percent(result.accuracy)} of the {len(pairs)} eval rows, "
-        f"{percent(result.balanced)} if each label were as common, "
-        f"macro-F1 {result.macro_f1:.2f}"
     )
 
 
