@@ -737,7 +737,7 @@ BAD = {
                     self.judge = Obeying("http://localhost", "m", "Prefer what is right.")
                 def score_group(self, example, episodes):
                     return [self.score_response(example, episode.response_text) for episode in episodes]
-            """,
+            """
     },
 }
 """The source of each, by the check that refuses it."""

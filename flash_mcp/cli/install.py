@@ -28,6 +28,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import LOOPBACK
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
+from flash_mcp.tools.shared import playbook
 
 PASSED_ON = ("FLASH_HOME", "FLASH_MODELS", "FLASH_DEVICE_LOCKS")
 """Variables that the entry sets, because agents start the server with their own environment."""
@@ -87,6 +88,27 @@ def install(
     if not _added(agent, path, name, server):
         _replace(path, new)
     return Installed(client, path, changed, path.read_text(encoding="utf-8"), backup)
+
+
+def install_skill(client: str, *, write: bool = True) -> Installed:
+    """Write the skill that says when to use the tools. FlashError(invalid_argument) for a client
+    that takes no skills.
+    """
+    locate = CLIENTS[client].skills
+    if locate is None:
+        takes = ", ".join(name for name, agent in CLIENTS.items() if agent.skills)
+        fix = f"leave --skill out; these take one: {takes}"
+        raise FlashError("invalid_argument", f"{client} reads no skill files", fix=fix)
+    path = locate() / "train-a-model" / "SKILL.md"
+    text = playbook.skill()
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    backup = None
+    if write and old not in ("", text):
+        backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
+        shutil.copy2(path, backup)
+    if write and old != text:
+        _replace(path, text)
+    return Installed(client, path, old != text, text, backup)
 
 
 def _added(agent: Client, path: Path, name: str, server: Json) -> bool:
@@ -327,6 +349,8 @@ class Client:
     """The agent's own command that adds a server of this name."""
     remote: Callable[[Json], Json] = dict
     """How a server is written that listens elsewhere."""
+    skills: Callable[[], Path] | None = None
+    """The folder of its skills, each a folder with SKILL.md."""
 
     def merged(self, old: str, name: str, server: Json) -> str:
         """`old` with this server. ValueError where that cannot be done safely."""
@@ -337,14 +361,40 @@ class Client:
 
 
 CLIENTS = {
-    "claude": Client(_claude, shape=_typed("stdio"), command=_by_claude, remote=_typed("http")),
-    "cursor": Client(lambda: Path.home() / ".cursor" / "mcp.json"),
-    "codex": Client(
-        _codex, "mcp_servers", command=_by_codex, remote=partial(_renamed, headers="http_headers")
+    "claude": Client(
+        _claude,
+        shape=_typed("stdio"),
+        command=_by_claude,
+        remote=_typed("http"),
+        skills=lambda: (
+            Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude") / "skills"
+        ),
     ),
-    "opencode": Client(_opencode, "mcp", _as_opencode, remote=_typed("remote")),
+    "cursor": Client(
+        lambda: Path.home() / ".cursor" / "mcp.json",
+        skills=lambda: Path.home() / ".cursor" / "skills",
+    ),
+    "codex": Client(
+        _codex,
+        "mcp_servers",
+        command=_by_codex,
+        remote=partial(_renamed, headers="http_headers"),
+        skills=lambda: _codex().parent / "skills",
+    ),
+    "opencode": Client(
+        _opencode,
+        "mcp",
+        _as_opencode,
+        remote=_typed("remote"),
+        skills=lambda: _opencode().parent / "skills",
+    ),
     "vscode": Client(
-        _vscode, "servers", _typed("stdio"), command=_by_vscode, remote=_typed("http")
+        _vscode,
+        "servers",
+        _typed("stdio"),
+        command=_by_vscode,
+        remote=_typed("http"),
+        skills=lambda: Path.home() / ".copilot" / "skills",
     ),
     "windsurf": Client(
         lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json",
@@ -355,5 +405,6 @@ CLIENTS = {
         lambda: Path.home() / ".gemini" / "settings.json",
         command=_by_gemini,
         remote=partial(_renamed, url="httpUrl"),
+        skills=lambda: Path.home() / ".gemini" / "skills",
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from flash_mcp.cli.install import CLIENTS, check_name
+from flash_mcp.cli.install import CLIENTS, check_name, install_skill
 from flash_mcp.cli.install import install as install_server
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
@@ -72,6 +72,9 @@ def install(arguments: Arguments) -> None:
     if arguments.remove:
         fix = "remove the server's entry from the agent's configuration by hand"
         raise FlashError("invalid_argument", "only a service can be removed", fix=fix)
+    skill = None
+    if arguments.skill:
+        skill = install_skill(arguments.client, write=not arguments.only_print)
     done = install_server(
         arguments.client,
         name=arguments.name,
@@ -86,7 +89,14 @@ def install(arguments: Arguments) -> None:
         text = f"wrote {done.path}{backup}\nrestart {done.client}, and ask it to train a model"
     else:
         text = f"{done.path} has it already"
-    answer(arguments, dataclasses.asdict(done), text)
+    if skill:
+        text += f"\nskill: {skill.path}"
+        if arguments.only_print:
+            text += f"\n{skill.text.rstrip()}"
+    elif CLIENTS[arguments.client].skills and not arguments.only_print:
+        text += "\n--skill also writes a skill, which says when to use the tools"
+    shown = dataclasses.asdict(done) | {"skill": skill and dataclasses.asdict(skill)}
+    answer(arguments, shown, text)
 
 
 def _install_service(arguments: Arguments) -> None:
@@ -144,6 +154,7 @@ COMMANDS: dict[str, Command | Group] = {
         (
             "flash-mcp install claude",
             "flash-mcp install codex --print",
+            "flash-mcp install claude --skill",
             "flash-mcp install claude --ssh user@box",
             "FLASH_TOKEN=... flash-mcp install claude --url https://box/mcp",
             "flash-mcp install service",
@@ -155,6 +166,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "what the agent calls the server (default flash); a service is NAME-mcp.service",
                 default="flash",
             ),
+            flag("--skill", "also write a skill file that tells the agent when to use the tools"),
             flag("--print", "print the new file, and write nothing", dest="only_print"),
             flag("--dry-run", "as --print", dest="only_print"),
             flag("--remove", "stop and remove the service; what it started goes on"),

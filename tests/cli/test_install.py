@@ -17,6 +17,7 @@ from flash_mcp.cli import doctor, main
 from flash_mcp.cli.install import CLIENTS, entry, install, read_json
 from flash_mcp.cli.service import unit_text
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.tools.shared import playbook
 from tests.teams import team_server
 
 CODEX = """# mine
@@ -104,6 +105,28 @@ def test_gemini_and_vscode_are_asked_by_their_own_commands(
     assert calls.read_text().splitlines() == [word.format(**words) for word in command.split()]
     # It said that it did, and did not.
     assert servers_of(client, done.path.read_text())["flash"]["args"] == ["serve"]
+
+
+@pytest.mark.parametrize("client", list(CLIENTS))
+def test_a_skill_says_when_to_use_the_tools(client: str, own_home: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["install", client, "--skill"]
+    if CLIENTS[client].skills is None:
+        assert main.main(words) == 2 and "these take one: claude" in capsys.readouterr().err
+        assert not CLIENTS[client].locate().exists()
+        return
+    assert main.main([*words, "--print"]) == 0
+    assert list(own_home.rglob("SKILL.md")) == []
+    assert main.main(words) == 0
+    (path,) = own_home.rglob("SKILL.md")
+    _, head, body = path.read_text().split("---\n", 2)
+    fields = dict(line.split(": ", 1) for line in head.splitlines())
+    assert fields["name"] == path.parent.name and len(fields["description"]) < 1024
+    assert len(path.read_bytes()) < 2200 and playbook.LOOP.partition("\n\n")[2] in body
+    assert f"skill: {path}" in capsys.readouterr().out
+    path.write_text("mine")
+    assert main.main(words) == 0 and path.read_text().startswith("---")
+    (backup,) = path.parent.glob("*.bak")
+    assert backup.read_text() == "mine"
 
 
 ZED = """// Zed settings

@@ -36,6 +36,22 @@ you expect.
 The resource flash://playbook has the details."""
 
 
+SKILL = """\
+---
+name: train-a-model
+description: Train, evaluate and serve a small language model with the flash-mcp tools. Use it \
+when a model should learn a task (labels, formats, tools, SQL, text to structure) from rows or a \
+reward, when a smaller or local model should replace a larger one, or when models or prompts are \
+to be compared.
+---
+
+# Train a model
+
+The tools catalog, env_setup, env_test, env_push, train, status, rollouts, evaluate, compare, deploy
+and chat belong to the MCP server `flash`. Every result ends with `next`: the call to make now.
+Without the tools, run `flash-mcp doctor`.
+
+"""
 ADDRESS = "flash://playbook"
 FIRST = 2
 """Sections that the first page has whole; it names the others."""
@@ -66,6 +82,11 @@ def first_page() -> str:
     title = SECTION.split(text())[0]
     others = "".join(f"- {ADDRESS}/{name}\n" for name in names[FIRST:])
     return title + "\n".join(map(sections().__getitem__, names[:FIRST])) + f"\n## More\n\n{others}"
+
+
+def skill() -> str:
+    """SKILL.md for agents that take skills: when to use the tools, and the loop."""
+    return SKILL + LOOP.partition("\n\n")[2] + "\n"
 
 
 def loop(goal: str) -> str:
