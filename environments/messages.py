@@ -9,6 +9,7 @@ What the table does not list is refused: a field of another trainer can say what
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,11 @@ FIELDS = {
 """{names: what they do}. Fields that are null, an empty text or an empty list say nothing."""
 KNOWN = {name: names for names in FIELDS for name in names}
 IGNORED = frozenset(names for names, meaning in FIELDS.items() if meaning == "Ignored.")
+BLOCK = re.compile(
+    r"\s*<think>(?P<opened>.*?)</think>\n*|(?P<begun>(?:(?!<think>).)*)\n</think>(?:\n+|$)",
+    re.DOTALL,
+)
+"""A thought at the beginning of a text; where the prompt opens it, the text has its end only."""
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
@@ -83,8 +89,29 @@ def learnable(value: Any) -> ChatMessage:
         message[THOUGHTS[0]] = thought
     if calls:
         message["tool_calls"] = calls
+    if role == "assistant":
+        thought_of(message)
     message |= {name: fields[name] for name in KNOWN["name"] if name in fields}
     return message | ({"weight": 0} if role == "assistant" and is_learnt is False else {})
+
+
+def thought_of(message: ChatMessage) -> tuple[str | None, str]:
+    """The thought of an answer, None without one, and the text after it. Raises Unlearnable."""
+    content: str = message["content"]
+    fields = {name: message[name] for name in THOUGHTS if message.get(name)}
+    thought, text = agreed(fields, THOUGHTS), content
+    if block := BLOCK.match(content):
+        inline, text = block["opened"], content[block.end() :]
+        if inline is None:
+            inline = block["begun"]
+        if thought is not None and thought.strip() != inline.strip():
+            what = f"there are two thoughts: {thought!r:.50}, and in the text {inline!r:.50}"
+            raise Unlearnable(what, "keep one of them")
+        thought = inline.strip("\n")
+    elif content.lstrip().startswith("<think>"):
+        what = f"the thought {content.lstrip()!r:.50} has no </think>"
+        raise Unlearnable(what, "close it before the answer, or leave the row out")
+    return thought, text
 
 
 def says(value: Any) -> bool:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 
 from environments import messages
+from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.datasets import dump_rows
 from flash_mcp.tools.shared import row_columns
@@ -129,6 +131,11 @@ REFUSED = [
     (chat(Q, GOOD, history=["q0"]), "history holds 'q0'", "[[question, answer], ...]"),
     (chat(Q, GOOD, conversations=[Q, BAD]), "they contradict one another", "keep one"),
     (chat(Q, GOOD | {"content": None}), "message 2: a content is None, no text", "as a text"),
+    (chat(Q, GOOD | {"content": "<think>\nt\n\na"}), "message 2: the thought '<think>", "close it before the answer"),
+    (chat(Q, GOOD | {"thinking": "t", "reasoning": "u"}), "they contradict one another", "keep one"),
+    (chat(Q, GOOD | {"thinking": "t", "content": "<think>u</think>a"}), "there are two thoughts", "keep one"),
+    (chat(Q, GOOD | {"thinking": ["t"]}), "a thought is ['t'], no text", "as one text"),
+    (chat(Q | {"thinking": "t"}, GOOD), "a thought is in a message of the role user", "remove it"),
     (chat(Q, GOOD | {"content": 5}), "a content is 5, no text", "as a text"),
     (chat(Q, GOOD | {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}), "no text", "type text"),
     (chat(Q, GOOD | {"role": "narrator"}), "a role is 'narrator', none of system", "by one of these"),
@@ -221,6 +228,112 @@ def test_a_template_that_shows_no_system_message_is_found_by_trying(tmp_path: Pa
         marked(tmp_path, chat(Q, GOOD, system="s"), ChatTemplate(tokenizer))
     assert caught.value.code == "template_unsupported"
     assert marked(tmp_path, chat(Q, GOOD), ChatTemplate(tokenizer)) == PLAIN
+
+
+# -- thoughts --------------------------------------------------------------------------------------
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+FAMILIES = {
+    **dict.fromkeys(("cohere", "cohere2"), "<|END_OF_TURN_TOKEN|>"),
+    **dict.fromkeys(("diffusion_gemma", "gemma4_v2", "gemma4_v5"), "<turn|>"),
+    **dict.fromkeys(("gemma", "gemma3"), "<end_of_turn>"),
+    **dict.fromkeys(("llama3", "llama3_1", "llama3_2"), "<|eot_id|>"),
+    **dict.fromkeys(("phi3", "phi3_5"), "<|end|>"),
+    **dict.fromkeys(("lfm2", "lfm2_2_5", "lfm2_2_5_vl", "lfm2_v2"), "<|im_end|>"),
+    **dict.fromkeys(("nemotron_3_nano", "nemotron_3_ultra"), "<|im_end|>"),
+    **dict.fromkeys(("qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl"), "<|im_end|>"),
+    **dict.fromkeys(("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"), "<|im_end|>"),
+}  # fmt: skip
+"""Chat templates, and what ends a turn."""
+
+
+def family(name: str, *, thinking: bool) -> ChatTemplate:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([FAMILIES[name]], special_tokens=True)
+    tokenizer.eos_token = FAMILIES[name]
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    return ChatTemplate(tokenizer, thinking=thinking)
+
+
+THOUGHT = {"role": "assistant", "content": "anna", "reasoning_content": "tip"}
+SECOND = {"role": "assistant", "content": "berta", "reasoning_content": "Top"}
+ASKED = {"role": "assistant", "content": "", "tool_calls": calling({"city": "Oslo"})["messages"][1]["tool_calls"]}
+CONVERSATIONS = {
+    "plain": chat(Q, GOOD | {"content": "anna"}),
+    "system": chat({"role": "system", "content": "sys"}, Q, GOOD | {"content": "anna"}),
+    "turns": chat(Q, GOOD | {"content": "anna"}, Q, GOOD | {"content": "berta"}),
+    "thought": chat(Q, THOUGHT),
+    "thoughts": chat(Q, THOUGHT, Q, {"role": "assistant", "content": "<think>\nTop\n</think>\n\nberta"}),
+    "call": chat(Q, ASKED, RAIN, GOOD | {"content": "anna"}, tools=TOOLS),
+    "thoughts and a call": chat(Q, ASKED | {"thinking": "tup"}, RAIN, THOUGHT, Q, SECOND, tools=TOOLS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_are_the_templates_own_rendering_or_refused(tmp_path: Path, name: str, thinking: bool) -> None:
+    refused: set[str] = set()
+    try:
+        template = family(name, thinking=thinking)
+    except FlashError as error:
+        assert thinking and name.startswith("nemotron") and error.code == "template_unsupported"
+        return
+    for kind, row in CONVERSATIONS.items():
+        try:
+            rows = marked(tmp_path, row, template)
+        except FlashError:
+            refused.add(kind)
+            continue
+        learnt = "".join("".join(re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)) for text in rows)
+        said = [word for word in ("anna", "berta", "tip", "Top", "tup", "Oslo") if word in json.dumps(row["messages"])]
+        assert [learnt.count(word) for word in said] == [1] * len(said), (kind, rows)
+        with_thoughts = json.loads(json.dumps(row).replace("<think>\\nTop\\n</think>\\n\\n", ""))
+        if kind == "thoughts":
+            with_thoughts["messages"][-1]["reasoning_content"] = "Top"
+        for message in with_thoughts["messages"]:
+            thought = [message.pop(field) for field in messages.THOUGHTS if field in message]
+            if thought and template._thought_field:
+                message[template._thought_field] = thought[0]
+            elif thought:
+                message["content"] = f"<think>\n{thought[0]}\n</think>\n\n{message['content']}"
+        options: dict[str, Any] = {}
+        if "tools" in row:
+            options = {"tools": TOOLS, "chat_template": with_tools(template.tokenizer.chat_template)}
+        whole = template.tokenizer.apply_chat_template(
+            with_thoughts["messages"], tokenize=False, enable_thinking=thinking, **options
+        )
+        bare = rows[-1].replace("[[", "").replace("]]", "")
+        assert whole.startswith(bare) and whole.removeprefix(bare) in ("", "\n", f"\n{template.tokenizer.eos_token}"), (
+            kind
+        )
+    thinks = {kind for kind in CONVERSATIONS if "thought" in kind}
+    if re.match(r"qwen3(_5_\w+|_6|_8)?$", name):
+        assert refused == (set() if thinking else thinks)
+    assert "plain" not in refused
+
+
+THINK = "<think>\nt\n</think>\n\n"
+
+
+@pytest.mark.parametrize("form", [{field: "t"} for field in messages.THOUGHTS] + [{"content": f"{THINK}a"}])
+def test_all_forms_of_a_thought_are_one(tmp_path: Path, form: dict[str, str]) -> None:
+    row = chat(Q, GOOD | form)
+    assert marked(tmp_path, row) == shown("user: q", f"answer: {THINK}a")
+    assert marked(tmp_path, row, family("qwen3", thinking=True)) == shown("user: q", f"answer: {THINK}a")
+    opened = shown("user: q", f"answer: {THINK}a")[0].replace("[[<think>\n", "<think>\n[[")
+    assert marked(tmp_path, row, family("qwen3_5_think", thinking=True)) == [opened]
+    with pytest.raises(FlashError, match=r"line 1: the model would be shown .*</think>.*but the chat template writes"):
+        marked(tmp_path, row, family("qwen3", thinking=False))
+
+
+def test_thoughts_that_the_template_drops_from_history_are_learnt_in_rows_of_their_own(tmp_path: Path) -> None:
+    row = chat(
+        Q, GOOD | {"thinking": "t"}, Q, {"role": "assistant", "content": "<think>\nu\n</think>\n\nb", "reasoning": "u"}
+    )
+    assert marked(tmp_path, row, family("qwen3", thinking=True)) == [
+        *shown("user: q", f"answer: {THINK}a"),
+        *shown("user: q", "assistant: a", "user: q", "answer: <think>\nu\n</think>\n\nb"),
+    ]
 
 
 @pytest.mark.parametrize(("row", "expected"), LEARNT)

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from environments.agents.calls import CallOptions
 from environments.base import ChatMessage, Json
+from environments.messages import THOUGHTS, thought_of
 from environments.tools import text_of
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
@@ -33,6 +34,7 @@ MOST_STARTS = 32
 MEMORABLE_TOKENS = 256
 FREE_SHARE = 0.99
 """A token was free if the model gave the tokens that the grammar allowed at least this share."""
+QUESTION = {"role": "user", "content": "?"}
 THINK = "<think>"
 EMPTY_THINK = "<think>\n\n</think>\n\n"
 _MARK = "\u2063system\u2063"
@@ -64,9 +66,11 @@ class ChatTemplate:
         self._glue: dict[str, list[int]] = {}
         self._starts: dict[str, list[int]] = {}
         self._reader: CallReader | None = None
+        self._question: str | None = None
+        self._thought_field: str | None = None
         self._with_tools: dict[str, Self] = {}
         self._check([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}])
-        prompt = self._render([{"role": "user", "content": "?"}])
+        prompt = self._render([QUESTION])
         self._opens_thinking = prompt.rstrip().endswith(THINK)
 
     def for_tools(self, tools: Sequence[Json]) -> Self:
@@ -87,6 +91,7 @@ class ChatTemplate:
         created.tools = tools
         created._glue = {}
         created._starts = {}
+        created._question = None
         call = sample_call(tools[0])
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
         try:
@@ -116,11 +121,7 @@ class ChatTemplate:
         key = json.dumps(messages, sort_keys=True, default=str)
         ids = self._glue.get(key)
         if ids is None:
-            conversation = [
-                {"role": "user", "content": "?"},
-                {"role": "assistant", "content": _SENTINEL},
-                *messages,
-            ]
+            conversation = [QUESTION, {"role": "assistant", "content": _SENTINEL}, *messages]
             head, result, tail = self._render(conversation).rpartition(_SENTINEL)
             if not result or _SENTINEL in head:
                 what = "the chat template does not show an answer exactly once"
@@ -146,12 +147,75 @@ class ChatTemplate:
             ids = self._encode(text) + glue[: self._end_of_turn(glue) + 1]
         return Completion(ids, [0.0] * len(ids), "stop")
 
+    def gold(self, message: ChatMessage) -> Completion:
+        """An answer as the template writes it after its generation prompt, the thought included.
+
+        FlashError(dataset_invalid) if the template does not write it so."""
+        if self._question is None:
+            self._question = self._render([QUESTION])
+        shown = self._render([QUESTION, message], prompts=False)
+        written = shown.removeprefix(self._question)
+        if written == shown or not self._shows(message, written):
+            raise unlike_template(self._question, shown)
+        glue = self.glue_ids([{"role": "user", "content": ""}], ended=False)
+        end = glue[: self._end_of_turn(glue) + 1]
+        if written.startswith(message["content"] + self.tokenizer.decode(end)):
+            ids = self._encode(message["content"]) + end
+        else:
+            ids = self._encode(written)
+            ends = [at for at, token in enumerate(ids) if token in self.end_ids]
+            # A template may leave the end to the next turn, which begins with it (GLM).
+            ids = ids[: ends[0] + 1] if ends else ids + end
+        return Completion(ids, [0.0] * len(ids), "stop")
+
+    def _shows(self, answer: ChatMessage, written: str) -> bool:
+        """Whether all that the answer says is written, its thought where the template has a place
+        for it."""
+        thought, text = thought_of(answer)
+        said = [
+            thought or "",
+            text,
+            *(call["function"]["name"] for call in answer.get("tool_calls") or ()),
+        ]
+        knows_thoughts = (
+            self._thought_field or "enable_thinking" not in self.tokenizer.chat_template
+        )
+        return all(part.strip() in written for part in said) and bool(knows_thoughts or not thought)
+
+    def _for_template(self, message: ChatMessage) -> ChatMessage:
+        """The message as the template takes it: a call's arguments as an object, not JSON text, and
+        a thought where the template looks for it."""
+        if message["role"] == "assistant":
+            with suppress(ValueError):  # a model may write what is no thought
+                message = self._with_thought(message, *thought_of(message))
+        return _with_objects(message)
+
+    def _with_thought(self, message: ChatMessage, thought: str | None, text: str) -> ChatMessage:
+        if thought is None:
+            return message
+        bare = {name: value for name, value in message.items() if name not in THOUGHTS}
+        if self._thought_field is None:
+            self._thought_field = self._find_thought_field()
+        if self._thought_field:
+            return {**bare, "content": text} | ({self._thought_field: thought} if thought else {})
+        if bare == message:
+            return message
+        return {**bare, "content": f"{THINK}\n{thought}\n</think>\n\n{text}"}
+
+    def _find_thought_field(self) -> str:
+        """The field of an answer that the template shows as its thought; "" if it shows none."""
+        for name in THOUGHTS:
+            answer = {"role": "assistant", "content": _SENTINEL, name: _MARK}
+            with suppress(FlashError):
+                if self._apply([QUESTION, answer], prompts=False).count(_MARK) == 1:
+                    return name
+        return ""
+
     def _call_text(self, text: str, tool_calls: Sequence[Json]) -> str:
         """A turn with calls as the template shows it, from the generation prompt on."""
-        question = {"role": "user", "content": "?"}
         turn = {"role": "assistant", "content": text, "tool_calls": list(tool_calls)}
-        prompt = self._render([question])
-        shown = self._render([question, turn], prompts=False)
+        prompt = self._render([QUESTION])
+        shown = self._render([QUESTION, turn], prompts=False)
         # History may leave out an empty think block of the prompt, or have one of its own (Qwen3).
         for header in (prompt, prompt.removesuffix(EMPTY_THINK)):
             if shown.startswith(header):
@@ -254,6 +318,9 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[ChatMessage], *, prompts: bool = True) -> str:
         """The conversation as text, with the next generation prompt if `prompts`."""
+        return self._apply(list(map(self._for_template, messages)), prompts=prompts)
+
+    def _apply(self, messages: Sequence[ChatMessage], *, prompts: bool) -> str:
         options: Json = {}
         if self.tools:
             template = with_tools(self.tokenizer.chat_template)
@@ -261,7 +328,7 @@ class ChatTemplate:
         try:
             with time_limit(RENDER_LIMIT_S):
                 return self.tokenizer.apply_chat_template(
-                    [_for_template(message) for message in messages],
+                    list(messages),
                     tokenize=False,
                     add_generation_prompt=prompts,
                     enable_thinking=self.thinking,
@@ -289,6 +356,21 @@ class ChatTemplate:
             what = "the chat template does not show system messages"
             fix = "begin the first message of the user with that text"
             raise _unsupported(what, fix, message=f"{said[0]:.80}")
+
+    def compare(
+        self, ids: Sequence[int], messages: Sequence[ChatMessage], *, prompts: bool
+    ) -> FlashError | None:
+        """Why the ids do not read as the rendering of the messages does; None if they do."""
+        ours, whole = self.tokenizer.decode(ids), self._render(messages, prompts=prompts)
+        if ours == whole:
+            return None
+        whole = self.tokenizer.decode(self._encode(whole))
+        if prompts:
+            is_same = ours == whole
+        else:  # a template may add an end of the text, or leave out the last end of a turn
+            ends = re.compile(rf"(?:{self._control.pattern}|\s)+$")
+            is_same = ends.sub("", ours) == ends.sub("", whole)
+        return None if is_same else unlike_template(ours, whole)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -419,9 +501,7 @@ class Transcript:
 
     def add_gold(self, message: ChatMessage) -> None:
         """Append a gold answer as if the model had sampled it; one of weight 0 is context."""
-        calls = message.get("tool_calls") or ()
-        answer = self.template.answer(message["content"], calls)
-        self._append(answer, trains=message.get("weight") != 0)
+        self._append(self.template.gold(message), trains=message.get("weight") != 0)
         self.messages.append(dict(message))
 
     def _append(self, completion: Completion, *, trains: bool = True) -> None:
@@ -444,6 +524,11 @@ class Transcript:
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.messages += [dict(message) for message in messages]
+
+    def unlike_template(self, *, prompts: bool) -> FlashError | None:
+        """Why these are not the tokens of the template's own rendering of all messages, with the
+        next generation prompt if `prompts`; None if they are."""
+        return self.template.compare(self.ids, self.messages, prompts=prompts)
 
     def copy(self) -> Self:
         """A transcript that goes on from here by itself."""
@@ -487,6 +572,19 @@ def _unsupported(what: str, fix: str, **values: Any) -> FlashError:
     return FlashError("template_unsupported", what, fix=fix, **values)
 
 
+def unlike_template(ours: str, whole: str) -> FlashError:
+    """That tokens are not those of the template, with the texts from where they differ."""
+    pairs = enumerate(zip(ours, whole, strict=False))
+    at = next((at for at, (one, other) in pairs if one != other), min(len(ours), len(whole)))
+    start = max(0, at - 60)
+    what = (
+        f"the model would be shown {ours[start : at + 140]!r}, but the chat template writes the "
+        f"row as {whole[start : at + 140]!r}"
+    )
+    fix = "set `thinking` as the row has it (true if it holds thoughts), or change the row"
+    return FlashError("dataset_invalid", what, fix=fix)
+
+
 def _no_tools(what: str) -> FlashError:
     fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
     return FlashError("tools_unsupported", what, fix=fix)
@@ -512,8 +610,7 @@ def _end_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in tokens if token is not None)
 
 
-def _for_template(message: ChatMessage) -> ChatMessage:
-    """The message as chat templates take it: a call's arguments are an object, not JSON text."""
+def _with_objects(message: ChatMessage) -> ChatMessage:
     if not message.get("tool_calls"):
         return message
     calls: list[Json] = []

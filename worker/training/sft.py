@@ -52,8 +52,9 @@ GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 async def gold_rows(
     host: EnvironmentHost, template: ChatTemplate, split: str, max_length: int, **watched: Any
 ) -> list[list[Row]]:
-    """{"input_ids", "labels"} of every task of a split: a row, or of an agent a row for each of its
-    conversations. `watched` and errors as of `survey`.
+    """{"input_ids", "labels"} of every task of a split: a row, or several where the model is shown
+    the history otherwise (`_rows`), and of an agent a row for each of its conversations. `watched`
+    and errors as of `survey`.
     """
 
     async def one(index: int) -> list[Row]:
@@ -65,7 +66,7 @@ async def gold_rows(
             await host.close(opening.episode)
         name = f"{split} task {opening.task_id}"
         gold = await host.gold(split, index)
-        return [_row(name, template.for_tools(opening.tools), opening.messages, gold)]
+        return _rows(name, template.for_tools(opening.tools), opening.messages, gold)
 
     return await survey(split, host.splits.get(split, 0), one, **watched)
 
@@ -107,7 +108,7 @@ class _GoldCalls(AgentCalls):
             return None
         template = call.transcript.template
         _check(self._name, gold, [], template)
-        return template.answer(gold["content"], gold.get("tool_calls") or ())
+        return template.gold(gold)
 
 
 def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
@@ -130,8 +131,9 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
             count = line["prompt_messages"]
             prompt = line["messages"][:count]
             chat = template.for_tools(line.get("tools", ()))
-            row = _row(f"{file} line {number}", chat, prompt, line["messages"][count:])
-            rows[path.stem].append(row)
+            rows[path.stem] += _rows(
+                f"{file} line {number}", chat, prompt, line["messages"][count:]
+            )
     return rows
 
 
@@ -267,11 +269,15 @@ def _learnable(rows: list[Row], max_length: int) -> list[Row]:
     return [row for row in cut if any(label != IGNORED for label in row["labels"])]
 
 
-def _row(
+def _rows(
     name: str, template: ChatTemplate, prompt: list[ChatMessage], gold: list[ChatMessage]
-) -> Row:
+) -> list[Row]:
     """Tokens of a prompt and its gold answers; FlashError(dataset_invalid) with `name` if they
     cannot be learnt.
+
+    It is one row, unless the template shows an answer otherwise once it is history: Qwen3 drops its
+    thought when the user speaks again. Then what follows is learnt in a row of its own, which shows
+    the history as a deployment does.
     """
     for number, message in enumerate([*prompt, *gold], start=1):
         if token := template.control_token(message):
@@ -279,6 +285,7 @@ def _row(
             fix = "remove it from the text, or write it otherwise, such as with a space"
             raise FlashError("dataset_invalid", what, fix=fix)
     transcript = Transcript(template, prompt)
+    finished: list[Transcript] = []
     between: list[Json] = []
     answered = False
     for message in gold:
@@ -286,12 +293,26 @@ def _row(
             between.append(message)
             continue
         _check(name, message, [] if answered else between, template)
-        if answered:
-            # Even if nothing was said in between: each answer of a rollout has its own turn.
-            transcript.add_environment(between)
-        transcript.add_gold(message)
-        between = []
-        answered = True
+        try:
+            if answered:
+                before = transcript.copy()
+                # Even if nothing was said in between: each answer of a rollout has its own turn.
+                transcript.add_environment(between)
+                if transcript.unlike_template(prompts=True):
+                    finished.append(before)
+                    transcript = Transcript(template, transcript.messages)
+            transcript.add_gold(message)
+            between = []
+            answered = True
+            if error := transcript.unlike_template(prompts=False):
+                raise error
+        except FlashError as error:
+            raise FlashError(error.code, f"{name}: {error.what}", fix=error.fix) from error
+    learnt = [each for each in [*finished, transcript] if any(each.mask)]
+    return list(map(_row, learnt or [transcript]))
+
+
+def _row(transcript: Transcript) -> Row:
     labels = [IGNORED] * len(transcript.prompt_ids)
     for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True):
         labels.append(token if mine else IGNORED)

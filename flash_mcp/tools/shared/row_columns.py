@@ -98,7 +98,9 @@ def conversation_of(
     prompt = _unlearnt(messages, prompt)
     _check_calls(messages, prompt, tools)
     kept: Json = {"messages": messages, "prompt_messages": prompt}
-    return kept | ({"tools": tools} if tools else {}), ignored
+    if tools:
+        kept["tools"] = tools
+    return kept, ignored
 
 
 def _check_calls(messages: Sequence[Json], prompt: int, tools: Sequence[Json]) -> None:
@@ -193,7 +195,9 @@ def _unlearnt(turns: Sequence[Json], prompt: int | None) -> int:
     Unlearnable."""
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     learnt = [number for number in answers if turns[number].get("weight") != 0]
-    first = next((number for number in learnt if number), None) if prompt is None else prompt
+    first = prompt
+    if prompt is None:
+        first = next((number for number in learnt if number), None)
     if not first or first not in answers or not any(number >= first for number in learnt):
         what = "no message of the assistant follows one of the user, or its weight is 0"
         raise Unlearnable(what, "end with an answer, and begin a completion with one")
@@ -202,4 +206,6 @@ def _unlearnt(turns: Sequence[Json], prompt: int | None) -> int:
 
 def parsed(value: Any) -> Any:
     """The value; of text the JSON that it holds, as in a CSV."""
-    return json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return json.loads(value)
+    return value

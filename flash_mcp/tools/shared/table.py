@@ -248,8 +248,9 @@ def _refuse_others(source: str, number: int, row: Row, used: Collection[str]) ->
     try:
         check_columns(fields_of(row), used)
     except Unlearnable as error:
-        fix = "name it too, as question='system, question', or remove it"
-        fix = fix if error.fix == RENAME else error.fix
+        fix = error.fix
+        if fix == RENAME:
+            fix = "name it too, as question='system, question', or remove it"
         raise refusal(source, f"row {number}: {error}", fix) from error
 
 
