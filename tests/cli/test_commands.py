@@ -196,21 +196,6 @@ def test_no_command_is_wrong_usage(run: Run):
     assert "train" in err
 
 
-def test_json_is_what_the_tool_returns(run: Run, tmp_path: Path):
-    finished = finished_run(tmp_path)
-    code, out, _ = run("status", finished.id, "--json")
-    assert code == 0
-    assert json.loads(out)["run"]["verdict"]["outcome"] == "improved"
-
-
-def test_people_get_lines_and_tables(run: Run, tmp_path: Path):
-    finished = finished_run(tmp_path)
-    _, out, _ = run("status")
-    assert ["RUN", "STATE", "RESULT"] in [line.split()[:3] for line in out.splitlines()]
-    _, out, _ = run("rollouts", finished.id, "--which", "best", "--limit", "1")
-    assert "assistant  The answer is 84." in out
-
-
 def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     found = [run("rollouts", finished.id, f"--{which}", "2", "--json")[1] for which in ("best", "worst")]
