@@ -49,8 +49,11 @@ class Race(Standing):
         solved, attempted = self.curves.get(arm, [(0, 1)])[-1]
         return solved / max(attempted, 1)
 
-    def add(self, number: int, outcomes: Mapping[int, Outcomes]) -> None:
+    def add(
+        self, number: int, outcomes: Mapping[int, Outcomes], kinds: Mapping[str, str] | None = None
+    ) -> None:
         """Count round `number`, by arm, and cut; the last one is the final."""
+        self.kinds.update(kinds or {})
         for arm, tasks in outcomes.items():
             self.attempted[arm] += len(tasks)
             self.curves.setdefault(arm, []).append((sum(tasks.values()), len(tasks)))
@@ -108,4 +111,5 @@ class Race(Standing):
             return None
         best = [float(leader[task]) for task in tasks]
         own = [float(self.final[arm][task]) for task in tasks]
-        return comparison.compare_paired(best, own, effect=comparison.MIN_CHANGE)
+        kinds = [self.kinds.get(task, task) for task in tasks]
+        return comparison.compare_paired(best, own, kinds, effect=comparison.MIN_CHANGE)

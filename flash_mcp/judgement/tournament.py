@@ -5,7 +5,12 @@ All arms attempt the same tasks, and each round takes tasks that no earlier roun
 that one arm solved and the other did not count. `evidence` of them is an e-process (the mixture
 sign test), and so is a mean of e-processes: the chance that the best arm is ever eliminated is at
 most `alpha`, whatever the number of arms and of looks (Ville's inequality). An arm is eliminated
-once the mean over its rivals reaches 1/alpha. A winner is claimed only when one arm is left."""
+once the mean over its rivals reaches 1/alpha. A winner is claimed only when one arm is left.
+
+Where tasks hang together, kinds of tasks take their place: a kind counts for the arm that solved
+more of its tasks in all rounds. What a later round adds to a kind is no new toss, so the bound
+holds at each look and not by itself at all of them; with OF_KINDS times as much evidence, one of
+four equal arms was eliminated in at most 3 % of simulated tournaments."""
 
 from __future__ import annotations
 
@@ -17,13 +22,15 @@ from functools import cache
 from itertools import permutations
 from statistics import fmean
 
-from flash_mcp.judgement.statistics import Interval
+from flash_mcp.judgement.statistics import FEWEST_KINDS, Interval
 
 ALPHA = 0.05
 FIRST_ROUND = 25
 """Tasks of the first round."""
 LARGEST_LOG = 600.0
 """exp() of more would overflow."""
+OF_KINDS = 2
+"""So many times the evidence is needed of kinds of tasks."""
 BETS = tuple(step / 20 for step in range(1, 20))
 """Shares of the largest bet, over which `difference` takes the mean."""
 HALVINGS = 12
@@ -54,7 +61,7 @@ def evidence(wins: int, losses: int) -> float:
     return math.log(tail) - math.log(tosses * math.comb(tosses - 1, wins))
 
 
-def difference(wins: int, losses: int, ties: int, alpha: float = ALPHA) -> Interval:
+def difference(wins: float, losses: float, ties: float, alpha: float = ALPHA) -> Interval:
     """An interval of the difference of two arms' success, which holds at every look at once: all
     differences against which no mean of fixed bets has won 1/alpha times its stake.
     """
@@ -72,7 +79,7 @@ def difference(wins: int, losses: int, ties: int, alpha: float = ALPHA) -> Inter
     return Interval(*ends)
 
 
-def _won(value: float, wins: int, losses: int, ties: int) -> float:
+def _won(value: float, wins: float, losses: float, ties: float) -> float:
     """What the bets against this difference have won, as a multiple of the stake."""
     results: list[float] = []
     for share in BETS:
@@ -98,6 +105,12 @@ class Standing:
     """{(b, a): tasks that both solved, or neither}"""
     solved: Counter[int] = field(default_factory=Counter[int])
     attempted: Counter[int] = field(default_factory=Counter[int])
+    kinds: dict[str, str] = field(default_factory=dict[str, str])
+    """Kind by task, of tasks whose kind is known."""
+    net: Counter[tuple[int, int, str]] = field(default_factory=Counter[tuple[int, int, str]])
+    """{(b, a, kind): tasks of the kind that b alone solved, less those that a alone solved}"""
+    sizes: Counter[tuple[int, int, str]] = field(default_factory=Counter[tuple[int, int, str]])
+    """{(b, a, kind): tasks of the kind that both attempted}"""
 
     @property
     def left(self) -> list[int]:
@@ -114,11 +127,27 @@ class Standing:
     def against(self, arm: int) -> float:
         """The evidence that some rival is better than this arm: it goes at 1/alpha."""
         ratios: list[float] = []
+        kinds = self.counted_kinds
         for rival in range(self.arms):
-            if rival != arm:
-                log = evidence(self.wins[rival, arm], self.wins[arm, rival])
-                ratios.append(math.exp(min(log, LARGEST_LOG)))
+            if rival == arm:
+                continue
+            wins, losses = self.wins[rival, arm], self.wins[arm, rival]
+            if kinds:
+                wins = sum(self.net[rival, arm, kind] > 0 for kind in kinds)
+                losses = sum(self.net[arm, rival, kind] > 0 for kind in kinds)
+            ratio = math.exp(min(evidence(wins, losses), LARGEST_LOG))
+            ratios.append(ratio / OF_KINDS if kinds else ratio)
         return fmean(ratios)
+
+    @property
+    def counted_kinds(self) -> set[str]:
+        """The kinds that count in the place of tasks; none where there are too few, or each task is
+        of its own.
+        """
+        kinds = {*self.kinds.values()}
+        if FEWEST_KINDS <= len(kinds) < len(self.kinds):
+            return kinds
+        return set()
 
     @property
     def is_decided(self) -> bool:
@@ -130,10 +159,27 @@ class Standing:
         if arm == leader:
             return None
         counts = self.wins[arm, leader], self.wins[leader, arm], self.ties[arm, leader]
-        return difference(*counts, self.alpha)
+        cost = self._cost(arm, leader)
+        wins, losses, ties = (count / cost for count in counts)
+        return difference(wins, losses, ties, self.alpha)
 
-    def add(self, number: int, outcomes: Mapping[int, Outcomes]) -> None:
-        """Count round `number`, by arm, and eliminate. The leader stays."""
+    def _cost(self, arm: int, rival: int) -> float:
+        """So many times the tasks are needed as of tasks that do not hang together."""
+        wins, losses = self.wins[arm, rival], self.wins[rival, arm]
+        count = max(wins + losses + self.ties[arm, rival], 1)
+        mean = (wins - losses) / count
+        alone = wins + losses - count * mean**2
+        together = 0.0
+        for kind in self.counted_kinds:
+            key = (arm, rival, kind)
+            together += (self.net[key] - mean * self.sizes[key]) ** 2
+        return max(together / max(alone, 1.0), 1.0)
+
+    def add(
+        self, number: int, outcomes: Mapping[int, Outcomes], kinds: Mapping[str, str] | None = None
+    ) -> None:
+        """Count round `number`, by arm, and eliminate. The leader stays. `kinds`: by task."""
+        self.kinds.update(kinds or {})
         solved: dict[int, set[str]] = {}
         for arm, tasks in outcomes.items():
             solved[arm] = {task for task, is_solved in tasks.items() if is_solved}
@@ -144,6 +190,10 @@ class Standing:
             differ = shared & (solved[arm] ^ solved[rival])
             self.wins[arm, rival] += len(differ & solved[arm])
             self.ties[arm, rival] += len(shared) - len(differ)
+            for task in shared & self.kinds.keys():
+                key = (arm, rival, self.kinds[task])
+                self.sizes[key] += 1
+                self.net[key] += outcomes[arm][task] - outcomes[rival][task]
         leader = self.leader
         for arm in self.left:
             if arm != leader and self.against(arm) >= 1 / self.alpha:

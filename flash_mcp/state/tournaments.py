@@ -48,9 +48,10 @@ class Tournament(Record):
     a digest of what was passed. Where arms learn also `milestones`: steps; `held_back`: the first
     tasks of `order`, for the end; `round_tasks`."""
     rounds: list[Json]
-    """{"tasks": number, "runs": {arm: evaluation}, "outcomes": {arm: {task: success}}}; the round
-    under way has no outcomes yet. Where arms learn with the `step` of the milestone; before it
-    comes {"tasks": 0, "step", "runs": {arm: training run}, "failed": [arm]}."""
+    """{"tasks": number, "runs": {arm: evaluation}, "outcomes": {arm: {task: success}}, "kinds":
+    {task: kind}}; the round under way has no outcomes yet. Where arms learn with the `step` of the
+    milestone; before it comes {"tasks": 0, "step", "runs": {arm: training run}, "failed": [arm]}.
+    """
     error: Json | None
     created: float
     ended: float | None
@@ -71,7 +72,8 @@ class Tournament(Record):
                 number = self.milestones.index(row["step"]) + 1
             result.out.update((int(arm), number) for arm in row.get("failed", ()))
             if "outcomes" in row:
-                result.add(number, {int(arm): tasks for arm, tasks in row["outcomes"].items()})
+                outcomes = {int(arm): tasks for arm, tasks in row["outcomes"].items()}
+                result.add(number, outcomes, row.get("kinds"))
         return result
 
     @property
@@ -226,6 +228,7 @@ def _read(store: Store, row: Tournament, runs: list[Run]) -> None:
         row.rounds[-1]["failed"] = [arm for arm, run in arms if run.state != "succeeded"]
         return
     outcomes: Json = {}
+    kinds: dict[str, str] = {}
     for arm, run in zip(row.rounds[-1]["runs"], runs, strict=True):
         if run.state != "succeeded":
             name = row.spec["arms"][int(arm)]["name"]
@@ -235,7 +238,8 @@ def _read(store: Store, row: Tournament, runs: list[Run]) -> None:
             raise FlashError("not_ready", what, run_id=run.id, fix=fix)
         tries = store.tries(run.id, run.evaluation.step)
         outcomes[arm] = {item.task_id: item.success for item in tries if item.error is None}
-    row.rounds[-1]["outcomes"] = outcomes
+        kinds.update((item.task_id, item.kind) for item in tries)
+    row.rounds[-1] |= {"outcomes": outcomes, "kinds": kinds}
 
 
 def _continue_race(store: Store, row: Tournament, race: Race) -> bool:

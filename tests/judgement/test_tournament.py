@@ -14,14 +14,20 @@ CORRELATION = 0.5
 """How much of a task's difficulty all arms share."""
 
 
-def tournaments(success: Sequence[float], tasks: int, count: int) -> tuple[list[Standing], float]:
-    """So many simulated tournaments, and their cost: the share of all arms' attempts at all tasks."""
+def tournaments(success: Sequence[float], tasks: int, count: int, templates: int = 0) -> tuple[list[Standing], float]:
+    """So many simulated tournaments, and their cost: the share of all arms' attempts at all tasks.
+    Half of what decides is the template's, if there are any.
+    """
     draws, arms = np.random.default_rng(0), len(success)
     bounds = np.array([NormalDist().inv_cdf(share) for share in success])
     ended: list[Standing] = []
     spent = 0
     for _ in range(count):
         shared, own = draws.standard_normal((tasks, 1)), draws.standard_normal((tasks, arms))
+        kinds = draws.integers(templates or 1, size=tasks)
+        if templates:
+            parts = (draws.standard_normal((templates, width))[kinds] for width in (1, arms))
+            shared, own = ((part + alone) / math.sqrt(2) for part, alone in zip(parts, (shared, own), strict=True))
         solved = math.sqrt(CORRELATION) * shared + math.sqrt(1 - CORRELATION) * own < bounds
         result, used, number = Standing(arms), 0, 0
         while used < tasks and len(result.left) > 1:
@@ -29,7 +35,9 @@ def tournaments(success: Sequence[float], tasks: int, count: int) -> tuple[list[
             rows = solved[used : used + size]
             spent += size * len(result.left)
             names = [f"task-{used + place}" for place in range(size)]
-            result.add(number, {arm: dict(zip(names, rows[:, arm].tolist(), strict=True)) for arm in result.left})
+            outcomes = {arm: dict(zip(names, rows[:, arm].tolist(), strict=True)) for arm in result.left}
+            of_round = dict(zip(names, map(str, kinds[used : used + size]), strict=True))
+            result.add(number, outcomes, of_round if templates else {})
             used += size
         ended.append(result)
     return ended, spent / (arms * tasks * count)
@@ -41,6 +49,19 @@ def test_no_arm_of_equal_ones_is_eliminated_more_often_than_alpha_and_none_is_cl
     out = Counter(arm for result in ended for arm in result.out)
     assert max(out.values()) <= ALPHA * 1000
     assert all(len(result.left) > 1 for result in ended)
+
+
+@pytest.mark.parametrize("templates", [10, 20, 50])
+def test_no_arm_of_equal_ones_is_eliminated_because_of_a_few_templates(templates: int) -> None:
+    ended, _ = tournaments([0.5] * 4, 400, 60, templates)
+    assert sum(bool(result.out) for result in ended) <= 0.05 * 60
+    intervals = [result.behind(arm) for result in ended for arm in result.left]
+    assert fmean(band.low <= 0 <= band.high for band in intervals if band) >= 0.95
+
+
+def test_an_arm_that_is_worse_on_nearly_all_templates_is_eliminated() -> None:
+    ended, _ = tournaments([0.9, 0.5], 400, 40, 50)
+    assert fmean(1 in result.out for result in ended) >= 0.9
 
 
 @pytest.mark.slow

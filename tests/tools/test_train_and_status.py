@@ -983,7 +983,7 @@ async def test_status_and_compare_report_how_far_seeds_spread(tmp_path: Path):
         evaluate(writer, 20, solved)
         end(writer, run.id, 20)
     said = (await call("status", run_id=ids[0]))["run"]["seeds"]
-    spread = "held-out success of 3 of 3 seeds: mean 0.750, 95 % interval over seeds 0.377 to 1.000: "
+    spread = "held-out success of 3 of 3 seeds: mean 0.750, 95 % interval over seeds, on these tasks, 0.377 to 1.000: "
     assert said.startswith(spread)
     assert f"{ids[1]} (seed 2) succeeded, 0.900, improved" in said
     assert said in (await call("compare", base=ids[0], other=ids[1]))["notes"]

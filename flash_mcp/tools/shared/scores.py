@@ -221,4 +221,4 @@ def _in_words(shares: Sequence[float], runs: int) -> str:
         return text
     interval = statistics.mean_interval(shares)
     low, high = max(0.0, interval.low), min(1.0, interval.high)
-    return f"{text}, 95 % interval over seeds {low:.3f} to {high:.3f}"
+    return f"{text}, 95 % interval over seeds, on these tasks, {low:.3f} to {high:.3f}"
