@@ -143,14 +143,16 @@ def _of_rows(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
         fix = "leave them out, and change the file instead"
         raise FlashError("invalid_argument", what, fix=fix)
     if name is None:
-        _, _, counts = split_conversations(runs[0], plan.holdout)
-        return Curate(models=[], counts=counts, examples=[], next=KEEP)
+        _, _, counts, origin = split_conversations(runs[0], plan.holdout)
+        notes = [str(origin)] if origin else None
+        return Curate(models=[], counts=counts, notes=notes, examples=[], next=KEEP)
     kept = keep_conversations(runs[0], name, plan.holdout)
     return Curate(
         dataset=kept.reference,
         path=str(kept.path),
         models=[],
         counts=Counts(**kept.manifest["counts"]),
+        notes=[kept.manifest["source"]["said"]] if "source" in kept.manifest else None,
         examples=[],
         next=f"train(algorithm='sft', dataset={kept.reference!r}, validate_only=true)",
     )

@@ -49,6 +49,9 @@ TEXTS = {".py", ".toml", ".jsonl", ".txt", ".md", ".json"}
 class DataRead(ResultModel):
     """What env_setup made of rows."""
 
+    source: str | None = None
+    """Of a dataset at the hub: its revision, configuration, split and files, and what was not read.
+    """
     columns: list[str]
     """Their columns."""
     question: str
@@ -240,6 +243,7 @@ def _of_data(
         change = "name the judge in JUDGE of environment.py, and allow it the network"
     result = _written(folder, name, files, change)
     result.data = DataRead(
+        source=str(table.origin) if table.origin else None,
         columns=table.columns,
         question=table.question,
         answer=table.answer,

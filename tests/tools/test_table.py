@@ -5,8 +5,9 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,13 @@ def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
 
 
 @contextmanager
-def hub(folder: Path, logins: list[str | None]) -> Generator[str]:
+def hub(folder: Path, logins: list[str | None], others: Sequence[str] = ()) -> Generator[str]:
     """A server that lists parquet files of the datasets in `folder` as the hub does, and notes the
-    login of each request.
+    login of each request. `others` are configurations beside the default one.
     """
     (folder / "api" / "datasets" / "o" / "minutes").mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "0.parquet")
+    for number, rows in enumerate((ROWS[:70], ROWS[70:])):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{number}.parquet")
 
     class Files(SimpleHTTPRequestHandler):
         def __init__(self, *arguments: Any) -> None:
@@ -92,25 +94,48 @@ def hub(folder: Path, logins: list[str | None]) -> Generator[str]:
 
         def do_GET(self) -> None:
             logins.append(self.headers.get("authorization"))
-            super().do_GET()
+            if self.path == "/api/datasets/o/minutes":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b'{"sha": "abc1"}')
+            else:
+                super().do_GET()
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
         url = f"http://127.0.0.1:{server.server_port}"
-        splits = {"default": {"test": [f"{url}/none"], "train": [f"{url}/0.parquet"]}}
+        splits = {"default": {"test": [f"{url}/none"], "train": [f"{url}/{number}.parquet" for number in (0, 1)]}}
+        splits |= dict.fromkeys(others, splits["default"])
         (folder / "api" / "datasets" / "o" / "minutes" / "parquet").write_text(json.dumps(splits))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield url
         server.shutdown()
 
 
-def test_a_dataset_of_the_hub_gives_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub(tmp_path, []) as url:
+@pytest.mark.usefixtures("flash_home")
+def test_all_files_of_a_dataset_at_the_hub_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = read_table(str(csv_file(tmp_path)), None, None)
+    with hub(tmp_path, [], ["other1"]) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
-        expected = read_table(str(tmp_path / "0.parquet"), None, None)
-        assert read_table("hub:o/minutes", None, None) == expected
-        assert read_table("hub:o/minutes/default", None, None) == expected
+        for source in ("hub:o/minutes", "hub:o/minutes/default"):
+            table = read_table(source, None, None)
+            assert replace(table, origin=None) == expected
+            assert str(table.origin) == (
+                "o/minutes at revision abc1, configuration default, split train: all 2 files; "
+                "not read: split test; not read: configuration other1"
+            )
+        manifest = keep_conversations("hub:o/minutes").manifest
+        assert (manifest["source"]["revision"], manifest["source"]["files"]) == ("abc1", 2)
+        data = env_setup(str(tmp_path / "minutes"), data="hub:o/minutes").data
+        assert data is not None and data.source == str(table.origin)
+        assert json.loads((tmp_path / "minutes/datasets/source.json").read_text())["revision"] == "abc1"
+        monkeypatch.setattr("flash_mcp.tools.shared.rows.MOST_BYTES", (tmp_path / "0.parquet").stat().st_size)
+        table = read_table("hub:o/minutes", None, None)
+        assert len(table.train) + len(table.held_out) == 70 and "the first 1 of 2 files" in str(table.origin)
+        monkeypatch.setattr("flash_mcp.tools.shared.rows.MOST_BYTES", 10)
+        with pytest.raises(FlashError, match="it is larger"):
+            read_table("hub:o/minutes", None, None)
         with pytest.raises(FlashError, match=r"no configuration 'other'.*default"):
             read_table("hub:o/minutes/other", None, None)
         with pytest.raises(FlashError, match=r"the hub does not serve it.*404"):

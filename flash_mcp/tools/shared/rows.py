@@ -7,6 +7,9 @@ import io
 import json
 import os
 import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +30,38 @@ HUB_TIMEOUT_S = 20.0
 MOST_BYTES = 64 * 2**20
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
+MOST_CONFIGS = 20
+
 Row = Json
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What was read of a dataset at the hub."""
+
+    dataset: str
+    revision: str | None
+    config: str
+    split: str
+    files: int
+    of_files: int
+    other_configs: Sequence[str]
+    other_splits: Sequence[str]
+
+    def __str__(self) -> str:
+        files = "1 file" if self.of_files == 1 else f"all {self.files} files"
+        if self.files < self.of_files:
+            most = f"{MOST_BYTES >> 20} MiB"
+            files = f"the first {self.files} of {self.of_files} files, since all are over {most}"
+        parts = [
+            f"{self.dataset} at revision {self.revision or 'unknown'}, configuration "
+            f"{self.config}, split {self.split}: {files}"
+        ]
+        if self.other_splits:
+            parts.append(f"not read: split {', '.join(self.other_splits[:MOST_CONFIGS])}")
+        if self.other_configs:
+            parts.append(f"not read: configuration {', '.join(self.other_configs[:MOST_CONFIGS])}")
+        return "; ".join(parts)
 
 
 def is_rows(reference: str) -> bool:
@@ -35,14 +69,16 @@ def is_rows(reference: str) -> bool:
     return bool(HUB.fullmatch(reference)) or Path(reference).suffix.lower() in SUFFIXES
 
 
-def read_rows(source: str) -> tuple[list[Row], list[str]]:
-    """All rows, and the names of their columns. Raises FlashError(invalid_argument)."""
+def read_rows(source: str) -> tuple[list[Row], list[str], Origin | None]:
+    """All rows, the names of their columns, and of a dataset at the hub which it was. Raises
+    FlashError(invalid_argument)."""
+    origin = None
     if named := HUB.fullmatch(source):
-        rows = _parquet(source, _from_hub(source, named["id"], named["config"]))
+        rows, origin = _from_hub(source, named["id"], named["config"])
     else:
         path = expanded(source).absolute()
         rows = _rows(source, path.suffix.lower(), _content(source, path))
-    return rows, list(dict.fromkeys(name for row in rows for name in row))
+    return rows, list(dict.fromkeys(name for row in rows for name in row)), origin
 
 
 def _content(source: str, path: Path) -> bytes:
@@ -55,8 +91,9 @@ def _content(source: str, path: Path) -> bytes:
         raise refusal(source, what, "name a file, or hub:OWNER/NAME") from error
 
 
-def _from_hub(source: str, name: str, config: str | None) -> bytes:
-    """The first part of the train split, in the form that the hub keeps of every dataset."""
+def _from_hub(source: str, name: str, config: str | None) -> tuple[list[Row], Origin]:
+    """The files of the train split, or else of the first one, in the form that the hub keeps of
+    every dataset: all of them, or as many of the first as are not too large."""
     use_proxies()
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = environment_for(caller().secrets, os.environ).get(LOGIN)
@@ -64,22 +101,62 @@ def _from_hub(source: str, name: str, config: str | None) -> bytes:
     try:
         with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True) as client:
             listed = client.get(f"{hub}/api/datasets/{name}/parquet").raise_for_status().json()
-            if config is not None and config not in listed:
-                fix = f"name one of: {', '.join(listed)}"
-                raise refusal(source, f"{name} has no configuration {config!r}", fix)
-            splits = listed[config or next(iter(listed))]
-            files = splits.get("train") or next(iter(splits.values()))
-            with client.stream("GET", files[0]) as response:
-                content = bytearray()
-                for part in response.raise_for_status().iter_bytes():
-                    content += part
-                    if len(content) > MOST_BYTES:
-                        raise _too_large(source)
-                return bytes(content)
+            chosen = _config_of(source, name, config, list(listed))
+            split = "train" if "train" in listed[chosen] else next(iter(listed[chosen]))
+            revision = _revision(client, f"{hub}/api/datasets/{name}")
+            files = listed[chosen][split]
+            rows: list[Row] = []
+            room = MOST_BYTES
+            read = 0
+            for file in files:
+                content = _downloaded(client, file, room)
+                if content is None:
+                    break
+                rows += _parquet(source, content)
+                room -= len(content)
+                read += 1
+            if not read:
+                raise _too_large(source)
+            if _revision(client, f"{hub}/api/datasets/{name}") != revision:
+                raise refusal(source, "it changed while it was read", "call again")
     except (httpx.HTTPError, ValueError, LookupError, AttributeError, StopIteration) as error:
         fix = "check the name; set HF_TOKEN if the dataset asks for it; or give a file"
         what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}{by_way_of()}"
         raise refusal(source, what, fix) from error
+    others = [other for other in listed if other != chosen]
+    splits = [other for other in listed[chosen] if other != split]
+    return rows, Origin(name, revision, chosen, split, read, len(files), others, splits)
+
+
+def _config_of(source: str, name: str, config: str | None, listed: Sequence[str]) -> str:
+    if config is None and len(listed) == 1:
+        return listed[0]
+    what = f"{name} has {len(listed)} configurations"
+    if config is not None:
+        what = f"{name} has no configuration {config!r}"
+    config = config or "default"
+    if config in listed:
+        return config
+    shown = ", ".join(f"hub:{name}/{other}" for other in listed[:MOST_CONFIGS])
+    raise refusal(source, what, f"name one of: {shown}")
+
+
+def _revision(client: httpx.Client, url: str) -> str | None:
+    """The commit of the dataset; None where a mirror does not say."""
+    with suppress(httpx.HTTPStatusError, ValueError, KeyError, TypeError):
+        return str(client.get(url).raise_for_status().json()["sha"])
+    return None
+
+
+def _downloaded(client: httpx.Client, url: str, room: int) -> bytes | None:
+    """The file; None if it has more bytes than `room`."""
+    with client.stream("GET", url) as response:
+        content = bytearray()
+        for part in response.raise_for_status().iter_bytes():
+            content += part
+            if len(content) > room:
+                return None
+        return bytes(content)
 
 
 def _rows(source: str, suffix: str, content: bytes) -> list[Row]:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,7 @@ from flash_mcp.tools.shared.row_columns import (
     fields_of,
     pair_of,
 )
-from flash_mcp.tools.shared.rows import Row, read_rows, refusal
+from flash_mcp.tools.shared.rows import Origin, Row, read_rows, refusal
 from flash_mcp.tools.shared.splitting import Split, split_tasks
 
 ASK_TOGETHER = (
@@ -86,19 +86,21 @@ class Table:
     """The column of the answers."""
     split: Split
     """How the rows were divided, and which were left out."""
+    origin: Origin | None
+    """Of a dataset at the hub: which."""
 
     def files(self) -> dict[str, bytes]:
         return {
             "datasets/train.jsonl": _jsonl(self.train),
             "datasets/eval.jsonl": _jsonl(self.held_out),
-        }
+        } | ({"datasets/source.json": _jsonl([asdict(self.origin)])} if self.origin else {})
 
 
 def read_table(source: str, question: str | None, answer: str | None) -> Table:
     """The tasks of a file or of a dataset at the hub. Nearly equal questions come into the same
     split, which is the same every time. FlashError(invalid_argument).
     """
-    rows, columns = read_rows(source)
+    rows, columns, origin = read_rows(source)
     asking = _asking(source, columns, question, "name it: question=...")
     answer = _column(source, columns, answer, ANSWERS, "name it: answer=...")
     task = partial(_task, source, asking, answer)
@@ -122,7 +124,7 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
         ]
 
     train, held_out = rows_of("train", split.train), rows_of("eval", split.held_out)
-    return Table(train, held_out, columns, ", ".join(asking), answer, split)
+    return Table(train, held_out, columns, ", ".join(asking), answer, split, origin)
 
 
 def _task(
@@ -204,7 +206,12 @@ def _listed(value: Any) -> Any:
 def read_conversations(source: str) -> tuple[list[Row], Counter[str]]:
     """The rows as conversations to learn, and how many have each column or field that is ignored.
     FlashError(invalid_argument)."""
-    rows, columns = read_rows(source)
+    return _conversations(source, *read_rows(source)[:2])
+
+
+def _conversations(
+    source: str, rows: Sequence[Row], columns: Sequence[str]
+) -> tuple[list[Row], Counter[str]]:
     by_name = _by_name(columns)
     parts = [by_name[part] for part in PARTS if part in by_name]
     is_chat = any(isinstance(row.get(part), list) for part in parts for row in rows)
@@ -254,13 +261,16 @@ def _refuse_others(source: str, number: int, row: Row, used: Collection[str]) ->
         raise refusal(source, f"row {number}: {error}", fix) from error
 
 
-def split_conversations(source: str, holdout: float) -> tuple[list[Row], list[Row], Counts]:
+def split_conversations(
+    source: str, holdout: float
+) -> tuple[list[Row], list[Row], Counts, Origin | None]:
     """The conversations of rows, without copies and empty answers: to train on, and held back.
     FlashError(invalid_argument | local_only).
     """
     refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
     rows: dict[str, Row] = {}
-    conversations, ignored = read_conversations(source)
+    found, columns, origin = read_rows(source)
+    conversations, ignored = _conversations(source, found, columns)
     counts = Counts(ignored=dict(ignored))
     for row in conversations:
         counts.attempts += 1
@@ -281,7 +291,7 @@ def split_conversations(source: str, holdout: float) -> tuple[list[Row], list[Ro
     counts.duplicates = counts.attempts - counts.truncated - len(rows)
     counts.train_tasks = counts.train_rows = len(train)
     counts.holdout_tasks = counts.holdout_rows = len(held_out)
-    return train, held_out, counts
+    return train, held_out, counts, origin
 
 
 def _is_empty(row: Row) -> bool:
@@ -295,11 +305,13 @@ def _is_empty(row: Row) -> bool:
 
 def keep_conversations(source: str, name: str | None = None, holdout: float = 0.0) -> Dataset:
     """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
-    train, held_out, counts = split_conversations(source, holdout)
+    train, held_out, counts, origin = split_conversations(source, holdout)
     stem = Path(source).stem.rpartition(":")[2]
     name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_")[:64] or "rows"
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
+    if origin:
+        manifest["source"] = {**asdict(origin), "said": str(origin)}
     version = datasets.register(name, train, held_out, manifest)
     return datasets.find(f"{version.name}@{version.digest}")
 

@@ -75,6 +75,8 @@ def _of_tasks(plan: Plan) -> list[str]:
     if dataset and manifest and manifest["allow_eval_tasks"] and manifest["counts"]["eval_tasks"]:
         risk = "a better evaluation afterwards may be memory"
         notes.append(f"{dataset.reference} may hold eval tasks: {risk}")
+    if manifest and (source := manifest.get("source")):
+        notes.append(f"the rows are of {source['said']}")
     if manifest and manifest["environment"]["digest"] == FROM_ROWS:
         if empty := manifest["counts"]["truncated"]:
             notes.append(f"{empty} rows without a question or an answer were left out")
