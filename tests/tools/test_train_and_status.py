@@ -328,8 +328,49 @@ async def test_a_warm_start_from_an_adapter_that_is_no_plain_one_is_refused(tmp_
     assert (error.code, error.what) == ("adapter_mismatch", "the adapter has use_rslora=True")
 
 
+LORA = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+
+def write_weights(folder: Path, dtype: str, data: bytes, **others: bytes) -> str:
+    """The folder, with `data` in lora_A and lora_B, and other tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    content = b""
+    for name, part in {LORA.format("A"): data, LORA.format("B"): data, **others}.items():
+        offsets = [len(content), len(content) + len(part)]
+        header[name] = {"dtype": dtype, "shape": [len(part)], "data_offsets": offsets}
+        content += part
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    return str(folder)
+
+
+NAN = {"F32": "0000c07f", "BF16": "c07f", "F16": "007e"}
+LARGE = {"F32": "ffff7f7f", "BF16": "7f7f", "F16": "ff7b"}
+
+
+@pytest.mark.parametrize("dtype", NAN)
+async def test_only_whole_lora_matrices_of_another_programs_adapter_are_taken(tmp_path: Path, dtype: str):
+    adapter = Path(open_store().checkpoint(finished_run(tmp_path).id, None).path)
+
+    async def refusal(data: str, **others: bytes) -> str:
+        folder = write_weights(adapter, dtype, bytes.fromhex(data), **others)
+        error = await refused("train", environment="echo", init_from_adapter=folder)
+        assert error.code == "adapter_mismatch"
+        return error.what
+
+    what = await refusal(LARGE[dtype], **{"base_model.model.model.embed_tokens.weight": b"00", "lm_head.weight": b"00"})
+    assert what.endswith("more than lora_A and lora_B: base_model.model.model.embed_tokens.weight, lm_head.weight")
+    assert f"NaN or infinity in {LORA.format('A')}" in await refusal(LARGE[dtype] * 5 + NAN[dtype])
+    write_weights(adapter, dtype, bytes.fromhex(LARGE[dtype]) * 3)
+    await call("train", environment="echo", init_from_adapter=str(adapter), validate_only=True)
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    error = await refused("train", environment="echo", init_from_adapter=str(adapter))
+    assert "cannot be read as safetensors" in error.what
+
+
 async def test_a_warm_start_from_an_adapter_of_experts_trains_them_too(tmp_path: Path):
     adapter = Path(open_store().checkpoint(finished_run(tmp_path).id, None).path)
+    write_weights(adapter, "F32", b"")
     config = json.loads((adapter / "adapter_config.json").read_text())
     config["target_parameters"] = ["layers.0.mlp.experts.down_proj"]
     (adapter / "adapter_config.json").write_text(json.dumps(config))

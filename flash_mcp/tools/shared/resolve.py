@@ -34,6 +34,7 @@ from flash_mcp.state.references import REGRESSION, RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import saved_adapter, served_model
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.adapter_weights import check_weights
 from flash_mcp.tools.shared.configs import Configs, joined
 from flash_mcp.tools.shared.rows import is_rows
 from flash_mcp.tools.shared.table import FROM_ROWS, keep_conversations
@@ -282,12 +283,12 @@ def _start(store: Store, reference: str, field: str = "init_from_adapter") -> _S
     return _Start(Path(saved["path"]), saved, served_model(store, run))
 
 
-def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:
+def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base_of_run: str | None) -> None:
     config = read_adapter_config(folder)
     if not (folder / "adapter_model.safetensors").is_file():
         what = "the adapter has no adapter_model.safetensors"
         raise FlashError("unknown_checkpoint", what, folder=folder)
-    base = base or str(config.get("base_model_name_or_path") or "")
+    base = base_of_run or str(config.get("base_model_name_or_path") or "")
     wrong: list[str] = []
     name, _ = unpinned(card.name)
     base_name, base_commit = unpinned(base)
@@ -297,6 +298,8 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
         wrong.append(f"base model {base} (the run: {card.name})")
     rank, alpha = spec.lora_rank, spec.lora_alpha
     check_adapter(config, rank=rank, alpha=alpha, experts=spec.experts, wrong=wrong)
+    if base_of_run is None:
+        check_weights(folder / "adapter_model.safetensors")
 
 
 def changed_values(spec: RunSpec, sources: Mapping[str, str]) -> Json:
