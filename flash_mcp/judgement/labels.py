@@ -18,7 +18,7 @@ from typing import Any
 
 from environments.same_task import words_of
 
-MOST_LABELS = 50
+MOST_LABELS = 100
 MOST_NUMBERS = 5
 """If all labels are numbers there are fewer of them: 0 and 1, or one to five stars."""
 ROWS_EACH = 4

@@ -19,7 +19,7 @@ WORDS = {"ship": ["parcel", "courier", "late"], "bill": ["invoice", "tax", "char
         (["0", "1"] * 10, True),
         (["yes", "Yes", " no"] * 4, True),
         ([str(number) for number in range(8)] * 10, False),  # results of sums
-        ([f"kind {number}" for number in range(60)] * 10, False),
+        ([f"kind {number}" for number in range(101)] * 10, False),
         (["spam", "ham", "x" * 61] * 10, False),
         (["spam"] * 20, False),
         (["a", "b", "c"], False),

@@ -405,6 +405,18 @@ def test_columns_are_named_where_their_names_do_not_tell(tmp_path: Path) -> None
         env_setup(str(tmp_path / "new"), template="dataset")
 
 
+def test_classes_that_parquet_has_as_numbers_are_read_by_their_names(tmp_path: Path) -> None:
+    names = ["World", "Sports", "Business", "Science", "Art", "Food"]
+    rows = [{"text": f"{names[n % 6]} and {chr(97 + n % 26) * 3} {n}", "label": n % 6} for n in range(60)]
+    feature = {"_type": "ClassLabel", "names": names}
+    schema = json.dumps({"info": {"features": {"label": feature, "text": {"_type": "Value"}}}})
+    table = pyarrow.Table.from_pylist([*rows, {"text": "nobody knows", "label": -1}])
+    parquet.write_table(table.replace_schema_metadata({"huggingface": schema}), tmp_path / "news.parquet")
+    read = read_table(str(tmp_path / "news.parquet"), None, None)
+    assert read.split.labels is not None and set(read.split.labels.counts) == set(names)
+    assert read.split.dropped == {"empty": 1}
+
+
 def test_labels_are_read_as_a_job_of_a_classifier(tmp_path: Path) -> None:
     kinds = {"shipping": ("parcel", 80), "billing": ("invoice", 40), "praise": ("thank", 12)}
     rows = [

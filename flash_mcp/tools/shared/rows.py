@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -225,10 +225,29 @@ def _parquet(source: str, content: bytes) -> list[Row]:
         fix = f"{how_to_install()}, or give CSV or JSONL"
         raise refusal(source, "parquet needs pyarrow, which is not installed", fix) from error
     try:
-        return parquet.read_table(io.BytesIO(content)).to_pylist()
+        table = parquet.read_table(io.BytesIO(content))
+        return _named_classes(table.to_pylist(), table.schema.metadata or {})
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
         what = f"it is no parquet file: {error}"
         raise refusal(source, what, "give the file that its writer has closed") from error
+
+
+def _named_classes(rows: list[Row], metadata: Mapping[bytes, bytes]) -> list[Row]:
+    """The rows with the names of classes, where the datasets library wrote their numbers."""
+    names: dict[str, list[str]] = {}
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        for column, feature in features.items():
+            if feature.get("_type") == "ClassLabel" and feature.get("names"):
+                names[column] = list(map(str, feature["names"]))
+    for row in rows:
+        for column, classes in names.items():
+            number = row.get(column)
+            if isinstance(number, int) and 0 <= number < len(classes):
+                row[column] = classes[number]
+            elif number == -1:  # a row without a label
+                row[column] = None
+    return rows
 
 
 def _too_large(source: str) -> FlashError:
