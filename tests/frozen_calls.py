@@ -128,6 +128,7 @@ Metric = float | Callable[[int], float]
 TROUBLES: dict[str, dict[str, Metric]] = {
     "environment_errors": {"rollouts/error_share": 0.3},
     "refused_requests": {"rollouts/refused_share": 0.4, "refused/unknown_parameter: min_tokens": 5},
+    "untrained_answers": {"schema/answers": 8, "schema/untrained": 2},
     "no_gradient": {"grad_norm": 0.0},
     "uniform_groups": {"groups/uniform_share": 0.7},
     "uniform_zero": {"groups/uniform_share": 0.97, "groups/zero_share": 0.9},

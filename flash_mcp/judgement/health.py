@@ -334,15 +334,30 @@ def refused_requests(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
+@_check("w")
+def untrained_answers(steps: Steps, recent: Steps) -> Sign | None:
+    answers = sum(recent.column("schema/answers"))
+    untrained = sum(recent.column("schema/untrained"))
+    if not answers or untrained / answers < 0.05:
+        return None
+    return Sign(
+        f"answers under a schema were not trained in {recent}: {untrained:.0f} of {answers:.0f}",
+        "where a schema decides every token the model learns nothing of the answer: let it write "
+        "freely and parse the text, or let the schema leave it a choice",
+        is_problem=untrained == answers,
+    )
+
+
 @_check("b", of_reward=True)
 def no_gradient(steps: Steps, recent: Steps) -> Sign | None:
     norms = recent.column("grad_norm")
     if len(norms) < LEAST_STEPS or max(norms) > 1e-9 or _is_solved(recent):
         return None
+    remedy = "every group is uniform: change the reward or the tasks; see rollouts"
+    if untrained_answers(steps, recent):
+        remedy = "see untrained_answers first; otherwise every group is uniform"
     return Sign(
-        f"the gradient was 0 in each of the last {len(norms)} steps",
-        "every group is uniform: change the reward or the tasks; see rollouts",
-        is_problem=True,
+        f"the gradient was 0 in each of the last {len(norms)} steps", remedy, is_problem=True
     )
 
 

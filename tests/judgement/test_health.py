@@ -100,6 +100,12 @@ def test_a_healthy_run_has_no_flags():
             "in 20 % of the rollouts of steps 1 to 5 the model's API refused requests of the agent or left something "
             "out: 'unknown_parameter' of 'min_tokens' 15 times",
         ),
+        (
+            "untrained_answers",
+            5,
+            {"schema/answers": [8] * 5, "schema/untrained": [2] * 5},
+            "answers under a schema were not trained in steps 1 to 5: 10 of 40",
+        ),
         ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40 %"),
         ("truncation", 5, {"rollouts/truncated_share": [0.996] * 5}, "99.6 %"),
         ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}, "90 % of the groups of steps 1 to 5"),

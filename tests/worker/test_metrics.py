@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
+from environments.agents.calls import CallOptions
 from environments.process.host import Score
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.store import open_store
@@ -15,6 +16,7 @@ from flash_mcp.tools.registry import TOOLS
 from tests.samples import read_in, started_run, supervised
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
+from worker.rollouts.calls import Call, merged
 from worker.rollouts.metrics import length_correlation, repeated_share, staleness, summarize, thinking_penalties
 from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
@@ -55,6 +57,28 @@ def test_refusals_are_summed_also_of_failed_rollouts_and_a_thread_counts_in_no_s
     counts = {name: value for name, value in metrics.items() if name.startswith("refused/")}
     assert counts == {"refused/unknown_parameter: min_tokens": 3, "refused/thread_unsupported_request: thread": 2}
     assert "rollouts/refused_share" not in summarize([[rollout("a", 1.0)]])
+
+
+def test_answers_under_a_schema_without_a_trained_token_are_counted():
+    def call(number: int, *, grammar: bool, allowed: list[float] | None = None, **options: Any) -> Call:
+        transcript = Transcript(TEMPLATE, [{"role": "user", "content": "?"}])
+        call = Call(number, None, transcript, len(transcript), CallOptions(**options), has_grammar=grammar)
+        completion = Completion(LETTERS[:2], [-1.0, -1.0], "stop", allowed=allowed, has_grammar=grammar)
+        transcript.add_answer(completion, trains=call.options.is_trained)
+        return call
+
+    calls = [
+        call(0, grammar=False),
+        call(1, grammar=True, allowed=[0.0, -5.0]),
+        call(2, grammar=True, allowed=[-5.0, -5.0]),
+        call(3, grammar=True),  # the engine could not tell
+        call(4, grammar=True, is_trained=False),
+    ]
+    group = [rollout("a", 1.0), rollout("b", 0.0)]
+    group[0].transcript = merged(calls)
+    found = summarize([group])
+    assert (found["schema/answers"], found["schema/untrained"]) == (3, 2)
+    assert "schema/answers" not in summarize([[rollout("a", 1.0)]])
 
 
 def test_the_age_of_a_step_is_that_of_its_tokens():

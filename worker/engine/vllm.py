@@ -1,6 +1,6 @@
 """The inference engine: vLLM in this process, stepped by its owner.
 
-Every private vLLM name that the worker touches is here or in worker/engine/lora_cpu.py;
+Every private vLLM name that the worker touches is here, in shares.py or in lora_cpu.py;
 tests/worker/test_engine.py is their contract test."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -22,6 +22,7 @@ from worker.adapter import merged_weights, save_adapter
 from worker.adapter_files import named_as
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
 from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
+from worker.engine.shares import SHARES, Shares, own_id, record_shares
 from worker.engine.text_models import prepare_text_model
 from worker.imports import quick_imports
 from worker.model_files import checkpoint_prefix, config_of, has_state
@@ -84,7 +85,6 @@ class VllmEngine:
         self._prefix = checkpoint_prefix(model_path)
         self._model_type: str = config.model_type
         _rank_no_tokens()
-        _record_shares()
         if not on_gpu:
             _sample_by_inversion_on_cpu()
             _pack_experts_at_each_load_on_cpu()
@@ -110,6 +110,8 @@ class VllmEngine:
             self.processes = [worker.proc for worker in executor.workers]
             if not on_gpu:  # NCCL may still connect
                 engine.collective_rpc("close_listening_ports")
+        else:
+            record_shares()
         self._adapter: LoRARequest | None = None
         self._is_merged = False
         """Whether a policy was merged into the weights: the base model is gone."""
@@ -135,7 +137,7 @@ class VllmEngine:
             detokenize=bool(sampling.stop),  # vLLM's text is read only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        _SHARES.pop(request_id, None)
+        SHARES.pop(request_id, None)
         if sampling.is_base and self._is_merged:
             what = "the adapter is merged into the weights of the base model"
             raise ValueError(f"{what}; {SYNC_VARIABLE}=adapter keeps them apart")
@@ -143,7 +145,7 @@ class VllmEngine:
             params.structured_outputs = Structure(
                 json=grammar.json_schema, structural_tag=grammar.structural_tag
             )
-            _SHARES[request_id] = Shares(sampling.temperature)
+            SHARES[request_id] = Shares(sampling.temperature, len(prompt_ids))
         try:
             self._engine.add_request(
                 request_id,
@@ -154,7 +156,7 @@ class VllmEngine:
         except Exception as error:
             if sampling.grammar is None:
                 raise
-            _SHARES.pop(request_id)
+            SHARES.pop(request_id)
             raise ValueError(f"vLLM refuses the grammar: {error}") from error
 
     def step(self) -> list[tuple[str, Completion]]:
@@ -163,17 +165,19 @@ class VllmEngine:
         return [(output.request_id, self._completion(output)) for output in done]
 
     def _completion(self, output: Any) -> Completion:
-        shares = _SHARES.pop(output.request_id, None)
         sampled = self._sampled.pop(output.request_id, {})
-        completion = _completion(output.outputs[0], shares)
+        completion = _completion(output.outputs[0])
+        if shares := SHARES.pop(output.request_id, None):
+            allowed = shares.of(len(completion.token_ids))
+            completion = replace(completion, allowed=allowed, has_grammar=True)
         rest = len(completion.token_ids) - sum(sampled.values())
         return replace(completion, policies={**sampled, self.policy_number: rest})
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._engine.abort_request(list(request_ids))
         for request_id in request_ids:
-            _SHARES.pop(request_id, None)
             self._sampled.pop(request_id, None)
+            SHARES.pop(request_id, None)
 
     def unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests()
@@ -197,7 +201,7 @@ class VllmEngine:
             self._is_merged = True
         self._forget_prefixes()
         for request_id, request in engine.engine_core.engine_core.scheduler.requests.items():
-            sampled = self._sampled.setdefault(_own_id(request_id), {})
+            sampled = self._sampled.setdefault(own_id(request_id), {})
             before = sum(sampled.values())
             sampled[self.policy_number] = request.num_output_tokens - before
         self.policy_number = number
@@ -331,69 +335,17 @@ def _variables(cards: Sequence[str]) -> Generator[None]:
         os.environ |= own
 
 
-@dataclass
-class Shares:
-    """Of a request with a grammar: the log-probability that the model gave to the allowed tokens,
-    for each token."""
-
-    temperature: float
-    logs: list[float] = field(default_factory=list[float])
-
-
-_SHARES: dict[str, Shares] = {}
-"""By request. vLLM applies grammars in a function that knows no engine."""
-
-
-def _record_shares() -> None:
-    """Note how much probability each grammar leaves.
-
-    Only vLLM's first model runner, which the CPU uses, is followed. Where another one runs, the
-    tokens of turns with a grammar are not trained (worker/rollouts/transcript.py)."""
-    from vllm.v1.worker import gpu_model_runner as runner  # noqa: PLC0415
-
-    apply = cast(Any, runner).apply_grammar_bitmask
-    if getattr(apply, "records_shares", False):
-        return
-
-    def recording(scheduled: Any, grammar: Any, batch: Any, logits: Tensor) -> None:
-        held = set(grammar.structured_output_request_ids)
-        rows = {
-            row: _SHARES[_own_id(request_id)]
-            for row, request_id in enumerate(batch.req_ids)
-            if request_id in held and _own_id(request_id) in _SHARES
-        }
-        before = {row: _log_sum(logits[row], shares) for row, shares in rows.items()}
-        apply(scheduled, grammar, batch, logits)
-        for row, shares in rows.items():
-            shares.logs.append(min(0.0, _log_sum(logits[row], shares) - before[row]))
-
-    cast(Any, recording).records_shares = True
-    cast(Any, runner).apply_grammar_bitmask = recording
-
-
-def _own_id(request_id: str) -> str:
-    """The number of a request, to which vLLM adds a random ending."""
-    return request_id.partition("-")[0]
-
-
-def _log_sum(logits: Tensor, shares: Shares) -> float:
-    return torch.logsumexp(logits.float() / (shares.temperature or 1.0), dim=-1).item()
-
-
-def _completion(output: Any, shares: Shares | None) -> Completion:
+def _completion(output: Any) -> Completion:
     """`output` is a vllm.CompletionOutput."""
     token_ids = list[int](output.token_ids)
     logprobs: list[float] = [
         at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)
     ]
-    is_known = shares is not None and len(shares.logs) == len(token_ids)
     return Completion(
         token_ids,
         logprobs,
         "length" if output.finish_reason == "length" else "stop",
         stopped_by=output.stop_reason if isinstance(output.stop_reason, str) else None,
-        allowed=shares.logs if shares is not None and is_known else None,
-        has_grammar=shares is not None,
     )
 
 

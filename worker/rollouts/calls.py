@@ -29,6 +29,7 @@ class Call:
     options: CallOptions = NO_OPTIONS
     finish: str = "stop"
     """Why the answer ended: stop or length."""
+    has_grammar: bool = False
 
     @property
     def policies(self) -> Counter[int]:
@@ -48,6 +49,10 @@ class Call:
 
     def described(self, conversation: int, last: int) -> Json:
         """The call as records.Rollout has it. `last` is the place of its last token."""
+        held: Json = {}
+        if self.has_grammar:
+            answer = slice(self.shown - len(self.transcript.prompt_ids), None)
+            held = {"trained_tokens": sum(self.transcript.mask[answer])}
         return {
             "number": self.number,
             "parent": self.parent.number if self.parent else None,
@@ -58,6 +63,7 @@ class Call:
             "completion_tokens": len(self.transcript) - self.shown,
             "finish": self.finish,
             "last": last,
+            **held,
         }
 
 

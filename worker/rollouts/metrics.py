@@ -46,6 +46,7 @@ def summarize(groups: Sequence[Sequence[Rollout]], thinking_coef: float = 0.0) -
         "tokens/reward_correlation": length_correlation(scored),
         **_thinking(transcripts, groups, thinking_coef),
         **_tool_shares(transcripts),
+        **_under_schema(transcripts),
         **_common_answer([rollout.record(0) for rollout in valid]),
         **_refusals(list(itertools.chain.from_iterable(groups))),
     }
@@ -101,6 +102,16 @@ def _tool_shares(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
         return {}
     is_bad = [any("bad_tool_call" in message for message in messages) for messages in with_tools]
     return {"rollouts/bad_tool_call_share": mean(is_bad)}
+
+
+def _under_schema(transcripts: Sequence[Transcript]) -> dict[str, float]:
+    """How many answers to an agent were held to a schema, and how many of them have no token that
+    is trained: the schema decided each, or the engine could not tell."""
+    calls = (call for transcript in transcripts for call in transcript.calls if call["trained"])
+    tokens = [call["trained_tokens"] for call in calls if "trained_tokens" in call]
+    if not tokens:
+        return {}
+    return {"schema/answers": float(len(tokens)), "schema/untrained": float(tokens.count(0))}
 
 
 def _refusals(rollouts: Sequence[Rollout | records.Rollout]) -> dict[str, float]:

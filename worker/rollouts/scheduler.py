@@ -634,6 +634,7 @@ class AgentCalls:
         if completion is None:
             return
         call.finish = completion.finish_reason
+        call.has_grammar = completion.has_grammar
         turn = transcript.add_answer(
             completion, reads_calls=options.tool_choice != "none", trains=options.is_trained
         )
