@@ -10,10 +10,11 @@ from typing import get_args
 from flash_mcp.judgement.failures import failure_modes
 from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, drawn, held_out, spark
 from flash_mcp.pages.dialogue import nodes_of
+from flash_mcp.pages.examples import changed
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Rollout, Run, RunState, Try
+from flash_mcp.protocol.records import Rollout, Run, RunState
 from flash_mcp.state.runs import RunKind, RunOrder
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
@@ -158,10 +159,10 @@ def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
     FlashError(unknown_run)."""
     run = store.run(run_id)
     steps = [row.step for row in store.evals(run_id) if row.can_be_judged]
-    changed = _changed(store, run_id, steps[0], steps[-1]) if len(steps) > 1 else []
+    differing = changed(store, run_id, steps[0], steps[-1]) if len(steps) > 1 else []
     start = page * ROLLOUTS
     pairs: list[list[tuple[Rollout, str | None]]] = []
-    for _, after in changed[start : start + ROLLOUTS]:
+    for _, after in differing[start : start + ROLLOUTS]:
         first = store.transcript(run_id, steps[0], after.index)
         last = store.transcript(run_id, steps[-1], after.index)
         pairs.append(_with_modes([first, last]))
@@ -171,23 +172,11 @@ def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
         run=run,
         steps=steps,
         pairs=pairs,
-        gained=sum(after.success for _, after in changed),
-        lost=sum(before.success for before, _ in changed),
+        gained=sum(after.success for _, after in differing),
+        lost=sum(before.success for before, _ in differing),
         page=page,
-        has_more=len(changed) > start + ROLLOUTS,
+        has_more=len(differing) > start + ROLLOUTS,
     )
-
-
-def _changed(store: Store, run_id: str, first: int, last: int) -> list[tuple[Try, Try]]:
-    """The attempts before and after whose success differs; none that environment code failed."""
-    # The rollouts of one evaluation may have been lost in part.
-    tries = zip(store.tries(run_id, first), store.tries(run_id, last), strict=False)
-    changed: list[tuple[Try, Try]] = []
-    for before, after in tries:
-        is_valid = before.error is None and after.error is None
-        if is_valid and before.success != after.success:
-            changed.append((before, after))
-    return changed
 
 
 def talk(

@@ -28,6 +28,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 UPLOT = Path(__file__).with_name("uplot")
 """uPlot's own files (MIT), as its npm package has them."""
 MESSAGE_CHARACTERS = 4000
+BRIEF_CHARACTERS = 400
 
 
 def render(template: str, *, live: str | None = "", **values: object) -> str:
@@ -65,6 +66,7 @@ def _environment() -> Environment:
         duration=duration,
         number=number,
         policy=_policy,
+        brief=partial(shorten, limit=BRIEF_CHARACTERS),
         shorten=partial(shorten, limit=MESSAGE_CHARACTERS),
         utc=utc,
     )

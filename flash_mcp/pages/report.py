@@ -11,6 +11,7 @@ from typing import get_args
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
 from flash_mcp.pages.charts import as_data, chart, series_of
 from flash_mcp.pages.dialogue import Node, nodes_of
+from flash_mcp.pages.examples import examples
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
 from flash_mcp.protocol.exports import ExportKind
@@ -49,6 +50,7 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
         charts=[chart(title, lines) for title, lines in series.items()],
         data=as_data(series),
         headline=headline(view),
+        examples=examples(store, run_id),
         steps=_steps(store, run_id),
         facts=_lineage(run, view),
         values=run.spec.model_dump(),

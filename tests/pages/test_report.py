@@ -20,7 +20,17 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
-from tests.samples import evaluate, finished_run, learn, read_in, sample_rollout, save_adapter, started_run, supervised
+from tests.samples import (
+    end,
+    evaluate,
+    finished_run,
+    learn,
+    read_in,
+    sample_rollout,
+    save_adapter,
+    started_run,
+    supervised,
+)
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = (
@@ -96,6 +106,25 @@ def hostile_run(folder: Path) -> Run:
     return open_store().run(run.id)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_first_screen_has_a_task_before_and_after_with_what_was_expected(tmp_path: Path, lost: bool):
+    run, writer = started_run(tmp_path, eval_before=True, eval_after=True)
+    for step, text in ((0, "about <b>60"), (20, "it is 70")):
+        rows = [{**sample_rollout(step, index, float(step > 0), text), "expected": "70"} for index in range(3)]
+        summary = {"n": 3, "success": float(step > 0), "reward_mean": 0.5, "error_share": 0.0}
+        writer.evaluation(step, summary, rows)
+    learn(writer, range(1, 21))
+    run = end(writer, run.id, 20)
+    if lost:
+        open_store().execute("DELETE FROM rollouts WHERE split = 'eval' AND step = 0 AND position < 3")
+    page = html(open_store(), run.id)
+    first = page[page.index('class="tiles"') : page.index("<h2>")]
+    shown = 0 if lost else 3
+    assert first.count("it is 70") == first.count("about &lt;b&gt;60") == first.count('name="task"') == shown
+    assert first.count("before: wrong") == first.count("after: right") == shown
+    assert "<b>20 of 20</b> steps" in first and first.count("<figure>") == 1
+
+
 def test_the_best_constant_stands_beside_the_held_out_success(tmp_path: Path):
     run_id = finished_run(tmp_path, solved=90).id
     summary = {"n": 100, "success": 0.9, "constant_success": 0.1234, "constant_n": 40}
@@ -162,7 +191,7 @@ def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
     open_store().execute("UPDATE runs SET started = 1, ended = 11521 WHERE id = ?", [run.id])
     text = Tags(html(open_store(), run.id)).text
     assert "reward 12,345" in text
-    assert ", 3 h 12 min" in text
+    assert "3 h 12 min time" in text
 
 
 @pytest.mark.slow

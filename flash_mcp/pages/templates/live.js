@@ -18,6 +18,7 @@
       for (const each of main.querySelectorAll("details")) each.open = opened.has(each.dataset.key);
       const ticked = new Set([...old.querySelectorAll(":checked")].map(each => each.value));
       for (const each of main.querySelectorAll("[type=checkbox]")) each.checked = ticked.has(each.value);
+      for (const each of main.querySelectorAll("[type=radio]")) if (ticked.has(each.value)) each.checked = true;
       // A form that is open keeps what was typed.
       if (old.querySelector(".actions [open]")) main.querySelector(".actions")?.replaceWith(old.querySelector(".actions"));
       old.replaceWith(main);
