@@ -32,6 +32,11 @@ LONG = 20
 """With fewer values, the noise of their first and last third cannot be estimated."""
 SOLVED = 0.9
 """Success share from which a run has little left to learn."""
+FALLING = 1.5
+"""Noise bands by which a reward falls. Whoever watches a run looks at every step: of steady rewards
+one band calls many falling at some look, this one few."""
+LEAST_RISE = 0.02
+"""Of a reward, as a share of the largest one."""
 COLLAPSED = 0.9
 """Share of one final answer among all tasks' from which the answers have collapsed, if it is right
 less often than that."""
@@ -123,6 +128,7 @@ def sample_flags(tries: Sequence[Try], summary: Mapping[str, float]) -> list[Fla
             "rollouts/truncated_share": attempts.mean(valid, "truncated"),
             "groups/uniform_share": attempts.uniform_share(groups),
             "groups/solved_share": attempts.distinct(groups, "success").count({True}) / len(groups),
+            "groups/gold_share": fmean(item.has_gold for item in valid),
             "groups/zero_share": attempts.distinct(groups, "reward").count({0.0}) / len(groups),
             "reward/mean": attempts.mean(valid, "reward"),
             "success/rate": attempts.mean(valid, "success"),
@@ -152,8 +158,10 @@ def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
 def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | None = None) -> str:
     """One line on whether to continue, and why: yes, doubtful, no, or too early to say."""
     problem = next((flag for flag in raised if flag.severity == "problem"), None)
-    if problem and verdict == "improved":
-        return f"doubtful: the held-out success rose, but {problem.name}: {problem.evidence}"
+    doubt = next((flag for flag in raised if flag.name in DOUBTS), None)
+    mind = problem or doubt
+    if mind and verdict == "improved":
+        return f"yes: the held-out success rose; mind {mind.name}: {mind.evidence}"
     if problem:
         return f"no: {problem.name}: {problem.evidence}"
     if len(history) < LEAST_STEPS:
@@ -169,10 +177,12 @@ def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | N
     success = recent.mean("success/rate")
     if success is not None and success > SOLVED:
         return f"no need: solved, success {percent(success)} in {recent}; harder tasks, or the end"
-    doubt = next((flag for flag in raised if flag.name in DOUBTS), None)
     if doubt:
         return f"doubtful: {doubt.name}: {doubt.evidence}"
-    return _progress(steps, raised)
+    said = _progress(steps, raised)
+    if verdict == "improved" and not said.startswith("yes"):
+        return f"yes: the held-out success rose; in training {said.partition(': ')[2]}"
+    return said
 
 
 def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
@@ -376,6 +386,11 @@ def uniform_groups(steps: Steps, recent: Steps) -> Sign | None:
     is_solved = _is_solved(recent) or right > share / 2
     if is_solved:
         remedy = "the tasks are solved: stop here, or train on harder ones"
+    elif zero > 0.5 and recent.share("groups/gold_share") > 0.5:
+        remedy = (
+            "nothing is ever paid: train(algorithm='sft', ...) on the gold answers first, let the "
+            "scorer pay for partial progress, or use easier tasks"
+        )
     elif zero > 0.5:
         remedy = (
             "nothing is ever paid: let the scorer pay for partial progress, use easier tasks, "
@@ -487,7 +502,7 @@ def _reward_evidence(steps: Steps, moved: Difference) -> str:
 @_check("h", of_reward=True, is_doubt=True)
 def reward_flat(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
-    if moved is None or abs(moved.change) > moved.band:
+    if moved is None or not -FALLING * moved.band <= moved.change <= moved.band:
         return None
     return Sign(
         _reward_evidence(steps, moved),
@@ -499,7 +514,7 @@ def reward_flat(steps: Steps, recent: Steps) -> Sign | None:
 @_check("i", of_reward=True)
 def reward_falling(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
-    if moved is None or moved.change >= -moved.band:
+    if moved is None or moved.change >= -FALLING * moved.band:
         return None
     return Sign(
         _reward_evidence(steps, moved),
@@ -514,7 +529,9 @@ def reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
     success = _difference(steps.column("success/rate"))
     if reward is None or success is None:
         return None
-    if reward.change <= max(reward.band, 0.02) or success.change > success.band:
+    # Rewards have any unit: what is small is so beside the largest of them.
+    least = LEAST_RISE * max(map(abs, steps.column("reward/mean")))
+    if reward.change <= max(reward.band, least) or success.change > success.band:
         return None
     share = recent.share("success/rate")
     return Sign(

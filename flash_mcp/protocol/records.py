@@ -353,11 +353,13 @@ class Try(Record):
     turns: int
     kind: str = ""
     """What its task has in common with others; unknown ones are each of its own."""
+    has_gold: bool = False
+    """Whether its task has a gold answer as text."""
 
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Self:
         """The attempt of a stored row; SQLite has no booleans."""
-        switches = {name: bool(fields[name]) for name in ("success", "truncated")}
+        switches = {name: bool(fields[name]) for name in ("success", "truncated", "has_gold")}
         return super().from_row({**fields, **switches, "error": fields["code"]})
 
 

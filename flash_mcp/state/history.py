@@ -346,7 +346,8 @@ class HistoryTables(RunTable):
                  json_extract(body, '$.error.code') AS code,
                  coalesce(json_extract(body, '$.truncated'), 0) AS truncated,
                  coalesce(json_extract(body, '$.completion_tokens'), 0) AS tokens,
-                 coalesce(json_extract(body, '$.turns'), 0) AS turns
+                 coalesce(json_extract(body, '$.turns'), 0) AS turns,
+                 json_extract(body, '$.expected') IS NOT NULL AS has_gold
                  FROM rollouts WHERE run_id = ? AND split = 'eval' AND step = ? ORDER BY position"""
         return self.records(Try, sql, [run_id, step])
 

@@ -400,8 +400,10 @@ def _nothing(result: Curate, first: str, *, is_dry: bool) -> Curate:
         left_out = "counts say how many tasks it left out, and how often tasks were solved"
         fix = f"loosen the filter; {left_out}"
     else:
-        others = "or select='all' takes wrong ones too"
-        fix = f"no attempt is correct: a lower success_threshold moves the bar, {others}"
+        fix = (
+            "no attempt is correct, and wrong ones would be learnt: train(algorithm='sft', ...) "
+            "learns from the tasks' gold answers; a lower success_threshold moves the bar"
+        )
     if is_dry:
         result.next = fix
         return result

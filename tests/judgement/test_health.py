@@ -301,9 +301,35 @@ def test_a_few_steps_that_rise_one_after_the_other_are_progress() -> None:
         "too early to say: reward went from 0.1 to 0.4 over steps 1 to 4, too unsteadily to call it a trend"
     )
     problem = health.Flag(name="truncation", severity="problem", evidence="50 % were cut", remedy="raise max_tokens")
-    assert health.outlook(rising, [problem], "improved").startswith(
-        "doubtful: the held-out success rose, but truncation"
-    )
+    assert health.outlook(rising, [problem], "improved").startswith("yes: the held-out success rose; mind truncation")
+
+
+@pytest.mark.parametrize(
+    ("bands", "raised"), [(-1.7, ["reward_falling"]), (-1.3, ["reward_flat"]), (0.9, ["reward_flat"])]
+)
+def test_a_reward_falls_from_one_and_a_half_bands(bands: float, raised: list[str]) -> None:
+    noise = [0.05, -0.05] * 30
+    band = health._difference(noise).band
+    history = [
+        {"step": step, "reward/mean": 0.5 + value + bands * band * (step >= 40)} for step, value in enumerate(noise)
+    ]
+    assert [flag.name for flag in health.flags(history)] == raised
+
+
+def test_reward_without_success_is_measured_by_the_rewards_own_size() -> None:
+    for unit in (1e-3, 1.0, 1e3):
+        history = [
+            {"step": step, "reward/mean": unit * (0.2 + step / 100), "success/rate": 0.1 + 0.01 * (step % 2)}
+            for step in range(30)
+        ]
+        assert [flag.name for flag in health.flags(history)] == ["reward_without_success"]
+
+
+def test_a_held_out_rise_is_told_before_its_doubts() -> None:
+    falling = [{"step": step, "reward/mean": 0.5 - 0.01 * step} for step in range(5)]
+    assert health.outlook(falling, [], "improved").startswith("yes: the held-out success rose; in training reward went")
+    doubt = health.Flag(name="reward_flat", severity="warning", evidence="flat", remedy="")
+    assert health.outlook(falling, [doubt], "improved") == "yes: the held-out success rose; mind reward_flat: flat"
 
 
 # -- a sample before training ----------------------------------------------------------------------
@@ -336,6 +362,13 @@ CUT = [group(f"cut-{number}", 0.0, 1.0, truncated=True) for number in range(4)]
 
 def test_a_sample_with_differences_has_no_flags():
     assert of_sample(MIXED) == []
+
+
+def test_a_hopeless_sample_of_tasks_with_gold_answers_leads_to_sft():
+    for has_gold in (False, True):
+        groups = [group(f"{number}", 0.0, 0.0, has_gold=has_gold) for number in range(6)]
+        (flag,) = health.sample_flags([each for group in groups for each in group], {})
+        assert flag.severity == "problem" and ("train(algorithm='sft', ...)" in flag.remedy) == has_gold
 
 
 def test_a_sample_of_solved_tasks_is_a_problem_before_training():
