@@ -38,6 +38,12 @@ USER_CODE = {"environment_invalid", "environment_error", "environment_timeout"}
 """Errors that quote the traceback of the user's own code."""
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(lambda text: text.lstrip("/~"))
+EDGES = [0, -1, 2**31, -(2**63), 2**63 - 1, 2**63, -(2**63) - 1, 10**400]
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+TINY = [5e-324, 1e-320, 2.2e-308, -1e-320, 1.7e308]
+TEXTS = ["", "a\0b", "x" * 100_000, "s3://x", "file:///x", "..", "a/../b", "x" * 256, "\u202e", "٣", "nul", "-x"]
+"""Those that systems read otherwise than people do, are too long, or no text."""
+REFERENCES = ("model", "init_from_adapter", "teacher", "dataset", "resume", "base", "other", "environment")
 NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 JUNK = st.one_of(
     st.none(), st.booleans(), NUMBERS, TEXT, st.lists(TEXT, max_size=2), st.dictionaries(TEXT, TEXT, max_size=2)
@@ -52,13 +58,17 @@ def values(schema: Json, known: list[str]) -> st.SearchStrategy[Any]:
         return st.one_of([values(option, known) for option in schema["anyOf"]])
     match schema.get("type"):
         case "integer":
-            return st.integers(schema.get("minimum", -3), schema.get("maximum", 100))
+            least, most = schema.get("minimum", -(2**63)), schema.get("maximum", 2**63 - 1)
+            common = st.integers(max(least, -3), max(least, min(most, 100)))
+            return st.one_of(common, common, st.sampled_from([least, most, *EDGES]))
         case "number":
-            return st.floats(schema.get("minimum", 0), schema.get("maximum", 3), allow_nan=False)
+            bounds = [schema[name] for name in BOUNDS if name in schema]
+            common = st.floats(schema.get("minimum", 0), schema.get("maximum", 3), allow_nan=False)
+            return st.one_of(common, common, st.sampled_from([*bounds, *EDGES, *TINY]))
         case "boolean":
             return st.booleans()
         case "string":
-            return st.one_of(st.sampled_from(known), TEXT, TEXT)
+            return st.one_of(st.sampled_from(known), TEXT, TEXT, st.sampled_from(TEXTS))
         case "array":
             return st.lists(values(schema.get("items", {}), known), max_size=3)
         case "object" if "properties" in schema:
@@ -74,6 +84,40 @@ def argument(name: str, schema: Json, known: list[str]) -> st.SearchStrategy[Any
         return st.one_of(st.just(WAITS_S), st.just(-1), st.just(1e9), TEXT)
     right = values(schema, known)
     return st.one_of(right, right, right, JUNK)
+
+
+def edged(tool: ListedTool, right: Json, known: list[str]) -> list[tuple[str, Json]]:
+    """Calls that are right but for one argument, which is at an edge of its type."""
+    properties, required = tool.input_schema["properties"], tool.input_schema.get("required", [])
+    common = {name: right.get(name, "echo") for name in required}
+    if "wait_s" in properties:
+        common["wait_s"] = WAITS_S
+    results: list[tuple[str, Json]] = []
+    for name, schema in properties.items():
+        if not name.endswith("_s"):
+            results += [(tool.name, {**common, name: value}) for value in edges(schema)]
+            results += [(tool.name, {**common, name: f"{run}@{10**30}"}) for run in known[:1] if name in REFERENCES]
+    return results
+
+
+def edges(schema: Json) -> list[Any]:
+    """Values at the edges of each type that a schema names."""
+    if "anyOf" in schema:
+        return [value for option in schema["anyOf"] for value in edges(option)]
+    bounds = [schema[name] for name in BOUNDS if name in schema]
+    match schema.get("type"):
+        case "integer":
+            return [*bounds, *EDGES]
+        case "number":
+            return [*bounds, *EDGES, *TINY]
+        case "string" if "enum" not in schema:
+            return TEXTS
+        case "array":
+            return [[value] for value in edges(schema.get("items", {}))]
+        case "object":
+            return [{"x": value} for value in (*EDGES, *TINY, *TEXTS)] + [{text: "x"} for text in TEXTS]
+        case _:
+            return []
 
 
 @st.composite
@@ -155,8 +199,10 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
                 for path in work.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+            right: Json = {"run_id": known[0], "deployment": "d", "base": known[0], "other": known[0]}
             for tool in tools:
-                test = limits(given(calls(tool, known))(one))
+                odd = st.sampled_from(edged(tool, right, known))
+                test = limits(given(st.one_of(calls(tool, known), odd))(one))
                 (hypothesis.seed(seed)(test) if seed is not None else test)()
     finally:
         os.chdir(before_here)

@@ -69,6 +69,7 @@ CODES: dict[str, str] = {
     "out_of_memory": "the machine or the device ran out of memory",
     "in_use": "other runs or deployments depend on it",
     "diverged": "a gradient was infinite or not a number",
+    "path_refused": "the system does not let flash-mcp enter, read or write a file or folder",
     "disk_full": "the disk of the state directory, or of a target's node, is full",
     "idempotency_conflict": "the idempotency key was used before with different arguments",
     "run_finished": "the run has already ended",
@@ -108,6 +109,10 @@ CODES: dict[str, str] = {
 }
 
 
+REFUSED = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EROFS)
+MOST_NAME_BYTES = 255
+MOST_PATH_BYTES = 4096
+"""Of Linux and of its file systems."""
 QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 SHOWN = re.compile(rf"\[(\w+)(?:(?:[^'\"]|{QUOTED})*?|.*?)\] (.*?)(?: Fix: (.*))?", re.DOTALL)
 """An error as text. Its values may hold brackets, in quotes and as lists."""
@@ -255,13 +260,25 @@ def first_of(error: BaseException) -> BaseException:
 
 def expanded(path: str | Path) -> Path:
     """The path with the home folder in place of ~. FlashError(invalid_argument) if there is none,
-    as for ~NAME of an unknown user.
+    as for ~NAME of an unknown user, and for what is no path of any machine.
     """
+    text = str(path)
+    fix = "write the whole path, from / on"
+    why = ""
+    if "://" in text:
+        why = "is a URL, and no path of this machine"
+    elif "\0" in text:
+        why = "holds a NUL character"
+    elif max(map(len, text.encode(errors="replace").split(b"/"))) > MOST_NAME_BYTES:
+        why = f"holds a name of more than {MOST_NAME_BYTES} bytes"
+    elif len(text) >= MOST_PATH_BYTES:
+        why = f"has more than {MOST_PATH_BYTES} bytes"
+    if why:
+        raise FlashError("invalid_argument", f"{text!r:.100} {why}", fix=fix)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        what = f"{str(path)!r:.100} begins with ~, and this machine has no such home folder"
-        fix = "write the whole path, from / on"
+        what = f"{text!r:.100} begins with ~, and this machine has no such home folder"
         raise FlashError("invalid_argument", what, fix=fix) from error
 
 
@@ -282,9 +299,9 @@ def disk_error(error: OSError, path: str | Path) -> FlashError | OSError:
 
 
 def as_flash_error(where: str, error: BaseException) -> FlashError:
-    """A FlashError as it is, disk_full for a full disk, and invalid_argument for a state directory
-    that cannot be used; any other error is logged and becomes FlashError(internal) with the id of
-    the log entry.
+    """A FlashError as it is, disk_full for a full disk, path_refused for a path that the system
+    does not open, and invalid_argument for a state directory that cannot be used; any other error
+    is logged and becomes FlashError(internal) with the id of the log entry.
     """
     if isinstance(error, OSError):
         error = disk_error(error, error.filename or home())
@@ -294,6 +311,10 @@ def as_flash_error(where: str, error: BaseException) -> FlashError:
         return FlashError("invalid_argument", what, FLASH_HOME=error.filename, fix=fix)
     if isinstance(error, FlashError):
         return error
+    if isinstance(error, OSError) and error.errno in REFUSED and error.filename:
+        what = f"{error.filename!s:.200} cannot be used: {error.strerror}"
+        fix = "let the user who runs flash-mcp enter and read it, or name another path"
+        return FlashError("path_refused", what, fix=fix)
     identity = secrets.token_hex(4)
     log = home() / "logs" / "server.log"
     with suppress(OSError):  # the error is returned even if it cannot be logged

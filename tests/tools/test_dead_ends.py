@@ -1,11 +1,14 @@
 """Words that once led nowhere: each Fix and `next` below is done literally, and works."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.cli.doctor import examine
+from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
@@ -162,6 +165,59 @@ async def test_a_home_folder_that_does_not_exist_is_refused(tmp_path: Path) -> N
     for tool, arguments in calls:
         error = await refused(tool, **arguments)
         assert (error.code, "no such home folder" in error.what) == ("invalid_argument", True), (arguments, error)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/it", "file:///it", "a\0b", "x" * 300, "/".join("x" * 4000)])
+async def test_what_is_no_path_of_this_machine_is_refused_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for tool, arguments in [
+        ("env_setup", {"folder": path}),
+        ("env_setup", {"folder": "new", "data": f"{path}.csv"}),
+        ("env_test", {"folder": path}),
+        ("env_push", {"folder": path, "name": "new"}),
+        ("train", {"environment": "echo", "config": [path]}),
+    ]:
+        error = await refused(tool, **arguments)
+        assert error.code == "invalid_argument" and len(error.what) < 300, error
+    assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**63, -(2**63) - 1, 10**400, 5e-324, 1e-320, float("inf"), float("nan"), "a\0b", "x" * 100_000, [{"a": 2**63}]],
+    ids=lambda value: f"{value!r:.20}",
+)
+def test_values_that_nothing_keeps_are_refused_for_every_tool(value: Any) -> None:
+    for tool in TOOLS.values():
+        with pytest.raises(FlashError) as caught:
+            check_arguments(tool, dict.fromkeys(("limit", "run_id"), value))
+        assert caught.value.code == "invalid_argument" and "limit: " in caught.value.what
+    check_arguments(
+        TOOLS["train"], {"seed": 2**63 - 1, "steps": -(2**63), "learning_rate": 2.3e-308, "note": "x" * 5000}
+    )
+
+
+async def test_a_models_folder_that_may_not_be_entered_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push_echo(tmp_path)
+    is_file = Path.is_file
+
+    def refusing(path: Path) -> bool:
+        if path.is_relative_to(models_dir()):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refusing)
+    with pytest.raises(PermissionError) as caught:
+        await call("catalog", kind="models")
+    error = as_flash_error("catalog", caught.value)
+    assert error.code == "path_refused" and "config.json cannot be used: Permission denied" in error.what
+    (told,) = [finding for finding in examine() if finding.name == "default model"]
+    assert told.level == "problem" and "[path_refused]" in told.detail
 
 
 async def test_errors_show_no_empty_values(tmp_path: Path) -> None:

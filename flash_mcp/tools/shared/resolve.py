@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,7 +271,7 @@ def _start(store: Store, reference: str, field: str = "init_from_adapter") -> _S
     if caller().is_local and expanded(reference).is_dir():
         return _Start(expanded(reference).absolute())
     run_id, _, at = reference.partition("@")
-    if at and not at.isdigit():
+    if at and not re.fullmatch("[0-9]{1,18}", at):
         fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
         what = f"{at!r} is no step"
         raise FlashError("invalid_argument", what, fix=fix, **{field: reference})

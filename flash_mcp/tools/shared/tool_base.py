@@ -7,12 +7,14 @@ server and the command line are both built on `registry.TOOLS`. Nothing here imp
 from __future__ import annotations
 
 import inspect
+import math
 import re
+import sys
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import (
     BaseModel,
@@ -23,7 +25,7 @@ from pydantic import (
     model_serializer,
 )
 
-from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.errors import MOST_PATH_BYTES, FlashError, did_you_mean
 from flash_mcp.protocol.records import without_none
 from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.protocol.spec import OTHER_NAMES
@@ -56,6 +58,10 @@ OTHER_ARGUMENTS = {
 ANSWER_S = 2.0
 """What a call that waited needs to answer."""
 ARGUMENTS = "\n\nArgs:\n"
+CURSOR = re.compile(r"[0-9]{1,18}")
+LONG_TEXTS = ("message", "system_prompt", "note", "reason", "filter", "data")
+"""Arguments whose texts are no names, ids or paths."""
+MOST_CHARACTERS = MOST_PATH_BYTES
 ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 """"    name: text" and the more deeply indented lines that continue it."""
 
@@ -153,7 +159,13 @@ def _describe_arguments(function: Callable[..., Any]) -> None:
 
 
 def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
-    """FlashError(unknown_argument) for an argument that `tool` lacks, with the nearest name."""
+    """FlashError(unknown_argument) for an argument that `tool` lacks, with the nearest name, and
+    FlashError(invalid_argument) for values that no part of flash-mcp can keep.
+    """
+    for name, value in arguments.items():
+        if why := _cannot_be_kept(value, MOST_CHARACTERS if name not in LONG_TEXTS else None):
+            fix = "pass another value"
+            raise FlashError("invalid_argument", f"{name:.100}: {why}; nothing was done", fix=fix)
     accepted = list(tool.signature.parameters)
     unknown = [name for name in arguments if name not in accepted]
     if not unknown:
@@ -171,6 +183,33 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     what = f"{tool.name} has no argument {named}; nothing was done{guesses}"
     fix = f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}"
     raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)
+
+
+def _is_plain(size: float) -> bool:
+    return sys.float_info.min <= size < math.inf
+
+
+def _cannot_be_kept(value: Any, most: int | None = None) -> str:
+    """Why neither the database nor a file name nor a float keeps the value; empty if they do."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += [
+                *cast("dict[Any, Any]", item).keys(),
+                *cast("dict[Any, Any]", item).values(),
+            ]
+        elif isinstance(item, list):
+            waiting += cast("list[Any]", item)
+        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
+            return f"a whole number has at most 64 bits, and this one has {item.bit_length():,}"
+        elif isinstance(item, float) and item and not _is_plain(abs(item)):
+            return f"{item:g} is no number, or too close to 0"
+        elif isinstance(item, str) and "\0" in item:
+            return "a text holds a NUL character"
+    if most and isinstance(value, str) and len(value) > most:
+        return f"it has {len(value):,} characters; the most are {most:,}"
+    return ""
 
 
 _timeout_s: ContextVar[float] = ContextVar("timeout_s", default=CALL_TIMEOUT_S)
@@ -221,7 +260,7 @@ RunId = Annotated[str, Field(min_length=1, description="Run id.")]
 
 def page_offset(cursor: str | None, tool: str) -> int:
     """The number in a cursor of `tool`; 0 without one."""
-    if cursor is not None and not cursor.isdigit():
+    if cursor is not None and not CURSOR.fullmatch(cursor):
         raise no_cursor(cursor, tool)
     return int(cursor or 0)
 
