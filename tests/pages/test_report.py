@@ -139,7 +139,7 @@ def test_the_page_has_the_figures_of_status(tmp_path: Path):
     view = report_on(open_store(), run.id, detailed=True).view
     assert view.verdict is not None and view.outlook is not None and view.lineage is not None
     for text in (
-        view.verdict.explanation,
+        *view.verdict.explanation.split(", by "),
         view.outlook,
         "0.200 (0.133 to 0.289)",
         "0.900 (0.826 to 0.945)",
