@@ -659,7 +659,8 @@ async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path:
     view = (await call("status", run_id=run.id))["run"]
     assert view["cost"] == "0.75 EUR" and "1.5 h, 0.75 EUR" in progress_line(view)
     assert (await call("catalog", kind="devices"))["spent"] == "1.50 h, 0.75 EUR"
-    assert "1.5 hours of work, 0.75 EUR" in html(open_store(), run.id)
+    page = html(open_store(), run.id)
+    assert "<b>1.5</b> hours of work" in page and "<b>0.75 EUR</b> cost" in page
     planned = await call("train", environment="echo", max_cost=3, validate_only=True)
     assert planned["values"]["max_cost"] == 3
 
