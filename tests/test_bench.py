@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import control, fairness
+from bench import control, fairness, judgement
 from tests.forked import Forked
 from tests.places import ROOT
 
@@ -129,3 +129,11 @@ def test_owners_get_equal_shares_of_three_targets_and_one_who_brings_little_wait
     used = [found.used[owner] for owner in fairness.OWNERS]
     assert min(used) > 0.7 * max(used), found.used
     assert found.waits_s and max(found.waits_s) <= 1.5 * fairness.RUN_S[1]
+
+
+@pytest.mark.long
+def test_the_judgement_is_wrong_no_more_often_than_its_table_says() -> None:
+    shown = (ROOT / "docs" / "judgement.md").read_text()
+    for what, where, measured, least, most in judgement.table():
+        assert least <= measured <= most, (what, where)
+        assert f"| {what} | {where} | {100 * measured:.1f} % |" in shown

@@ -131,12 +131,12 @@ class Standing:
         for rival in range(self.arms):
             if rival == arm:
                 continue
-            wins, losses = self.wins[rival, arm], self.wins[arm, rival]
+            wins, losses, least = self.wins[rival, arm], self.wins[arm, rival], 1
             if kinds:
+                least = OF_KINDS
                 wins = sum(self.net[rival, arm, kind] > 0 for kind in kinds)
                 losses = sum(self.net[arm, rival, kind] > 0 for kind in kinds)
-            ratio = math.exp(min(evidence(wins, losses), LARGEST_LOG))
-            ratios.append(ratio / OF_KINDS if kinds else ratio)
+            ratios.append(math.exp(min(evidence(wins, losses), LARGEST_LOG)) / least)
         return fmean(ratios)
 
     @property
