@@ -74,7 +74,10 @@ def _serve_http(arguments: Arguments) -> None:
         note += where_token_is(store.base)
     sys.stderr.write(f"flash-mcp listens on http://{in_url(host)}:{port}/mcp\n{note}\n")
     limits = Limits(
-        arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
+        arguments.requests_per_minute,
+        arguments.queued_runs,
+        arguments.environment_mib << 20,
+        arguments.deployments,
     )
     hosts = arguments.allow_host
     origins = arguments.allow_origin
@@ -161,6 +164,7 @@ COMMANDS: dict[str, Command | Group] = {
             _limit("--requests-per-minute", Limits.requests_per_minute, "for each token"),
             _limit("--queued-runs", Limits.queued_runs, "for each owner"),
             _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),
+            _limit("--deployments", Limits.deployments, "for each owner"),
         ),
     ),
     "ui": Command(

@@ -26,6 +26,8 @@ class Limits:
     requests_per_minute: int = 240
     queued_runs: int = 20
     environment_bytes: int = 2 << 30
+    deployments: int = 8
+    """That are not over."""
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,22 @@ def request(
     with store.transaction():
         if not adapter.exists():
             raise _removed(run_id, step)
+        _check_quota(store, deployment_id)
         values["server_run"] = values["server_attempt"] = None  # the supervisor finds one here
         if elsewhere:
             values["server_run"] = queue.enqueue_server(store, deployment_id, values, gpus=gpus)
         return store.add_deployment({"id": deployment_id, **values})
+
+
+def _check_quota(store: Store, deployment_id: str) -> None:
+    """FlashError(quota_exceeded) if a caller over HTTP has as many deployments as it may."""
+    who = caller()
+    live = [row.id for row in store.deployments(LIVE_DEPLOYMENT) if row.owner == who.owner]
+    if who.is_local or deployment_id in live or len(live) < who.limits.deployments:
+        return
+    what = f"{len(live)} deployments of yours are there"
+    fix = f"undeploy({live[0]!r}), or another one that is not needed"
+    raise FlashError("quota_exceeded", what, limit=who.limits.deployments, fix=fix)
 
 
 def _free_name(name: str | None) -> str | None:

@@ -387,6 +387,7 @@ def _whoami(store: Store) -> list[Whoami]:
         answer.quotas = {
             "queued_runs": f"{queue.queued_runs(store)} of {who.limits.queued_runs}",
             "environments": f"{stored} of {in_words(store.environment_limit())}",
+            "deployments": f"{len(store.deployments(LIVE_DEPLOYMENT))} of {who.limits.deployments}",
             "requests_per_minute": str(who.limits.requests_per_minute),
         }
         price = costs.price_of_hour(store.base)

@@ -26,6 +26,7 @@ from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Caller, Limits, acting_as
+from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import inline_files
 from flash_mcp.supervisor import process, secrets
@@ -554,6 +555,24 @@ async def test_queued_runs_and_stored_bytes_have_a_limit_for_each_owner(flash_ho
                 assert f"status(run_id={first['run_id']!r}, wait_s=40)" in text
             assert len(list((environments_dir() / f"@{owner}" / "e").glob("*"))) == 1
     assert len(open_store().runs()) == 2
+
+
+@pytest.mark.parametrize("target", [None, "lab"])
+def test_deployments_have_a_limit_for_each_owner_here_and_on_targets(
+    tmp_path: Path, flash_home: Path, target: str | None
+):
+    store = open_store()
+    (flash_home / "targets.toml").write_text(f'[lab]\nengine = "slurm"\nstorage = "{tmp_path}"\n')
+    for owner, number in (("alice", 2), ("bob", 2), ("local", 3)):
+        (tmp_path / owner).mkdir()
+        with acting_as(Caller(owner, limits=Limits(deployments=2), secrets=None)):
+            run = finished_run(tmp_path / owner)
+            made = [request(store, run.id, name=f"{owner}-{n}", target=target) for n in range(number)]
+            assert request(store, run.id, name=f"{owner}-0", target=target).id == made[0].id
+            if owner != "local":
+                with pytest.raises(FlashError, match=f"undeploy.'{made[0].id}'") as caught:
+                    request(store, run.id, name="another", target=target)
+                assert caught.value.code == "quota_exceeded"
 
 
 def test_the_local_owner_has_no_quota(tmp_path: Path):

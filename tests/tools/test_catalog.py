@@ -104,7 +104,8 @@ def test_callers_learn_who_they_are_and_what_they_may(tmp_path: Path) -> None:
         (who,) = catalog(kind="whoami").whoami or []
     assert (who.name, who.access, who.secrets) == ("alice", "read", ["JUDGE_KEY"])
     assert who.quotas and who.quotas == {
-        "queued_runs": "0 of 20", "environments": "0 B of 2.1 GB", "requests_per_minute": "240"
+        "queued_runs": "0 of 20", "environments": "0 B of 2.1 GB", "requests_per_minute": "240",
+        "deployments": "0 of 8",
     }  # fmt: skip
 
 
