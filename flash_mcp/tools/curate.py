@@ -18,11 +18,13 @@ from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state import datasets
+from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import loaded, read_held_out
 from flash_mcp.tools.shared.next_steps import passed_on
-from flash_mcp.tools.shared.rows import is_rows
+from flash_mcp.tools.shared.row_preview import Preview, preview_of
+from flash_mcp.tools.shared.rows import is_rows, read_rows
 from flash_mcp.tools.shared.table import keep_conversations, split_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten
@@ -70,6 +72,9 @@ class Curate(Result):
     """Where every attempt and every task went."""
     notes: list[str] | None = None
     """What is worth a thought before it is trained on."""
+    preview: Preview | None = None
+    """With rows and dry_run: the shortest row, a typical one and the longest, with what is learnt.
+    """
     examples: list[Example]
     """A few of the conversations."""
 
@@ -143,9 +148,17 @@ def _of_rows(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
         fix = "leave them out, and change the file instead"
         raise FlashError("invalid_argument", what, fix=fix)
     if name is None:
-        _, _, counts, origin = split_conversations(runs[0], plan.holdout)
-        notes = [str(origin)] if origin else None
-        return Curate(models=[], counts=counts, notes=notes, examples=[], next=KEEP)
+        refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=runs[0])
+        read = read_rows(runs[0])
+        train, _, counts = split_conversations(runs[0], plan.holdout, read)
+        return Curate(
+            models=[],
+            counts=counts,
+            notes=[str(read[2])] if read[2] else None,
+            preview=preview_of(train),
+            examples=[],
+            next=KEEP,
+        )
     kept = keep_conversations(runs[0], name, plan.holdout)
     return Curate(
         dataset=kept.reference,

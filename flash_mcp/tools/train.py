@@ -14,6 +14,7 @@ from anyio.to_thread import run_sync
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.statistics import MOST_MEASUREMENTS
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Run, without_none
@@ -27,6 +28,7 @@ from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
 from flash_mcp.tools.shared.resolve import adapter_name, changed_values
+from flash_mcp.tools.shared.row_preview import Preview, preview_of
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
 from flash_mcp.tools.shared.tool_base import Result, unwrapped
 from flash_mcp.tools.shared.waiting import look_after, tried_again
@@ -65,6 +67,9 @@ class Train(Result):
     """Where those came from that are no arguments: file, adapter, or auto for a target."""
     sample: Sample | None = None
     """With sample: what the model does now."""
+    preview: Preview | None = None
+    """With dataset and validate_only: the shortest row, a typical one and the longest, with what is
+    learnt."""
     notes: list[str] | None = None
     """What to consider before it runs."""
     run: Annotated[RunView | None, WithJsonSchema({"type": "object"})] = None
@@ -207,7 +212,11 @@ async def train(
         sampled = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
         return _result(plan, sample=sampled, next=after_sample(sampled))
     if validate_only:
-        return _result(plan, next=_after_validation(plan))
+        result = _result(plan, next=_after_validation(plan))
+        if plan.dataset:
+            room = plan.spec.max_length or DEFAULT_MAX_LENGTH
+            result.preview = await run_sync(preview_of, plan.dataset.rows(), room)
+        return result
     if not accept_failed_gate:
         plan.check_gate()
     return await _started(plan, several, idempotency_key, label)

@@ -69,7 +69,10 @@ def is_rows(reference: str) -> bool:
     return bool(HUB.fullmatch(reference)) or Path(reference).suffix.lower() in SUFFIXES
 
 
-def read_rows(source: str) -> tuple[list[Row], list[str], Origin | None]:
+RowsRead = tuple[list[Row], list[str], Origin | None]
+
+
+def read_rows(source: str) -> RowsRead:
     """All rows, the names of their columns, and of a dataset at the hub which it was. Raises
     FlashError(invalid_argument)."""
     origin = None

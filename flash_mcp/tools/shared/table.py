@@ -34,7 +34,7 @@ from flash_mcp.tools.shared.row_columns import (
     fields_of,
     pair_of,
 )
-from flash_mcp.tools.shared.rows import Origin, Row, read_rows, refusal
+from flash_mcp.tools.shared.rows import Origin, Row, RowsRead, read_rows, refusal
 from flash_mcp.tools.shared.splitting import Split, split_tasks
 
 ASK_TOGETHER = (
@@ -262,14 +262,14 @@ def _refuse_others(source: str, number: int, row: Row, used: Collection[str]) ->
 
 
 def split_conversations(
-    source: str, holdout: float
-) -> tuple[list[Row], list[Row], Counts, Origin | None]:
+    source: str, holdout: float, read: RowsRead | None = None
+) -> tuple[list[Row], list[Row], Counts]:
     """The conversations of rows, without copies and empty answers: to train on, and held back.
-    FlashError(invalid_argument | local_only).
+    `read`: the rows, if they were read. FlashError(invalid_argument | local_only).
     """
     refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
     rows: dict[str, Row] = {}
-    found, columns, origin = read_rows(source)
+    found, columns, _ = read or read_rows(source)
     conversations, ignored = _conversations(source, found, columns)
     counts = Counts(ignored=dict(ignored))
     for row in conversations:
@@ -291,7 +291,7 @@ def split_conversations(
     counts.duplicates = counts.attempts - counts.truncated - len(rows)
     counts.train_tasks = counts.train_rows = len(train)
     counts.holdout_tasks = counts.holdout_rows = len(held_out)
-    return train, held_out, counts, origin
+    return train, held_out, counts
 
 
 def _is_empty(row: Row) -> bool:
@@ -305,12 +305,14 @@ def _is_empty(row: Row) -> bool:
 
 def keep_conversations(source: str, name: str | None = None, holdout: float = 0.0) -> Dataset:
     """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
-    train, held_out, counts, origin = split_conversations(source, holdout)
+    refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
+    read = read_rows(source)
+    train, held_out, counts = split_conversations(source, holdout, read)
     stem = Path(source).stem.rpartition(":")[2]
     name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_")[:64] or "rows"
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
-    if origin:
+    if origin := read[2]:
         manifest["source"] = {**asdict(origin), "said": str(origin)}
     version = datasets.register(name, train, held_out, manifest)
     return datasets.find(f"{version.name}@{version.digest}")

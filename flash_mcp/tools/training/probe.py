@@ -25,9 +25,8 @@ from flash_mcp.state import references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.loading import LOAD_TIMEOUT_S, loaded, read_held_out
+from flash_mcp.tools.shared.row_preview import CHARACTERS_PER_TOKEN
 
-CHARACTERS_PER_TOKEN = 3.5
-"""For English text in common vocabularies; the server has no tokenizer."""
 OPENINGS_S = 12.0
 """Time to open a few tasks. Tasks that take longer are no reason to refuse a run."""
 

@@ -1,0 +1,66 @@
+"""Rows of a dataset as text, with what is learnt of them marked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from statistics import median
+
+from flash_mcp.protocol.records import Json, text_of
+from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.tools.shared.truncation import shorten
+
+CHARACTERS_PER_TOKEN = 3.5
+"""For English text in common vocabularies; the server has no tokenizer."""
+SHOWN_CHARACTERS = 600
+"""Of each row that is shown."""
+
+
+class Preview(ResultModel):
+    """Rows to learn. Each answer to learn stands between [[ and ]]; the model's chat template puts
+    its own marks around the messages.
+    """
+
+    rows: int
+    tokens_about: dict[str, int]
+    """Tokens of a row, by its characters: the median, what 95 % have at most, the longest."""
+    cut: int | None = None
+    """Rows that are about longer than max_length, of which the end is not learnt."""
+    typical: str
+    """A row of median length."""
+    shortest: str
+    longest: str
+
+
+def preview_of(rows: Sequence[Json], max_length: int | None = None) -> Preview | None:
+    """None without rows."""
+    order = sorted(rows, key=_tokens)
+    if not order:
+        return None
+    sizes = list(map(_tokens, order))
+    most = sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]
+    return Preview(
+        rows=len(order),
+        tokens_about={"median": round(median(sizes)), "p95": most, "longest": sizes[-1]},
+        cut=sum(size > max_length for size in sizes) or None if max_length else None,
+        typical=_shown(order[len(order) // 2]),
+        shortest=_shown(order[0]),
+        longest=_shown(order[-1]),
+    )
+
+
+def _tokens(row: Json) -> int:
+    tools = len(json.dumps(row["tools"])) if row.get("tools") else 0
+    said = sum(len(text_of(message)) for message in row["messages"])
+    return round((said + tools) / CHARACTERS_PER_TOKEN)
+
+
+def _shown(row: Json) -> str:
+    lines: list[str] = []
+    room = SHOWN_CHARACTERS // len(row["messages"]) + 40
+    for place, message in enumerate(row["messages"]):
+        text = shorten(text_of(message), room)
+        learnt = message["role"] == "assistant" and place >= row["prompt_messages"]
+        is_learnt = learnt and message.get("weight") != 0
+        lines.append(f"{message['role']}: {f'[[{text}]]' if is_learnt else text}")
+    return shorten("\n".join(lines), 2 * SHOWN_CHARACTERS)
