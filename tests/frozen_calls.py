@@ -42,7 +42,7 @@ REPLACEMENTS: dict[str, tuple[str, str]] = {
     "how long something took, as text": (r"\b(elapsed_s: |seconds: |seconds=)[\d.]+", r"\1<seconds>"),
     "how long a run took, in a terminal": (r", in \d+ s, ", ", in <seconds> s, "),
     "how long ago a run was made": (r"  (now|\d+ min) *(?= (grpo|sft|eval) )", "  <age>"),
-    "how long a run took, on its page": (r"(\d+ steps), \d+ s\b", r"\1, <seconds> s"),
+    "how long a run took, on its page": (r"<b>\d+ s</b> time", "<b><seconds> s</b> time"),
     "how long an environment took to load": (r"\bin [\d.]+ s: ", "in <seconds> s: "),
     "how long a call into an environment took": (r"\b[\d.]+ ms\b", "<milliseconds> ms"),
     "where the command is": (r"`/[^`]*/flash-mcp ", "`flash-mcp "),
