@@ -28,7 +28,7 @@ CALLS_FOR = {
     "flash_mcp/server/": LOOP,
     "flash_mcp/state/": f"tests/state/test_queue.py {KILLED}",
     "flash_mcp/supervisor/": f"{KILLED} tests/supervisor/test_remote_servers.py {ENGINES}",
-    "flash_mcp/tools/": f"tests/tools/test_environment_tools.py {LOOP}",
+    "flash_mcp/tools/": f"tests/tools/test_environment_tools.py tests/test_fuzz.py {LOOP}",
     "scripts/test-engines": ENGINES,
     "worker/": f"tests/worker/test_soak.py tests/worker/test_export.py tests/worker/test_ranks.py"
     f" tests/worker/test_mixture.py {SHARDS}",
