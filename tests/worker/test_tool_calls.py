@@ -63,11 +63,10 @@ def test_calls_are_read_as_the_template_writes_them_and_history_reads_as_it_rend
         transcript.add_environment([RESULT, {**RESULT, "content": "7"}])
     ids = [each["id"] for message in transcript.messages for each in message.get("tool_calls", [])]
     assert ids == ["call00000", "call00001", "call00002", "call00003"]
-    whole = transcript.template._render(
-        [{**message, "content": message["content"].strip()} for message in transcript.messages]
-    )
-    empty = "<think>\n\n</think>\n\n"
-    assert chat.tokenizer.decode(transcript.ids).replace(empty, "") == whole.replace(empty, "")
+    messages = transcript.messages
+    if not transcript.forks:  # where the history is rendered anew, so are the ends of its lines
+        messages = [{**message, "content": message["content"].strip()} for message in messages]
+    assert chat.tokenizer.decode(transcript.context) == transcript.template._render(messages)
 
 
 OWN_TOKENS = {

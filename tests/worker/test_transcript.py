@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig
@@ -11,6 +12,7 @@ from tests.tiny import CHATML, make_tokenizer
 from worker.model_files import end_ids
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
+from worker.training.packing import paths_of
 
 # adds an empty think block to the prompt and drops it from history, as Qwen3's own template does
 QWEN3 = (
@@ -18,6 +20,7 @@ QWEN3 = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>\u2063"), min_size=1, max_size=12)
 
 
@@ -63,6 +66,32 @@ def test_a_template_that_drops_the_empty_think_block_from_history_stays_aligned(
     transcript.add_environment([{"role": "user", "content": "more"}])
     text = template.tokenizer.decode(transcript.ids)
     assert text.count("<think>") == 2 and text.endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_8"])
+def test_each_turn_sees_the_history_that_a_deployment_shows(name: str, thinking: bool) -> None:
+    """Without earlier thoughts and empty blocks; each token is trained once, as it was sampled."""
+    template = ChatTemplate(tokenizer((TEMPLATES / f"{name}.jinja").read_text()), thinking=thinking)
+    transcript = Transcript(template, [{"role": "user", "content": "?"}])
+    said, served = "", [{"role": "user", "content": "?"}]
+    for turn in range(3):
+        assert template.tokenizer.decode(transcript.context) == template.tokenizer.apply_chat_template(
+            served, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        opened = "" if template._opens_thinking else "<think>\n"
+        text = f"{opened}Hm {turn}.\n</think>\n\n{turn}" if thinking else f"{turn}"
+        transcript.add_answer(answer(template, text))
+        said += f"{text}<|im_end|>"
+        served.append({"role": "assistant", "content": f"{turn}"} | {"reasoning_content": f"Hm {turn}." * thinking})
+        if turn < 2:
+            transcript.add_environment([{"role": "user", "content": "more"}])
+            served.append({"role": "user", "content": "more"})
+    ids = transcript.ids
+    assert [ids[place] for place in next(paths_of(len(ids), transcript.forks))] == transcript.context
+    trained = [token for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True) if mine]
+    assert template.tokenizer.decode(trained) == said
+    assert bool(transcript.forks) == (name != "qwen3_8")
 
 
 def test_long_replies_are_not_kept_for_good() -> None:

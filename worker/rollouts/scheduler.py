@@ -478,7 +478,8 @@ class _Conversation:
         rollout = self.rollout
         limits = self.limits
         while True:
-            budget = min(limits.max_tokens, limits.max_length - len(transcript))
+            prompt = transcript.context
+            budget = min(limits.max_tokens, limits.max_length - len(prompt))
             if budget < 1:
                 transcript.truncated = True
                 if rollout.turns == 0:
@@ -486,7 +487,6 @@ class _Conversation:
                 transcript.drop_unanswered()
                 return "length"
             sampling = _sampling(budget, limits, f"{rollout.task.seed}/{rollout.turns}")
-            prompt = transcript.ids
             completion = await self.generator.generate(prompt, sampling)
             turn = transcript.add_answer(completion)
             rollout.turns += 1
@@ -684,6 +684,9 @@ class AgentCalls:
                 raise EnvironmentFault("environment_error", "a call continues one without answer")
             transcript = parent.transcript.copy()
             transcript.add_environment(call.messages)
+            if transcript.forks:  # the template shows the history otherwise: as if begun anew
+                parent = None
+                transcript = Transcript(transcript.template, transcript.messages)
         return Call(call.number, parent, transcript, len(transcript), call.options)
 
 

@@ -1,8 +1,9 @@
 """Token-exact bookkeeping of conversations.
 
 The sequence is the prompt's ids, then the model's own ids as it sampled them, then the chat
-template's glue with the environment's turn, and so on. History is never rendered again: training
-uses the tokens that were sampled."""
+template's glue with the environment's turn, and so on: training uses the tokens that were sampled.
+Where the template shows the history otherwise by then (Qwen3 drops earlier thoughts), a fork shows
+it rendered anew, so that the model sees what a deployment would show."""
 
 from __future__ import annotations
 
@@ -72,6 +73,7 @@ class ChatTemplate:
         self._check([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}])
         prompt = self._render([QUESTION])
         self._opens_thinking = prompt.rstrip().endswith(THINK)
+        self.changes_history = self._changes_history()
 
     def for_tools(self, tools: Sequence[Json]) -> Self:
         """This template for conversations that may call these tools (OpenAI function schemas).
@@ -201,6 +203,16 @@ class ChatTemplate:
         if bare == message:
             return message
         return {**bare, "content": f"{THINK}\n{thought}\n</think>\n\n{text}"}
+
+    def _changes_history(self) -> bool:
+        """Whether an answer, with a thought or without, is shown otherwise once it is history."""
+        for thought in ({}, {THOUGHTS[0]: "Sum."}):
+            answer = {"role": "assistant", "content": "4", **thought}
+            with suppress(FlashError):  # no such answer can be given
+                start = self._render([QUESTION]) + self.text(self.gold(answer).token_ids)
+                if not self._render([QUESTION, answer, QUESTION]).startswith(start):
+                    return True
+        return False
 
     def _find_thought_field(self) -> str:
         """The field of an answer that the template shows as its thought; "" if it shows none."""
@@ -424,11 +436,14 @@ class Transcript:
     """{number of the policy: tokens that it sampled}"""
     _ended: bool = False
     _calls: int = 0
+    _places: list[int] = field(default_factory=list[int])
+    """Of the tokens that the model sees, those in `ids`."""
 
     def __post_init__(self, tools: Sequence[Json]) -> None:
         self.template = self.template.for_tools(tools)
         self.messages = [dict(message) for message in self.messages]
         self.prompt_ids = self.template.prompt_ids(self.messages)
+        self._places = list(range(len(self.prompt_ids)))
 
     def packed(self) -> Json:
         """The transcript as JSON; in place of its template, the tools that this shows."""
@@ -448,6 +463,13 @@ class Transcript:
     @property
     def ids(self) -> list[int]:
         return self.prompt_ids + self.completion_ids
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens that the model sees next: those of `ids` but earlier ones that the template
+        shows otherwise by now."""
+        ids = self.ids
+        return [ids[place] for place in self._places]
 
     @property
     def model_tokens(self) -> int:
@@ -509,26 +531,39 @@ class Transcript:
         if not trains:
             mask = [0] * len(mask)
             logprobs = [0.0] * len(mask)
-        self.completion_ids += completion.token_ids
-        self.mask += mask
-        self.logprobs += logprobs
+        self._extend(completion.token_ids, mask, logprobs)
         self.policies.update(completion.policies)
         self.truncated |= completion.finish_reason == "length"
         last = completion.token_ids[-1:]
         self._ended = bool(last) and last[0] in self.template.end_ids
 
     def add_environment(self, messages: Sequence[ChatMessage]) -> None:
-        """Append the environment's turn and the next generation prompt."""
+        """Append the environment's turn and the next generation prompt. Where the template shows
+        the history otherwise from here on, without earlier thoughts, a fork shows it so."""
         ids = self.template.glue_ids(messages, ended=self._ended)
-        self.completion_ids += ids
-        self.mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
         self.messages += [dict(message) for message in messages]
+        if self.template.changes_history:
+            seen = [*self.context, *ids]
+            shown = self.template.prompt_ids(self.messages)
+            if self.template.tokenizer.decode(seen) != self.template.tokenizer.decode(shown):
+                pairs = enumerate(zip(seen, shown, strict=False))
+                same = next((at for at, (one, other) in pairs if one != other), len(seen))
+                same = min(same, len(self._places), len(shown) - 1)
+                del self._places[same:]
+                self.forks.append((len(self), self._places[-1] + 1))
+                ids = shown[same:]
+        self._extend(ids, [0] * len(ids), [0.0] * len(ids))
+
+    def _extend(self, ids: list[int], mask: list[int], logprobs: list[float]) -> None:
+        self._places += range(len(self), len(self) + len(ids))
+        self.completion_ids += ids
+        self.mask += mask
+        self.logprobs += logprobs
 
     def unlike_template(self, *, prompts: bool) -> FlashError | None:
         """Why these are not the tokens of the template's own rendering of all messages, with the
         next generation prompt if `prompts`; None if they are."""
-        return self.template.compare(self.ids, self.messages, prompts=prompts)
+        return self.template.compare(self.context, self.messages, prompts=prompts)
 
     def copy(self) -> Self:
         """A transcript that goes on from here by itself."""
@@ -538,12 +573,16 @@ class Transcript:
         created.mask = [*self.mask]
         created.logprobs = [*self.logprobs]
         created.policies = self.policies.copy()
+        created.forks = [*self.forks]
+        created._places = [*self._places]
         return created
 
     def drop_unanswered(self) -> None:
         """Remove the tokens after the model's last one: they predict nothing, and may be many."""
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
+        self.forks = [fork for fork in self.forks if fork[0] < len(self)]
+        self._places = [place for place in self._places if place < len(self)]
 
 
 def trained(completion: Completion) -> tuple[list[int], list[float]]:

@@ -298,7 +298,7 @@ def _rows(
                 before = transcript.copy()
                 # Even if nothing was said in between: each answer of a rollout has its own turn.
                 transcript.add_environment(between)
-                if transcript.unlike_template(prompts=True):
+                if transcript.forks or transcript.unlike_template(prompts=True):
                     finished.append(before)
                     transcript = Transcript(template, transcript.messages)
             transcript.add_gold(message)
