@@ -14,19 +14,25 @@ import re
 
 MARK = "| "
 HEADING = "environment or model wrote:"
+UNSEEN = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+"""Unicode's Default_Ignorable_Code_Point, the blank of Braille, and marks of annotations. Joiners
+of emoji are among them: a row of such characters can spell any text."""
 PICTURES = {
     **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
     0x7F: 0x2421,
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
     **dict.fromkeys((0x2028, 0x2029), 0xFFFD),  # line ends
-    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),  # directions
-    **dict.fromkeys(range(0xE0000, 0xE0080), 0xFFFD),  # letters that no font shows
 }
 
 
 def visible(text: str) -> str:
     """The text with a sign for every character but tab and line end that is obeyed, not shown."""
-    return text.translate(PICTURES).encode("utf-8", "replace").decode()
+    shown = UNSEEN.sub("\ufffd", text.translate(PICTURES))
+    return shown.encode("utf-8", "replace").decode()
 
 
 def marked(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import socket
 import traceback
@@ -41,6 +42,7 @@ MAX_BODY_BYTES = 2 << 20
 has 8 MiB at most.
 """
 MOST_DISCARDED_BYTES = 64 << 20
+LENGTH = re.compile("[0-9]{1,18}")
 MOST_UNREAD = 256
 """Connections whose request is not whole yet. The oldest is closed for a new one."""
 MOST_CONNECTIONS = 32
@@ -140,7 +142,7 @@ class Exchange:
             name, _, value = line.partition(":")
             self._headers[name.strip().lower()] = value.strip()
         length = self._headers.get("content-length", "0")
-        if "transfer-encoding" in self._headers or not length.isdecimal():
+        if "transfer-encoding" in self._headers or not LENGTH.fullmatch(length):
             what = "send the body with a Content-Length"
             self._refusal = ApiError(411, "length_required", what)
             return

@@ -199,6 +199,7 @@ REFUSED = """
     status, content = post(base_url, api_key, body, "/responses")
     told.append([status, json.loads(content)])
     told.append(ask([user("x")], headers={"Transfer_Encoding": "chunked"}))
+    told.append(ask([user("x")], headers={"Content_Length": "9" * 5000}))
     ask([user("x")])
 """
 
@@ -250,6 +251,7 @@ async def test_what_is_not_served_is_answered_as_an_api_does(tmp_path: Path) -> 
         (400, "invalid_value"),
         (400, "invalid_value"),
         (404, "previous_response_not_found"),
+        (411, "length_required"),
         (411, "length_required"),
     ]
 
