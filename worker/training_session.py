@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from worker.training.packing import Way
 
 log = logging.getLogger("worker")
-MOST_REGRESSION_TASKS = 200
-REGRESSION_TOKENS = 64
-"""Of one answer there; the package's tasks need a third of it."""
+REGRESSION_TOKENS = 32
+"""Of one answer there; the package's tasks need fewer."""
 
 
 class TrainingSession(Session[RunSpec]):
@@ -325,7 +324,8 @@ class TrainingSession(Session[RunSpec]):
             place_timeout_s=PLACE_TIMEOUT_S,
         )
         async with host:
-            examples = map(Example, range(min(host.splits.get("eval", 0), MOST_REGRESSION_TASKS)))
+            wanted = split.get("tasks", 100)  # which runs that an older version queued do not name
+            examples = map(Example, range(min(host.splits.get("eval", 0), wanted)))
             tasks = task_groups("eval", examples, 1, lambda number, index, attempt: index)
             # A model that thinks needs the run's own room.
             room = self.limits.max_tokens if self.spec.thinking else REGRESSION_TOKENS

@@ -201,8 +201,8 @@ class RunSpec(BaseModel):
     eval_examples: Annotated[int, Field(ge=1, le=100_000)] = 200
     """First rows of the eval split used."""
     regression: Literal["auto", "on", "off"] = "auto"
-    """Try a hundred short tasks of other kinds before and after, to see what was forgotten; auto:
-    where they are at most a tenth of the run's conversations."""
+    """Try short tasks of other kinds before and after, to see what was forgotten. on: all 311;
+    auto: a tenth of the run's conversations, if 120 tasks, and 120 in sft that evaluates."""
     init_from_adapter: str | None = None
     """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer. Its
     rank and alpha apply."""

@@ -165,3 +165,16 @@ def test_the_size_that_is_needed_has_the_power_that_was_promised():
         values = [rng.gauss(change, math.sqrt(spread)) for _ in range(count)]
         seen += fmean(values) > statistics.Z95 * math.sqrt(statistics.spread(values) / count)
     assert 0.74 <= seen / 400 <= 0.86
+
+
+@pytest.mark.parametrize(("tasks", "solved", "loss"), [(120, 40, 0.5), (311, 59, 0.5), (120, 96, 0.2), (311, 249, 0.1)])
+def test_a_visible_loss_is_found_nine_times_of_ten(tasks: int, solved: int, loss: float) -> None:
+    draw, found = random.Random(0), 0
+    assert 0.05 < statistics.visible_loss(tasks, solved) <= loss
+    share = statistics.visible_loss(tasks, solved)
+    for _ in range(400):
+        lost = sum(draw.random() < share for _ in range(solved))
+        won = sum(draw.random() < statistics.CHANCE_GAIN for _ in range(tasks - solved))
+        found += lost > won and statistics.mcnemar(won, lost) < 0.05
+    assert 0.8 <= found / 400 < 0.97
+    assert statistics.visible_loss(tasks, 0) == 1.0

@@ -18,12 +18,13 @@ pytestmark = pytest.mark.usefixtures("no_supervisor")
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({}, "on: 200 short rollouts, 4 % more"),
-        ({"steps": 10}, "off: 200 short rollouts, 62 % more; regression='on' tries them"),
-        ({"steps": 10, "settings": {"regression": "on"}}, "on: 200 short rollouts, 62 % more"),
+        ({}, "on: 240 short tasks before and after, 10 % more rollouts; if the model solves 33 % of them, a loss"),
+        ({"steps": 10}, "off: 120 short tasks before and after are 75 % more rollouts; regression='on' tries all"),
+        ({"steps": 10, "settings": {"regression": "on"}}, "on: 311 short tasks before and after, 194 % more"),
         ({"settings": {"regression": "off"}}, None),
-        ({"algorithm": "sft"}, None),
-        ({"algorithm": "sft", "steps": 10, "settings": {"regression": "on"}}, "on: 200 short rollouts, 250 % more"),
+        ({"algorithm": "sft"}, "off: this run starts no engine; regression='on', or an evaluation, starts one"),
+        ({"algorithm": "sft", "settings": {"eval_after": True}}, "on: 120 short tasks before and after"),
+        ({"algorithm": "sft", "steps": 10, "settings": {"regression": "on"}}, "on: 311 short tasks"),
     ],
 )
 async def test_the_split_is_tried_where_it_costs_little_or_where_it_is_asked_for(
@@ -36,7 +37,8 @@ async def test_the_split_is_tried_where_it_costs_little_or_where_it_is_asked_for
     split = queue.job(run)["regression"]
     assert (split is not None) == (says is not None and says.startswith("on"))
     if split:
-        assert split == {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local"}
+        tasks = int(str(says).split()[1])
+        assert split == {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local", "tasks": tasks}
 
 
 def test_an_environment_of_that_name_replaces_the_packages(tmp_path: Path, flash_home: Path):
@@ -60,7 +62,7 @@ async def test_what_was_forgotten_is_said_by_status_and_by_the_page(tmp_path: Pa
     writer.event("regression", "solved 30 of 100 regression tasks", step=0, outcomes=before)
     read_in(open_store(), run.id)
     seen = (await call("status", run_id=run.id))["run"]
-    assert seen["regression"] == "0.30 of 100 other tasks before training"
+    assert seen["regression"] == "0.30 of 100 other tasks before training; a loss of 48 % of what it solves is seen"
     after = before | {f"spelling-{n:02}": False for n in range(12)}
     learn(writer, range(1, 21))
     writer.event("regression", "solved 18 of 100 regression tasks", step=20, outcomes=after)

@@ -17,7 +17,7 @@ from worker.training_session import TrainingSession
 
 TROUBLE = {"tools_unsupported": True, "out_of_memory": False}
 """Whether a run goes on after it."""
-SPLIT = {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local"}
+SPLIT = {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local", "tasks": 120}
 
 
 def test_a_run_tries_the_split_before_and_after_and_goes_on_without_one_that_fails(
@@ -27,8 +27,8 @@ def test_a_run_tries_the_split_before_and_after_and_goes_on_without_one_that_fai
     Attempt(run).ended()
     first, last = events_of(run, "regression")
     assert (first["step"], last["step"]) == (0, 1)
-    assert len(first["outcomes"]) == 100 and first["outcomes"].keys() == last["outcomes"].keys()
-    assert first["message"] == f"solved {sum(first['outcomes'].values())} of 100 regression tasks"
+    assert len(first["outcomes"]) == 120 and first["outcomes"].keys() == last["outcomes"].keys()
+    assert first["message"] == f"solved {sum(first['outcomes'].values())} of 120 regression tasks"
     assert run.evaluation(0) is None, "it is no evaluation of the run's own split"
     gone = {**SPLIT, "path": str(tmp_path / "nowhere")}
     run = make_run(tmp_path / "other", tiny_model, job={"regression": gone}, steps=1)

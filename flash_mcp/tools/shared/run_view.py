@@ -16,6 +16,7 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import ACTIVE, Evaluation, Rollout, Run, RunState, StepMetrics
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, EvalSpec
@@ -309,7 +310,10 @@ def _regression(store: Store, run: Run) -> str | None:
     tasks = comparison.shared(before, after)
     if not tasks:
         if before:
-            return f"{fmean(before.values()):.2f} of {len(before)} other tasks before training"
+            solved = fmean(before.values())
+            loss = percent(statistics.visible_loss(len(before), solved * len(before)))
+            text = f"{solved:.2f} of {len(before)} other tasks before training"
+            return f"{text}; a loss of {loss} of what it solves is seen"
         return None
     pairs = [(float(before[task]), float(after[task])) for task in tasks]
     old, new = zip(*pairs, strict=True)

@@ -122,8 +122,8 @@ def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) 
         lineage["teacher"] = plan.teacher
     if plan.env_files:
         lineage["env_files"] = plan.env_files
-    if plan.work.regression.startswith("on"):
-        lineage["regression"] = references.regression_split(plan.store)
+    if tasks := plan.work.regression_tasks:
+        lineage["regression"] = references.regression_split(plan.store) | {"tasks": tasks}
     if first.overlap:
         lineage["overlap"] = first.overlap
     with plan.store.transaction():

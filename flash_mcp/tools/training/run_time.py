@@ -22,10 +22,15 @@ TRAINING_SHARE = 1.0
 """Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
 for SmolLM2-135M on a CPU, and is not known elsewhere.
 """
-REGRESSION_ROLLOUTS = 200
-"""A hundred tasks before and after."""
+REGRESSION_TASKS = 311
+"""Those of the package, which are tried before and after."""
 REGRESSION_SHARE = 0.1
-"""Of the run's conversations: with more, they are tried only if the caller says so."""
+"""Of the run's conversations: with more, fewer tasks are tried unless the caller says so."""
+FEWEST_REGRESSION_TASKS = 120
+"""They show 97 of 100 losses of half of what a model solves, if it solves a third. A run of sft
+tries so many however small it is: it forgets most."""
+USUALLY_SOLVED = 0.33
+"""The share of these tasks that a small model solves, to say which loss will be seen."""
 SCATTERED = 3
 """So many earlier runs show how far their times scatter."""
 
@@ -73,7 +78,8 @@ class Work:
     held_out: int
     """Held-out attempts of all its evaluations, and those at the regression split."""
     regression: str = ""
-    """Why that is tried or not, in words; empty for a run without an engine."""
+    """Why that is tried or not, in words; empty if the caller wants none."""
+    regression_tasks: int = 0
 
     @property
     def rollouts(self) -> int:
@@ -84,14 +90,26 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
     """`eval_tasks` are those of one evaluation."""
     held_out = _evaluations(spec, steps) * eval_tasks
     work = Work(spec, environment, steps, held_out)
-    if not spec.generates or spec.regression == "off":
+    if spec.regression == "off":
         return work
-    share = REGRESSION_ROLLOUTS / (work.rollouts + held_out)
-    size = f"{REGRESSION_ROLLOUTS} short rollouts, {percent(share)} more"
-    if spec.regression == "auto" and share > REGRESSION_SHARE:
-        return replace(work, regression=f"off: {size}; regression='on' tries them")
-    held_out += REGRESSION_ROLLOUTS
-    return replace(work, held_out=held_out, regression=f"on: {size}")
+    if not spec.generates:
+        what = "off: this run starts no engine; regression='on', or an evaluation, starts one"
+        return replace(work, regression=what)
+    conversations = work.rollouts + held_out
+    tasks = REGRESSION_TASKS
+    if spec.regression == "auto":
+        tasks = min(tasks, int(REGRESSION_SHARE * conversations / 2))
+        if spec.algorithm == "sft":
+            tasks = max(tasks, FEWEST_REGRESSION_TASKS)
+    if tasks < FEWEST_REGRESSION_TASKS:
+        cost = percent(2 * FEWEST_REGRESSION_TASKS / conversations)
+        what = f"off: {FEWEST_REGRESSION_TASKS} short tasks before and after are {cost} more"
+        return replace(work, regression=f"{what} rollouts; regression='on' tries all")
+    text = f"on: {tasks} short tasks before and after, {percent(2 * tasks / conversations)} more "
+    loss = statistics.visible_loss(tasks, USUALLY_SOLVED * tasks)
+    text += f"rollouts; if the model solves {percent(USUALLY_SOLVED)} of them, a loss of "
+    text += f"{percent(loss)} of these is seen"
+    return replace(work, held_out=held_out + 2 * tasks, regression=text, regression_tasks=tasks)
 
 
 def expected_time(store: Store, work: Work) -> RunTime | None:
