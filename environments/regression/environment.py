@@ -194,7 +194,7 @@ class Regression(EnvironmentSingleTurn):
         return [{"role": "user", "content": example.input}]
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
-        text = response_text.strip()
+        text = (response_text or "").strip()
         check: Mapping[str, Any] = example.record["check"]
         failed = [name for name, value in check.items() if not CHECKS[name](text, value)]
         reason = f"not {', '.join(failed)}" if failed else None
