@@ -50,7 +50,7 @@ def are_labels(answers: Sequence[str]) -> bool:
     most = min(MOST_LABELS, len(answers) // ROWS_EACH)
     if is_numeric:
         most = min(MOST_NUMBERS, len(answers) // ROWS_EACH_NUMBER)
-    return 2 <= len(spellings) <= most and all(len(label) <= LONGEST for label in spellings)
+    return 2 <= len(spellings) <= most and max(map(len, spellings)) <= LONGEST
 
 
 def misspelt(answers: Iterable[str]) -> dict[str, str]:
@@ -58,21 +58,20 @@ def misspelt(answers: Iterable[str]) -> dict[str, str]:
     or seldom and with a letter missing, added, wrong or swapped."""
     counter = Counter(answers)
     forms: defaultdict[str, list[str]] = defaultdict(list)
-    for answer, _ in counter.most_common():
+    sizes = Counter[str]()
+    for answer, count in counter.most_common():
         forms[_plain(answer)].append(answer)
-    sizes = Counter({form: sum(counter[answer] for answer in same) for form, same in forms.items()})
+        sizes[_plain(answer)] += count
     results: dict[str, str] = {}
     for form, same in forms.items():
-        usual = next(
-            (
-                other
-                for other, size in sizes.most_common()
-                if sizes[form] <= max(1, RARE * size) and _is_slip(form, other)
-            ),
-            form,
-        )
-        label = forms[usual][0]
-        results |= {answer: label for answer in same if answer != label}
+        label = same[0]
+        for other, size in sizes.most_common():
+            if sizes[form] <= max(1, RARE * size) and _is_slip(form, other):
+                label = forms[other][0]
+                break
+        for answer in same:
+            if answer != label:
+                results[answer] = label
     return results
 
 
@@ -84,8 +83,9 @@ def _is_slip(form: str, other: str) -> bool:
     """Whether `form` is `other` with one letter missing, added, swapped, or wrong within a word."""
     if min(len(form), len(other)) < SHORTEST_MISSPELT or form == other:
         return False
-    first = next((n for n, (a, b) in enumerate(zip(form, other, strict=False)) if a != b), None)
-    place = min(len(form), len(other)) if first is None else first
+    place = 0
+    while form[place : place + 1] == other[place : place + 1]:
+        place += 1
     changed = {form[place : place + 1], other[place : place + 1]} - {""}
     if not all(letter.isalpha() for letter in changed):
         return False
@@ -127,7 +127,9 @@ def _scikit(texts: Sequence[str], labels: Sequence[str]) -> Predict:
 def _neighbours(texts: Sequence[str], labels: Sequence[str]) -> Predict:
     """The label of the texts that are nearest, by the cosine of their words' weights (tf-idf)."""
     sets = [set(words_of(text)) for text in texts]
-    uses = Counter(word for words in sets for word in words)
+    uses = Counter[str]()
+    for words in sets:
+        uses.update(words)
     weights = {word: math.log(1 + len(texts) / count) ** 2 for word, count in uses.items()}
 
     def length(words: Iterable[str]) -> float:
@@ -163,15 +165,17 @@ def likely_wrong(
     results: list[tuple[int, str, float]] = []
     count = min(len(texts), MOST_CHECKED)
     for fold in range(FOLDS):
-        rest = [place for place in range(count) if groups[place] % FOLDS != fold]
+        rest: list[int] = []
+        left_out: list[int] = []
+        for place in range(count):
+            (left_out if groups[place] % FOLDS == fold else rest).append(place)
         if not rest:
             continue
         predict = _neighbours([texts[place] for place in rest], [labels[place] for place in rest])
-        for place in range(count):
-            if groups[place] % FOLDS == fold:
-                label, share = predict(texts[place])
-                if label != labels[place] and share >= SURE:
-                    results.append((place, label, share))
+        for place in left_out:
+            label, share = predict(texts[place])
+            if label != labels[place] and share >= SURE:
+                results.append((place, label, share))
     results.sort(key=lambda item: (-item[2], item[0]))
     return [(place, label) for place, label, _ in results]
 
@@ -227,11 +231,10 @@ TAGGED = re.compile(r"<(\w+)>\s*([^<>]*?)\s*</\1>")
 def label_said(text: str, known: Mapping[str, str]) -> str:
     """The label that an answer names: in its last tags, as its last line, or alone in it; `known`
     are the labels by their plain spelling."""
-    tagged = TAGGED.findall(text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    for place in (tagged[-1][1] if tagged else "", lines[-1] if lines else ""):
-        if found := known.get(_plain(place)):
-            return found
+    tags = [said for _, said in TAGGED.findall(text)]
+    for place in (*tags[-1:], *text.rstrip().splitlines()[-1:]):
+        if label := known.get(_plain(place)):
+            return label
     said = f" {_plain(' '.join(words_of(text)))} "
     named = {label for plain, label in known.items() if f" {plain} " in said}
     return named.pop() if len(named) == 1 else NO_LABEL

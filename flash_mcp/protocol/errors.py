@@ -192,7 +192,9 @@ class FlashError(Exception):
 def _cut(text: str) -> str:
     """The text without its middle, if it is longer than a result may be: it holds what was sent."""
     half = MOST_CHARACTERS // 2
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[:half]} … {text[-half:]}"
 
 
 def encodable(value: Any) -> Any:

@@ -37,8 +37,10 @@ def use_proxies() -> None:
 
 def by_way_of() -> str:
     """Words for an error of what fetches by httpx: the variable whose proxy it used, if any."""
-    names = [name for name in PROXIES if os.environ.get(name) or os.environ.get(name.lower())]
-    return f", by way of the proxy in {' or '.join(names)}" if names else ""
+    for name in PROXIES:
+        if os.environ.get(name) or os.environ.get(name.lower()):
+            return f", by way of the proxy in {name}"
+    return ""
 
 
 def is_direct(url: str) -> bool:

@@ -88,8 +88,9 @@ def checked(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _id_in(text: str) -> str | int | None:
-    found = ID.search(text[:10_000])
-    return json.loads(found[1]) if found else None
+    if match := ID.search(text[:10_000]):
+        return json.loads(match[1])
+    return None
 
 
 class StdioFrames:

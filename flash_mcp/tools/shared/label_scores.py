@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -63,12 +64,13 @@ def by_label(store: Store, run: Run, step: int, most: int = MOST_SHOWN) -> ByLab
     if result is None:
         return None
     order = sorted(result.counts, key=lambda label: (result.f1(label), label))
-    tasks = {label: set[str]() for label in order}
+    tasks: defaultdict[str, set[str]] = defaultdict(set)
     for row in answers:
         tasks[row["expected"]].add(row["task_id"])
-    few = [
-        f"{_short(label)} {len(tasks[label])}" for label in order if len(tasks[label]) < FEW_EVAL
-    ]
+    few: list[str] = []
+    for label in order:
+        if len(tasks[label]) < FEW_EVAL:
+            few.append(f"{_short(label)} {len(tasks[label])}")
     return ByLabel(
         step=step,
         macro_f1=result.macro_f1,
@@ -81,11 +83,10 @@ def by_label(store: Store, run: Run, step: int, most: int = MOST_SHOWN) -> ByLab
 
 
 def score_of(result: Confusion, label: str) -> LabelScore:
-    wrong = {
-        _short(answer): count
-        for answer, count in sorted(result.counts[label].items(), key=lambda item: -item[1])
-        if answer != label
-    }
+    wrong: dict[str, int] = {}
+    for answer, count in sorted(result.counts[label].items(), key=lambda item: -item[1]):
+        if answer != label:
+            wrong[_short(answer)] = count
     return LabelScore(
         label=_short(label),
         n=result.n(label),
@@ -120,11 +121,17 @@ def _by_words(folder: str) -> str | None:
     """A version's files never change."""
     splits: dict[str, tuple[list[str], list[str]]] = {}
     for split in ("train", "eval"):
-        rows = _rows(Path(folder, "datasets", f"{split}.jsonl"))[:MOST_ROWS]
-        texts, golds = [row.get("input") for row in rows], [row.get("output") for row in rows]
-        if not rows or not all(isinstance(value, str) for value in (*texts, *golds)):
+        texts: list[str] = []
+        golds: list[str] = []
+        for row in _rows(Path(folder, "datasets", f"{split}.jsonl"))[:MOST_ROWS]:
+            text, gold = row.get("input"), row.get("output")
+            if not (isinstance(text, str) and isinstance(gold, str)):
+                return None
+            texts.append(text)
+            golds.append(gold)
+        if not texts:
             return None
-        splits[split] = [str(text) for text in texts], [str(gold) for gold in golds]
+        splits[split] = texts, golds
     if not labels.are_labels(splits["train"][1]):
         return None
     predict = labels.learn_by_words(*splits["train"])

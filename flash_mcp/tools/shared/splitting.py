@@ -65,28 +65,35 @@ def split_tasks(prompts: Sequence[str], golds: Sequence[str], *, may_be_labels: 
     """The same rows are always split the same. Copies are left out; tasks in other words come into
     the same split, and so do rows with one text and several labels. `may_be_labels`: whether few
     short answers are labels."""
-    whole = [place for place, prompt in enumerate(prompts) if prompt and golds[place]]
     split = Split(list(golds))
-    for place in range(len(prompts)):
-        if not (prompts[place] and golds[place]):
-            said = shorten(prompts[place] or golds[place], EXAMPLE_CHARACTERS)
+    whole: list[int] = []
+    answers: list[str] = []
+    for place, prompt in enumerate(prompts):
+        if prompt and golds[place]:
+            whole.append(place)
+            answers.append(golds[place])
+        else:
+            said = shorten(prompt or golds[place], EXAMPLE_CHARACTERS)
             split.drop("empty", f"row {place + 1}: {said!r}")
     merged: dict[str, str] = {}
-    is_labelled = may_be_labels and labels.are_labels([golds[place] for place in whole])
+    is_labelled = may_be_labels and labels.are_labels(answers)
     if is_labelled:
-        merged = labels.misspelt(golds[place] for place in whole)
+        merged = labels.misspelt(answers)
         split.golds = [merged.get(gold, gold) for gold in golds]
     kept, contradictions = _without_copies(split, prompts, whole, is_labelled)
     alike: list[str] = []
     groups: list[list[int]] = []
     for group in _groups([Task(prompts[place], split.golds[place]) for place in kept], is_labelled):
         places = [kept[number] for number in group]
-        # Half of all and more, on one side, would leave the other too little.
-        groups += [[place] for place in places] if 2 * len(places) > len(kept) else [places]
+        if 2 * len(places) > len(kept):
+            # Half of all and more, on one side, would leave the other too little.
+            groups += [[place] for place in places]
+        else:
+            groups.append(places)
+        first = shorten(prompts[places[0]], EXAMPLE_CHARACTERS)
         for place in places[1:]:
-            texts = (shorten(prompts[number], EXAMPLE_CHARACTERS) for number in (place, places[0]))
-            said = " as ".join(map(repr, texts))
-            alike.append(f"row {place + 1}, {said} of row {places[0] + 1}")
+            said = shorten(prompts[place], EXAMPLE_CHARACTERS)
+            alike.append(f"row {place + 1}, {said!r} as {first!r} of row {places[0] + 1}")
     if alike:
         what = f"{len(alike)} rows are another one in other words, and came into its split"
         split.alike = f"{what}: {'; '.join(alike[:EXAMPLES])}"
@@ -108,29 +115,30 @@ def _without_copies(
     kept: list[int] = []
     contradictions: list[str] = []
     for places in same.values():
-        counter = Counter(gold_of(split.golds[place]) for place in places)
-        (usual, most), *others = counter.most_common()
-        head: int | None = next(
-            place for place in places if not is_labelled or gold_of(split.golds[place]) == usual
-        )
+        answers = [gold_of(split.golds[place]) for place in places]
+        (usual, most), *others = Counter(answers).most_common()
+        head: int | None = places[0]
+        text = shorten(prompts[places[0]], EXAMPLE_CHARACTERS)
         if is_labelled and others:
-            given = ", ".join(f"{split.golds[place]!r} (row {place + 1})" for place in places)
-            if others[0][1] == most:
-                head = None
-            what = f"{split.golds[head]!r} kept" if head is not None else "left out"
-            contradictions.append(
-                f"{shorten(prompts[places[0]], EXAMPLE_CHARACTERS)!r}: {given}; {what}"
-            )
+            head, what = None, "left out"
+            if others[0][1] < most:
+                head = places[answers.index(usual)]
+                what = f"{split.golds[head]!r} kept"
+            said = ", ".join(f"{split.golds[place]!r} (row {place + 1})" for place in places)
+            contradictions.append(f"{text!r}: {said}; {what}")
         if head is not None:
             kept.append(head)
-        for place in places:
+        for place, answer in zip(places, answers, strict=True):
             if place == head:
                 continue
-            first = next(other for other in (head, *places) if other not in (None, place))
-            is_copy = head is not None and gold_of(split.golds[place]) == gold_of(split.golds[head])
-            reason = "copies" if is_copy else "other answer to the same question"
+            other = head
+            if other is None:
+                other = places[0] if place != places[0] else places[1]
+            reason = "other answer to the same question"
+            if head is not None and answer == gold_of(split.golds[head]):
+                reason = "copies"
             said = shorten(prompts[place], EXAMPLE_CHARACTERS)
-            split.drop(reason, f"row {place + 1}, as row {first + 1}: {said!r}")
+            split.drop(reason, f"row {place + 1}, as row {other + 1}: {said!r}")
     return sorted(kept), contradictions
 
 
@@ -158,8 +166,10 @@ def _divide(split: Split, groups: list[list[int]], is_labelled: bool) -> None:
     share = min(MOST_EVAL / max(total, 1), EVAL_SHARE)
     strata: defaultdict[str, list[list[int]]] = defaultdict(list)
     for group in groups:
-        usual = Counter(split.golds[place] for place in group).most_common(1)[0][0]
-        strata[usual if is_labelled else ""].append(group)
+        usual = ""
+        if is_labelled:
+            usual = Counter(split.golds[place] for place in group).most_common(1)[0][0]
+        strata[usual].append(group)
     generator = random.Random(0)
     train: list[int] = []
     held_out: list[int] = []
@@ -189,23 +199,29 @@ def _labels_read(
     groups: Sequence[Sequence[int]],
     merged: dict[str, str],
 ) -> LabelsRead:
-    train = Counter(split.golds[place] for place in split.train)
-    held_out = Counter(split.golds[place] for place in split.held_out)
-    order = [label for label, _ in (train + held_out).most_common()]
-    spelt = Counter(golds)
+    learnt = [split.golds[place] for place in split.train]
+    train = Counter(learnt)
     usual = train.most_common(1)[0][0]
-    predict = labels.learn_by_words(
-        [prompts[place] for place in split.train], [split.golds[place] for place in split.train]
-    )
-    said = [(split.golds[place], predict(prompts[place])[0]) for place in split.held_out]
-    constant = [(gold, usual) for gold, _ in said]
-    few = [f"{label!r} {held_out[label]}" for label in order if held_out[label] < FEW_EVAL]
+    predict = labels.learn_by_words([prompts[place] for place in split.train], learnt)
+    said: list[tuple[str, str]] = []
+    constant: list[tuple[str, str]] = []
+    for place in split.held_out:
+        said.append((split.golds[place], predict(prompts[place])[0]))
+        constant.append((split.golds[place], usual))
+    held_out = Counter(gold for gold, _ in said)
+    spelt = Counter(golds)
+    counts: dict[str, tuple[int, int]] = {}
+    few: list[str] = []
+    for label, _ in (train + held_out).most_common():
+        counts[label] = (train[label], held_out[label])
+        if held_out[label] < FEW_EVAL:
+            few.append(f"{label!r} {held_out[label]}")
     warnings: list[str] = []
     if few:
         what = f"fewer than {FEW_EVAL} eval rows, so that their own figures say little"
         warnings.append(f"{what}: {', '.join(few[:MOST_LISTED])}; add rows of these labels")
     return LabelsRead(
-        counts={label: (train[label], held_out[label]) for label in order},
+        counts=counts,
         merged={spelling: f"{label!r}: {spelt[spelling]}" for spelling, label in merged.items()}
         or None,
         likely_wrong=_likely_wrong(split, prompts, groups) or None,
@@ -220,8 +236,11 @@ def _labels_read(
 def _likely_wrong(
     split: Split, prompts: Sequence[str], groups: Sequence[Sequence[int]]
 ) -> list[str]:
-    places = [place for group in groups for place in group]
-    numbers = [number for number, group in enumerate(groups) for _ in group]
+    places: list[int] = []
+    numbers: list[int] = []
+    for number, group in enumerate(groups):
+        places += group
+        numbers += [number] * len(group)
     texts, golds = [prompts[place] for place in places], [split.golds[place] for place in places]
     found = labels.likely_wrong(texts, golds, numbers)
     lines: list[str] = []
