@@ -64,7 +64,7 @@ def solve(messages: list[Any], client: openai.OpenAI, model: str) -> str:
 
 def client_of_the_docs() -> Any:
     """`play` of docs/agents.md; its connections end with it."""
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
+    *_, source = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(source.replace("    http = httpx.Client(timeout=60)\n", ""), names)
 
