@@ -240,7 +240,7 @@ async def test_an_evaluation_of_the_eval_split_alone_gives_no_dataset(client: Cl
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        ({"filter": "Pass@4 > 0"}, "invalid_argument", "write pass@4"),
+        ({"filter": "Pass@4 > 0"}, "invalid_argument", "`pass@4 >= 0.25"),
         ({"select": "best-n"}, "invalid_argument", "max_per_task"),
         ({"name": None}, "invalid_argument", "dry_run"),
         ({"name": "No Spaces"}, "invalid_argument", "no-spaces"),
