@@ -430,7 +430,7 @@ async def test_a_scorer_that_hangs_on_an_answer_is_found_and_the_other_checks_ar
     """
     report = await check(environment_folder(tmp_path, source))
     failed = failures(report)
-    assert set(failed) == {"junk", "time"}
+    assert set(failed) == {"junk", "determinism", "draws", "time"}
     assert [probe.name for probe in report.probes] == PROBES
     assert "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
     assert "while response_text == " in failed["junk"].evidence

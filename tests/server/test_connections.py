@@ -242,7 +242,7 @@ def test_who_has_no_token_fills_no_memory_and_learns_of_no_run(flash_home: Path)
             said.add(body.decode())
         assert len(said) == 1 and "run-" not in said.pop()
         with connect(team, b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\norigin: http://localhost:[\r\n\r\n") as connection:
-            assert connection.recv(12) == b"HTTP/1.1 421"
+            assert connection.recv(12) == b"HTTP/1.1 403"
 
 
 @pytest.mark.hostile("slow connections")

@@ -173,6 +173,7 @@ async def test_resources_of_another_read_exactly_like_what_does_not_exist(
 
     async with team.client(team.token("bob"), mode) as bob, team.client(team.token("alice"), mode) as alice:
         templates = [entry.uri_template for entry in (await bob.list_resource_templates()).resource_templates]
+        templates = [template for template in templates if "{run_id}" in template]
         assert len(templates) >= 4
         for template in templates:
             assert "unknown_run" in (theirs := await read(bob, template, run_id))
