@@ -145,7 +145,8 @@ def _sft_trainer(
     rows = session.ranks.from_first(
         lambda: dataset_rows(dataset, template) if dataset else _gold_rows(session)
     )
-    longest = max((len(row["input_ids"]) for row in rows["train"]), default=1)
+    each = chain.from_iterable(rows["train"])
+    longest = max((len(row["input_ids"]) for row in each), default=1)
     common["keep_tokens"] = session.check_memory(
         common["way"],
         prompt=0,
@@ -168,12 +169,12 @@ def _sft_trainer(
     return trainer
 
 
-def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
-    """The environment's gold answers. An event reports those that are missing."""
+def _gold_rows(session: TrainingSession) -> dict[str, list[list[Row]]]:
+    """The environment's gold answers by task. An event reports those that are missing."""
     share = min(session.spec.max_error_share, GOLD_ERROR_SHARE)
     watched = {"max_error_share": share, "advance": session.heartbeat.advance}
     host = session.host
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[list[Row]]] = {}
     splits = dict(GOLD_SPLITS)
     if not session.spec.evaluates:
         del splits["holdout"]  # measuring it costs a pass over its rows at each checkpoint
@@ -181,7 +182,7 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
         session.heartbeat.enter("dataset", of=host.splits.get(split, 0))
         model = session.model
         by_task = session.wait(gold_rows(host, model.template, split, model.max_length, **watched))
-        rows[name] = list(chain.from_iterable(by_task))
+        rows[name] = by_task
         if missing := host.splits.get(split, 0) - len(by_task):
             what = f"{missing} {split} tasks failed in environment code and were left out"
             session.writer.event("warning", what)

@@ -331,7 +331,7 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numb
         kept = datasets.find((await curated(client, runs=[run.id], name="turns"))["dataset"])
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
-    rows = dataset_rows(kept.pinned(), template)["train"]
+    rows = [row for (row,) in dataset_rows(kept.pinned(), template)["train"]]
     learnt = [decode([label for label in row["labels"] if label != IGNORED]) for row in rows]
     assert learnt == ["first<|im_end|>second\u2028é<|im_end|>", "2!<|im_end|>"]  # and not the example's answer, 0
     for row, line in zip(rows, kept.rows(), strict=True):

@@ -61,7 +61,7 @@ class Step:
         self.told["loss"] = float(sum(losses))
 
     def _sft(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, int, Any]:
-        rows = [{"input_ids": [40, 41, 42, 43, *row[4:]], "labels": row} for row in LABELS]
+        rows = [[{"input_ids": [40, 41, 42, 43, *row[4:]], "labels": row}] for row in LABELS]
         spec = validate({"environment": "e", "algorithm": "sft", "batch_size": len(rows)})
         nobody: Any = None
         trainer = make_sft_trainer(self.policy, tokenizer, spec, {"train": rows}, nobody, max_length=256, **common)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def marked(tmp_path: Path, row: Any, template: ChatTemplate | None = None) -> li
     template = template or ChatTemplate(make_tokenizer())
     files = {"train.jsonl": hashlib.sha256(content).hexdigest()}
     results: list[str] = []
-    for made in dataset_rows({"path": str(tmp_path), "files": files}, template)["train"]:
+    for made in chain(*dataset_rows({"path": str(tmp_path), "files": files}, template)["train"]):
         text, before = "", False
         for token, label in zip(made["input_ids"], made["labels"], strict=True):
             assert label in (IGNORED, token)

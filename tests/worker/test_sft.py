@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTTrainer
 
 from environments.process.host import EnvironmentHost
@@ -16,7 +16,10 @@ from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.sft_length import is_measured
 from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.tools.training.estimate import estimate_of
+from flash_mcp.tools.training.probe import Probe
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR, NO_TORCH
 from tests.tiny import make_tokenizer
@@ -82,7 +85,7 @@ def test_two_answers_in_a_row_are_two_turns_as_in_a_rollout(tmp_path: Path) -> N
     (tmp_path / "train.jsonl").write_text(content)
     template = ChatTemplate(make_tokenizer())
     files = {"train.jsonl": hashlib.sha256(content.encode()).hexdigest()}
-    (row,) = dataset_rows({"path": str(tmp_path), "files": files}, template)["train"]
+    ((row,),) = dataset_rows({"path": str(tmp_path), "files": files}, template)["train"]
     whole = template.tokenizer.apply_chat_template(messages, tokenize=False)
     assert template.tokenizer.decode(row["input_ids"]) + "\n" == whole
     learnt = [token for token in row["labels"] if token != IGNORED]
@@ -102,6 +105,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
         labels = [token if index and rng.random() < 0.6 else IGNORED for index, token in enumerate(ids)]
         rows.append({"input_ids": ids, "labels": [*labels[:-1], ids[-1]]})
     rows[1]["labels"][-1] = IGNORED
+    apart = [[row] for row in rows]
     outcomes = []
     for kind in (Tuner, SFTTrainer):
         policy = load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
@@ -112,7 +116,8 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
         events: list[str] = []
         trainer = make_sft_trainer(
             policy, AutoTokenizer.from_pretrained(fp32_model), SPEC,
-            {"train": rows, "holdout": rows}, SimpleNamespace(event=lambda kind, what, said=events: said.append(what)),
+            {"train": apart, "holdout": apart},
+            SimpleNamespace(event=lambda kind, what, said=events: said.append(what)),
             max_length=58, output_dir=str(tmp_path), callbacks=[], way=packing.Way.PACKED,
         )  # fmt: skip
         assert len(events) == 1 and "1 of 5 rows are longer than max_length=58" in events[0]
@@ -141,7 +146,7 @@ def tune(
     """The next attempt of a run of `steps` steps, from its newest good checkpoint."""
     rng = random.Random(0)
     texts = [[rng.randrange(33, 126) for _ in range(length)] for length in (9, 20, 5, 30, 12, 7)]
-    rows = {"train": [{"input_ids": ids, "labels": ids} for ids in texts]}
+    rows = {"train": [[{"input_ids": ids, "labels": ids}] for ids in texts]}
     folder.create({})
     writer = RunWriter(folder, folder.newest_epoch() + 1)
     fields = {
@@ -172,6 +177,57 @@ def tune(
     )
     assert _optimize(trainer, session, _resume_point(writer, scratch), None) == steps
     return spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "conversations", "held_out", "steps", "passes", "sample", "measured_at"),
+    [
+        ({"epochs": 2}, 1, 0, 2, 2, 0, [2]),
+        ({"epochs": 2}, 180, 40, 46, 2, 16, [10, 20, 30, 40, 46]),
+        ({"epochs": 0.5, "batch_size": 4}, 10, 9, 2, 0.8, 8, [2]),
+        ({"steps": 12, "batch_size": 40}, 600, 354, 12, 0.8, 48, [12]),
+        ({"steps": 200, "batch_size": 40}, 4000, 400, 200, 2, 40, list(range(10, 201, 10))),
+        ({"steps": 15, "batch_size": 8}, 800, 400, 15, 0.15, 16, [10, 15]),
+        ({"steps": 3, "batch_size": 8, "eval_every": 1}, 800, 400, 3, 0.03, 8, [1, 2, 3]),
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_estimate_says_the_steps_that_run_and_measures_less_than_it_learns(
+    fields: dict[str, Any], conversations: int, held_out: int, steps: int, passes: float, sample: int,
+    measured_at: list[int], parts: int, fp32_model: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Also where a conversation is learnt in several rows."""
+    spec = resolve(RunSpec(environment="e", algorithm="sft", eval_after=True, **fields)).spec
+    said = estimate_of(spec, Probe({"train": conversations, "eval": held_out}, 1, [], 0), None)
+    assert (said.steps, said.passes) == (steps, passes)
+    assert said.held_out_examples == (sample * len(measured_at) or None)
+    assert sample * len(measured_at) <= (said.examples or 0)
+    row = {"input_ids": [40, 41], "labels": [40, 41]}
+    rows = {"train": [[row] * parts] * conversations, "holdout": [[row] * parts] * held_out}
+    nobody: Any = None
+    trainer: Any = make_sft_trainer(
+        load_policy(fp32_model, rank=1, alpha=1, seed=0, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(fp32_model), spec, rows, nobody,
+        max_length=64, output_dir=str(tmp_path), callbacks=[], way=packing.Way.PACKED,
+    )  # fmt: skip
+    seen: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(state.global_step)
+
+    learnt: list[int] = []
+
+    def step(model: Any, inputs: Any, count: Any = None) -> torch.Tensor:
+        learnt.append(len(inputs["input_ids"]))
+        return torch.zeros(())
+
+    trainer.training_step = step
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert len(seen) == steps and sum(learnt) == parts * (said.examples or 0)
+    assert len(trainer.eval_dataset or ()) == sample
+    assert [at for at in seen if is_measured(spec, at, steps)] == measured_at
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

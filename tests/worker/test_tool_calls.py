@@ -234,7 +234,7 @@ async def test_sft_on_a_curated_rollout_learns_the_tokens_that_were_sampled(tmp_
     assert record.prompt_messages == 6
     (tmp_path / "train.jsonl").write_text(json.dumps(row))
     files = {"train.jsonl": hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()}
-    (learnt,) = dataset_rows({"path": str(tmp_path), "files": files}, template())["train"]
+    ((learnt,),) = dataset_rows({"path": str(tmp_path), "files": files}, template())["train"]
     transcript = rollout.transcript
     assert transcript is not None
     assert learnt["input_ids"] == transcript.ids

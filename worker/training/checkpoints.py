@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.sft_length import is_measured
 from flash_mcp.protocol.spec import LrSchedule, RunSpec
 from worker.capacity import used_gib
 from worker.rollouts.task_choice import BELIEFS
@@ -99,9 +100,8 @@ class Reporter(TrainerCallback):
     """Writes a step's metrics after it, and a checkpoint when one is due.
 
     `pending` holds the metrics of the current step's rollouts. The trainer's own metrics are added
-    to them, and those of `held_out` after the last step and every `eval_every` (else `save_every`)
-    steps. `advance` is called after each part of a step. FlashError(diverged) if a gradient is not
-    finite."""
+    to them, and those of `held_out` where `is_measured`. `advance` is called after each part of a
+    step. FlashError(diverged) if a gradient is not finite."""
 
     def __init__(
         self,
@@ -171,9 +171,8 @@ class Reporter(TrainerCallback):
         # The schedule of the learning rate reads it too.
         state.max_steps = self.planned(state.global_step, self._most)
         last = state.global_step >= state.max_steps
-        every = self.spec.eval_every or self.spec.save_every
         # Before the flags of `control` are set: an evaluation within a step clears them.
-        if last or state.global_step % every == 0:
+        if is_measured(self.spec, state.global_step, state.max_steps):
             self.pending |= self.held_out()
         control.should_log = True
         control.should_training_stop |= last or self.cancelled.is_set()

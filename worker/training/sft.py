@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +33,7 @@ from environments.tools import problem_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.sft_length import measured_of, steps_of
 from flash_mcp.protocol.spec import RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.calls import Call
@@ -44,6 +47,7 @@ from worker.training.packing import Pack, Way, packs_of, paths_of
 from worker.training.parallel import Passes, combine, no_loss
 
 Row = dict[str, list[int]]
+COLUMNS = ("input_ids", "labels")
 IGNORED = -100
 GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 """The names of rows, learnt and held out -> the splits that they are made from."""
@@ -111,13 +115,13 @@ class _GoldCalls(AgentCalls):
         return template.gold(gold)
 
 
-def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
-    """{"train": rows, "holdout": rows} of the curated dataset that job.json names, like those of
-    `gold_rows`.
+def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[list[Row]]]:
+    """{"train": rows, "holdout": rows} of the curated dataset that job.json names, by conversation
+    like those of `gold_rows`.
 
     FlashError(dataset_invalid) if a file changed since the run was created.
     """
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[list[Row]]] = {}
     for file, checksum in dataset["files"].items():
         path = Path(dataset["path"], file)
         content = path.read_bytes() if path.is_file() else b""
@@ -131,9 +135,8 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
             count = line["prompt_messages"]
             prompt = line["messages"][:count]
             chat = template.for_tools(line.get("tools", ()))
-            rows[path.stem] += _rows(
-                f"{file} line {number}", chat, prompt, line["messages"][count:]
-            )
+            gold = line["messages"][count:]
+            rows[path.stem].append(_rows(f"{file} line {number}", chat, prompt, gold))
     return rows
 
 
@@ -207,7 +210,7 @@ def make_sft_trainer(
     model: PeftModel,
     tokenizer: Any,
     spec: RunSpec,
-    rows: Mapping[str, list[Row]],
+    rows: Mapping[str, list[list[Row]]],
     writer: RunWriter,
     *,
     max_length: int,
@@ -217,45 +220,56 @@ def make_sft_trainer(
     keep_tokens: float = math.inf,
     ranks: Ranks = ALONE,
 ) -> Tuner:
-    """A trainer on rows["train"], with rows["holdout"] held out. `way` is the result of
-    worker.training.packing.way_of.
+    """A trainer on rows["train"], with a sample of rows["holdout"] held out. Both are by
+    conversation, of which a batch takes `batch_size`, each with all its rows. `way` is the result
+    of worker.training.packing.way_of.
 
     Activations of more than `keep_tokens` tokens are recomputed. Rows are cut at `max_length`
     tokens; an event says how many. FlashError(dataset_invalid) if no row has anything to learn."""
-    total = len(rows["train"])
-    longer = sum(len(row["input_ids"]) > max_length for row in rows["train"])
+    every = list(chain.from_iterable(rows["train"]))
+    total = len(every)
+    longer = sum(len(row["input_ids"]) > max_length for row in every)
     learnable = _learnable(rows["train"], max_length)
     held_out = _learnable(rows.get("holdout", []), max_length)
     if longer:
+        left_out = total - sum(map(len, learnable))
         writer.event(
             "warning",
             f"{longer} of {total} rows are longer than max_length={max_length} and were cut, "
-            f"{total - len(learnable)} of them before their first answer: left out",
+            f"{left_out} of them before their first answer: left out",
         )
     if not learnable:
         what = "no answer to learn fits within max_length"
         fix = "raise max_length, or give the environment's tasks an output (sft_completion)"
         raise FlashError("dataset_invalid", what, rows=total, fix=fix)
-    length = {"max_steps": spec.steps} if spec.steps else {"num_train_epochs": spec.epochs}
+    # The same ones each time, of any place in the split, also in an attempt that resumes.
+    held_out = held_out[: spec.eval_examples]
+    count = measured_of(spec, len(learnable), len(held_out))
+    held_out = random.Random(spec.seed).sample(held_out, count)
     args = cast(Any, SFTConfig)(
         **trainer_arguments(spec, model, output_dir),
-        **length,
+        max_steps=steps_of(spec, len(learnable)),
         per_device_train_batch_size=spec.batch_size,
         per_device_eval_batch_size=spec.batch_size,
         prediction_loss_only=True,
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    dataset = cast(Any, Dataset)
     trainer = Tuner(
         model=model,
         args=args,
-        train_dataset=dataset.from_list(learnable),
-        eval_dataset=dataset.from_list(held_out[: spec.eval_examples]) if held_out else None,
+        train_dataset=_dataset(learnable),
+        eval_dataset=_dataset(held_out) if held_out else None,
         processing_class=tokenizer,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    collate = cast(Any, trainer.data_collator)
+
+    def flat(batch: list[dict[str, list[list[int]]]]) -> Any:
+        return collate(list(chain.from_iterable(map(_unpacked, batch))))
+
+    trainer.data_collator = flat
     trainer.way = way
     trainer.ranks = ranks
     trainer.passes = Passes(model, ranks)
@@ -263,10 +277,25 @@ def make_sft_trainer(
     return trainer
 
 
-def _learnable(rows: list[Row], max_length: int) -> list[Row]:
+def _learnable(conversations: list[list[Row]], max_length: int) -> list[list[Row]]:
     """The rows, cut, without those that have no token left to learn."""
-    cut = [{name: values[:max_length] for name, values in row.items()} for row in rows]
-    return [row for row in cut if any(label != IGNORED for label in row["labels"])]
+    kept: list[list[Row]] = []
+    for rows in conversations:
+        cut = [{name: values[:max_length] for name, values in row.items()} for row in rows]
+        kept.append([row for row in cut if any(label != IGNORED for label in row["labels"])])
+    return list(filter(None, kept))
+
+
+def _dataset(conversations: list[list[Row]]) -> Any:
+    """One item for each conversation: {"input_ids", "labels"} with a list for each of its rows."""
+    items = [{name: [row[name] for row in rows] for name in COLUMNS} for rows in conversations]
+    return cast(Any, Dataset).from_list(items)
+
+
+def _unpacked(item: dict[str, list[list[int]]]) -> list[Row]:
+    """The rows of an item of `_dataset`."""
+    pairs = zip(*(item[name] for name in COLUMNS), strict=True)
+    return [dict(zip(COLUMNS, pair, strict=True)) for pair in pairs]
 
 
 def _rows(

@@ -13,6 +13,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.protocol.sft_length import learnt_in, measured_of, measurements_of, steps_of
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.disk import in_words
@@ -73,14 +74,17 @@ def check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:
 def estimate_of(spec: RunSpec, probe: Probe, dataset: Dataset | None) -> Estimate:
     dataset_rows = len(dataset.rows()) if dataset else None
     tasks = dataset_rows or probe.splits["train"]
-    batch = spec.batch_size or 1
-    steps = spec.steps or math.ceil(tasks * (spec.epochs or 1.0) / batch)
+    batch = spec.batch_size
+    steps = steps_of(spec, tasks)
+    seen = steps * batch
+    if spec.algorithm == "sft":
+        seen = learnt_in(spec, steps, tasks)
     estimate = Estimate(
         steps=steps,
         train_tasks=probe.splits["train"],
         eval_tasks=probe.splits.get("eval", 0),
         dataset_rows=dataset_rows,
-        passes=round(steps * batch / tasks, 2),
+        passes=round(seen / tasks, 2),
         prompt_tokens_about=probe.prompt_tokens,
     )
     if spec.algorithm != "sft":
@@ -89,15 +93,14 @@ def estimate_of(spec: RunSpec, probe: Probe, dataset: Dataset | None) -> Estimat
         room = (spec.max_length or DEFAULT_MAX_LENGTH) - probe.prompt_tokens
         estimate.tokens_at_most = estimate.rollouts * max(1, min(spec.max_tokens, room))
     else:
-        estimate.examples = steps * batch
+        estimate.examples = seen
         rows = 0
         if spec.evaluates:
             rows = estimate.eval_tasks
         if dataset:
             rows = dataset.manifest["counts"]["holdout_rows"]
-        every = spec.eval_every or spec.save_every
-        measurements = math.ceil(steps / every)
-        estimate.held_out_examples = measurements * min(rows, spec.eval_examples) or None
+        measured = measured_of(spec, tasks, rows)
+        estimate.held_out_examples = measurements_of(spec, steps) * measured or None
     return estimate
 
 
