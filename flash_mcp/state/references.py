@@ -184,9 +184,8 @@ def find_subject(store: Store, reference: str) -> Subject:
             row = find_deployment(store, reference)
             served = row.id if is_live else None
             subject = _checkpoint(store, row.run_id, row.step)
-            server = store.server_run(row.server_run) if served and row.server_run else None
-            precision = (server and server.precision) or subject.precision
-            return replace(subject, deployment=served, precision=precision)
+            precision = store.served_precision(row.server_run) if served else None
+            return replace(subject, deployment=served, precision=precision or subject.precision)
     card = base_model(reference)
     return Subject(card.name, card.context)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import ACTIVE, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.protocol.spec import LOCAL_TARGET, Precision
 from flash_mcp.state.database import Connection, marks
 from flash_mcp.state.owners import caller
 
@@ -70,6 +70,11 @@ class RunTable(Connection):
         """As `run`, also if it is the model server of a deployment."""
         sql = "SELECT * FROM runs WHERE id = ? AND serves IS NOT NULL"
         return self.record(Run, sql, [run_id]) or self.run(run_id)
+
+    def served_precision(self, server_run: str | None) -> Precision | None:
+        """In which a model server computes. It may be another owner's: they share it."""
+        sql = "SELECT precision FROM main.runs WHERE id = ? AND serves IS NOT NULL"
+        return next(iter(self.column(sql, [server_run])), None)
 
     def runs(
         self, state: str | None = None, limit: int = 20, cursor: str | None = None

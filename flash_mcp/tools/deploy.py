@@ -459,7 +459,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
 
 def _precision(store: Store, row: Deployment) -> str | None:
     """That of the server, beside that of the run if it differs: answers may differ too."""
-    served = store.server_run(row.server_run).precision if row.server_run else None
+    served = store.served_precision(row.server_run)
     trained = store.run(row.run_id).precision
     if served is None or trained in (None, served):
         return served
