@@ -311,7 +311,7 @@ ODD = [
     Request("a wrong token", 401, ("unauthenticated",), headers={"authorization": "Bearer flash_x"}, body=CALL),
     Request("the wrong scheme", 401, ("unauthenticated",), headers={"authorization": "Basic eA=="}, body=CALL),
     Request("another host", 421, ("host_refused", "evil.example"), headers={"host": "evil.example"}, body=CALL),
-    Request("another origin", 421, ("host_refused", "evil"), headers={"origin": "http://evil"}, body=CALL),
+    Request("another origin", 403, ("origin_refused", "evil"), headers={"origin": "http://evil"}, body=CALL),
     Request("no JSON", 400, ("Parse error",), body=b"{"),
     Request("plain text", 400, ("Content-Type",), headers={"content-type": "text/plain"}, body=b"status"),
     Request("an empty list", 400, ("batches",), body=[]),

@@ -184,7 +184,7 @@ def find_subject(store: Store, reference: str) -> Subject:
             row = find_deployment(store, reference)
             served = row.id if is_live else None
             subject = _checkpoint(store, row.run_id, row.step)
-            precision = store.served_precision(row.server_run) if served else None
+            precision = store.precision_of(row.server_run) if served else None
             return replace(subject, deployment=served, precision=precision or subject.precision)
     card = base_model(reference)
     return Subject(card.name, card.context)

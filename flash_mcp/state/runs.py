@@ -71,10 +71,12 @@ class RunTable(Connection):
         sql = "SELECT * FROM runs WHERE id = ? AND serves IS NOT NULL"
         return self.record(Run, sql, [run_id]) or self.run(run_id)
 
-    def served_precision(self, server_run: str | None) -> Precision | None:
-        """In which a model server computes. It may be another owner's: they share it."""
-        sql = "SELECT precision FROM main.runs WHERE id = ? AND serves IS NOT NULL"
-        return next(iter(self.column(sql, [server_run])), None)
+    def precision_of(self, run_id: str | None) -> Precision | None:
+        """In which a run or a model server computes. A server may be another owner's: they share
+        it.
+        """
+        sql = "SELECT precision FROM main.runs WHERE id = ?"
+        return next(iter(self.column(sql, [run_id])), None)
 
     def runs(
         self, state: str | None = None, limit: int = 20, cursor: str | None = None

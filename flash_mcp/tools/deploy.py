@@ -459,8 +459,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
 
 def _precision(store: Store, row: Deployment) -> str | None:
     """That of the server, beside that of the run if it differs: answers may differ too."""
-    served = store.served_precision(row.server_run)
-    trained = store.run(row.run_id).precision
+    served, trained = store.precision_of(row.server_run), store.precision_of(row.run_id)
     if served is None or trained in (None, served):
         return served
     measures = f"evaluate(model={row.id!r}) measures it as it is served"
