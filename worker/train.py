@@ -179,11 +179,14 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[list[Row]]]:
     if not session.spec.evaluates:
         del splits["holdout"]  # measuring it costs a pass over its rows at each checkpoint
     for name, split in splits.items():
-        session.heartbeat.enter("dataset", of=host.splits.get(split, 0))
+        count = host.splits.get(split, 0)
+        if name == "holdout":
+            count = min(count, session.spec.eval_examples)
+        session.heartbeat.enter("dataset", of=count)
         model = session.model
-        by_task = session.wait(gold_rows(host, model.template, split, model.max_length, **watched))
-        rows[name] = by_task
-        if missing := host.splits.get(split, 0) - len(by_task):
+        gold = gold_rows(host, model.template, split, model.max_length, count, **watched)
+        rows[name] = session.wait(gold)
+        if missing := count - len(rows[name]):
             what = f"{missing} {split} tasks failed in environment code and were left out"
             session.writer.event("warning", what)
     return rows

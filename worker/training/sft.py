@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Mapping
 from itertools import chain
@@ -54,11 +55,16 @@ GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 
 
 async def gold_rows(
-    host: EnvironmentHost, template: ChatTemplate, split: str, max_length: int, **watched: Any
+    host: EnvironmentHost,
+    template: ChatTemplate,
+    split: str,
+    max_length: int,
+    most: int | None = None,
+    **watched: Any,
 ) -> list[list[Row]]:
-    """{"input_ids", "labels"} of every task of a split: a row, or several where the model is shown
-    the history otherwise (`_rows`), and of an agent a row for each of its conversations. `watched`
-    and errors as of `survey`.
+    """{"input_ids", "labels"} of every task of a split, or of its first `most`: a row, or several
+    where the model is shown the history otherwise (`_rows`), and of an agent a row for each of its
+    conversations. `watched` and errors as of `survey`.
     """
 
     async def one(index: int) -> list[Row]:
@@ -72,7 +78,7 @@ async def gold_rows(
         gold = await host.gold(split, index)
         return _rows(name, template.for_tools(opening.tools), opening.messages, gold)
 
-    return await survey(split, host.splits.get(split, 0), one, **watched)
+    return await survey(split, min(host.splits.get(split, 0), most or sys.maxsize), one, **watched)
 
 
 class _GoldCalls(AgentCalls):
