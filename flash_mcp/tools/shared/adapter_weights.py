@@ -28,7 +28,7 @@ def check_weights(path: Path) -> None:
         length = int.from_bytes(content[:8], "little")
         header: dict[str, Any] = json.loads(content[8 : 8 + length])
         header.pop("__metadata__", None)
-        numbers = {}
+        numbers: dict[str, tuple[str, bytes]] = {}
         for name, entry in header.items():
             start, end = entry["data_offsets"]
             numbers[name] = (entry["dtype"], content[8 + length + start : 8 + length + end])
