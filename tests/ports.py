@@ -1,13 +1,21 @@
 """Ports of this machine for the servers of tests."""
 
+import random
 import socket
+from contextlib import suppress
+
+BELOW_EPHEMERAL = range(15_000, 32_000)
+"""Other processes' outgoing connections get none of these ports before a test's server listens there."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    held = [socket.create_server((host, 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
+    held: list[socket.socket] = []
+    while len(held) < count:
+        with suppress(OSError):
+            held.append(socket.create_server((host, random.SystemRandom().choice(BELOW_EPHEMERAL))))
+    ports = [server.getsockname()[1] for server in held]
+    for server in held:
+        server.close()
     return ports
 
 
