@@ -4,7 +4,7 @@ import random
 import socket
 from contextlib import suppress
 
-BELOW_EPHEMERAL = range(15_000, 32_000)
+BELOW_EPHEMERAL = range(20_000, 32_000)  # and above those of Ray's workers
 """Other processes' outgoing connections get none of these ports before a test's server listens there."""
 
 
