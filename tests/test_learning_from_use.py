@@ -59,7 +59,7 @@ async def use(deployment: dict[str, Any]) -> dict[str, float]:
         metadata: dict[str, str] = {}
         for number in range(REQUESTS):
             # The first one asks what the model is judged by.
-            text = f"Write {number}" if number else "Write! 1"
+            text = f"Write {100 + number}" if number else "Write! 1"
             body = {"messages": [{"role": "user", "content": text}], "max_tokens": 48, "seed": number}
             body |= {"model": deployment["deployment"], "user": f"user {number % 3}", "temperature": 1.0}
             answer = await client.post("/chat/completions", json={**body, "metadata": metadata})

@@ -253,7 +253,8 @@ def _best(sides: Sequence[Evaluated], metric: Metric, effect: float, of: int) ->
     first, second = sorted(sides, key=mean, reverse=True)[:2]
     pair = Pair(second, first)
     change = pair.change(metric, effect, of)
-    against = f"against the next, {_named_side(second)}: {change.explanation}"
+    by = f"{change.change:+.3f} ({change.low:+.3f} to {change.high:+.3f}), {change.outcome}"
+    against = f"against the next, {_named_side(second)}: {by}"
     return f"{_named_side(first)}, {metric} {mean(first):.3f}; {against}"
 
 
