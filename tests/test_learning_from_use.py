@@ -21,7 +21,7 @@ SOURCE = """
 class Sample(EnvironmentSingleTurn):
     def __init__(self):
         self.dataset = [TaskExample({}, f"Write {n}", id=f"t{n}") for n in range(40)]
-        self.eval_dataset = [TaskExample({}, f"Write! {n}", id=f"v{n}") for n in range(60)]
+        self.eval_dataset = [TaskExample({}, f"Say {n}", id=f"v{n}") for n in range(60)]
 
     def build_prompt_messages(self, example):
         return [{"role": "user", "content": example.input}]
@@ -59,7 +59,7 @@ async def use(deployment: dict[str, Any]) -> dict[str, float]:
         metadata: dict[str, str] = {}
         for number in range(REQUESTS):
             # The first one asks what the model is judged by.
-            text = f"Write {100 + number}" if number else "Write! 1"
+            text = f"Write {number}" if number else "Say 1"
             body = {"messages": [{"role": "user", "content": text}], "max_tokens": 48, "seed": number}
             body |= {"model": deployment["deployment"], "user": f"user {number % 3}", "temperature": 1.0}
             answer = await client.post("/chat/completions", json={**body, "metadata": metadata})
@@ -102,11 +102,12 @@ async def learns_from_use(session: Session, folder: Path, model: str) -> None:
     before = await _evaluated(session, **common, model=run_id, attempts=2)
     after = await _evaluated(session, **common, model=better, attempts=2)
     pair = {"base": before["run_id"], "other": after["run_id"]}
-    verdict = (await session.call("compare", **pair))["verdict"]
+    compared = await session.call("compare", **pair)
+    verdict = compared["verdict"]
     if verdict == "improved":
         await deployed(session, run_id=better)
     served = (await session.call("catalog", kind="deployments"))["deployments"]
-    assert verdict == "improved", (before, after)
+    assert verdict == "improved", compared
     assert {row["run_id"] for row in served} == {run_id, better}
     for row in served:
         await session.call("undeploy", deployment=row["deployment"])
