@@ -44,6 +44,11 @@ def _refusal(code: int, what: str, *ids: Any) -> Refused:
     return Refused([{"jsonrpc": "2.0", "id": identity, "error": error} for identity in ids])
 
 
+def _doubled(identity: Any) -> Refused:
+    what = f"Invalid Request: a request with the id {identity!r} is under way"
+    return _refusal(INVALID_REQUEST, what, identity)
+
+
 def checked(text: str) -> tuple[str, dict[str, Any]]:
     """A message as JSON that the SDK reads, with U+FFFD for each half of a character, and parsed.
     Refused, if it is none.
@@ -131,8 +136,7 @@ class StdioFrames:
         if identity is None or method in (None, "subscriptions/listen"):
             return
         if identity in self.open:
-            what = f"Invalid Request: a request with the id {identity!r} is under way"
-            raise _refusal(INVALID_REQUEST, what, identity)
+            raise _doubled(identity)
         self.open.add(identity)
 
     def _is_unread(self) -> bool:
@@ -212,8 +216,7 @@ class CheckedPosts:
             key = (session, fields.get("id"))
             is_request = "method" in fields and key[1] is not None and bool(session)
             if is_request and key in self.open:
-                what = f"Invalid Request: a request with the id {key[1]!r} is under way"
-                raise _refusal(INVALID_REQUEST, what, key[1])
+                raise _doubled(key[1])
         except Refused as refused:
             shown = refused.answers if len(refused.answers) > 1 else refused.answers[0]
             await JSONResponse(shown, 400)(scope, receive, send)
