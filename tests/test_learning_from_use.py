@@ -114,7 +114,6 @@ async def learns_from_use(session: Session, folder: Path, model: str) -> None:
         await session.call("undeploy", deployment=row["deployment"])
 
 
-@pytest.mark.xfail(reason="two of the thirty answers are at times not recorded; why is open")
 def test_what_users_liked_is_learnt_and_deployed_as_it_is_better(
     tiny_model: Path, tmp_path: Path, flash_home: Path
 ) -> None:

@@ -619,8 +619,8 @@ class RunReconciler:
         """The folder's result ends the run, once the attempt has left or had the time to."""
         if attempt.result_at is None:
             attempt.result_at = attempt.watched_s
-        # An engine that is slow to answer, or still calls it pending, does not say that it has left:
-        # its node may yet store the end of its log.
+        # An engine that is slow, or still calls it pending, does not say that it has left: its node
+        # may yet store the end of its log.
         waited_s = attempt.watched_s - attempt.result_at
         if status.state != "gone" and waited_s < self.timeouts.leave_s:
             return

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flash_mcp.protocol.recordings import TOKENS, Limits, Recording
 from worker.engine.front import Front
@@ -142,7 +143,12 @@ def recording(tmp_path: Path) -> Recording:
 
 
 async def ask(
-    home: Path, monkeypatch: pytest.MonkeyPatch, key: str = "user", path: str = "/chat/completions", **fields: Any
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str = "user",
+    path: str = "/chat/completions",
+    app: Callable[[ASGIApp], ASGIApp] = lambda front: front,
+    **fields: Any,
 ) -> httpx.Response:
     for name, value in (
         ("VLLM_API_KEY", "user"),
@@ -151,7 +157,7 @@ async def ask(
         ("OPENAI_API_KEY", "sk-12345678"),
     ):
         monkeypatch.setenv(name, value)
-    transport = httpx.ASGITransport(app=Front(behind))
+    transport = httpx.ASGITransport(app=app(Front(behind)))
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.post(f"/v1{path}", headers=headers, json={**ASKED, **fields})
@@ -169,6 +175,35 @@ async def test_an_answer_is_recorded_with_its_tokens(
     assert (line["prompt_token_ids"], line["token_ids"]) == ([1, 2], [3, 4])
     assert (line["logprobs"], line["finish"]) == ([-0.5, -0.25], "stop")
     assert (line["tools"], line["sampling"]["temperature"]) == (TOOLS, 0.5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [("/chat/completions", b"[DONE]"), ("/responses", b"response.incomplete"), ("/messages", b"message_stop")],
+)
+async def test_who_has_the_whole_answer_can_rate_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, path: str, end: bytes, stream: bool
+) -> None:
+    recorded: list[int] = []
+
+    def watched(front: ASGIApp) -> ASGIApp:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            body = b""
+
+            async def seen(message: Message) -> None:
+                nonlocal body
+                body += message.get("body", b"")
+                if body and (not stream or end in body):
+                    recorded.append(len(list(recording.lines())))
+                await send(message)
+
+            await front(scope, receive, seen)
+
+        return app
+
+    await ask(tmp_path, monkeypatch, path=path, app=watched, input="hi", stream=stream)
+    assert recorded and set(recorded) == {1}
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses"])

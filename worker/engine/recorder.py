@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,8 @@ MIN_SECRET = 8
 RATINGS = "/v1/ratings"
 MOST_KEPT = 1000
 """Conversations that a later request may continue."""
+LAST_EVENTS = ("response.completed", "response.incomplete", "message_stop")
+"""Of streams of OpenAI's responses and Anthropic's messages; chat completions have none."""
 SAMPLING = (
     "temperature",
     "top_p",
@@ -87,13 +89,22 @@ class Recorder:
         completed = {**request, **answer.asks}
         content = json.dumps(completed).encode()
         scope = {**scope, "headers": _with_length(scope["headers"], len(content))}
-        await app(scope, _replayed(content, receive), answer.sender(send))
-        try:
-            for line in answer.lines() if answer.status == 200 else ():
-                await run_in_threadpool(recording.append, self._redacted(line))
-                self._keep(line, request)
-        except OSError as error:  # a full disk ends no deployment
-            log.warning("a request was not recorded: %s", error)
+        is_recorded = False
+
+        async def record() -> None:
+            nonlocal is_recorded
+            if is_recorded:
+                return
+            is_recorded = True
+            try:
+                for line in answer.lines() if answer.status == 200 else ():
+                    await run_in_threadpool(recording.append, self._redacted(line))
+                    self._keep(line, request)
+            except OSError as error:  # a full disk ends no deployment
+                log.warning("a request was not recorded: %s", error)
+
+        await app(scope, _replayed(content, receive), answer.sender(send, record))
+        await record()  # of a stream without an event that ends it
 
     def _redacted(self, line: Json) -> Json:
         """The line without secrets, and without tokens that would spell one out again."""
@@ -200,6 +211,8 @@ class _Answer:
         self._request = request
         self._started = time.time()
         self._is_stream = False
+        self._has_ended = False
+        """An event said that the stream ends."""
         self._start: Message = {}
         self._rest = b""
 
@@ -226,7 +239,11 @@ class _Answer:
         }
         return existing | facts
 
-    def sender(self, send: Send) -> Send:
+    def sender(self, send: Send, record: Callable[[], Awaitable[None]]) -> Send:
+        """Sends what comes to the client. Before the end of it `record` is awaited: who has the
+        whole answer may rate it, or continue it, at once.
+        """
+
         async def forward(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._begin(message)
@@ -234,10 +251,15 @@ class _Answer:
                     await send(message)
                 return
             self._rest += message.get("body", b"")
+            is_last = not message.get("more_body")
             if self._is_stream:
-                await send({**message, "body": self._events(is_last=not message.get("more_body"))})
-            elif not message.get("more_body"):
+                events = self._events(is_last=is_last)
+                if is_last or self._has_ended:
+                    await record()
+                await send({**message, "body": events})
+            elif is_last:
                 content = self._whole()
+                await record()
                 headers = _with_length(self._start["headers"], len(content))
                 await send({**self._start, "headers": headers})
                 await send({**message, "body": content})
@@ -266,7 +288,9 @@ class _Answer:
         try:
             part = json.loads(data)
         except ValueError:  # the last one of chat completions is no JSON
+            self._has_ended = True
             return event
+        self._has_ended |= as_object(part).get("type") in LAST_EVENTS
         return name + mark + json.dumps(self.read(part)).encode()
 
 
