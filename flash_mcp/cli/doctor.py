@@ -20,7 +20,6 @@ from environments.sandbox.confinement import describe
 from environments.sandbox.needs import WARDEN, Bounds
 from environments.settings import FILE, load_settings
 from flash_mcp.cli.doctor_gpu import c_compiler, cause_of, torchvision, training_packages
-from flash_mcp.cli.service import quoted, service_units
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home, models_dir, runs_dir
@@ -230,16 +229,6 @@ def _sandbox() -> Outcome:
     return level, describe(missing), "; ".join(fixes)
 
 
-def _reboot() -> Outcome:
-    for unit in service_units():
-        if f"Environment={quoted(f'FLASH_HOME={home()}')}" in unit.read_text().splitlines():
-            return ok(f"{unit.name} continues runs after a reboot")
-    return ok(
-        "runs wait for a server or a command that follows one; `flash-mcp install service` "
-        "continues them"
-    )
-
-
 CHECKS: dict[str, Callable[[], Outcome]] = {
     "python": _python,
     "state directory": _state_directory,
@@ -261,5 +250,4 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "supervisor": machine.supervisor,
     "waiting runs": machine.waiting_runs,
     "deployments": machine.deployments,
-    "reboot": _reboot,
 }

@@ -1,8 +1,5 @@
-"""Adds this server to the configuration of a coding agent, by the agent's own command where it has
-one and can be found.
-
-Else the file is edited: everything else in it stays, comments included. It is replaced atomically.
-Either way a copy of the old file is kept."""
+"""Adds this server to a coding agent by the agent's own command. Where it has none, or it cannot be
+found, the entry is printed, to be added by hand."""
 
 from __future__ import annotations
 
@@ -11,17 +8,14 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from flash_mcp.protocol.errors import FlashError
@@ -40,12 +34,13 @@ COMMAND_S = 30.0
 
 @dataclass(frozen=True)
 class Installed:
-    """What was, or would be, written: `text` is the new file, `backup` a copy of the old one."""
-
     client: str
     path: Path
-    changed: bool
+    """The client's configuration, or the skill."""
     text: str
+    """The entry as the configuration has it, or the skill."""
+    done: bool
+    """Whether it was written, by the client's own command or by us; else `text` is to be added."""
     backup: Path | None = None
 
 
@@ -57,37 +52,44 @@ def install(
     ssh: str | None = None,
     url: str | None = None,
 ) -> Installed:
-    """Add this server, or with `ssh` or `url` that of another machine, to the configuration of one
-    of CLIENTS.
+    """Add this server, or with `ssh` or `url` that of another machine, to one of CLIENTS.
 
-    FlashError(invalid_argument) if the file cannot be read, `name` is not a server name, `ssh` is
-    not a HOST or HOST:COMMAND, or `url` is not the address of a server with a token."""
-    check_name(name)
+    FlashError(invalid_argument) if the client's own command refuses it, `name` is not a server
+    name, `ssh` is not a HOST or HOST:COMMAND, or `url` is not the address of a server with a token.
+    """
+    if not re.fullmatch("[A-Za-z0-9_-]+", name):
+        fix = "use ASCII letters, digits, - and _"
+        raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
     if url is not None:
         server = entry_at(url, os.environ.get(TOKEN, ""))
     else:
         server = entry() if ssh is None else entry_over_ssh(ssh)
     agent = CLIENTS[client]
-    path = Path(os.path.realpath(agent.locate()))  # keeps a link, as dotfile managers make one
-    old = ""
-    if path.exists():
-        old = path.read_text(encoding="utf-8")
+    shaped = agent.remote(server) if "url" in server else agent.shape(server)
+    path = agent.locate()
+    if path.suffix == ".toml":
+        text = _table(f"{agent.key}.{name}", shaped)
+    else:
+        text = json.dumps({agent.key: {name: shaped}}, indent=2, ensure_ascii=False) + "\n"
+    # A command's words can be read by every user of the machine, and a token is secret.
+    words = agent.command(name, shaped) if agent.command and "url" not in server else []
+    if not write or not words or shutil.which(words[0]) is None:
+        return Installed(client, path, text, done=False)
     try:
-        new = agent.merged(old, name, server)
-    except ValueError as error:
-        fix = f"correct it, or add this server by hand: {agent.merged('', name, server)}"
-        what = f"the file cannot be read, and was left as it is: {error}"
-        raise FlashError("invalid_argument", what, path=path, fix=fix) from error
-    changed = new != old
-    if not write or not changed:
-        return Installed(client, path, changed, new)
-    backup = None
-    if path.exists():
-        backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
-        shutil.copy2(path, backup)
-    if not _added(agent, path, name, server):
-        _replace(path, new)
-    return Installed(client, path, changed, path.read_text(encoding="utf-8"), backup)
+        subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=COMMAND_S,
+            check=True,
+            text=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        what = f"`{shlex.join(words[:3])}` failed: {said}".strip()
+        fix = f"correct that, or add this to {path} by hand: {text}"
+        raise FlashError("invalid_argument", what, client=client, fix=fix) from error
+    return Installed(client, path, text, done=True)
 
 
 def install_skill(client: str, *, write: bool = True) -> Installed:
@@ -106,34 +108,10 @@ def install_skill(client: str, *, write: bool = True) -> Installed:
     if write and old not in ("", text):
         backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
         shutil.copy2(path, backup)
-    if write and old != text:
-        _replace(path, text)
-    return Installed(client, path, old != text, text, backup)
-
-
-def _added(agent: Client, path: Path, name: str, server: Json) -> bool:
-    """Whether the agent's own command has put the entry there. A server of the same name is left to
-    the file's editor: commands refuse it, or ask.
-    """
-    # A command's words can be read by every user of the machine, and a token is secret.
-    if agent.command is None or "url" in server:
-        return False
-    words = agent.command(name, agent.shape(server))
-    if shutil.which(words[0]) is None:
-        return False
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_S, check=True
-        )
-        text = path.read_text(encoding="utf-8")
-        return agent.merged(text, name, server) == text
-    return False
-
-
-def check_name(name: str) -> None:
-    if not re.fullmatch("[A-Za-z0-9_-]+", name):
-        fix = "use ASCII letters, digits, - and _"
-        raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, text)
+    return Installed(client, path, text, write, backup)
 
 
 def entry() -> Json:
@@ -189,14 +167,6 @@ def _codex() -> Path:
     return Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex") / "config.toml"
 
 
-def _opencode() -> Path:
-    folder = settings_home() / "opencode"
-    commented = folder / "opencode.jsonc"
-    if commented.exists():
-        return commented
-    return folder / "opencode.json"
-
-
 def _vscode() -> Path:
     folder = settings_home()
     if sys.platform == "darwin":
@@ -223,79 +193,6 @@ def _renamed(server: Json, *, url: str = "url", headers: str = "headers") -> Jso
     return {url: server["url"], headers: server["headers"]}
 
 
-STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
-STRING_OR_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
-
-
-def read_json(text: str) -> Any:
-    """JSON in which editors also allow comments and a comma after the last item."""
-    for ignored in (STRING_OR_COMMENT, STRING_OR_LAST_COMMA):
-        text = ignored.sub(lambda item: item[1] or "", text)
-    if text.strip():
-        return json.loads(text)
-    return {}
-
-
-def merge_json(old: str, key: str, name: str, server: Json) -> str:
-    """`old` with `server` as KEY.NAME. ValueError if either is no object, or loses comments."""
-    settings = read_json(old)
-    if not isinstance(settings, dict):
-        raise ValueError("it should be a JSON object")
-    servers: Any = cast("Json", settings).setdefault(key, {})
-    if not isinstance(servers, dict):
-        raise ValueError(f"{key} should be a JSON object")
-    if cast("Json", servers).get(name) == server:
-        return old
-    is_new = name not in servers
-    servers[name] = server
-    with suppress(ValueError):
-        if old.strip():
-            json.loads(old)
-        return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    new = _inserted(old, key, name, server) if is_new else old
-    if read_json(new) != settings:
-        raise ValueError(f"its comments would be lost with another {key}.{name}")
-    return new
-
-
-def _inserted(old: str, key: str, name: str, server: Json) -> str:
-    """A text with comments, with `server` as the first of the object KEY."""
-    item = f"{json.dumps(name)}: {json.dumps(server)}"
-    opening = re.search(rf'"{key}"\s*:\s*{{', old)
-    if opening is None:
-        item = f'"{key}": {{{item}}}'
-        opening = re.search("{", old)
-        assert opening is not None  # it holds an object
-    return f"{old[: opening.end()]}\n  {item},{old[opening.end() :]}"
-
-
-def merge_toml(old: str, name: str, server: Json) -> str:
-    """`old` with the table mcp_servers.NAME anew, at its end. The comments of the earlier table
-    stay where they were. ValueError if more would change.
-    """
-    before = tomllib.loads(old)
-    if cast("Json", before.get("mcp_servers", {})).get(name) == server:
-        return old
-    header = rf"^\[mcp_servers\.{re.escape(name)}(\..*)?\][^\n]*\n"
-    lines_until_the_next_table = r"(?:(?!\[).*(?:\n|\Z))*"
-    earlier = re.compile(header + lines_until_the_next_table, re.MULTILINE)
-    rest = earlier.sub(lambda table: _comments(table[0]), old).rstrip()
-    new = (rest + "\n\n" if rest else "") + _table(f"mcp_servers.{name}", server)
-    before.setdefault("mcp_servers", {})[name] = server
-    if tomllib.loads(new) != before:
-        raise ValueError(f"mcp_servers.{name} is written in a way that cannot be replaced safely")
-    return new
-
-
-TOML_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'|(#[^\n]*)")
-
-
-def _comments(text: str) -> str:
-    """The comments of a text in TOML, each on a line."""
-    comments = [item[1] for item in TOML_STRING_OR_COMMENT.finditer(text) if item[1]]
-    return "".join(f"{comment}\n" for comment in comments)
-
-
 def _table(name: str, values: Json) -> str:
     """A TOML table; tables in it come after its values."""
     text = f"[{name}]\n"
@@ -306,14 +203,6 @@ def _table(name: str, values: Json) -> str:
         else:
             text += f"{key} = {json.dumps(value)}\n"
     return text + tables
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write `text` atomically, with the permissions of the old file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600
-    write_private(path, text)
-    path.chmod(mode)
 
 
 def _by_claude(name: str, server: Json) -> list[str]:
@@ -352,13 +241,6 @@ class Client:
     skills: Callable[[], Path] | None = None
     """The folder of its skills, each a folder with SKILL.md."""
 
-    def merged(self, old: str, name: str, server: Json) -> str:
-        """`old` with this server. ValueError where that cannot be done safely."""
-        server = self.remote(server) if "url" in server else self.shape(server)
-        if self.locate().suffix == ".toml":
-            return merge_toml(old, name, server)
-        return merge_json(old, self.key, name, server)
-
 
 CLIENTS = {
     "claude": Client(
@@ -382,11 +264,11 @@ CLIENTS = {
         skills=lambda: _codex().parent / "skills",
     ),
     "opencode": Client(
-        _opencode,
+        lambda: settings_home() / "opencode" / "opencode.json",
         "mcp",
         _as_opencode,
         remote=_typed("remote"),
-        skills=lambda: _opencode().parent / "skills",
+        skills=lambda: settings_home() / "opencode" / "skills",
     ),
     "vscode": Client(
         _vscode,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from flash_mcp.cli.install import CLIENTS, check_name, install_skill
+from flash_mcp.cli.install import CLIENTS, install_skill
 from flash_mcp.cli.install import install as install_server
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
 from flash_mcp.cli.remove import remove
-from flash_mcp.cli.service import LINGER, install_service, remove_service
-from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import without_none
 
@@ -58,60 +56,25 @@ def doctor(arguments: Arguments) -> int:
 
 
 def install(arguments: Arguments) -> None:
-    """Add this server to a coding agent's configuration, or continue runs after a reboot.
+    """Add this server to a coding agent.
 
-    An agent's other settings and comments stay, and a copy of the old file is kept. `service` makes
-    a systemd user service of the supervisor."""
-    if arguments.client == "service":
-        if elsewhere := arguments.ssh or arguments.url:
-            what = "a service runs on the machine that trains"
-            fix = "run `flash-mcp install service` there"
-            raise FlashError("invalid_argument", what, host=elsewhere, fix=fix)
-        _install_service(arguments)
-        return
-    if arguments.remove:
-        fix = "remove the server's entry from the agent's configuration by hand"
-        raise FlashError("invalid_argument", "only a service can be removed", fix=fix)
-    skill = None
-    if arguments.skill:
-        skill = install_skill(arguments.client, write=not arguments.only_print)
-    done = install_server(
-        arguments.client,
-        name=arguments.name,
-        write=not arguments.only_print,
-        ssh=arguments.ssh,
-        url=arguments.url,
-    )
-    if arguments.only_print:
-        text = done.text.rstrip()
-    elif done.changed:
-        backup = f"; the old one is {done.backup}" if done.backup else ""
-        text = f"wrote {done.path}{backup}\nrestart {done.client}, and ask it to train a model"
-    else:
-        text = f"{done.path} has it already"
+    The agent's own command does it, where it has one that is on the PATH; else the entry is
+    printed, with the file that it belongs to."""
+    write = not arguments.only_print
+    skill = install_skill(arguments.client, write=write) if arguments.skill else None
+    names = {"name": arguments.name, "ssh": arguments.ssh, "url": arguments.url}
+    added = install_server(arguments.client, write=write, **names)
+    text = f"add this to {added.path}:\n\n{added.text.rstrip()}"
+    if added.done:
+        text = f"{added.client} has it; restart it, and ask it to train a model"
     if skill:
         text += f"\nskill: {skill.path}"
-        if arguments.only_print:
+        if not write:
             text += f"\n{skill.text.rstrip()}"
-    elif CLIENTS[arguments.client].skills and not arguments.only_print:
+    elif CLIENTS[arguments.client].skills and write:
         text += "\n--skill also writes a skill, which says when to use the tools"
-    shown = dataclasses.asdict(done) | {"skill": skill and dataclasses.asdict(skill)}
+    shown = dataclasses.asdict(added) | {"skill": skill and dataclasses.asdict(skill)}
     answer(arguments, shown, text)
-
-
-def _install_service(arguments: Arguments) -> None:
-    check_name(arguments.name)
-    change = remove_service if arguments.remove else install_service
-    done = change(arguments.name, write=not arguments.only_print)
-    if arguments.remove:
-        act = "would remove" if arguments.only_print else "removed"
-        text = f"{act} {done.path}" if done.changed else f"there is no {done.path}"
-    elif arguments.only_print:
-        text = done.text.rstrip()
-    else:
-        state = f"wrote {done.path}" if done.changed else f"{done.path} is there already"
-        text = f"{state}; it is enabled and started\n{LINGER}"
-    answer(arguments, dataclasses.asdict(done), text)
 
 
 def recover(arguments: Arguments) -> None:
@@ -157,19 +120,12 @@ COMMANDS: dict[str, Command | Group] = {
             "flash-mcp install claude --skill",
             "flash-mcp install claude --ssh user@box",
             "FLASH_TOKEN=... flash-mcp install claude --url https://box/mcp",
-            "flash-mcp install service",
         ),
         (
-            option("client", "agent to configure, or service", choices=(*CLIENTS, "service")),
-            option(
-                "--name",
-                "what the agent calls the server (default flash); a service is NAME-mcp.service",
-                default="flash",
-            ),
+            option("client", "agent to configure", choices=CLIENTS),
+            option("--name", "what the agent calls the server (default flash)", default="flash"),
             flag("--skill", "also write a skill file that tells the agent when to use the tools"),
-            flag("--print", "print the new file, and write nothing", dest="only_print"),
-            flag("--dry-run", "as --print", dest="only_print"),
-            flag("--remove", "stop and remove the service; what it started goes on"),
+            flag("--print", "print the entry, and write nothing", dest="only_print"),
             JSON,
         ),
         (

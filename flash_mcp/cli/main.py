@@ -14,13 +14,20 @@ import sys
 from collections.abc import Sequence
 
 from flash_mcp import __version__
+from flash_mcp.cli import machine, run_commands, serving, targets, token_commands
 from flash_mcp.cli.output import VisibleFormatter, to_json, visible
-from flash_mcp.cli.own_commands import COMMANDS, add_own
-from flash_mcp.cli.parsing import Parser, check_known, example
-from flash_mcp.cli.shell import in_shell
+from flash_mcp.cli.parsing import Command, Group, Parser, add_own, check_known, example
 from flash_mcp.cli.tool_commands import add_tool
 from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 
+COMMANDS: dict[str, Command | Group] = {
+    **serving.COMMANDS,
+    **token_commands.COMMANDS,
+    **targets.COMMANDS,
+    **run_commands.COMMANDS,
+    **machine.COMMANDS,
+}
+"""Every command that is no tool: a function of its parsed arguments; its docstring is its help."""
 WRONG_USAGE = ("invalid_argument", "unknown_argument")
 
 
@@ -91,11 +98,9 @@ def parser_for(arguments: Sequence[str]) -> Parser:
 
 
 def _report(error: FlashError, arguments: Sequence[str]) -> int:
+    text = str(error)
     if "--json" in arguments:
         text = to_json({"error": error.to_dict()}, default=str)
-    else:
-        what, mark, fix = str(error).rpartition("Fix: ")
-        text = f"{what}{mark}{in_shell(fix)}"
     sys.stderr.write(f"{visible(text)}\n")
     if error.code in WRONG_USAGE:
         return 2

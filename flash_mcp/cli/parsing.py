@@ -11,7 +11,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.tools.shared.truncation import unwrapped
@@ -111,16 +111,6 @@ def _add_options(parser: Parser, command: Command) -> None:
 def example(*lines: str) -> str:
     """The end of a command's help: calls that work."""
     return "\n".join(["Example:", *(f"  {line}" for line in lines)])
-
-
-def commands_of(parser: Parser) -> list[Parser]:
-    parsers: list[Parser] = []
-    for action in parser._actions:
-        choices: Any = action.choices
-        if isinstance(choices, dict):  # of sub-commands
-            for command in cast("dict[str, Parser]", choices).values():
-                parsers += [command, *commands_of(command)]
-    return parsers
 
 
 def check_known(arguments: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, visible
 from flash_mcp.cli.parsing import JSON, Parser, add_command, example, toml_value
-from flash_mcp.cli.shell import POSITIONAL
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import percent
 
@@ -44,6 +43,19 @@ EXAMPLES = {
     "train": "train configs/rl.toml --set steps=300 --follow",
     "undeploy": "undeploy dep-2f9k1c8d",
 }
+POSITIONAL: dict[str, tuple[str, ...]] = {
+    "chat": ("message",),
+    "compare": ("base", "other"),
+    "env_push": ("folder",),
+    "env_setup": ("folder",),
+    "env_test": ("folder",),
+    "evaluate": ("environment",),
+    "status": ("run_id",),
+    "tournament": ("environment",),
+    "train": ("config",),
+    "undeploy": ("deployment",),
+}
+"""The arguments that read better without their names; for other tools the required one."""
 TEST_EXIT = "Exits with 1 if a check failed, or had no time."
 FILES = "@FILE in place of a text is that file's text; a text that begins with @ is written @@..."
 VALUE_TABLES = ("environment_args", "mixture", "slurm")

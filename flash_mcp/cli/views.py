@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from flash_mcp.cli.output import render, say, to_json, visible
-from flash_mcp.cli.shell import in_shell
 from flash_mcp.pages.headline import headline
 from flash_mcp.protocol.numbers import duration, number, percent
 from flash_mcp.state.disk import in_words
@@ -129,8 +128,6 @@ def show(result: BaseModel, as_json: bool) -> None:
     elif page := _page_of(result):
         sys.stdout.write(f"{page}\n")  # already visible; `say` would show its colours as signs
     else:
-        if "next" in body:
-            body["next"] = in_shell(body["next"])
         say("\n".join(render(body)))
 
 
@@ -158,7 +155,7 @@ def _page_of(result: BaseModel) -> str | None:
         page.line(f"More: --cursor {cursor}", "dim")
         next_step = re.sub(r"(^|; )cursor brings[^;]*", "", next_step).removeprefix("; ")
     # Not folded: a command that is copied has to stay one line.
-    page.line(f"Next: {in_shell(next_step)}")
+    page.line(f"Next: {next_step}")
     return "\n".join(page.lines)
 
 
@@ -199,7 +196,7 @@ def _run(page: Page, view: RunView) -> None:
         page.line()
         named = " ".join(filter(None, [view.error.code, view.error.values]))
         page.prose(f"[{named}] {view.error.what}", "bad")
-        page.prose(in_shell(view.error.fix or ""), label="Fix: ")
+        page.prose(view.error.fix or "", label="Fix: ")
         page.prose(view.error.log_tail, "dim", label="  | ")
     _numbers(page, view)
     for flag in view.flags or ():
@@ -320,7 +317,7 @@ def _flag(page: Page, flag: Flag) -> None:
     page.line()
     page.line(f"{flag.severity}: {flag.name}", "bad" if flag.severity == "problem" else "warn")
     evidence = flag.evidence[:1].upper() + flag.evidence[1:]
-    page.prose(f"{evidence}. {in_shell(flag.remedy)}", label="  ")
+    page.prose(f"{evidence}. {flag.remedy}", label="  ")
 
 
 # -- lists -----------------------------------------------------------------------------------------
@@ -449,7 +446,7 @@ def _checks(page: Page, result: EnvTest) -> None:
         mark, style = CHECK_MARKS[probe.result]
         page.prose(probe.evidence, style, label=f"{mark} {probe.name:{CHECK}} ")
         if probe.fix and probe.result:
-            page.prose(in_shell(probe.fix), label=f"  {'fix':{CHECK}} ")
+            page.prose(probe.fix, label=f"  {'fix':{CHECK}} ")
     page.prose(", ".join(result.accepted or ()), label=f"{'accepted':{CHECK + 3}}")
     page.prose(result.sandbox, "dim", label=f"{'sandbox':{CHECK + 3}}")
     if result.sample:

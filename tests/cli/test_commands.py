@@ -16,7 +16,7 @@ import pytest
 
 from flash_mcp.cli import main, tool_commands
 from flash_mcp.cli.doctor import examine
-from flash_mcp.cli.own_commands import COMMANDS
+from flash_mcp.cli.main import COMMANDS
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store

@@ -27,7 +27,7 @@ def test_a_run_begins_with_what_decides(tmp_path: Path, capsys: pytest.CaptureFi
     lines = printed(capsys, "status", run.id).splitlines()
     assert lines[0] == "20 % → 90 % of 100 held-out tasks: improved"
     assert lines[2].startswith("succeeded, 20 of 20 steps")
-    assert lines[-1].startswith(f"Next: `flash-mcp deploy {run.id}`")
+    assert lines[-1].startswith(f"Next: deploy(run_id='{run.id}')")
     assert "before    20 %     13 to 29 % of 100" in "\n".join(lines)
 
 
