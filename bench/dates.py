@@ -31,7 +31,7 @@ ABOUT = {
     "json": "Write what a sentence says as JSON; 300 train and 100 eval tasks.",
 }
 MOST_CALLS = 24
-MOST_TOKENS = 6_300
+MOST_TOKENS = 6_000
 
 
 @dataclass(frozen=True)

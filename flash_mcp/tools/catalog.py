@@ -67,8 +67,8 @@ class Model(ResultModel):
     """Whether it is in the model cache."""
     fits: str
     """Whether its weights fit this machine, in trainer and engine, and which targets."""
-    step: str
-    """What a step of training took in its newest run, here and on targets."""
+    step: str | None = None
+    """What a step of training took in its newest run, here and on targets; absent: not measured."""
     notes: str | None = None
     unchecked: str | None = None
     """Facts that were not read on the hub's own page."""
@@ -116,7 +116,7 @@ class Device(ResultModel):
     """Share in use."""
     cores: int | None = None
     price_per_hour: float | None = None
-    step: str
+    step: str | None = None
     """As of a model: the newest run of each model."""
 
 
@@ -135,7 +135,7 @@ class Target(ResultModel):
     waiting: int
     """Runs that wait for a slot or for a machine."""
     price_per_hour: float | None = None
-    step: str
+    step: str | None = None
 
 
 class Deployment(ResultModel):
@@ -358,15 +358,15 @@ def _steps(store: Store) -> Steps:
     return steps
 
 
-def _steps_text(steps: Steps, model: str | None = None, target: str | None = None) -> str:
-    """Those of a model, by target; or those on a target, by model."""
+def _steps_text(steps: Steps, model: str | None = None, target: str | None = None) -> str | None:
+    """Those of a model, by target; or those on a target, by model. None if none was measured."""
     measured: list[str] = []
     for (name, place), text in steps.items():
         if model == name:
             measured.append(f"{place}: {text}")
         if target == place:
             measured.append(f"{name}: {text}")
-    return "; ".join(measured) or "unmeasured"
+    return "; ".join(measured) or None
 
 
 def _devices(store: Store, steps: ReadSteps) -> list[Device]:

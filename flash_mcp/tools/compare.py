@@ -94,8 +94,8 @@ class Line(ResultModel):
 
     run_id: str
     step: int
-    of: str
-    """The model, in words."""
+    of: str | None = None
+    """The model, in words; absent for base and other."""
     tasks: int
     success: Rounded
     low: Rounded
@@ -207,6 +207,8 @@ def compare(
         result.reward = changes["reward"]
     if further:
         result.table = [_line(pair.base), _line(pair.other, result.verdict, changes[metric])]
+        for line in result.table:
+            line.of = None
         result.table += _lines(store, further, metric, min_change)
         sides = [pair.base, *(item.other for item in (pair, *further))]
         result.best = _best(sides, metric, min_change, count)

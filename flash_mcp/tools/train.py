@@ -62,7 +62,8 @@ class Train(Result):
     resumed_at: int | None = None
     """With resume: the step that it goes on from."""
     values: dict[str, Any]
-    """The values that are not the recipe's; status with detail=detailed has all."""
+    """The values that are not the recipe's; of a run that was just created, those that are no
+    arguments of this call. status with detail=detailed has all."""
     sources: dict[str, list[str]] | None = None
     """Where those came from that are no arguments: file, adapter, or auto for a target."""
     sample: Sample | None = None
@@ -343,6 +344,12 @@ def _values(spec: RunSpec, sources: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fields: Any) -> Train:
+    shown = _values(plan.spec, plan.resolved.sources)
+    if created:
+        named = plan.resolved.sources
+        shown["values"] = {
+            name: value for name, value in shown["values"].items() if named.get(name) != "argument"
+        }
     return Train(
         state=state,
         created=created,
@@ -351,7 +358,7 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
         warm_start=adapter_name(plan.adapter),
         gate=plan.gate,
         estimate=plan.estimate,
-        **_values(plan.spec, plan.resolved.sources),
+        **shown,
         notes=notes_on(plan) or None,
         **fields,
     )

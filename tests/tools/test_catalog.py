@@ -68,7 +68,7 @@ def test_a_model_that_the_catalog_does_not_name_is_shown_by_its_hub_id(monkeypat
     on_a_machine_of(23.5, monkeypatch)
     (model,) = catalog(kind="models", contains="allenai/OLMo-2-7B").models or []
     assert (model.source, model.parameters, model.unchecked) == ("hub:allenai/OLMo-2-7B", "7B", "parameters")
-    assert model.fits.startswith("no: 39.1 GiB") and model.step == "unmeasured"
+    assert model.fits.startswith("no: 39.1 GiB") and model.step is None
     (model,) = catalog(kind="models", contains="someone/some-model").models or []
     assert model.fits.startswith("not known")
     nothing = catalog(kind="models", contains="no/such/model")
@@ -90,7 +90,7 @@ def test_steps_that_a_run_measured_stand_beside_its_model_and_its_machine(tmp_pa
     models = {model.name: model for model in catalog(kind="models").models or []}
     text = f"2 s for 32 conversations (grpo, {run.id}), 100 steps 0.10 EUR"
     assert models[DEFAULT_MODEL].step == f"local: {text}"
-    assert models["qwen3-0.6b"].step == "unmeasured"
+    assert models["qwen3-0.6b"].step is None
     devices = catalog(kind="devices").devices or []
     assert devices[-1].kind == "cpu"
     for device in devices:
