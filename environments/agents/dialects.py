@@ -175,10 +175,6 @@ class Dialect:
     def choices(self, body: Json) -> int:
         return 1
 
-    def turn(self, reply: Json) -> ChatMessage:
-        """The model's turn in a whole reply of another server. Raises ApiError."""
-        raise NotImplementedError
-
     def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
         raise NotImplementedError
 
@@ -464,12 +460,6 @@ class Responses(Dialect):
             **_chosen(body.get("tool_choice")),
         )
 
-    def turn(self, reply: Json) -> ChatMessage:
-        messages: list[ChatMessage] = [{"role": "assistant", "content": ""}]
-        for item in as_list(reply.get("output")):
-            _add_item(messages, as_object(item))
-        return messages[-1]
-
     def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
         answer = answers[0]
         return self._response(answer, request, self._items(answer, request), "completed")
@@ -638,11 +628,6 @@ class Messages(Dialect):
             named = {"name": tool.get("name"), "description": tool.get("description")}
             tools.append({**named, "parameters": tool.get("input_schema")})
         return _tools(tools)
-
-    def turn(self, reply: Json) -> ChatMessage:
-        messages: list[ChatMessage] = []
-        _add_turn(messages, reply)
-        return messages[-1]
 
     def is_function(self, tool: Any) -> bool:
         return as_object(tool).get("type", "custom") == "custom"

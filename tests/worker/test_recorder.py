@@ -1,7 +1,6 @@
 """What a model server's front records, and what the client sees of that: nothing."""
 
 import json
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ async def behind(scope: Scope, receive: Receive, send: Send) -> None:
     asked = await request.json()
     assert int(request.headers["content-length"]) == len(await request.body())
     if scope["path"] != "/v1/chat/completions":
-        await other_apis(asked, scope["path"])(scope, receive, send)
+        await JSONResponse(asked)(scope, receive, send)
         return
     if asked["messages"][0]["content"] == "refuse":
         await JSONResponse({"error": {"message": "no"}}, 400)(scope, receive, send)
@@ -64,75 +63,6 @@ async def events() -> Any:
     text += f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
     for start in range(0, len(text), 37):
         yield text[start : start + 37].encode()
-
-
-RESPONSE: dict[str, Any] = {
-    "id": "resp_1",
-    "object": "response",
-    "status": "incomplete",
-    "input_messages": None,
-    "output_messages": None,
-    "output": [
-        {"type": "reasoning", "content": []},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]},
-        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
-    ],
-    "usage": {"input_tokens": 2, "output_tokens": 3},
-}  # fmt: skip
-RAW = {
-    "input_messages": [{"message": "x", "tokens": [1, 2]}],
-    "output_messages": [{"message": "y", "tokens": [3, 4, 5]}],
-}
-MESSAGE: dict[str, Any] = {
-    "id": "msg_1",
-    "type": "message",
-    "role": "assistant",
-    "content": [{"type": "text", "text": "hello"}, {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}],
-    "stop_reason": "tool_use",
-    "usage": {"input_tokens": 1, "output_tokens": 3, "cache_read_input_tokens": 1},
-}
-MESSAGE_EVENTS: list[dict[str, Any]] = [
-    {"type": "message_start", "message": {**MESSAGE, "content": [], "stop_reason": None}},
-    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hel"}},
-    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
-    {"type": "content_block_stop", "index": 0},
-    {
-        "type": "content_block_start",
-        "index": 1,
-        "content_block": {"type": "tool_use", "id": "c1", "name": "add", "input": {}},
-    },
-    {"type": "content_block_delta", "index": 1, "delta": {"partial_json": '{"a"'}},
-    {"type": "content_block_delta", "index": 1, "delta": {"partial_json": ": 1}"}},
-    {"type": "content_block_stop", "index": 1},
-    {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": MESSAGE["usage"]},
-    {"type": "message_stop"},
-]
-
-
-def other_apis(asked: dict[str, Any], path: str) -> Any:
-    """What vLLM answers to a request of OpenAI's responses or Anthropic's messages."""
-    if path == "/v1/messages":
-        whole = MESSAGE
-        parts = MESSAGE_EVENTS
-    else:
-        whole = RESPONSE | (RAW if asked.get("enable_response_messages") else {})
-        begun = {**RESPONSE, "status": "in_progress", "output": []}
-        parts = [
-            {"type": "response.created", "response": begun},
-            {"type": "response.output_text.delta", "delta": "data: hello"},
-            {"type": "response.incomplete", "response": whole},
-        ]
-    if not asked.get("stream"):
-        return JSONResponse(whole)
-    text = "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in parts)
-    pieces = (text[start : start + 41].encode() for start in range(0, len(text), 41))
-
-    async def sent() -> Any:
-        for piece in pieces:
-            yield piece
-
-    return StreamingResponse(sent(), media_type="text/event-stream")
 
 
 @pytest.fixture
@@ -178,12 +108,8 @@ async def test_an_answer_is_recorded_with_its_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "end"),
-    [("/chat/completions", b"[DONE]"), ("/responses", b"response.incomplete"), ("/messages", b"message_stop")],
-)
 async def test_who_has_the_whole_answer_can_rate_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, path: str, end: bytes, stream: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, stream: bool
 ) -> None:
     recorded: list[int] = []
 
@@ -194,7 +120,7 @@ async def test_who_has_the_whole_answer_can_rate_it(
             async def seen(message: Message) -> None:
                 nonlocal body
                 body += message.get("body", b"")
-                if body and (not stream or end in body):
+                if body and (not stream or b"[DONE]" in body):
                     recorded.append(len(list(recording.lines())))
                 await send(message)
 
@@ -202,15 +128,14 @@ async def test_who_has_the_whole_answer_can_rate_it(
 
         return app
 
-    await ask(tmp_path, monkeypatch, path=path, app=watched, input="hi", stream=stream)
+    await ask(tmp_path, monkeypatch, app=watched, stream=stream)
     assert recorded and set(recorded) == {1}
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
 async def test_of_an_answer_with_a_secret_no_tokens_are_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, path: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
 ) -> None:
-    await ask(tmp_path, monkeypatch, path=path, input="my key: sk-12345678")
+    await ask(tmp_path, monkeypatch)
     (line,) = recording.lines()
     assert line["messages"] == [{"role": "user", "content": "my key: [secret]"}]
     assert [line[name] for name in TOKENS] == [[], [], []]
@@ -253,6 +178,9 @@ async def test_nothing_else_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
     await ask(tmp_path, monkeypatch, key="admin")  # the supervisor's greeting
     await ask(tmp_path, monkeypatch, model="dep-2")
     await ask(tmp_path, monkeypatch, model="../dep-1")
+    for path in ("/responses", "/messages", "/completions"):
+        answer = await ask(tmp_path, monkeypatch, path=path, input="x")
+        assert answer.json() == {**ASKED, "input": "x"}
     refused = await ask(tmp_path, monkeypatch, messages=[{"role": "user", "content": "refuse"}])
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, "no")
     recording.stop()
@@ -286,61 +214,12 @@ async def test_a_request_whose_client_leaves_before_its_end_is_not_passed_on(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_response_is_recorded_with_its_token_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, streams: bool
-) -> None:
-    tools = [{"type": "function", **TOOLS[0]["function"]}]
-    asked: dict[str, Any] = {"input": "add", "instructions": "y", "tools": tools}
-    answer = await ask(tmp_path, monkeypatch, path="/responses", stream=streams, **asked)
-    assert 'tokens": [' not in answer.text and "hello" in answer.text
-    if not streams:
-        assert answer.json() == RESPONSE
-    (line,) = recording.lines()
-    assert line["messages"] == [{"role": "system", "content": "y"}, {"role": "user", "content": "add"}]
-    assert line["tools"][0]["function"]["name"] == "add"
-    assert line["answer"] == {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
-    assert (line["prompt_token_ids"], line["token_ids"]) == ([1, 2], [3, 4, 5])
-    assert (line["finish"], line["logprobs"]) == ("length", [])
-    raw = await ask(tmp_path, monkeypatch, path="/responses", enable_response_messages=True, **asked)
-    assert raw.json() == RESPONSE | RAW
-
-
-@pytest.mark.parametrize("streams", [False, True])
-async def test_a_message_is_recorded_without_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, streams: bool
-) -> None:
-    asked = {"messages": ASKED["messages"], "system": "y", "stream": streams}
-    answer = await ask(tmp_path, monkeypatch, path="/messages", **asked)
-    if not streams:
-        assert answer.json() == MESSAGE
-    (line,) = recording.lines()
-    assert [message["role"] for message in line["messages"]] == ["system", "user"]
-    assert line["answer"] == {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
-    assert (line["prompt_tokens"], line["completion_tokens"], line["token_ids"]) == (2, 3, [])
-    (shown,) = recording.rollouts()
-    assert (shown.prompt_tokens, shown.completion_tokens, shown.finish) == (2, 3, "done")
-
-
-async def test_what_is_no_text_is_answered_and_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
-    picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
-    assert (await ask(tmp_path, monkeypatch, path="/responses", input=picture)).is_success
-    assert [*recording.lines()] == []
-
-
-@pytest.mark.parametrize("streams", [False, True])
 async def test_an_answer_is_recorded_with_its_id_its_user_and_the_requests_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, streams: bool
 ) -> None:
     await ask(tmp_path, monkeypatch, user="ann", metadata={"ticket": "7"}, stream=streams)
-    await ask(tmp_path, monkeypatch, path="/responses", input="x", user="ann", stream=streams)
-    messages = ASKED["messages"]
-    await ask(tmp_path, monkeypatch, path="/messages", messages=messages, metadata={"user_id": "bob"}, stream=streams)
-    chat, response, message = recording.lines()
+    (chat,) = recording.lines()
     assert (chat["id"], chat["user"], chat["metadata"]) == ("chatcmpl-1", "ann", {"ticket": "7"})
-    assert (response["id"], response["user"], response["metadata"]) == ("resp_1", "ann", {})
-    assert (message["id"], message["user"]) == ("msg_1", "bob")
 
 
 async def test_users_rate_answers_by_a_route_and_in_their_next_request(
@@ -361,44 +240,6 @@ async def test_users_rate_answers_by_a_route_and_in_their_next_request(
         refused = await rate(**body)
         assert (refused.status_code, "message" in refused.json()["error"]) == (status, True)
     assert (await ask(tmp_path, monkeypatch, key="no", path="/ratings", id="chatcmpl-1", rating=1)).status_code == 401
-    await ask(tmp_path, monkeypatch, metadata={"rates": "chatcmpl-1", "rating": "0.5"}, path="/messages")
-    first, second = recording.rollouts()
-    assert (first.reward, first.success, second.is_scored) == (0.5, False, False)
-
-
-async def test_a_response_that_continues_another_is_asked_and_recorded_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
-    asked: list[Any] = []
-    answer = other_apis
-
-    def listening(request: dict[str, Any], path: str) -> Any:
-        asked.append(request)
-        return answer(request, path)
-
-    monkeypatch.setattr(sys.modules[__name__], "other_apis", listening)
-    for name, value in (("VLLM_API_KEY", "user"), ("FLASH_ADMIN_KEY", "admin"), ("FLASH_HOME", str(tmp_path))):
-        monkeypatch.setenv(name, value)
-    result = {"type": "function_call_output", "call_id": "c1", "output": "2"}
-    requests: list[Any] = [
-        {"input": "first", "instructions": "be brief"},
-        {"input": [result], "previous_response_id": "resp_1"},
-        {"input": "third", "previous_response_id": "resp_9"},
-    ]
-    transport = httpx.ASGITransport(app=Front(behind))
-    headers = {"authorization": "Bearer user"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
-        for body in requests:
-            await client.post("/v1/responses", json={"model": "dep-1", **body})
-    first, second, *_ = recording.lines()
-    assert asked[1]["previous_response_id"] is None
-    assert asked[1]["input"] == [
-        {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "hello"},
-        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
-        result,
-    ]
-    assert [message["role"] for message in first["messages"]] == ["system", "user"]
-    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
-    assert second["messages"][1]["tool_calls"] == [CALL]
-    assert asked[2]["previous_response_id"] == "resp_9", "vLLM says that there is no such response"
+    await ask(tmp_path, monkeypatch, metadata={"rates": "chatcmpl-1", "rating": "0.5"})
+    first, _ = recording.rollouts()
+    assert (first.reward, first.success) == (0.5, False)
