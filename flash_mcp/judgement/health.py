@@ -23,6 +23,7 @@ Metrics = Mapping[str, float | None]
 Severity = Literal["warning", "problem"]
 SampleOutlook = Literal["good", "doubtful", "hopeless"]
 CONTAMINATED = "contaminated_split"
+WORSE_ELSEWHERE = "worse_elsewhere"
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 10
 """The newest steps, which most checks look at."""
@@ -33,8 +34,8 @@ LONG = 20
 SOLVED = 0.9
 """Success share from which a run has little left to learn."""
 FALLING = 1.5
-"""Noise bands by which a reward falls. Whoever watches a run looks at every step: of steady rewards
-one band calls many falling at some look, this one few."""
+"""Noise bands by which a reward falls in at most 50 steps, and 0.2 more for each doubling. A run is
+looked at after every step: one band calls many steady rewards falling, this one 3 %."""
 LEAST_RISE = 0.02
 """Of a reward, as a share of the largest one."""
 COLLAPSED = 0.9
@@ -155,13 +156,25 @@ def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
     )
 
 
+def worse_elsewhere(evidence: str) -> Flag:
+    """The flag of a run that solves fewer tasks of other kinds than before it."""
+    return Flag(
+        name=WORSE_ELSEWHERE,
+        severity="problem",
+        evidence=evidence,
+        remedy="train again with a lower learning_rate or fewer steps, and with "
+        "kl_penalty_coef=0.01 (grpo) or rows of other tasks among its own (sft)",
+    )
+
+
 def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | None = None) -> str:
     """One line on whether to continue, and why: yes, doubtful, no, or too early to say."""
     problem = next((flag for flag in raised if flag.severity == "problem"), None)
     doubt = next((flag for flag in raised if flag.name in DOUBTS), None)
     mind = problem or doubt
     if mind and verdict == "improved":
-        return f"yes: the held-out success rose; mind {mind.name}: {mind.evidence}"
+        answer = "doubtful" if mind.name == WORSE_ELSEWHERE else "yes"
+        return f"{answer}: the held-out success rose; mind {mind.name}: {mind.evidence}"
     if problem:
         return f"no: {problem.name}: {problem.evidence}"
     if len(history) < LEAST_STEPS:
@@ -472,6 +485,12 @@ class Difference:
 
     change: float
     band: float
+    falling: float
+    """Bands of a fall."""
+
+    @property
+    def is_fall(self) -> bool:
+        return self.change < -self.falling * self.band
 
     def __str__(self) -> str:
         return f"{self.change:+.3f} ± {self.band:.3f}"
@@ -485,7 +504,8 @@ def _difference(values: Sequence[float]) -> Difference | None:
     first = values[:third]
     last = values[-third:]
     band = t95(2 * (third - 1)) * math.sqrt((variance(first) + variance(last)) / third)
-    return Difference(fmean(last) - fmean(first), band)
+    falling = FALLING + 0.2 * max(0.0, math.log2(len(values) / 50))
+    return Difference(fmean(last) - fmean(first), band, falling)
 
 
 def _reward_change(steps: Steps, recent: Steps) -> Difference | None:
@@ -502,7 +522,7 @@ def _reward_evidence(steps: Steps, moved: Difference) -> str:
 @_check("h", of_reward=True, is_doubt=True)
 def reward_flat(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
-    if moved is None or not -FALLING * moved.band <= moved.change <= moved.band:
+    if moved is None or moved.is_fall or moved.change > moved.band:
         return None
     return Sign(
         _reward_evidence(steps, moved),
@@ -514,7 +534,7 @@ def reward_flat(steps: Steps, recent: Steps) -> Sign | None:
 @_check("i", of_reward=True)
 def reward_falling(steps: Steps, recent: Steps) -> Sign | None:
     moved = _reward_change(steps, recent)
-    if moved is None or moved.change >= -FALLING * moved.band:
+    if moved is None or not moved.is_fall:
         return None
     return Sign(
         _reward_evidence(steps, moved),

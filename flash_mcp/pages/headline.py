@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flash_mcp.judgement.health import WORSE_ELSEWHERE
 from flash_mcp.protocol.numbers import number, percent
 from flash_mcp.tools.shared.run_view import HeldOut, RunView
 
 
 def headline(view: RunView) -> str:
     """Such as "10 % → 100 % of 200 held-out tasks: improved"."""
+    if any(flag.name == WORSE_ELSEWHERE for flag in view.flags or ()):
+        return f"{_change(view)}, worse at other kinds of tasks"
+    return _change(view)
+
+
+def _change(view: RunView) -> str:
     if view.held_out:
         return _held_out(view, view.held_out)
     subject = "Evaluation" if view.algorithm == "eval" else "Training"

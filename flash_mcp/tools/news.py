@@ -31,8 +31,8 @@ CURSOR = re.compile(
     re.ASCII,
 )
 """Short, since every call without news sends it: parts that are 0 are left out."""
-FLAG_LETTERS = {**health.LETTERS, health.CONTAMINATED: "s"}
-"""With the flag that no check raises."""
+FLAG_LETTERS = {**health.LETTERS, health.CONTAMINATED: "s", health.WORSE_ELSEWHERE: "x"}
+"""With the flags that no check raises."""
 
 
 class News(ResultModel):

@@ -236,5 +236,5 @@ async def test_a_cursor_of_another_run_is_refused(since: str, tmp_path: Path, no
 
 
 def test_each_flag_has_a_letter_of_its_own() -> None:
-    assert tuple(news.FLAG_LETTERS) == (*health.CHECKS, health.CONTAMINATED)
+    assert tuple(news.FLAG_LETTERS) == (*health.CHECKS, health.CONTAMINATED, health.WORSE_ELSEWHERE)
     assert len({*news.FLAG_LETTERS.values()}) == len(news.FLAG_LETTERS)

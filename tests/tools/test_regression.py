@@ -10,7 +10,7 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.references import REGRESSION_FOLDER
 from flash_mcp.state.store import open_store
 from tests.calls import call
-from tests.samples import end, learn, push_echo, queued_run, read_in, start, started_run
+from tests.samples import end, evaluate, learn, push_echo, queued_run, read_in, save_adapter, start, started_run
 
 pytestmark = pytest.mark.usefixtures("no_supervisor")
 
@@ -56,7 +56,8 @@ def test_an_environment_of_that_name_replaces_the_packages(tmp_path: Path, flash
     assert references.regression_split(store) == {"name": "regression", "path": own.path, "owner": "local"}
 
 
-async def test_what_was_forgotten_is_said_by_status_and_by_the_page(tmp_path: Path):
+@pytest.mark.parametrize(("solved", "outlook"), [(25, "no: worse_elsewhere: "), (90, "doubtful: the held-out ")])
+async def test_what_was_forgotten_is_said_by_status_and_by_the_page(tmp_path: Path, solved: int, outlook: str):
     run, writer = started_run(tmp_path / "e")
     before = {f"spelling-{n:02}": True for n in range(30)} | {f"arithmetic-{n:02}": False for n in range(70)}
     writer.event("regression", "solved 30 of 100 regression tasks", step=0, outcomes=before)
@@ -64,13 +65,21 @@ async def test_what_was_forgotten_is_said_by_status_and_by_the_page(tmp_path: Pa
     seen = (await call("status", run_id=run.id))["run"]
     assert seen["regression"] == "0.30 of 100 other tasks before training; a loss of 48 % of what it solves is seen"
     after = before | {f"spelling-{n:02}": False for n in range(12)}
+    evaluate(writer, 0, 20)
     learn(writer, range(1, 21))
+    save_adapter(writer, 20, tmp_path)
+    evaluate(writer, 20, solved)
     writer.event("regression", "solved 18 of 100 regression tasks", step=20, outcomes=after)
     end(writer, run.id, 20)
-    seen = (await call("status", run_id=run.id))["run"]["regression"]
+    body = await call("status", run_id=run.id)
+    seen = body["run"]["regression"]
     assert seen.startswith("regressed on 100 other tasks, 0.30 -> 0.18: -0.120, 95 % interval")
     assert "exact McNemar test" in seen and seen.endswith("no longer solved: spelling 12")
-    assert "Elsewhere: regressed on 100 other tasks" in html(open_store(), run.id)
+    assert body["run"]["outlook"].startswith(outlook)
+    assert [flag["name"] for flag in body["run"]["flags"]] == ["worse_elsewhere"]
+    assert body["next"].startswith("worse_elsewhere: train again") and ("deploy(" in body["next"]) == (solved == 90)
+    page = html(open_store(), run.id)
+    assert "Elsewhere: regressed on 100 other tasks" in page and ", worse at other kinds of tasks" in page
 
 
 async def test_the_page_shows_the_spread_over_seeds(tmp_path: Path):

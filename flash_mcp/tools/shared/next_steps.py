@@ -17,7 +17,7 @@ from typing import Any
 from environments.checks.report import Report as GateReport
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.comparison import Change
-from flash_mcp.judgement.health import CONTAMINATED, Flag
+from flash_mcp.judgement.health import CONTAMINATED, WORSE_ELSEWHERE, Flag
 from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
 from flash_mcp.state.owners import caller
@@ -63,6 +63,9 @@ class RunContext:
     @property
     def problem(self) -> Flag | None:
         return next((flag for flag in self.flags if flag.severity == "problem"), None)
+
+    def has(self, name: str) -> bool:
+        return any(flag.name == name for flag in self.flags)
 
     @property
     def measurement(self) -> Run | None:
@@ -264,6 +267,13 @@ def _guessed(context: RunContext) -> str:
     )
 
 
+def _forgot(context: RunContext) -> str:
+    advice = f"{WORSE_ELSEWHERE}: train again with its remedy (see flags)"
+    if _succeeded("improved")(context) and context.checkpoint is not None:
+        advice += f"; {_serving(context)} serves it where all tasks are like its own"
+    return advice
+
+
 def _improved(context: RunContext) -> str:
     if context.deployment:
         return f"chat(deployment={context.deployment!r}, side_by_side=true) shows the base too"
@@ -345,7 +355,7 @@ RULES = (
     Rule(
         "the splits share tasks",
         "take them out, `env_test`, `env_push`, train again",
-        lambda item: any(flag.name == CONTAMINATED for flag in item.flags),
+        lambda item: item.has(CONTAMINATED),
         lambda item: (
             "take the shared tasks out of one of the splits, env_test, env_push and train again:"
             " see flags"
@@ -364,6 +374,12 @@ RULES = (
         _warning,
     ),
     Rule("under way", "wait for news", _is(*ACTIVE), lambda item: item.waiting),
+    Rule(
+        "succeeded, and got worse at other kinds of tasks",
+        "train again with the remedy; `deploy` if it is `improved`",
+        lambda item: _is("succeeded")(item) and item.has(WORSE_ELSEWHERE),
+        _forgot,
+    ),
     Rule(
         "succeeded with a problem, and held-out success was not measured or is `underpowered`",
         "`rollouts`, train again with the remedy",

@@ -226,7 +226,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     judged = _judge(store, history)
     view = _view(store, history, judged, blocked)
     view.mixture = _mixture(store, history, judged) or None
-    view.regression = _regression(store, history.run)
+    view.regression = judged.regression
     view.seeds = spread_of(store, history.run)
     if history.evaluations:
         view.by_label = by_label(store, history.run, history.evaluations[-1].step)
@@ -256,6 +256,8 @@ class Judgement:
     verdict: Verdict | None = None
     better: tuple[int, str] | None = None
     """The checkpoint that is better than the newest, and how it compares."""
+    regression: str | None = None
+    """Whether it got worse at other kinds of tasks, in words."""
     is_sample: bool = False
     """Whether the flags are of groups of train tasks, and so of training on them."""
 
@@ -271,6 +273,9 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
         overlap = overlap or part["overlap"]
     flags = health.flags(history)
     flags += mixture.flags_of([part["name"] for part in full.run.mixture], history, flags)
+    regression, is_worse = _regression(store, full.run)
+    if is_worse:
+        flags.insert(0, health.worse_elsewhere(regression))
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
     is_active = full.run.state in ACTIVE
@@ -282,6 +287,7 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
         change=None if overlap else change,
         verdict=verdict,
         better=better_than_newest(store, full.run, full.checkpoints, _held_out(full)),
+        regression=regression or None,
     )
 
 
@@ -297,8 +303,10 @@ def _mixture(store: Store, history: RunHistory, judged: Judgement) -> list[str]:
     return lines
 
 
-def _regression(store: Store, run: Run) -> str | None:
-    """Whether the run got worse at other kinds of tasks, in words; None where none were tried."""
+def _regression(store: Store, run: Run) -> tuple[str, bool]:
+    """How the run changed at other kinds of tasks, in words, and whether it got worse; empty where
+    none were tried.
+    """
     events = store.events(run.id, kinds=["regression"])
     before: Mapping[str, bool] = {}
     after: Mapping[str, bool] = {}
@@ -313,15 +321,17 @@ def _regression(store: Store, run: Run) -> str | None:
             solved = fmean(before.values())
             loss = percent(statistics.visible_loss(len(before), solved * len(before)))
             text = f"{solved:.2f} of {len(before)} other tasks before training"
-            return f"{text}; a loss of {loss} of what it solves is seen"
-        return None
+            return f"{text}; a loss of {loss} of what it solves is seen", False
+        return "", False
     pairs = [(float(before[task]), float(after[task])) for task in tasks]
     old, new = zip(*pairs, strict=True)
     change = comparison.compare_paired(old, new, effect=comparison.MIN_CHANGE)
     lost = Counter(task.rpartition("-")[0] for task in tasks if before[task] and not after[task])
     where = ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
     text = f"{change.outcome} on {len(tasks)} other tasks, {fmean(old):.2f} -> {fmean(new):.2f}"
-    return f"{text}: {change.explanation}{f'; no longer solved: {where}' if where else ''}"
+    if where:
+        where = f"; no longer solved: {where}"
+    return f"{text}: {change.explanation}{where}", change.outcome == "regressed"
 
 
 def _held_out(history: RunHistory) -> list[Evaluation]:
