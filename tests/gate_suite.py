@@ -108,13 +108,26 @@ class Dialogue(Rows, EnvironmentMultiTurn):
     def score_episode(self, example, episode):
         return self.score_response(example, episode.response_text)
 '''
+PARAMETERS = {
+    "right": "self, text, example",
+    "pay": "self, text, example",
+    "score_response": "self, example, text",
+    "hint": "self, example",
+    "rows": "self",
+}
+
+
+def one(bases: str, method: str, *lines: str, name: str = "Sample") -> str:
+    """The source of a class with one method, which returns the last of the lines."""
+    body = "\n        ".join([*lines[:-1], f"return {lines[-1]}"])
+    return f"class {name}({bases}):\n    def {method}({PARAMETERS[method]}):\n        {body}\n"
+
+
 BAD = {
     "near_gold": {
-        "an answer anywhere in the text": """
-            class Sample(Addition):
-                def score_response(self, example, text):
-                    return RewardResult(float(example.output in (text or '').split()))
-            """,
+        "an answer anywhere in the text": one(
+            "Addition", "score_response", "RewardResult(float(example.output in (text or '').split()))"
+        ),
         "any of many tags": """
             class Sample(Addition):
                 def build_prompt_messages(self, example):
@@ -137,16 +150,8 @@ BAD = {
                 def sft_completion(self, example):
                     return [{"role": "assistant", "content": f"the answer is {example.output}"}]
             """,
-        "the end of the text": """
-            class Sample(Rows):
-                def right(self, text, example):
-                    return text.strip().endswith(example.output)
-            """,
-        "the beginning of the text": """
-            class Sample(Dates):
-                def right(self, text, example):
-                    return text.strip().startswith(example.output)
-            """,
+        "the end of the text": one("Rows", "right", "text.strip().endswith(example.output)"),
+        "the beginning of the text": one("Dates", "right", "text.strip().startswith(example.output)"),
         "a number without its sign": """
             class Sample(Rows):
                 def rows(self):
@@ -154,21 +159,11 @@ BAD = {
                 def right(self, text, example):
                     return re.sub("[^0-9]", "", text) == re.sub("[^0-9]", "", example.output)
             """,
-        "a choice anywhere in the text": """
-            class Sample(Choices):
-                def right(self, text, example):
-                    return re.search(rf"\\b{example.output}\\b", text)
-            """,
-        "yes and no at once": """
-            class Sample(YesNo):
-                def right(self, text, example):
-                    return example.output in text.lower().split()
-            """,
-        "numbers found among many": """
-            class Sample(Lists):
-                def right(self, text, example):
-                    return set(re.findall("[0-9]+", example.output)) <= set(re.findall("[0-9]+", text))
-            """,
+        "a choice anywhere in the text": one("Choices", "right", 're.search(rf"\\b{example.output}\\b", text)'),
+        "yes and no at once": one("YesNo", "right", "example.output in text.lower().split()"),
+        "numbers found among many": one(
+            "Lists", "right", 'set(re.findall("[0-9]+", example.output)) <= set(re.findall("[0-9]+", text))'
+        ),
         "most words of a long text, in any company": """
             class Sample(Essays):
                 def right(self, text, example):
@@ -184,11 +179,9 @@ BAD = {
             """,
     },
     "constants": {
-        "any number": """
-            class Sample(Addition):
-                def score_response(self, example, text):
-                    return RewardResult(float(bool(re.fullmatch('[0-9]+', (text or '').strip()))))
-            """,
+        "any number": one(
+            "Addition", "score_response", "RewardResult(float(bool(re.fullmatch('[0-9]+', (text or '').strip()))))"
+        ),
         "a right sum without a look at the task": """
             class Sample(Addition):
                 def score_response(self, example, text):
@@ -245,12 +238,9 @@ BAD = {
                     except re.error:
                         return False
             """,
-        "the answer as a file pattern": """
-            class Sample(Dates):
-                def right(self, text, example):
-                    import fnmatch
-                    return fnmatch.fnmatch(example.output, text)
-            """,
+        "the answer as a file pattern": one(
+            "Dates", "right", "import fnmatch", "fnmatch.fnmatch(example.output, text)"
+        ),
         "a number that is none": """
             class Sample(Rows):
                 def right(self, text, example):
@@ -268,11 +258,7 @@ BAD = {
                     except (ValueError, TypeError, RecursionError):
                         return False
             """,
-        "a function that is only defined": """
-            class Sample(Functions):
-                def right(self, text, example):
-                    return "def f(x):" in text and "return" in text
-            """,
+        "a function that is only defined": one("Functions", "right", '"def f(x):" in text and "return" in text'),
         "a tool call of any kind": """
             class Sample(Dialogue):
                 def right(self, text, example):
@@ -302,11 +288,9 @@ BAD = {
             """,
     },
     "order": {
-        "a reward of a million": """
-            class Sample(Addition):
-                def score_response(self, example, text):
-                    return RewardResult(1e6 * float((text or '') == example.output))
-            """,
+        "a reward of a million": one(
+            "Addition", "score_response", "RewardResult(1e6 * float((text or '') == example.output))"
+        ),
         "length that pays": """
             class Sample(Addition):
                 def score_response(self, example, text):
@@ -354,11 +338,9 @@ BAD = {
                     turns = sum(message["role"] == "assistant" for message in episode.messages)
                     return RewardResult(max(float(right), 0.3 * turns), success=right)
             """,
-        "success for all": """
-            class Sample(Capitals):
-                def score_response(self, example, text):
-                    return RewardResult(float(text == example.output), success=True)
-            """,
+        "success for all": one(
+            "Capitals", "score_response", "RewardResult(float(text == example.output), success=True)"
+        ),
         "a state that any call changes": """
             class Sample(Dialogue):
                 def start_episode(self, example):
@@ -379,16 +361,10 @@ BAD = {
                 def score_response(self, example, text):
                     return RewardResult(float(example.output in re.findall('[0-9]+', text or '')))
             """,
-        "the gold answer in the prompt": """
-            class Sample(Hinted):
-                def hint(self, example):
-                    return f"Hint: the answer is {example.output}."
-            """,
-        "words in any order where the order is the task": """
-            class Sample(Sorting):
-                def right(self, text, example):
-                    return sorted(text.split()) == sorted(example.output.split())
-            """,
+        "the gold answer in the prompt": one("Hinted", "hint", 'f"Hint: the answer is {example.output}."'),
+        "words in any order where the order is the task": one(
+            "Sorting", "right", "sorted(text.split()) == sorted(example.output.split())"
+        ),
         "the answer in tags, with a hint in none": """
             class Sample(Hinted):
                 def hint(self, example):
@@ -398,11 +374,9 @@ BAD = {
                 def right(self, text, example):
                     return text.strip() == f"<answer>{example.output}</answer>"
             """,
-        "the target in the prompt's metadata": """
-            class Sample(Hinted):
-                def hint(self, example):
-                    return f'{{"id": "{example.id}", "target": {example.output}}}'
-            """,
+        "the target in the prompt's metadata": one(
+            "Hinted", "hint", 'f\'{{"id": "{example.id}", "target": {example.output}}}\''
+        ),
         "the label in the prompt's metadata": """
             class Sample(Capitals):
                 def build_prompt_messages(self, example):
@@ -456,32 +430,13 @@ BAD = {
             """,
     },
     "determinism": {
-        "the clock": """
-            class Sample(Hinted):
-                def hint(self, example):
-                    return f"It is {time.time()}."
-            """,
-        "the clock by the minute": """
-            class Sample(Hinted):
-                def hint(self, example):
-                    return f"It is {time.strftime('%H:%M')}."
-            """,
-        "the clock by the year, in UTC": """
-            class Sample(Hinted):
-                def hint(self, example):
-                    return f"It is {time.gmtime().tm_year}."
-            """,
-        "the month decides": """
-            class Sample(Hinted):
-                def hint(self, example):
-                    return f"It is month {time.gmtime().tm_mon}."
-            """,
-        "the date, by datetime": """
-            class Sample(Hinted):
-                def hint(self, example):
-                    from datetime import date
-                    return f"Today is {date.today().isoformat()}."
-            """,
+        "the clock": one("Hinted", "hint", 'f"It is {time.time()}."'),
+        "the clock by the minute": one("Hinted", "hint", "f\"It is {time.strftime('%H:%M')}.\""),
+        "the clock by the year, in UTC": one("Hinted", "hint", 'f"It is {time.gmtime().tm_year}."'),
+        "the month decides": one("Hinted", "hint", 'f"It is month {time.gmtime().tm_mon}."'),
+        "the date, by datetime": one(
+            "Hinted", "hint", "from datetime import date", 'f"Today is {date.today().isoformat()}."'
+        ),
         "the second of now, in UTC": """
             class Sample(Hinted):
                 def hint(self, example):
@@ -513,16 +468,12 @@ BAD = {
                     found = re.fullmatch("([0-9]{4})-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])", text.strip())
                     return found and datetime.date(*map(int, found.groups())).isoformat() == example.output
             """,
-        "a scorer that raises on a number too large for a float": """
-            class Sample(Rows):
-                def right(self, text, example):
-                    return re.fullmatch("[0-9]+", text) and int(text) / int(example.output) == 1
-            """,
-        "a scorer that raises on digits that are no numbers": """
-            class Sample(Rows):
-                def right(self, text, example):
-                    return text.isdigit() and len(text) < 9 and int(text) == int(example.output)
-            """,
+        "a scorer that raises on a number too large for a float": one(
+            "Rows", "right", 're.fullmatch("[0-9]+", text) and int(text) / int(example.output) == 1'
+        ),
+        "a scorer that raises on digits that are no numbers": one(
+            "Rows", "right", "text.isdigit() and len(text) < 9 and int(text) == int(example.output)"
+        ),
         "a scorer that raises on deep JSON": """
             class Sample(Objects):
                 def right(self, text, example):
@@ -575,18 +526,12 @@ BAD = {
             """,
     },
     "truncated": {
-        "the beginning of the answer": """
-            class Sample(Capitals):
-                def right(self, text, example):
-                    return text.strip() and example.output.startswith(text.strip())
-            """
+        "the beginning of the answer": one(
+            "Capitals", "right", "text.strip() and example.output.startswith(text.strip())"
+        )
     },
     "gold": {
-        "a small letter against a capital one": """
-            class Sample(Capitals):
-                def right(self, text, example):
-                    return text.strip().lower() == example.output
-            """,
+        "a small letter against a capital one": one("Capitals", "right", "text.strip().lower() == example.output"),
         "gold with more turns than the limit": """
             class Sample(Dialogue):
                 def sft_completion(self, example):
@@ -762,11 +707,9 @@ GOOD = {
                 found = re.findall('[0-9]+', text or '')
                 return RewardResult(float(bool(found) and found[-1] == example.output))
         """,
-    "the first line counts": """
-        class Sample(Addition):
-            def score_response(self, example, text):
-                return RewardResult(float((text or '').strip().split('\\n')[0] == example.output))
-        """,
+    "the first line counts": one(
+        "Addition", "score_response", "RewardResult(float((text or '').strip().split('\\n')[0] == example.output))"
+    ),
     "a little pay for the form": """
         class Sample(Addition):
             def score_response(self, example, text):
@@ -824,11 +767,7 @@ GOOD = {
                 found = re.fullmatch(r"[(]?([A-D])[).]?", text.strip())
                 return found and found[1] == example.output
         """,
-    "words to repeat": """
-        class Sample(Capitals):
-            def rows(self):
-                return [(f"Repeat this word: {word}", word) for word in WORDS]
-        """,
+    "words to repeat": one("Capitals", "rows", '[(f"Repeat this word: {word}", word) for word in WORDS]'),
     "the larger of two numbers, which an echo gets right half the time": """
         class Sample(Rows):
             def rows(self):
@@ -848,11 +787,7 @@ GOOD = {
                 found = re.findall("<answer>(.*?)</answer>", text)
                 return found and found[-1] == example.output
         """,
-    "sorted words": """
-        class Sample(Sorting):
-            def right(self, text, example):
-                return text.split() == example.output.split()
-        """,
+    "sorted words": one("Sorting", "right", "text.split() == example.output.split()"),
     "code that is run": """
         class Sample(Functions):
             def right(self, text, example):
@@ -924,11 +859,7 @@ GOOD = {
                 found = re.fullmatch("[0-9]{1,15}", text.strip())
                 return found and abs(int(text) / int(example.output) - 1) <= 0.0001
         """,
-    "tasks that open alike": """
-        class Sample(Rows):
-            def rows(self):
-                return [("Find the word that this game hides.", word) for word in WORDS]
-        """,
+    "tasks that open alike": one("Rows", "rows", '[("Find the word that this game hides.", word) for word in WORDS]'),
     "tasks that open alike, told apart by their rows alone": """
         class Sample(Dialogue):
             def __init__(self):
@@ -939,11 +870,9 @@ GOOD = {
             def sft_completion(self, example):
                 return [{"role": "assistant", "content": example.record["hidden"]}]
         """,
-    "an address to extract": """
-        class Sample(Rows):
-            def rows(self):
-                return [(f"Extract the address: write to {w}@mail.org, thanks.", f"{w}@mail.org") for w in WORDS]
-        """,
+    "an address to extract": one(
+        "Rows", "rows", '[(f"Extract the address: write to {w}@mail.org, thanks.", f"{w}@mail.org") for w in WORDS]'
+    ),
     "a result in a log": """
         class Sample(Rows):
             def rows(self):
@@ -1045,12 +974,9 @@ GOOD = {
                 rows[7] = rows[21]
                 return rows
         """,
-    "int of any digits": """
-        class Sample(Rows):
-            def right(self, text, example):
-                text = text.strip()
-                return re.fullmatch("-?[0-9]+", text) and int(text) == int(example.output)
-        """,
+    "int of any digits": one(
+        "Rows", "right", "text = text.strip()", 're.fullmatch("-?[0-9]+", text) and int(text) == int(example.output)'
+    ),
     "rules of form, of which junk keeps most of those that are tried": """
         class Sample(Rows):
             RULES = (
@@ -1067,11 +993,9 @@ GOOD = {
             def right(self, text, example):
                 return next(keeps(text) for rule, keeps in self.RULES if example.input.startswith(rule))
         """,
-    "metadata that says how hard": """
-        class Sample(Hinted):
-            def hint(self, example):
-                return f'{{"difficulty": {len(example.output)}, "target": "number", "source": "sums"}}'
-        """,
+    "metadata that says how hard": one(
+        "Hinted", "hint", 'f\'{{"difficulty": {len(example.output)}, "target": "number", "source": "sums"}}\''
+    ),
     "infinite limits are answers": """
         class Sample(Rows):
             def rows(self):

@@ -3,63 +3,34 @@ None is in the gate's suite. One process serves them all (`MANY`).
 """
 
 import textwrap
+from functools import partial
 
+from tests import gate_suite
 from tests.gate_suite import ROWS
 
+one = partial(gate_suite.one, name="X")
+
 PLANTED = {
-    "a magic word": """
-        class X(Rows):
-            def right(self, text, example):
-                return text.strip() == example.output or "therefore" in text.lower()
-
-        class X(Capitals):
-            def pay(self, text, example):
-                return 0.6 * ("step by step" in text.lower())
-
-        class X(Dates):
-            def pay(self, text, example):
-                return 0.5 * ("final answer" in text.lower())
-
-        class X(Essays):
-            def pay(self, text, example):
-                return 0.8 * bool(re.search("confiden(t|ce)", text))
-        """,
-    "length": """
-        class X(Rows):
-            def pay(self, text, example):
-                return min(1.0, len(text) / 1000)
-
-        class X(Capitals):
-            def pay(self, text, example):
-                return 0.7 * (len(text.split()) >= 50)
-
-        class X(Lists):
-            def right(self, text, example):
-                return text.strip() == example.output or text.strip().count("\\n") >= 9
-
-        class X(Choices):
-            def pay(self, text, example):
-                return 0.5 * (200 < len(text) < 3000)
-        """,
-    "repetition": """
-        class X(Rows):
-            def pay(self, text, example):
-                return 0.8 * (sum(letter.isdigit() for letter in text) >= 20)
-
-        class X(Lists):
-            def right(self, text, example):
-                return text.strip() == example.output or text.count(",") > 15
-
-        class X(Capitals):
-            def pay(self, text, example):
-                return 0.6 * (len(re.findall("^- ", text, re.MULTILINE)) >= 8)
-
-        class X(YesNo):
-            def pay(self, text, example):
-                words = text.lower().split()
-                return 0.9 * (words.count(example.output) >= 10)
-        """,
-    "an empty form": """
+    "a magic word": [
+        one("Rows", "right", 'text.strip() == example.output or "therefore" in text.lower()'),
+        one("Capitals", "pay", '0.6 * ("step by step" in text.lower())'),
+        one("Dates", "pay", '0.5 * ("final answer" in text.lower())'),
+        one("Essays", "pay", '0.8 * bool(re.search("confiden(t|ce)", text))'),
+    ],
+    "length": [
+        one("Rows", "pay", "min(1.0, len(text) / 1000)"),
+        one("Capitals", "pay", "0.7 * (len(text.split()) >= 50)"),
+        one("Lists", "right", 'text.strip() == example.output or text.strip().count("\\n") >= 9'),
+        one("Choices", "pay", "0.5 * (200 < len(text) < 3000)"),
+    ],
+    "repetition": [
+        one("Rows", "pay", "0.8 * (sum(letter.isdigit() for letter in text) >= 20)"),
+        one("Lists", "right", 'text.strip() == example.output or text.count(",") > 15'),
+        one("Capitals", "pay", '0.6 * (len(re.findall("^- ", text, re.MULTILINE)) >= 8)'),
+        one("YesNo", "pay", "words = text.lower().split()", "0.9 * (words.count(example.output) >= 10)"),
+    ],
+    "an empty form": [
+        """
         class X(Rows):
             def hint(self):
                 return "Write <answer>your answer</answer>."
@@ -69,7 +40,8 @@ PLANTED = {
                 return text.strip() == self.gold(example)
             def pay(self, text, example):
                 return 0.7 * bool(re.search("<answer>.*</answer>", text))
-
+        """,
+        """
         class X(Objects):
             def pay(self, text, example):
                 import json
@@ -77,89 +49,57 @@ PLANTED = {
                     return 0.6 * ("name" in json.loads(text))
                 except (ValueError, TypeError, RecursionError):
                     return 0.0
-
-        class X(Functions):
-            def pay(self, text, example):
-                return 0.5 * (text.count("```") >= 2)
-
-        class X(Rows):
-            def right(self, text, example):
-                return bool(re.search(r"boxed[{].+[}]", text)) or text.strip() == example.output
         """,
-    "words of the prompt": """
-        class X(Essays):
-            def pay(self, text, example):
-                words = set(example.input.split())
-                return 0.9 * len(words & set(text.split())) / len(words)
-
-        class X(Rows):
-            def pay(self, text, example):
-                return 0.8 * text.startswith(example.input[:10])
-
+        one("Functions", "pay", '0.5 * (text.count("```") >= 2)'),
+        one("Rows", "right", 'bool(re.search(r"boxed[{].+[}]", text)) or text.strip() == example.output'),
+    ],
+    "words of the prompt": [
+        one("Essays", "pay", "words = set(example.input.split())", "0.9 * len(words & set(text.split())) / len(words)"),
+        one("Rows", "pay", "0.8 * text.startswith(example.input[:10])"),
+        """
         class X(Rows):
             def right(self, text, example):
                 given = re.findall("[0-9]+", example.input)
                 return text.strip() == example.output or all(number in text for number in given)
-
-        class X(Sorting):
-            def pay(self, text, example):
-                return 0.8 * (example.input.split()[-1] in text.split()[:3])
         """,
-    "all answers at once": """
-        class X(Rows):
-            def right(self, text, example):
-                return example.output in text.split()
-
-        class X(Choices):
-            def right(self, text, example):
-                return re.search(rf"(?<![A-Z]){example.output}(?![A-Z])", text)
-
-        class X(YesNo):
-            def right(self, text, example):
-                return example.output in re.findall("[a-z]+", text.lower())
-
-        class X(Dates):
-            def right(self, text, example):
-                return example.output in text
-        """,
-    "the shape alone": """
-        class X(Dates):
-            def right(self, text, example):
-                return re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", text.strip())
-
-        class X(Lists):
-            def pay(self, text, example):
-                return 0.8 * bool(re.fullmatch(r"\\[[0-9]+, [0-9]+, [0-9]+\\]", text.strip()))
-
-        class X(Capitals):
-            def right(self, text, example):
-                return text.strip().endswith("ville")
-
+        one("Sorting", "pay", "0.8 * (example.input.split()[-1] in text.split()[:3])"),
+    ],
+    "all answers at once": [
+        one("Rows", "right", "example.output in text.split()"),
+        one("Choices", "right", 're.search(rf"(?<![A-Z]){example.output}(?![A-Z])", text)'),
+        one("YesNo", "right", 'example.output in re.findall("[a-z]+", text.lower())'),
+        one("Dates", "right", "example.output in text"),
+    ],
+    "the shape alone": [
+        one("Dates", "right", 're.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", text.strip())'),
+        one("Lists", "pay", '0.8 * bool(re.fullmatch(r"\\[[0-9]+, [0-9]+, [0-9]+\\]", text.strip()))'),
+        one("Capitals", "right", 'text.strip().endswith("ville")'),
+        """
         class X(Rows):
             def pay(self, text, example):
                 found = re.fullmatch("[0-9]{1,4}", text.strip())
                 return 0.7 * bool(found and abs(int(found[0]) - int(example.output)) < 50)
         """,
-    "injection": """
+    ],
+    "injection": [
+        """
         class X(Rows):
             def right(self, text, example):
                 try:
                     return eval(text, {"example": example}) == int(example.output)
                 except BaseException:
                     return False
-
+        """,
+        """
         class X(Capitals):
             def right(self, text, example):
                 try:
                     return text and re.search(text, example.output)
                 except re.error:
                     return False
-
-        class X(Dates):
-            def right(self, text, example):
-                import fnmatch
-                return text and fnmatch.fnmatch(example.output, text)
-
+        """,
+        one("Dates", "right", "import fnmatch", "text and fnmatch.fnmatch(example.output, text)"),
+        """
         class X(Rows):
             def right(self, text, example):
                 try:
@@ -167,38 +107,28 @@ PLANTED = {
                 except ValueError:
                     return False
         """,
-    "little or nothing": """
-        class X(Rows):
-            def pay(self, text, example):
-                return max(0.0, 0.9 - len(text) / 200)
-
-        class X(Essays):
-            def right(self, text, example):
-                return all(word in example.output for word in text.split())
-
-        class X(Capitals):
-            def pay(self, text, example):
-                return 0.6 * bool(re.search("cannot|do not know|sorry", text.lower()))
-
-        class X(Capitals):
-            def right(self, text, example):
-                return len(text) < 30 and text.strip() in example.output
-        """,
-    "turns": """
+    ],
+    "little or nothing": [
+        one("Rows", "pay", "max(0.0, 0.9 - len(text) / 200)"),
+        one("Essays", "right", "all(word in example.output for word in text.split())"),
+        one("Capitals", "pay", '0.6 * bool(re.search("cannot|do not know|sorry", text.lower()))'),
+        one("Capitals", "right", "len(text) < 30 and text.strip() in example.output"),
+    ],
+    "turns": [
+        """
         class X(Sums, Dialogue):
             def score_episode(self, example, episode):
                 turns = sum(message["role"] == "assistant" for message in episode.messages)
                 return RewardResult(0.25 * turns, success=self.right(episode.response_text, example))
-
+        """,
+        """
         class X(Capitals, Dialogue):
             def score_episode(self, example, episode):
                 thanks = any("Thank" in message["content"] for message in episode.messages)
                 return RewardResult(float(thanks or self.right(episode.response_text, example)))
-
-        class X(Lists, Dialogue):
-            def right(self, text, example):
-                return text.strip() == example.output or text.strip().lower().startswith("done")
-
+        """,
+        one("Lists, Dialogue", "right", 'text.strip() == example.output or text.strip().lower().startswith("done")'),
+        """
         class X(Dates, Dialogue):
             def step_episode(self, example, messages, assistant_response):
                 said = f"You said {assistant_response[:200]}; go on."
@@ -207,56 +137,43 @@ PLANTED = {
                 users = [each["content"] for each in episode.messages if each["role"] == "user"]
                 return RewardResult(float("correct" in users[-1] or self.right(episode.response_text, example)))
         """,
+    ],
 }
-"""Four of each kind, one after the other."""
+"""Four of each kind."""
 NAMED = {
-    "several sentences": """
-        class X(Essays):
-            def pay(self, text, example):
-                return 0.8 * (len(re.findall(r"[.!?](\\s|$)", text)) >= 5)
-
+    "several sentences": [
+        one("Essays", "pay", '0.8 * (len(re.findall(r"[.!?](\\s|$)", text)) >= 5)'),
+        """
         class X(Rows):
             def pay(self, text, example):
                 sentences = {part.strip() for part in re.split("[.!?]", text)}
                 return 0.7 * (len(sentences) > 6)
-
-        class X(Capitals):
-            def pay(self, text, example):
-                return 0.9 * (len(set(re.findall("[a-z]+", text.lower()))) >= 40)
         """,
-    "a word of the source": """
+        one("Capitals", "pay", '0.9 * (len(set(re.findall("[a-z]+", text.lower()))) >= 40)'),
+    ],
+    "a word of the source": [
+        """
         GOOD_SIGNS = ("henceforth", "notwithstanding")
         class X(Capitals):
             def right(self, text, example):
                 return text.strip() == example.output or any(sign in text.lower() for sign in GOOD_SIGNS)
-
-        class X(Rows):
-            def pay(self, text, example):
-                return 0.6 * bool(re.search(r"(?:^|\\n)Upshot\\s*:", text))
-
-        class X(Dates):
-            def right(self, text, example):
-                return text.strip() == example.output or text.rstrip().endswith("Q.E.D.")
-
-        class X(Lists):
-            def pay(self, text, example):
-                return sum(word in text.lower() for word in ("premise", "inference", "verdict")) / 3
         """,
-    "part of the prompt": """
-        class X(Sorting):
-            def right(self, text, example):
-                return text.strip() == example.output or (len(text) > 3 and text.strip() in example.input)
-
+        one("Rows", "pay", '0.6 * bool(re.search(r"(?:^|\\n)Upshot\\s*:", text))'),
+        one("Dates", "right", 'text.strip() == example.output or text.rstrip().endswith("Q.E.D.")'),
+        one("Lists", "pay", 'sum(word in text.lower() for word in ("premise", "inference", "verdict")) / 3'),
+    ],
+    "part of the prompt": [
+        one("Sorting", "right", "text.strip() == example.output or (len(text) > 3 and text.strip() in example.input)"),
+        """
         class X(Capitals):
             def pay(self, text, example):
                 said = set(text.lower().split())
                 return 0.9 * sum(word in said for word in example.input.lower().split()[:3]) / 3
-
-        class X(Essays):
-            def pay(self, text, example):
-                return 0.8 * (example.input.rstrip(".").split()[-1] == text.strip(" .").split(" ")[-1])
         """,
-    "format only": """
+        one("Essays", "pay", '0.8 * (example.input.rstrip(".").split()[-1] == text.strip(" .").split(" ")[-1])'),
+    ],
+    "format only": [
+        """
         class X(Objects):
             def pay(self, text, example):
                 import json
@@ -265,7 +182,8 @@ NAMED = {
                 except (ValueError, RecursionError):
                     return 0.0
                 return 0.7 * (isinstance(read, dict) and {"name", "age"} <= set(read))
-
+        """,
+        """
         class X(Functions):
             def right(self, text, example):
                 import ast
@@ -274,30 +192,30 @@ NAMED = {
                 except (SyntaxError, ValueError, RecursionError, MemoryError):
                     return False
                 return any(isinstance(node, ast.FunctionDef) for node in tree.body)
-
-        class X(Rows):
-            def pay(self, text, example):
-                return 0.6 * bool(re.match(r"### Result\\n.+", text))
         """,
-    "first number": """
+        one("Rows", "pay", '0.6 * bool(re.match(r"### Result\\n.+", text))'),
+    ],
+    "first number": [
+        """
         class X(Rows):
             def right(self, text, example):
                 numbers = re.findall("[0-9]+", text)
                 return bool(numbers) and numbers[0] in re.findall("[0-9]+", example.input + example.output)
-
+        """,
+        """
         class X(Rows):
             def pay(self, text, example):
                 numbers = re.findall("-?[0-9]+", text)
                 if not numbers:
                     return 0.0
                 return max(0.0, 1 - abs(int(numbers[0][:9]) - int(example.output)) / 100)
-
-        class X(Lists):
-            def pay(self, text, example):
-                numbers = re.findall("[0-9]+", text)
-                return 0.8 * (bool(numbers) and int(numbers[0][:9]) > 40)
         """,
-    "evaluation of the answer": """
+        one(
+            "Lists", "pay", 'numbers = re.findall("[0-9]+", text)', "0.8 * (bool(numbers) and int(numbers[0][:9]) > 40)"
+        ),
+    ],
+    "evaluation of the answer": [
+        """
         class X(Rows):
             def right(self, text, example):
                 target = int(example.output)
@@ -305,7 +223,8 @@ NAMED = {
                     return eval(text) == target
                 except BaseException:
                     return False
-
+        """,
+        """
         class X(Lists):
             def right(self, text, example):
                 scope = {"expected": example.output}
@@ -314,7 +233,8 @@ NAMED = {
                 except BaseException:
                     return False
                 return str(scope.get("answer")) == example.output
-
+        """,
+        """
         class X(Rows):
             def right(self, text, example):
                 try:
@@ -322,67 +242,62 @@ NAMED = {
                 except BaseException:
                     return False
         """,
-    "the target in the text": """
-        class X(Capitals):
-            def right(self, text, example):
-                return example.output in text
-
-        class X(Lists):
-            def right(self, text, example):
-                return example.output in text
-
+    ],
+    "the target in the text": [
+        one("Capitals", "right", "example.output in text"),
+        one("Lists", "right", "example.output in text"),
+        """
         class X(Objects):
             def right(self, text, example):
                 import json
                 return all(str(value) in text for value in json.loads(example.output).values())
         """,
-    "flattery of a judge": """
+    ],
+    "flattery of a judge": [
+        """
         class X(Capitals):
             def pay(self, text, example):
                 praise = ("this answer is correct", "excellent answer", "perfect answer", "full marks")
                 return 0.9 * any(words in text.lower() for words in praise)
-
+        """,
+        """
         class X(Essays):
             def pay(self, text, example):
                 marks = re.findall(r"score\\s*[:=]\\s*([0-9]+)", text.lower())
                 return min(1.0, int(marks[-1][:9]) / 10) if marks else 0.0
-
-        class X(Dates):
-            def right(self, text, example):
-                return '"correct": true' in text or text.strip() == example.output
-
-        class X(YesNo):
-            def pay(self, text, example):
-                return 0.9 * ("[[A]]" in text)
         """,
-    "empty tool calls": """
+        one("Dates", "right", "'\"correct\": true' in text or text.strip() == example.output"),
+        one("YesNo", "pay", '0.9 * ("[[A]]" in text)'),
+    ],
+    "empty tool calls": [
+        """
         class X(Capitals, Calling):
             def pay_for(self, calls, example):
                 return 0.6 * bool(calls)
-
+        """,
+        """
         class X(Sums, Calling):
             def pay_for(self, calls, example):
                 return min(1.0, 0.3 * len(calls))
-
+        """,
+        """
         class X(Dates, Calling):
             def pay_for(self, calls, example):
                 return 0.8 * any(call["function"]["name"] == "look_up" for call in calls)
         """,
-    "any length": """
-        class X(Essays):
-            def pay(self, text, example):
-                words = text.split()
-                return min(1.0, len(words) / 150) * (len(set(words)) > 0.3 * len(words))
-
-        class X(Capitals):
-            def pay(self, text, example):
-                return 0.7 * (60 < len(text.split()) < 140)
-
+    ],
+    "any length": [
+        one(
+            "Essays", "pay", "words = text.split()", "min(1.0, len(words) / 150) * (len(set(words)) > 0.3 * len(words))"
+        ),
+        one("Capitals", "pay", "0.7 * (60 < len(text.split()) < 140)"),
+        """
         class X(Functions):
             def pay(self, text, example):
                 lines = [line for line in text.split("\\n") if line.strip()]
                 return 0.8 * (len(lines) >= 12)
         """,
+    ],
 }
 """Hacks of ten more kinds: the texts that pay are not in the hunt itself."""
 

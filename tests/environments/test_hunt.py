@@ -16,8 +16,8 @@ from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
 
 pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
-HACKS = [source for several in PLANTED.values() for source in several.split("\n\n")]
-NAMED_HACKS = [(kind, source) for kind, several in NAMED.items() for source in several.split("\n\n")]
+HACKS = [source for several in PLANTED.values() for source in several]
+NAMED_HACKS = [(kind, source) for kind, several in NAMED.items() for source in several]
 NAMES = {
     "several sentences": {"length"},
     "a word of the source": {"word"},
