@@ -302,7 +302,6 @@ async def look_at_runs(call: Calls) -> None:
     await call("status-failed", "status", run_id="run-failed", detail="detailed")
     await call("status-cancelled", "status", run_id="run-cancelled")
     await call("status-running", "status", run_id="run-running")
-    await call("status-wait-in-vain", "status", run_id="run-running", wait_s=0.3)
     await call("status-until-news", "status", run_id="run-running", until="news", wait_s=0)
     await call("status-until-end", "status", run_id="run-uniform_zero", until="end")
     await call("status-wait-for-ended", "status", run_id="run-sft", wait_s=30)
@@ -314,7 +313,6 @@ async def look_at_runs(call: Calls) -> None:
         flags[trouble] = {"outlook": said["run"]["outlook"], "flags": said["run"]["flags"], "next": said["next"]}
     call.results["status-flags"] = pretty(flags)
     await call("checkpoints", "checkpoints", run_id="run-improved")
-    await call("checkpoints-page", "checkpoints", run_id="run-improved", limit=1)
     await call("checkpoints-of-other-shape", "checkpoints", run_id="run-cancelled")
     await call("checkpoints-none", "checkpoints", run_id="run-running")
     await call.read("resource-metrics", "flash://runs/run-failed/metrics")
@@ -324,12 +322,8 @@ async def look_at_runs(call: Calls) -> None:
 
 async def transcripts(call: Calls) -> None:
     await call("rollouts-worst", "rollouts", run_id="run-improved")
-    await call("rollouts-best", "rollouts", run_id="run-improved", which="best", limit=2, step=10)
-    await call("rollouts-random", "rollouts", run_id="run-improved", which="random", step=-1, limit=2)
-    await call("rollouts-in-order", "rollouts", run_id="run-improved", which="index", limit=2, cursor="4")
     await call("rollouts-one", "rollouts", run_id="run-improved", step=7, index=5)
     await call("rollouts-one-message", "rollouts", run_id="run-improved", step=7, index=5, from_message=2)
-    await call("rollouts-containing", "rollouts", run_id="run-improved", contains="is 3 * 2", limit=1)
     await call("rollouts-failures", "rollouts", run_id="run-improved", split="eval", success=False, limit=1)
     await call("rollouts-evaluation", "rollouts", run_id="run-eval-trained", max_characters=500)
     await call("rollouts-no-such-step", "rollouts", run_id="run-improved", step=99)
@@ -339,14 +333,12 @@ async def transcripts(call: Calls) -> None:
 async def curated(call: Calls) -> None:
     runs = ["run-improved", "run-running"]
     asked = {"runs": runs, "filter": "best >= 0.5", "select": "shortest"}
-    await call("curate-dry-run", "curate", dry_run=True, **asked)
     await call("curate", "curate", name="answers", holdout=0.5, **asked)
     await call("curate-bad-filter", "curate", runs=runs, filter="avg >", dry_run=True)
 
 
 async def training(call: Calls, folder: Path) -> None:
     await call("train-validated", "train", environment="echo", steps=10, validate_only=True)
-    await call("train-config", "train", config="FOLDER/rl.toml", steps=9, eval_before=True, validate_only=True)
     await call("train-sft", "train", environment="echo", algorithm="sft", epochs=3, validate_only=True)
     await call("train-on-dataset", "train", environment="echo", algorithm="sft", dataset="answers", validate_only=True)
     asked = {"environment": "echo", "init_from_adapter": "run-improved@10", "idempotency_key": "warm"}
@@ -381,7 +373,6 @@ async def lists(call: Calls, folder: Path) -> None:
     await call("catalog", "catalog", limit=3)
     await call("catalog-models", "catalog", kind="models")
     await call("catalog-environments", "catalog", kind="environments", contains="ECH")
-    await call("catalog-page", "catalog", kind="environments", limit=1, cursor="1")
     await call("catalog-datasets", "catalog", kind="datasets")
     await call("status-list", "status")
     await call("status-list-page", "status", limit=2, cursor="run-running")
