@@ -97,8 +97,7 @@ def without_repeats(page: str) -> str:
         r'\n<article class="(?P<kind>[a-z]+)\d*">\s*<p.*?>(?P<title>.*?)</p>.*?</article>', shorten, page, flags=re.S
     )
     page = re.sub(r"\n<(?P<kind>figure)>.*?<title>(?P<title>.*?)</title>.*?</figure>", shorten, page, flags=re.S)
-    page = re.sub(r'\n<tr><td>[a-z_]+</td><td class="mono break">[^\n]*</td><td>recipe</td></tr>(?=\n)', "", page)
-    return page
+    return re.sub(r'\n<tr><td>[a-z_]+</td><td class="mono break">[^\n]*</td><td>recipe</td></tr>(?=\n)', "", page)
 
 
 @contextlib.contextmanager
