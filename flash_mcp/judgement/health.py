@@ -53,28 +53,19 @@ class Trend(ResultModel):
     """How a metric moved over the training steps so far."""
 
     first: Rounded
-    """Mean over the first steps."""
     last: Rounded
-    """Mean over the newest steps."""
     best: Rounded
-    """The best single step."""
     over_steps: int
-    """Steps that first and last are each averaged over."""
     spark: str
-    """All steps as bars, from least to greatest."""
 
 
 class Flag(ResultModel):
     """A warning sign."""
 
     name: str
-    """What it is called in the playbook."""
     severity: Severity
-    """problem: the run is unlikely to get anywhere."""
     evidence: str
-    """The numbers."""
     remedy: str
-    """What usually helps."""
 
 
 def trend(values: Sequence[float], *, lower_is_better: bool = False) -> Trend | None:

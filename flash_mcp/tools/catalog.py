@@ -49,29 +49,18 @@ class Model(ResultModel):
     """A base model. Hub ids (owner/name) and local folders work as well."""
 
     name: str
-    """Pass as train's `model`."""
     parameters: str | None = None
     active: str | None = None
-    """Parameters that each token passes, where they are fewer."""
     context: int | None = None
-    """Tokens."""
     thinking: bool | None = None
-    """Whether it can reason before it answers."""
     tools: ToolTemplate | None = None
-    """Which chat template shows tools: ours, in the Hermes form, as its own knows none; absent: its
-    own."""
     licence: str | None = None
     source: str
-    """Where it comes from."""
     ready: bool | None = None
-    """Whether it is in the model cache."""
     fits: str
-    """Whether its weights fit this machine, in trainer and engine, and which targets."""
     step: str | None = None
-    """What a step of training took in its newest run, here and on targets; absent: not measured."""
     notes: str | None = None
     unchecked: str | None = None
-    """Facts that were not read on the hub's own page."""
 
 
 class Environment(ResultModel):
@@ -79,30 +68,20 @@ class Environment(ResultModel):
 
     name: str
     owner: str | None = None
-    """Its owner, if it is not yours."""
     digest: str
-    """NAME@DIGEST always means this version."""
     versions: int
-    """Number of pushed versions."""
     pushed: str
-    """UTC."""
     about: dict[str, Any] | None = None
-    """What env_push recorded, such as split sizes."""
 
 
 class Dataset(ResultModel):
     """A curated dataset; one version."""
 
     name: str
-    """NAME@DIGEST: pass as train's `dataset`, with algorithm sft."""
     rows: int
-    """Conversations to learn from."""
     holdout: int
-    """Conversations held back to measure the loss on them."""
     environment: str
-    """NAME@DIGEST of the environment of its attempts."""
     created: str
-    """UTC."""
 
 
 class Device(ResultModel):
@@ -113,27 +92,20 @@ class Device(ResultModel):
     memory_gib: float
     free_gib: float
     busy: float | None = None
-    """Share in use."""
     cores: int | None = None
     price_per_hour: float | None = None
     step: str | None = None
-    """As of a model: the newest run of each model."""
 
 
 class Target(ResultModel):
     """A place beyond the server's machine where runs may train."""
 
     name: str
-    """Pass as `target` of train and evaluate."""
     engine: str
-    """What gives its runs a machine."""
     cards: str | None = None
-    """What its nodes have."""
     slots: int
-    """Runs that are submitted at once."""
     running: int
     waiting: int
-    """Runs that wait for a slot or for a machine."""
     price_per_hour: float | None = None
     step: str | None = None
 
@@ -142,28 +114,22 @@ class Deployment(ResultModel):
     """A model that is being served."""
 
     deployment: str
-    """Pass to chat and undeploy."""
     owner: str | None = None
-    """Its owner, if it is not yours."""
     state: str
     model: str
     run_id: str | None = None
     step: int | None = None
     target: str | None = None
     base_url: str | None = None
-    """OpenAI-compatible endpoint, for callers on the server's machine."""
     idle_minutes: float
-    """It ends after so many minutes in which nobody used its server; 0: never."""
 
 
 class Spent(ResultModel):
     """What the runs of a day or of a name took."""
 
     name: str
-    """The day on which they started, in UTC; a run's name, a tournament, or a deployment."""
     runs: int
     hours: float
-    """Of GPUs, or of machines without any."""
     cost: str | None = None
 
 
@@ -171,14 +137,10 @@ class Whoami(ResultModel):
     """The caller."""
 
     name: str
-    """The owner of what the caller makes."""
     access: str
-    """write: every tool; read: those that change nothing."""
     secrets: list[str] | None = None
-    """Variables of the server that `secrets` may name; absent: any."""
     targets: list[str]
     quotas: dict[str, str] | None = None
-    """What the caller has taken, and may take; absent for the local owner, who has none."""
 
 
 Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent | Whoami | Finding

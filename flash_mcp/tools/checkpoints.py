@@ -57,25 +57,15 @@ class Checkpoint(ResultModel):
     """An adapter saved during a run, in PEFT format."""
 
     step: int
-    """Step at which it was saved."""
     reward: float | None = None
-    """Mean training reward at that step."""
     success: float | None = None
-    """Share of training successes at that step."""
     eval_success: float | None = None
-    """Held-out success share, if evaluated at that step."""
     loss: float | None = None
-    """Training loss at that step (sft)."""
     held_out_loss: float | None = None
-    """Loss on gold answers that are not trained on, if measured at that step (sft)."""
     size_bytes: int
-    """Without optimizer."""
     digest: str
-    """Digest of its files' checksums."""
     path: str
-    """Its folder on the server."""
     saved: str
-    """When, in UTC."""
 
 
 class Checkpoints(Result):

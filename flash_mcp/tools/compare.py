@@ -48,27 +48,18 @@ class Side(ResultModel):
 
     run_id: str
     step: int
-    """Step that was evaluated; 0 is before training."""
     of: str
-    """The model, in words."""
     environment: str
     tasks: int
     attempts: int
-    """Attempts at each task."""
     success: Rounded
     low: Rounded
-    """Wilson 95 % interval of success; tasks are the unit."""
     high: Rounded
-    """Its upper end."""
     reward: Rounded
     errors: int | None = None
-    """Attempts left out because environment code failed."""
     constant: Rounded | None = None
-    """Share of the tasks on which the best constant answer succeeds."""
     constant_answer: str | None = None
-    """That answer."""
     by_label: ByLabel | None = None
-    """Where answers are labels: label by label."""
 
 
 class Flip(ResultModel):
@@ -76,16 +67,11 @@ class Flip(ResultModel):
 
     task_id: str
     base: Rounded
-    """Share of successes, base."""
     other: Rounded
-    """Share of successes, other."""
     base_index: int
-    """For rollouts: index of the attempt of base that is shown."""
     other_index: int
     prompt: str
-    """The last message before the model's first turn."""
     base_text: str
-    """What the model wrote and was answered, shortened."""
     other_text: str
 
 
@@ -95,20 +81,14 @@ class Line(ResultModel):
     run_id: str
     step: int
     of: str | None = None
-    """The model, in words; absent for base and other."""
     tasks: int
     success: Rounded
     low: Rounded
-    """Wilson 95 % interval of success."""
     high: Rounded
-    """Its upper end."""
     reward: Rounded
     verdict: Judged | None = None
-    """Against base; absent for base itself."""
     change: Rounded | None = None
-    """Of `metric`, against base."""
     change_low: Rounded | None = None
-    """95 % interval of the change."""
     change_high: Rounded | None = None
 
 

@@ -39,20 +39,14 @@ class Example(ResultModel):
     """A conversation that was selected."""
 
     part: Literal["train", "holdout"]
-    """train, or holdout where its task is held back."""
     task_id: str
     run_id: str
     source: Source
-    """rollouts, evaluations or recordings."""
     step: int
     index: int
-    """With run_id and step: what the rollouts tool shows whole."""
     reward: Rounded | None = None
-    """Absent where nobody rated what was recorded."""
     question: str
-    """The last message of its prompt, shortened."""
     answer: str
-    """The model's last answer, shortened."""
 
 
 class Curate(Result):

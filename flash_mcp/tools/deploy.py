@@ -96,11 +96,8 @@ class Answer(ResultModel):
     """A model's answer."""
 
     text: str
-    """With its tool calls as name(arguments)."""
     tool_calls: list[Json] | None = None
-    """The same as OpenAI's API has them."""
     finish: str
-    """stop; length: max_tokens reached; timeout: cut off after 40 s."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     seconds: float

@@ -94,28 +94,20 @@ class Probe(ResultModel):
     """One check."""
 
     name: str
-    """What was checked."""
     result: Literal["failed", "open"] | None = None
-    """Absent if it passed; open if it could not run."""
     evidence: str
-    """What was seen."""
     fix: str | None = None
-    """What to change."""
 
 
 class Scored(ResultModel):
     """What an answer earned."""
 
     answer: str
-    """The answer, shortened."""
     replies: list[str] | None = None
-    """What the environment answered it, such as results of tools, shortened."""
     goes_on: bool | None = None
-    """Present if the episode would have gone on after these turns."""
     reward: Rounded
     success: bool
     reason: str | None = None
-    """Why, in the environment's words."""
     metrics: dict[str, Rounded] | None = None
 
 

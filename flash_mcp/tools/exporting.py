@@ -27,13 +27,9 @@ class Export(ResultModel):
     """A checkpoint as files for other programs."""
 
     state: Literal["running", "ready"]
-    """ready: every file is there, and was read back."""
     folder: str
-    """Folder on the server; a model card lies in it."""
     pushed: str | None = None
-    """Its address at the hub."""
     agreement: Agreement | None = None
-    """Greedy answers of the files, read back, against those of the trained model."""
     warnings: list[str] | None = None
 
 

@@ -40,33 +40,19 @@ class News(ResultModel):
 
     state: RunState
     step: int
-    """Optimizer steps done."""
     steps: int | None = None
-    """Steps in all."""
     eta_s: int | None = None
-    """Seconds left at the recent speed, evaluations not counted."""
     trends: dict[str, Trend] | None = None
-    """At the end: how reward, success or loss moved."""
     held_out: list[HeldOut] | None = None
-    """New evaluations."""
     verdict: Verdict | None = None
-    """With a new evaluation: whether training helped on held-out examples."""
     mixture: list[str] | None = None
-    """With a new evaluation, and at the end: a verdict on each environment."""
     regression: str | None = None
-    """At the end: whether it got worse at other kinds of tasks."""
     checkpoint: int | None = None
-    """Step of the newest checkpoint, if it is new."""
     outlook: str | None = None
-    """Whether it is worth continuing."""
     flags: list[Flag] | None = None
-    """New warning signs, the gravest first."""
     warnings: list[str] | None = None
-    """What holds the run up, and at its end the worker's newest warnings."""
     scores: Scores | None = None
-    """What an evaluation found."""
     error: Failure | None = None
-    """Why it failed, or why an attempt was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,10 +45,8 @@ class Message(ResultModel):
     """One message of a conversation."""
 
     number: int | None = None
-    """Its place in the conversation, if not all are shown."""
     role: str
     content: str
-    """Its text; `…[N characters cut]…` replaces omitted text."""
 
 
 class CallView(ResultModel):
@@ -56,58 +54,36 @@ class CallView(ResultModel):
 
     number: int
     parent: int | None = None
-    """The call whose conversation it goes on with; absent where it begins anew."""
     role: str | None = None
-    """What the agent called it: its model's name, or a header."""
     trained: bool
     prompt_tokens: int
     completion_tokens: int
     finish: str
-    """stop, or length (cut off)."""
     prompt_ids: list[int] | None = None
-    """With tokens: what the model was shown, token by token."""
     answer_ids: list[int] | None = None
-    """With tokens: what it sampled."""
 
 
 class RolloutView(ResultModel):
     """One conversation with its reward."""
 
     step: int
-    """Training step, or step of the evaluation."""
     index: int
-    """Its number within the step."""
     task_id: str
-    """Task of the environment."""
     reward: float | None = None
-    """Absent, as is success, in what a deployment recorded and nobody rated."""
     success: bool | None = None
     advantage: float | None = None
-    """Its weight in training, relative to its group."""
     failure: FailureMode | None = None
-    """Why it failed, if known."""
     finish: str
-    """done, max_turns, length (cut off) or error."""
     turns: int
-    """Turns the model took."""
     completion_tokens: int
-    """Tokens the model wrote."""
     metrics: dict[str, float] | None = None
-    """Parts of the reward."""
     reason: str | None = None
-    """The scorer's explanation."""
     expected: str | None = None
-    """The task's gold answer, shortened, if it has one."""
     error: str | None = None
-    """What failed in environment code."""
     refused: dict[str, int] | None = None
-    """What an agent asked of its model's API that was refused or left out, and how often."""
     messages: list[Message]
-    """The conversation after `opening`, prompt included."""
     messages_in_all: int | None = None
-    """The number of messages, if not all are shown."""
     calls: list[CallView] | None = None
-    """With index: the calls of an agent, in order."""
 
 
 class Rollouts(Result):

@@ -50,28 +50,16 @@ class DataRead(ResultModel):
     """What env_setup made of rows."""
 
     source: str | None = None
-    """Of a dataset at the hub: its revision, configuration, split and files, and what was not read.
-    """
     columns: list[str]
-    """Their columns."""
     question: str
-    """The column of the questions."""
     answer: str
-    """The column of the answers."""
     train_tasks: int
-    """Rows of the train split."""
     eval_tasks: int
-    """Rows of the eval split."""
     dropped: dict[str, int] | None = None
-    """Rows that were left out, by reason."""
     dropped_examples: dict[str, list[str]] | None = None
-    """Two of them, by reason."""
     alike: str | None = None
-    """Of the rows that were kept: those that are another one in other words."""
     labels: LabelsRead | None = None
-    """Where the answers are few and short, so that this is a job of a classifier."""
     example: dict[str, str]
-    """The first train task."""
 
 
 class EnvSetup(Result):

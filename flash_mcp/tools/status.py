@@ -40,9 +40,7 @@ class RunLine(tool_base.ResultModel):
 
     run_id: str
     name: str | None = None
-    """What its owner calls it."""
     owner: str | None = None
-    """Its owner, if it is not yours."""
     state: RunState
     algorithm: str
     model: str
@@ -50,17 +48,11 @@ class RunLine(tool_base.ResultModel):
     step: int
     steps: int | None = None
     reward: float | None = None
-    """Mean reward of its newest steps."""
     success: float | None = None
-    """Success on held-out tasks by its newest evaluation, if that was after training began."""
     verdict: str | None = None
-    """Whether training helped on held-out examples."""
     parent: str | None = None
-    """Adapter that it started from, or that it evaluates."""
     created: str
-    """UTC."""
     error: str | None = None
-    """Error code of a failed run."""
 
 
 class Status(tool_base.Result):

@@ -62,19 +62,14 @@ class ArmView(ResultModel):
 
     name: str
     of: str
-    """The model, in words."""
     out: int | None = None
-    """The round that eliminated it."""
     success: Rounded | None = None
     tasks: int
-    """Tasks that it attempted."""
+    # Its success less the leader's: an interval that holds at every look.
     low: Rounded | None = None
-    """Its success less the leader's: interval that holds at every look."""
     high: Rounded | None = None
-    evidence: float | None = None
-    """That some rival is better: the arm goes at 1/alpha."""
+    evidence: float | None = None  # that some rival is better: the arm goes at 1/alpha
     run_id: str | None = None
-    """Its newest evaluation, for rollouts."""
 
 
 class Tournament(Result):

@@ -29,12 +29,9 @@ class LabelScore(ResultModel):
 
     label: str
     n: int
-    """Attempts at tasks whose gold answer it is."""
     right: Rounded
-    """Share of these that were answered right."""
     f1: Rounded
     taken_for: dict[str, int] | None = None
-    """What the others were answered with: the label's line of the confusion table."""
 
 
 class ByLabel(ResultModel):
@@ -42,17 +39,11 @@ class ByLabel(ResultModel):
 
     step: int
     macro_f1: Rounded
-    """Mean F1 of the labels."""
     balanced: Rounded
-    """Success if each label were as common."""
     labels: list[LabelScore]
-    """Those with the lowest F1 first."""
     more: int | None = None
-    """Labels that are not shown."""
     baseline: str | None = None
-    """What a classifier by words, trained on the train split, gets of the eval split."""
     few: str | None = None
-    """Labels with so few tasks that their figures say little."""
 
 
 def by_label(store: Store, run: Run, step: int, most: int = MOST_SHOWN) -> ByLabel | None:

@@ -32,24 +32,15 @@ class Sample(ResultModel):
     """Groups that the untrained model generated."""
 
     run_id: str
-    """The evaluation that made them; rollouts shows the transcripts."""
     state: str
     done: int
-    """Rollouts made so far."""
     of: int
-    """Rollouts wanted."""
     groups: int
-    """Tasks of the train split, drawn at random."""
     group_size: int
-    """Rollouts of each."""
     made_before: bool | None = None
-    """An earlier call made it, on the same files with the same values: another seed draws anew."""
     scores: Scores | None = None
-    """Once all are made."""
     outlook: SampleOutlook | None = None
-    """Whether there is something to learn from."""
     findings: list[Flag] | None = None
-    """The gravest first."""
     error: str | None = None
 
 

@@ -23,11 +23,8 @@ class Preview(ResultModel):
 
     rows: int
     tokens_about: dict[str, int]
-    """Tokens of a row, by its characters: the median, what 95 % have at most, the longest."""
     cut: int | None = None
-    """Rows that are about longer than max_length, of which the end is not learnt."""
     typical: str
-    """A row of median length."""
     shortest: str
     longest: str
 

@@ -56,59 +56,37 @@ class HeldOut(ResultModel):
     """One evaluation on the eval split. Step 0 is the model before training."""
 
     step: int
-    """Step of the evaluation."""
     n: int
-    """Examples."""
-    success: Rounded
-    """Share that succeeded."""
+    success: Rounded  # low, high: Wilson's 95 % interval; constant: the best constant answer's
     low: Rounded
-    """Wilson 95 % interval of success."""
     high: Rounded
-    """Its upper end."""
     constant: Rounded | None = None
-    """Share on which the best constant answer succeeds: the model has to beat it."""
     reward: Rounded | None = None
-    """Mean reward."""
     truncated: float | None = None
-    """Share cut off at a limit, where not 0."""
     errors: float | None = None
-    """Share that failed in environment code, where not 0."""
 
 
 class Failure(ResultModel):
     """Why a run failed, or why its last attempt was lost."""
 
     code: str
-    """Error code."""
     values: str | None = None
-    """The wrong values, each as name=value."""
     what: str
-    """What happened."""
     fix: str | None = None
-    """What to do about it."""
     log_tail: str | None = None
-    """The end of what the attempt printed."""
 
 
 class Lineage(ResultModel):
     """What a run was made of."""
 
     model: str
-    """Base model; one from the hub as NAME@COMMIT once it was fetched."""
     code: str | None = None
-    """Version of flash-mcp; with +gCOMMIT where it is a checkout."""
     environment: str
-    """NAME@DIGEST; the digest is of all its files."""
     parent: str | None = None
-    """Adapter that it started from, RUN_ID@STEP or a folder."""
     parent_digest: str | None = None
-    """Digest of that adapter."""
     dataset: str | None = None
-    """Dataset that it learned from, NAME@DIGEST (sft)."""
     gate: str | None = None
-    """What env_test had found of the environment when the run was started."""
     checkpoints: dict[int, str] | None = None
-    """Digests of the newest checkpoints, by step."""
 
 
 class RunView(ResultModel):
@@ -116,92 +94,51 @@ class RunView(ResultModel):
 
     run_id: str
     name: str | None = None
-    """What its owner calls it."""
     note: str | None = None
-    """What its owner noted of it."""
     state: RunState
     algorithm: str
     model: str
     environment: str
-    """NAME@DIGEST."""
     step: int
-    """Optimizer steps done."""
-    steps: int | None = None
-    """Steps in all; absent until the worker has counted those of epochs."""
+    steps: int | None = None  # absent until the worker has counted those of epochs
     last_step: str | None = None
-    """How many of the steps it makes, and why not all: finish_by, or nothing left to learn."""
     cancel_reason: str | None = None
-    """Why it was cancelled: a budget that is used up, or what the caller of cancel gave."""
     target: str | None = None
-    """Where it runs, unless on the server's machine."""
     pending_reason: str | None = None
-    """Why it has not started, in the words of the target's engine."""
     queued_ahead: int | None = None
-    """Queued runs, of all owners, that start before it."""
     phase: str | None = None
-    """What the worker does now; with its share and the time left where its work is counted."""
     attempt: str | None = None
-    """Attempt and how many are allowed, from the second on."""
     elapsed_s: int | None = None
-    """Seconds since it started."""
     hours: float | None = None
-    """Hours of work so far, of all attempts."""
     cost: str | None = None
-    """What these hours cost, where the operator has set a price."""
     eta_s: int | None = None
-    """Seconds left at the recent speed, evaluations not counted."""
     step_s: float | None = None
-    """Seconds a step takes, recently; an attempt, of an evaluation."""
     tokens_per_s: float | None = None
-    """Generation speed, recently."""
     reward: Trend | None = None
-    """Mean reward of the training rollouts."""
     success: Trend | None = None
-    """Success share of the training rollouts."""
     loss: Trend | None = None
-    """Loss (sft); `best` is the lowest."""
     held_out_loss: Trend | None = None
-    """Loss on gold answers of eval tasks, or on the dataset's held-out rows (sft)."""
     held_out: list[HeldOut] | None = None
-    """Evaluations; the first, and the newest few."""
     verdict: Verdict | None = None
-    """Whether training helped on held-out examples."""
     mixture: list[str] | None = None
-    """Where it has several environments: a verdict on each. All else is over all of them."""
     regression: str | None = None
-    """Whether it got worse at other kinds of tasks."""
     seeds: str | None = None
-    """Where one call started several seeds: how far their held-out success spreads."""
     newest: dict[str, float] | None = None
-    """Other metrics of the newest step."""
     checkpoint: int | None = None
-    """Step of the newest checkpoint."""
     best: str | None = None
-    """The best measured checkpoint by held-out success or loss, if it is not the newest."""
     outlook: str | None = None
-    """Whether it is worth continuing, and why: yes, no, doubtful or too early to say. Of groups of
-    train tasks: whether training on them has something to learn: good, doubtful or hopeless."""
     flags: list[Flag] | None = None
-    """Warning signs, the gravest first."""
     warnings: list[str] | None = None
-    """The worker's newest warnings."""
     scores: Scores | None = None
-    """What a run made by evaluate found; a step is an attempt."""
     by_label: ByLabel | None = None
-    """Where answers are labels: the newest evaluation label by label."""
     error: Failure | None = None
+    # From here on in the detailed form only.
     failures: dict[str, int] | None = None
-    """detailed: failure modes of the newest rollouts, as far as they did not succeed."""
     metrics: dict[str, str] | None = None
-    """detailed: every metric over all steps, as `first -> last spark`."""
     lineage: Lineage | None = None
-    """detailed: where the run comes from."""
     values: dict[str, Any] | None = None
-    """detailed: every field of the run."""
     sources: dict[str, list[str]] | None = None
-    """detailed: where values came from: argument, file, adapter; all others: recipe."""
     log_tail: str | None = None
-    """detailed: the end of what the newest attempt printed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,44 +25,28 @@ class Scores(ResultModel):
     and nowhere else.
     """
 
+    # low, high: Wilson's 95 % interval, tasks are the unit. constant: the best constant answer's
+    # share of the tasks. pass_at: unbiased. uniform_share: tasks whose attempts all scored alike.
     tasks: int
-    """Tasks with at least one attempt that the environment did not fail."""
     n: int
-    """Attempts that the rates are over."""
     success: Rounded | None = None
-    """Share of attempts that succeeded."""
     low: Rounded | None = None
-    """Wilson 95 % interval of success; tasks are the unit."""
     high: Rounded | None = None
-    """Its upper end."""
     constant: Rounded | None = None
-    """Share of the tasks on which the best constant answer succeeds."""
+    # Present if the model is not clearly better than that, or gives all tasks one answer.
     doubt: str | None = None
-    """Present if the model is not clearly better than that, or gives all tasks one answer."""
     reward: Rounded | None = None
-    """Mean reward."""
     pass_at: dict[str, Rounded] | None = None
-    """pass@k, unbiased: chance that one of k attempts succeeds."""
     uniform_share: Rounded | None = None
-    """Share of tasks whose attempts all got the same reward: nothing to learn for GRPO."""
     never_solved: int | None = None
-    """With several attempts: tasks without a success."""
     always_solved: int | None = None
-    """With several attempts: tasks without a failure."""
     tokens_mean: float | None = None
-    """Tokens that the model wrote in an attempt."""
     tokens_most: int | None = None
-    """In the longest attempt."""
     turns: float | None = None
-    """Mean number of model turns."""
     truncated: Rounded | None = None
-    """Share cut off at max_tokens or max_length."""
     errors: int
-    """Attempts that failed in environment code; left out of all rates."""
     error_codes: dict[str, int] | None = None
-    """How often each error came."""
     tokens_per_s: float | None = None
-    """Generation speed."""
 
 
 def scores(store: Store, run: Run) -> Scores | None:
@@ -133,16 +117,11 @@ class FailedAttempt(ResultModel):
 
     task_id: str
     index: int
-    """For rollouts, which shows it whole."""
     reward: Rounded
     prompt: str
-    """The last message before the model's first turn."""
     text: str
-    """What the model wrote and was answered."""
     expected: str | None = None
-    """The task's gold answer, shortened, if it has one."""
     reason: str | None = None
-    """The scorer's."""
 
 
 def worst_attempts(store: Store, run: Run) -> list[FailedAttempt] | None:

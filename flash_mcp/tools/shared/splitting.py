@@ -25,18 +25,11 @@ class LabelsRead(ResultModel):
     """What was found of answers that are labels."""
 
     counts: dict[str, tuple[int, int]]
-    """Rows of train and of eval, by label."""
     merged: dict[str, str] | None = None
-    """Spellings that were taken for a label, and in how many rows."""
     contradictions: list[str] | None = None
-    """Texts that several labels were given to; the usual one was kept, if there is one."""
     likely_wrong: list[str] | None = None
-    """Rows whose label differs from that of the rows with the nearest words; they were kept."""
     baselines: list[str]
-    """What eval gets without a model: the label that is most common, and a classifier by words. A
-    model that is not better has learnt nothing more."""
     warnings: list[str] | None = None
-    """Labels with too few rows to judge."""
 
 
 @dataclass

@@ -29,33 +29,18 @@ MOMENTS = 2
 
 class Estimate(ResultModel):
     steps: int
-    """Optimizer steps."""
     rollouts: int | None = None
-    """Conversations generated (grpo)."""
     examples: int | None = None
-    """Conversations trained on, repeats counted (sft)."""
     held_out_examples: int | None = None
-    """Held-out conversations whose loss is measured, all times together (sft)."""
     train_tasks: int
-    """Rows of the train split."""
     eval_tasks: int
-    """Rows of the eval split."""
     dataset_rows: int | None = None
-    """Rows of the dataset, if there is one (sft)."""
     passes: float
-    """Times that each row is seen."""
     prompt_tokens_about: int
-    """First prompt of a few tasks, estimated from its characters; 0 if none opened in time."""
     tokens_at_most: int | None = None
-    """Tokens generated if every rollout had one turn as long as max_tokens and max_length let
-    it be."""
     regression: str | None = None
-    """Whether the regression split is tried before and after."""
     disk: str | None = None
-    """With validate_only: what checkpoints take, and what is free."""
     time: RunTime | None = None
-    """From the sample's tokens and speed, else from earlier runs there, of the model or, as a
-    guess, of another; absent if there are none."""
 
 
 def check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:

@@ -40,12 +40,9 @@ class RunTime(ResultModel):
 
     seconds: int
     low_s: int | None = None
-    """low and high are measured, as basis says: left out where too little was."""
     high_s: int | None = None
     basis: str
-    """What it was computed from."""
     cost: Rounded | None = None
-    """At price_per_hour, else at the operator's price, in its currency."""
     cost_low: Rounded | None = None
     cost_high: Rounded | None = None
 
