@@ -2,7 +2,8 @@
 claims a second.
 
 The store holds 10,000 ended runs of 50 steps and 20 metrics each, 10 million metric points,
-2,000 that are queued, and one that is running. No supervisor takes them. Agents are real MCP
+2,000 that are queued, and one that is running. The newest ended ones have two evaluations of 200
+tasks. No supervisor takes them. Agents are real MCP
 clients over HTTP in processes of their own; each polls the status of some run and thinks for a
 second in between. 50 browsers, in a process of their own, show the running run, which changes each
 second, while one more client asks for a run. Claims are of runs that were enqueued before, each one
@@ -35,6 +36,7 @@ import psutil
 from mcp import Client, StdioServerParameters
 
 from environments.process.host import EnvironmentHost
+from flash_mcp.pages import live
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
@@ -44,6 +46,8 @@ from flash_mcp.tools import status
 
 Json = dict[str, Any]
 STEPS, METRICS = 50, 20
+EVALUATED, TASKS = 25, 200
+"""Runs with evaluations, as many as a page of the overview has, and the tasks of each."""
 CALCULATOR = Path(__file__).parents[1] / "environments" / "examples" / "calculator"
 THINK_S = 1.0
 AGENT_PROCESSES = 2
@@ -64,6 +68,7 @@ def run(model: Path, *, repeat: int, quick: bool) -> Json:
         started = time.monotonic()
         ids = fill(Store(base), runs)
         queued_ids = add_queued(Store(base), queued)
+        evaluated = add_evaluations(Store(base), ids)
         filled_s = time.monotonic() - started
         return {
             "runs": runs,
@@ -71,7 +76,7 @@ def run(model: Path, *, repeat: int, quick: bool) -> Json:
             "metric_points": runs * STEPS * METRICS,
             "filled_s": filled_s,
             "first_answer_s": [first_answer(base) for _ in range(max(repeat, 1))],
-            **time_status(base, ids, queued_ids, 100 if quick else 1000),
+            **time_status(base, ids, queued_ids, evaluated, 100 if quick else 1000),
             "agents": poll_over_http(base, ids, agents, polls),
             "pages": open_pages(base, ids, pages, PAGES_S / 4 if quick else PAGES_S),
             "environment_starts": environment_starts(base, 3 if quick else 20),
@@ -169,6 +174,27 @@ def fill(store: Store, runs: int) -> list[str]:
     return ids
 
 
+def add_evaluations(store: Store, ids: list[str]) -> list[str]:
+    """The first evaluation and the last of the newest ended runs; their ids."""
+    evaluated = ids[-1 - EVALUATED : -1]
+    words = "The quick brown fox jumps over 13 lazy dogs. " * 20
+    for run_id in evaluated:
+        for step in (0, STEPS):
+            rollouts: list[Json] = []
+            for index in range(TASKS):
+                is_solved = index * 7 % TASKS < 20 + 2 * step
+                messages = [{"role": "user", "content": f"What is {index} + 4? {words}"}]
+                messages.append({"role": "assistant", "content": f"{words} {index + 4}"})
+                task = {"step": step, "index": index, "task_id": f"eval/{index}", "split": "eval"}
+                score = {"reward": float(is_solved), "success": is_solved, "expected": str(index)}
+                counts = {"turns": 1, "completion_tokens": 230, "truncated": False, "error": None}
+                rollouts.append({**task, **score, **counts, "kind": "sum", "messages": messages})
+            summary = {"n": TASKS, "success": (20 + 2 * step) / TASKS, "reward": 0.5, "errors": 0}
+            row = {"step": step, "epoch": 1, "time": float(step), "summary": summary}
+            store.put_evaluation(run_id, {**row, "rollouts": rollouts})
+    return evaluated
+
+
 def add_queued(store: Store, count: int) -> list[str]:
     """Runs that wait, newer than all others; their ids."""
     template = store.query("SELECT * FROM runs ORDER BY created DESC LIMIT 1")[0]
@@ -202,7 +228,7 @@ def first_answer(base: Path) -> float:
 
 
 def time_status(
-    base: Path, ids: list[str], queued: list[str], count: int
+    base: Path, ids: list[str], queued: list[str], evaluated: list[str], count: int
 ) -> dict[str, dict[str, list[float]]]:
     """The tool's function, called as the server calls it; it starts no supervisor. By the clock,
     and by the processor's time of this process, which other programs lengthen little.
@@ -228,11 +254,21 @@ def time_status(
     def page(run_id: str) -> Any:
         return status.status(cursor=run_id)
 
+    def newest(_: str) -> Any:
+        return status.status(state="succeeded")
+
+    async def overview(_: str) -> None:
+        live.overview(Store(base), "/live", live.Listing(state="succeeded"))
+
     asyncio.run(one(chosen[0]))
     asyncio.run(measure("status of a run", one, chosen))
     asyncio.run(measure("status, the list", page, chosen))
     asyncio.run(measure("status of a queued run", one, waiting))
     asyncio.run(measure("status, the list of queued runs", page, waiting))
+    tried = random.Random(1).choices(evaluated, k=count // 20)
+    asyncio.run(measure("status of a run with evaluations", one, tried))
+    asyncio.run(measure("status, the list of runs with evaluations", newest, tried))
+    asyncio.run(measure("overview of runs with evaluations", overview, tried))
     return results
 
 

@@ -98,7 +98,7 @@ def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     agents = result["agents"]
     assert result["metric_points"] == 200 * 50 * 20
     assert (agents["errors"], len(agents["seconds"])) == (0, agents["polls"])
-    assert [len(times) for times in result["status_s"].values()] == [100, 100, 20, 20]
+    assert [len(times) for times in result["status_s"].values()] == [100, 100, 20, 20, 5, 5, 5]
     assert all(cpu > 0 for times in result["status_cpu_s"].values() for cpu in times)
     assert len(result["environment_starts"]["cpu_s"]) == 3 and min(result["environment_starts"]["cpu_s"]) > 0
     assert result["pages"]["server_cpu_s"] > 0

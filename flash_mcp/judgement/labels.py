@@ -240,14 +240,11 @@ def label_said(text: str, known: Mapping[str, str]) -> str:
     return named.pop() if len(named) == 1 else NO_LABEL
 
 
-def confusion_of(answers: Iterable[tuple[str, str, bool]]) -> Confusion | None:
-    """Of (gold label, answer, success) of attempts; None if the golds are no labels. What succeeded
-    has said the gold label, in whatever words."""
+def confusion_of(answers: Iterable[tuple[str, str, bool]]) -> Confusion:
+    """Of (gold label, answer, success) of attempts. What succeeded has said the gold label, in
+    whatever words."""
     rows = list(answers)
-    golds = [gold for gold, _, _ in rows]
-    if not are_labels(golds):
-        return None
-    known = {_plain(gold): gold for gold in golds}
+    known = {_plain(gold): gold for gold, _, _ in rows}
     pairs: list[tuple[str, str]] = []
     for gold, text, is_right in rows:
         said = gold if is_right else label_said(text, known)

@@ -38,9 +38,6 @@ TRENDS = {
     "eval": (),
 }
 """Metrics whose trend is shown, by algorithm."""
-KIND = """coalesce(json_extract({0}body, '$.kind'),
-          coalesce(json_extract({0}body, '$.task_id'), '') || ' ' || {0}position)"""
-"""The kind of a rollout's task. One of an earlier version has none, and counts as its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +97,15 @@ class HistoryTables(RunTable):
         sql = "SELECT coalesce(max(step), 0) FROM checkpoints WHERE run_id = ?"
         return max(0, run.step - self.column(sql, [run.id])[0])
 
-    def values(self, run_id: str, name: str) -> list[float]:
-        """One metric at each step that has it, in order. A quotation mark would end `name`."""
-        sql = """SELECT json_extract(metrics, ?) AS value FROM metrics
-                 WHERE run_id = ? AND value IS NOT NULL ORDER BY step"""
-        return self.column(sql, [f'$."{name}"', run_id])
+    def values(self, run_id: str, name: str, newest: int = -1) -> list[float]:
+        """One metric at each step that has it, in order; with `newest` only at the last so many
+        steps. A quotation mark would end `name`.
+        """
+        sql = """SELECT json_extract(metrics, ?) AS value FROM (
+                     SELECT step, metrics FROM metrics
+                     WHERE run_id = ? ORDER BY step DESC LIMIT ?)
+                 WHERE value IS NOT NULL ORDER BY step"""
+        return self.column(sql, [f'$."{name}"', run_id, newest])
 
     def usual_start_s(self, run: Run) -> float | None:
         """Seconds until the first step of the newest other run of the same model and algorithm."""
@@ -151,10 +152,14 @@ class HistoryTables(RunTable):
             "random": "(step * 48271 + position * 69621 + 11) * 16807 % 2147483647",
             "index": "step, position",
         }
-        sql = f"""SELECT step, position, body FROM rollouts
-                  WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?"""
+        # Which ones first: sorted together with their bodies, all transcripts would be read.
+        sql = f"""SELECT step, position, body FROM rollouts JOIN (
+                      SELECT step, position FROM rollouts
+                      WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?)
+                  USING (step, position)
+                  WHERE run_id = ? AND split = ? ORDER BY {orders[order]}"""
         results: list[Rollout] = []
-        for row in self.query(sql, [*values, limit, offset]):
+        for row in self.query(sql, [*values, limit, offset, run_id, split]):
             fields = {**row["body"], "step": row["step"], "index": row["position"]}
             results.append(Rollout.from_row(fields))
         return results
@@ -229,8 +234,15 @@ class HistoryTables(RunTable):
             )
             for position, rollout in enumerate(rollouts):
                 row: Json = {"run_id": run_id, "split": split, "step": step, "body": rollout}
-                row["position"] = rollout.get("index", position)
+                row["position"] = position = rollout.get("index", position)
                 row |= {"reward": float(rollout["reward"]), "success": int(rollout["success"])}
+                read = Rollout.from_row(rollout)
+                row |= pick(vars(read), "truncated", "turns", "expected")
+                code = read.error and read.error.get("code", "unknown")
+                row |= {"code": code, "tokens": read.completion_tokens}
+                row["task_id"] = read.task_id or str(position)
+                # One of an earlier version has no kind, and counts as its own.
+                row["kind"] = read.kind or f"{read.task_id} {position}"
                 self._put("rollouts", row)
 
     def put_evaluation(self, run_id: str, evaluation: Mapping[str, Any]) -> None:
@@ -296,17 +308,15 @@ class HistoryTables(RunTable):
         run = self.run(run_id)
         is_eval = run.algorithm == "eval"
         evaluations = self.evals(run_id)
-        recent = self.metrics(run_id, limit=NEWEST_STEPS)
-        last = 0
-        if recent:
-            last = recent[-1].step
+        last = self.column("SELECT max(step) FROM metrics WHERE run_id = ?", [run_id])[0] or 0
+        outline = self.outline(run_id, max(1, last // OUTLINE_STEPS), last - NEWEST_STEPS)
         sampling = self.events(run_id, 1, ["sampling"]) if is_eval else []
         return RunHistory(
             run=run,
             evaluations=evaluations,
             checkpoints=self.checkpoints(run_id),
-            recent=recent,
-            outline=self.outline(run_id, max(1, last // OUTLINE_STEPS), last - NEWEST_STEPS),
+            recent=[row for row in outline if row.step > last - NEWEST_STEPS],
+            outline=outline,
             values={name: self.values(run_id, name) for name in TRENDS[run.algorithm]},
             warnings=[event.message for event in self.events(run_id, 3, ["warning"])],
             model_commit=self.model_commit(run_id),
@@ -326,41 +336,32 @@ class HistoryTables(RunTable):
         steps = [row.step for row in evaluations if row.can_be_judged]
         if len(steps) < 2:
             return []
-        sql = f"""SELECT a.success * 1.0 AS before, b.success * 1.0 AS after,
-                 {KIND.format("a.")} AS kind FROM rollouts a JOIN rollouts b
-                 ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
-                 WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
-                 AND json_extract(a.body, '$.error') IS NULL
-                 AND json_extract(b.body, '$.error') IS NULL"""
-        values = [run_id, steps[0], steps[-1]]
-        if environment:
-            sql += " AND instr(json_extract(a.body, '$.task_id'), ?) = 1"
-            values.append(f"{environment}/")
+        sql = """SELECT sum(success * (step = ?2)) * 1.0 AS before,
+                 sum(success * (step = ?3)) * 1.0 AS after, max(kind) AS kind FROM rollouts
+                 WHERE run_id = ?1 AND split = 'eval' AND step IN (?2, ?3)
+                 AND instr(task_id, ?4) = 1
+                 GROUP BY position HAVING count(*) = 2 AND count(code) = 0"""
+        values = [run_id, steps[0], steps[-1], environment and f"{environment}/"]
         return list(map(itemgetter("before", "after", "kind"), self.query(sql, values)))
 
     def tries(self, run_id: str, step: int) -> list[Try]:
         """Every attempt of a run's evaluation at `step`, in order."""
-        sql = f"""SELECT position AS "index", success, reward,
-                 {KIND.format("")} AS kind,
-                 CAST(coalesce(json_extract(body, '$.task_id'), position) AS TEXT) AS task_id,
-                 json_extract(body, '$.error.code') AS code,
-                 coalesce(json_extract(body, '$.truncated'), 0) AS truncated,
-                 coalesce(json_extract(body, '$.completion_tokens'), 0) AS tokens,
-                 coalesce(json_extract(body, '$.turns'), 0) AS turns,
-                 json_extract(body, '$.expected') IS NOT NULL AS has_gold
+        sql = """SELECT position AS "index", success, reward, kind, task_id, code, truncated,
+                 tokens, turns, expected IS NOT NULL AS has_gold
                  FROM rollouts WHERE run_id = ? AND split = 'eval' AND step = ? ORDER BY position"""
         return self.records(Try, sql, [run_id, step])
+
+    def golds(self, run_id: str, step: int) -> list[str]:
+        """The gold answers of the attempts that `answers` has."""
+        sql = f"SELECT expected FROM rollouts WHERE {WITH_GOLD}"
+        return self.column(sql, [run_id, step])
 
     def answers(self, run_id: str, step: int) -> list[Json]:
         """{task_id, expected, text, success} of the attempts of an evaluation that have a gold
         answer and were not failed by environment code; `text` is the last message."""
-        sql = """SELECT
-                 CAST(coalesce(json_extract(body, '$.task_id'), position) AS TEXT) AS task_id,
-                 json_extract(body, '$.expected') AS expected,
-                 CAST(coalesce(json_extract(body, '$.messages[#-1].content'), '') AS TEXT) AS text,
-                 success FROM rollouts
-                 WHERE run_id = ? AND split = 'eval' AND step = ? AND expected IS NOT NULL
-                 AND json_extract(body, '$.error') IS NULL ORDER BY position"""
+        sql = f"""SELECT task_id, expected, success,
+                  CAST(coalesce(json_extract(body, '$.messages[#-1].content'), '') AS TEXT) AS text
+                  FROM rollouts WHERE {WITH_GOLD}"""
         return [{**row, "success": bool(row["success"])} for row in self.query(sql, [run_id, step])]
 
     def transcript(self, run_id: str, step: int, index: int) -> Rollout:
@@ -400,6 +401,8 @@ class HistoryTables(RunTable):
         return [*sorted(active, key=lambda row: (row.created, row.id)), *ended]
 
 
+WITH_GOLD = """run_id = ? AND split = 'eval' AND step = ? AND expected IS NOT NULL
+               AND code IS NULL ORDER BY position"""
 SAYS = """EXISTS (
     SELECT 1 FROM (
         SELECT value AS message FROM json_each(body, '$.messages')

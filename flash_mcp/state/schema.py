@@ -73,9 +73,16 @@ CREATE TABLE metrics (
     PRIMARY KEY (run_id, step)) WITHOUT ROWID;
 CREATE TABLE rollouts (
     run_id TEXT NOT NULL, split TEXT NOT NULL, step INTEGER NOT NULL, position INTEGER NOT NULL,
-    reward REAL NOT NULL, success INTEGER NOT NULL, body TEXT NOT NULL,
+    reward REAL NOT NULL, success INTEGER NOT NULL,
+    -- Parts of the body: whoever needs them alone reads no transcript.
+    task_id TEXT NOT NULL, kind TEXT NOT NULL, code TEXT, truncated INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, turns INTEGER NOT NULL, expected TEXT,
+    body TEXT NOT NULL,
     PRIMARY KEY (run_id, split, step, position));
 CREATE INDEX rollouts_by_reward ON rollouts (run_id, split, reward);
+-- Lists and verdicts read evaluations from this index alone.
+CREATE INDEX rollouts_evaluated ON rollouts (run_id, split, step, position, success, code, kind,
+    task_id, reward, truncated, tokens, turns, expected) WHERE split = 'eval';
 CREATE TABLE evals (
     run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL,
     summary TEXT NOT NULL,

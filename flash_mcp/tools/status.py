@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Annotated, Literal
 
 from anyio.to_thread import run_sync
@@ -26,7 +27,7 @@ from flash_mcp.tools.news import (
 from flash_mcp.tools.shared import tool_base
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
+from flash_mcp.tools.shared.run_view import RunView, report_on
 from flash_mcp.tools.shared.scores import verdict_of
 from flash_mcp.tools.shared.truncation import to_text, utc
 from flash_mcp.tools.shared.waiting import wait_for_change
@@ -197,7 +198,7 @@ def _lines(store: Store, rows: Sequence[Run]) -> list[RunLine]:
 
 def _line(store: Store, run: Run) -> RunLine:
     # Not `report_on`: a list shows no advice, and has to cost little for many runs.
-    recent = store.metrics(run.id, limit=NEWEST_STEPS)
+    rewards = store.values(run.id, "reward/mean", NEWEST_STEPS)
     evaluations = [row for row in store.evals(run.id) if row.can_be_judged]
     verdict = verdict_of(store, run, evaluations)
     is_its_own = evaluations and (evaluations[-1].step or run.algorithm == "eval")
@@ -211,7 +212,7 @@ def _line(store: Store, run: Run) -> RunLine:
         environment=run.environment,
         step=run.step,
         steps=run.steps,
-        reward=rounded(mean_of(recent, "reward/mean"), 3),
+        reward=rounded(fmean(rewards), 3) if rewards else None,
         success=rounded(evaluations[-1].summary["success"], 3) if is_its_own else None,
         verdict=verdict.outcome if verdict else None,
         parent=adapter_name(run.init_adapter),

@@ -221,6 +221,24 @@ def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_i
     assert store.rollout_count(run_id) == 0
 
 
+def test_attempts_and_verdicts_are_read_without_a_transcript(store: Store, run_id: str) -> None:
+    error = {"code": "environment_error", "what": "w"}
+    facts = {"task_id": "eval/1", "kind": "sum", "truncated": True, "completion_tokens": 7, "turns": 2}
+    before = [rollout(0, 0), rollout(0, 1, expected="9", **facts), rollout(0, 2), rollout(0, 3, error=error)]
+    after = [rollout(5, 0), rollout(5, 1, success=True, **facts), rollout(5, 2, error=error), rollout(5, 3)]
+    for step, rows in ((0, before), (5, after)):
+        found = {"step": step, "epoch": 1, "time": 2.0, "summary": {"n": 3, "success": 0.5}, "rollouts": rows}
+        store.put_evaluation(run_id, found)
+    store.execute("UPDATE main.rollouts SET body = 'no JSON'")
+    assert store.pairs(run_id, store.evals(run_id)) == [(0.0, 0.0, " 0"), (0.0, 1.0, "sum")]
+    assert store.pairs(run_id, store.evals(run_id), "eval") == [(0.0, 1.0, "sum")]
+    tries = store.tries(run_id, 0)
+    second = {"index": 1, "task_id": "eval/1", "kind": "sum", "truncated": True, "tokens": 7, "turns": 2}
+    second |= {"success": False, "reward": 0.1, "error": None, "has_gold": True}
+    assert tries[1].fields() == second and tries[3].error == "environment_error"
+    assert [row.task_id for row in tries] == ["0", "eval/1", "2", "3"] and store.golds(run_id, 0) == ["9"]
+
+
 def test_what_owners_write_on_a_run_and_a_requested_cancel_change_the_mark_of_pages(store: Store, run_id: str) -> None:
     assert queue.claim(store)
     changes: list[Callable[[], object]] = [

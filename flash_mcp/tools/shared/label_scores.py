@@ -48,12 +48,10 @@ class ByLabel(ResultModel):
 
 def by_label(store: Store, run: Run, step: int, most: int = MOST_SHOWN) -> ByLabel | None:
     """`most`: labels that are shown. None where gold answers are no labels."""
-    if run.mixture:
+    if run.mixture or not labels.are_labels(store.golds(run.id, step)):
         return None
     answers = store.answers(run.id, step)
     result = labels.confusion_of((row["expected"], row["text"], row["success"]) for row in answers)
-    if result is None:
-        return None
     order = sorted(result.counts, key=lambda label: (result.f1(label), label))
     tasks: defaultdict[str, set[str]] = defaultdict(set)
     for row in answers:
