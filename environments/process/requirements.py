@@ -184,7 +184,9 @@ async def interpreter(
             raise EnvironmentFault("not_ready", what, is_foreign=True)
         _installers.pop(target, None)
         if process.returncode:
-            what = f"{packages} could not be installed:\n{_tail(log).strip()}"
+            of_whom = os.environ.get("FLASH_VARIABLES_OF", "")  # in an attempt of a run
+            used = f" with the index settings of {of_whom}" if of_whom else ""
+            what = f"{packages} could not be installed{used}:\n{_tail(log).strip()}"
             raise EnvironmentFault("requirements_failed", what, is_foreign=True)
     return _python(target)
 

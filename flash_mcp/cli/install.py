@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import LOOPBACK
 from flash_mcp.protocol.paths import write_private
@@ -25,7 +26,8 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.tools.shared import playbook
 
 PASSED_ON = ("FLASH_HOME", "FLASH_MODELS", "FLASH_DEVICE_LOCKS")
-"""Variables that the entry sets, because agents start the server with their own environment."""
+"""Variables that the entry sets, as it does `surroundings` that hold no password: agents start the
+server with their own environment."""
 TOKEN = "FLASH_TOKEN"
 """The variable with the token of a server elsewhere: the words of a command are no place for it."""
 COMMAND_S = 30.0
@@ -121,9 +123,19 @@ def entry() -> Json:
     if script.exists():
         server = {"command": str(script), "args": ["serve"]}
     variables = {name: os.environ[name] for name in PASSED_ON if os.environ.get(name)}
+    secret = secrets_left_out()
+    for name, value in surroundings.of(os.environ).items():
+        if name not in secret:
+            variables[name] = value
     if variables:
         server["env"] = variables
     return server
+
+
+def secrets_left_out() -> list[str]:
+    """Variables that an entry does not set: every program of the user may read its file."""
+    own = surroundings.of(os.environ)
+    return sorted(name for name, value in own.items() if surroundings.is_secret(name, value))
 
 
 def entry_over_ssh(destination: str) -> Json:

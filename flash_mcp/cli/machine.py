@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from flash_mcp.cli.install import CLIENTS, install_skill
+from flash_mcp.cli.install import CLIENTS, install_skill, secrets_left_out
 from flash_mcp.cli.install import install as install_server
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
@@ -67,6 +67,8 @@ def install(arguments: Arguments) -> None:
     text = f"add this to {added.path}:\n\n{added.text.rstrip()}"
     if added.done:
         text = f"{added.client} has it; restart it, and ask it to train a model"
+    if (left_out := secrets_left_out()) and not (arguments.ssh or arguments.url):
+        text += f"\nleft out, for they hold secrets: {', '.join(left_out)}"
     if skill:
         text += f"\nskill: {skill.path}"
         if not write:

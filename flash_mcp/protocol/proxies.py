@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import LOOPBACK
+from flash_mcp.protocol.surroundings import of_whom
 
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 BRACKETED = re.compile(r"\[([^\]]*)\]")
@@ -25,7 +26,7 @@ def use_proxies() -> None:
                 httpx.Proxy(address if "://" in address else f"http://{address}")
             except (ValueError, httpx.InvalidURL) as error:
                 # Without its value, which may hold a password.
-                what = f"the variable {name} is no address of a proxy that can be used"
+                what = f"the variable {name}{of_whom()} is no address of a proxy that can be used"
                 fix = f"set {name} to http://HOST:PORT or socks5://HOST:PORT, or unset it"
                 raise FlashError(
                     "proxy_invalid", what, fix=f"{fix}; then restart the client"
@@ -39,7 +40,7 @@ def by_way_of() -> str:
     """Words for an error of what fetches by httpx: the variable whose proxy it used, if any."""
     for name in PROXIES:
         if os.environ.get(name) or os.environ.get(name.lower()):
-            return f", by way of the proxy in {name}"
+            return f", by way of the proxy in {name}{of_whom()}"
     return ""
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from environments.untrusted_text import visible
 from flash_mcp import __version__
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import runs_dir
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
@@ -93,7 +94,7 @@ def enqueue(
         if first := asked_before(store, resolved, idempotency_key):
             return first, False
         _check_quota(store)
-        lineage = {"code": code_version(), **(lineage or {})}
+        lineage = {"code": code_version(), "client": surroundings.client(), **(lineage or {})}
         _check_still_there(store, environment, init_adapter, dataset, lineage)
         run_id = new_id(store)
         if commit := _commit_before(store, spec, init_adapter):
@@ -415,9 +416,9 @@ def finish(
     return _update(store, assignments, values, run_id, attempt, ACTIVE)
 
 
-def resume(store: Store, run: Run, folder: RunFolder, steps: int | None) -> Run:
+def resume(store: Store, run: Run, folder: RunFolder, steps: int | None, client: str) -> Run:
     """Queue an ended run again, to go on to `steps` from its newest checkpoint, with its budget
-    anew. The caller is in a transaction and has read the run in it.
+    anew and the variables of `client`. The caller is in a transaction and has read the run in it.
 
     FlashError(quota_exceeded) if too many of the caller's runs are queued.
     """
@@ -429,10 +430,10 @@ def resume(store: Store, run: Run, folder: RunFolder, steps: int | None) -> Run:
     sql = """UPDATE main.runs SET state = 'queued', attempt = ?, max_attempts = ?, spec = ?,
              steps = ?, phase = NULL, beat = NULL, progress = NULL, error = NULL, not_before = 0,
              cancel_requested = NULL, cancel_reason = NULL, started = NULL, ended = NULL,
-             preemptions = 0, used_before_s = used_s, updated = ?
-             WHERE id = ? AND ended IS NOT NULL"""
+             preemptions = 0, used_before_s = used_s, updated = ?,
+             lineage = json_set(lineage, '$.client', ?) WHERE id = ? AND ended IS NOT NULL"""
     most = attempt + run.spec.max_attempts
-    values = [attempt, most, json.dumps(spec), steps, time.time(), run.id]
+    values = [attempt, most, json.dumps(spec), steps, time.time(), client, run.id]
     store.execute(sql, values)
     return store.run(run.id)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from flash_mcp.judgement.race import FINALISTS, Race
 from flash_mcp.judgement.tournament import Standing, round_size
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Record, Run
 from flash_mcp.protocol.spec import ResolvedEval
@@ -131,7 +132,7 @@ def start(
     `train` queues the training of arms that learn to their first milestone, for a tournament's id:
     {arm: run}.
     """
-    spec = {**spec, "secrets": sorted(caller().secrets or ())}
+    spec = {**spec, "secrets": sorted(caller().secrets or ()), "client": surroundings.client()}
     with store.transaction():
         if first := asked_before(store, spec["request"], key):
             return first, False
@@ -258,9 +259,10 @@ def _continue_race(store: Store, row: Tournament, race: Race) -> bool:
             return False
         step = row.milestones[place + 1]
         runs: Json = {}
+        client = row.spec.get("client", "")
         for arm in race.left:
             run = store.run(str(row.checkpoint(arm)).partition("@")[0])
-            runs[str(arm)] = queue.resume(store, run, folder_of(run), step).id
+            runs[str(arm)] = queue.resume(store, run, folder_of(run), step, client).id
         row.rounds.append({"step": step, "tasks": 0, "runs": runs})
         return True
     held_back = row.spec["held_back"]
@@ -292,6 +294,8 @@ def _add_round(store: Store, row: Tournament, arms: Sequence[int], tasks: Sequen
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=changes)})
         name = f"{row.id} round {row.round + 1}: {entry['name']}"[:NAME_CHARACTERS]
         lineage = {"tournament": row.id, "name": name, "env_files": entry.get("env_files")}
+        if "client" in row.spec:  # who asks here may be the supervisor
+            lineage["client"] = row.spec["client"]
         run, _ = queue.enqueue(store, resolved, environment, adapter, lineage=lineage)
         runs[str(arm)] = run.id
     row.rounds.append({"tasks": len(tasks), "runs": runs})

@@ -6,17 +6,19 @@ a thread (`supervised`), so that `status` starts no process for an agent that on
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import LOCAL, acting_as
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import secrets
-from flash_mcp.supervisor.process import ensure_supervisor
+from flash_mcp.supervisor.process import LockOwner, ensure_supervisor
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ MAX_DELAY_S = 60.0
 
 def ensure_supervised(store: Store) -> None:
     """Start the supervisor if a run is active or a deployment is live, and give it the secrets that
-    active runs lack and this process's environment has, and its keys of the targets' stores.
+    active runs lack and this process's environment has, the variables that the runs of this process
+    use, and its keys of the targets' stores.
 
     It covers the whole state directory, not only the caller's runs. FlashError(internal) if no
     supervisor keeps running.
@@ -39,6 +42,10 @@ def ensure_supervised(store: Store) -> None:
         ensure_supervisor(store.base)
         for run in store.active_with_secrets():
             secrets.hand_over(store.base, run)
+        if surroundings.IN_USE.is_set():
+            holder = LockOwner.read(store.base)
+            is_elsewhere = holder is not None and holder.pid != os.getpid()
+            secrets.give_surroundings(store.base, secrets.TIMEOUT_S if is_elsewhere else 0.0)
         if targets - {LOCAL_TARGET}:
             secrets.offer_store_keys(store.base)
 

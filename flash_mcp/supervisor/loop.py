@@ -95,11 +95,14 @@ class Supervisor(RunReconciler):
 
     def tick(self) -> bool:
         """Whether there is anything to look after."""
-        # First: a run has its row before its secrets are given.
+        # First: a run has its row before its secrets and variables are given.
+        clients = self.vault.clients()
         if existing := self.vault.run_ids():
             for ended in existing - {run.id for run in self.store.active_with_secrets()}:
                 self.vault.forget(ended)
         targets = self.store.active_targets()
+        if not targets:
+            self.vault.forget_clients(clients)
         self.attend(self.store.taken_runs(LOCAL_TARGET))
         tournaments.advance_all(self.store)
         self._tend_elsewhere(set(targets))

@@ -289,7 +289,10 @@ class RunReconciler:
         # have ended: what it took is not submitted again.
         may_start = not run.handle and not self.vault.lacking(run.id, run.spec.secrets)
         if may_start and not final_result(folder):
-            attempt.handle = self._submit(run, folder)
+            variables = self.vault.surroundings(run)
+            if variables is None:  # its client is about to give them: the next look tries again
+                return
+            attempt.handle = self._submit(run, folder, variables)
         if existing:
             attempt.reader = existing.reader
             attempt.reader.folder = folder
@@ -300,12 +303,14 @@ class RunReconciler:
         reader = Reader(self.store, run.id, folder, self.alive)
         return Attempt(run.attempt, folder, Handle.of(run), reader)
 
-    def _submit(self, run: Run, folder: RunFolder) -> Handle:
-        folder.create(self.target.job(run))
+    def _submit(self, run: Run, folder: RunFolder, variables: Mapping[str, str]) -> Handle:
+        folder.create(self.target.job(run, variables))
         # What it needs may have taken an hour to upload.
         if self.store.server_run(run.id).cancel_requested:
             return Handle.of(run)
-        handle = self.launcher.submit(self.target.launch(run, self._secrets_of(run)))
+        handle = self.launcher.submit(
+            self.target.launch(run, {**variables, **self._secrets_of(run)})
+        )
         if handle.id:
             queue.record_handle(self.store, run.id, run.attempt, handle.id)
         self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
@@ -636,7 +641,7 @@ class RunReconciler:
     ) -> None:
         """Write the result in the worker's stead, as a new owner: no attempt can write any more."""
         with self._despite_trouble(run):
-            folder.create(self.target.job(run))
+            folder.create(self.target.job(run, self.vault.surroundings(run) or {}))
             writer = RunWriter(folder, folder.newest_epoch() + 1)
             cause = FlashError.from_dict(error) if error else None
             writer.commit_result(state, step, cause, retryable=False)

@@ -4,6 +4,7 @@ writing them to disk.
     vault = Vault(base); vault.open()     # the supervisor: keeps {run: {name: value}} in memory
     give(base, run_id, values)            # any server of the same user, once the run is there
     lacking(base, run_id, names)          # which of them the supervisor does not have
+    give_surroundings(base)               # what this process's runs are to use
 
 They communicate over a Unix socket in the state directory, and each checks that the other process
 is of the same user. A request also carries the key that the supervisor wrote into a file there:
@@ -25,12 +26,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dotenv import dotenv_values
 
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Run
@@ -40,8 +42,12 @@ NAME = "supervisor.sock"
 KEY = "supervisor.key"
 TIMEOUT_S = 5.0
 MAX_REQUEST_BYTES = 1 << 20
+SURROUNDINGS_S = 15.0
+"""Time that the client of a run has to give its variables, before the supervisor's own are used."""
 STORE = "store"
 """In a request, in place of a run: the values are keys of the targets' stores."""
+SURROUNDINGS = "surroundings"
+"""In a request, in place of a run: the values are the variables of `client`."""
 STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
@@ -56,6 +62,10 @@ class Vault:
         self._trouble = ""
         """Why there is none, as the log has it."""
         self._key = secrets.token_urlsafe(32)
+        self._surroundings = {surroundings.CLIENT: surroundings.of(os.environ)}
+        """Of each client that created runs."""
+        self._asked_at: dict[str, float] = {}
+        """When the variables of a client were first lacking."""
         self._used_keys = [store_keys()]
         """Keys of stores that this process has or had."""
         self._new_keys: dict[str, str] = {}
@@ -109,6 +119,34 @@ class Vault:
         with self._lock:
             self._values.pop(run_id, None)
 
+    def surroundings(self, run: Run) -> dict[str, str] | None:
+        """The variables of the client that created the run, and whose they are; None while that
+        client may still give them.
+        """
+        own = {**surroundings.of(os.environ), surroundings.WHOSE: "the supervisor"}
+        client = run.lineage.get("client")
+        if not client:  # a model server, or a run of an earlier version
+            return own
+        with self._lock:
+            if (values := self._surroundings.get(client)) is not None:
+                self._asked_at.pop(client, None)
+                return {**values, surroundings.WHOSE: surroundings.OF_CLIENT}
+            asked_at = self._asked_at.setdefault(client, time.monotonic())
+        if time.monotonic() - asked_at < SURROUNDINGS_S:
+            return None
+        own[surroundings.WHOSE] += ", for the client that started the run has ended"
+        return own
+
+    def clients(self) -> set[str]:
+        """Those that gave their variables."""
+        with self._lock:
+            return self._surroundings.keys() - {surroundings.CLIENT}
+
+    def forget_clients(self, clients: Collection[str]) -> None:
+        with self._lock:
+            for client in clients:
+                del self._surroundings[client]
+
     def take_store_keys(self) -> bool:
         """Use the keys of stores that a later shell has; whether there are any."""
         with self._lock:
@@ -139,6 +177,9 @@ class Vault:
             if request["run_id"] == STORE:
                 if request["values"] not in self._used_keys:
                     self._new_keys = request["values"]
+            elif request["run_id"] == SURROUNDINGS:
+                with self._lock:
+                    self._surroundings[request["client"]] = request["values"]
             elif "values" in request:
                 with self._lock:
                     self._values.setdefault(request["run_id"], {}).update(request["values"])
@@ -157,9 +198,13 @@ def give(base: Path, run_id: str, values: Mapping[str, str]) -> bool:
 
 
 def hand_over(base: Path, run: Run) -> None:
-    """Give what the supervisor lacks for the run and `variables` has."""
+    """Give what `variables` has of the run's secrets: all of it if this process created the run,
+    else what the supervisor lacks.
+    """
     values = variables(run.env_files)
-    absent = lacking(base, run.id, run.spec.secrets)
+    absent = run.spec.secrets
+    if run.lineage.get("client") != surroundings.CLIENT:
+        absent = lacking(base, run.id, run.spec.secrets)
     values = {name: values[name] for name in absent if name in values}
     if values:
         give(base, run.id, values)
@@ -177,6 +222,17 @@ def variables(env_files: Sequence[str]) -> dict[str, str]:
         for name, value in pairs.items():
             values.setdefault(name, value or "")
     return values
+
+
+def give_surroundings(base: Path, timeout_s: float) -> None:
+    """Let the runs that this process created use its variables. A supervisor that has just been
+    started is waited for.
+    """
+    request: dict[str, Any] = {"run_id": SURROUNDINGS, "names": []}
+    request |= {"client": surroundings.CLIENT, "values": surroundings.of(os.environ)}
+    deadline = time.monotonic() + timeout_s
+    while _ask(base, request) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def store_keys() -> dict[str, str]:

@@ -9,12 +9,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flash_mcp import __version__
-from flash_mcp.protocol import base_models, node_code, sealing
+from flash_mcp.protocol import base_models, node_code, sealing, surroundings
 from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
 from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError
@@ -37,7 +37,9 @@ from flash_mcp.supervisor.process import PYTHON
 
 
 class LocalTarget(Target):
-    """This machine. Its attempts share the supervisor's environment, state directory and files."""
+    """This machine. Its attempts share the supervisor's state directory, files and environment, but
+    for the variables that go with a run.
+    """
 
     name = LOCAL_TARGET
     retry_s = RETRY_S
@@ -52,15 +54,15 @@ class LocalTarget(Target):
         self.launcher = launcher
         self.worker = tuple(worker)
 
-    def job(self, run: Run) -> Json:
+    def job(self, run: Run, variables: Mapping[str, str]) -> Json:
         return queue.job(run)
 
-    def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
+    def launch(self, run: Run, variables: Mapping[str, str]) -> Launch:
         return Launch(
             run.id,
             run.attempt,
             [*self.worker, run.folder, "--attempt", str(run.attempt)],
-            {**os.environ, **secrets, "FLASH_HOME": str(self.base)},
+            {**surroundings.replaced(os.environ, variables), "FLASH_HOME": str(self.base)},
             Path(run.folder) / f"log.{run.attempt}",
             gpus=0 if run.serves else run.spec.gpus,  # a server itself takes the emptiest cards
         )
@@ -89,10 +91,11 @@ class RemoteTarget(Target):
         """The folder with the wheel, if attempts bring it."""
         self._code_digest = ""
 
-    def job(self, run: Run) -> Json:
+    def job(self, run: Run, variables: Mapping[str, str]) -> Json:
         job = queue.job(run)
         if self.settings.models == "server":
-            job = _with_models(job, RunFolder(run.folder, retry_s=self.retry_s))
+            own = surroundings.replaced(os.environ, variables)
+            job = _with_models(job, RunFolder(run.folder, retry_s=self.retry_s), own)
         cache_bytes = int(self.settings.cache_gib * 2**30)
         storage = {"url": self.settings.storage, "cache_bytes": cache_bytes}
         if self.code:
@@ -102,7 +105,7 @@ class RemoteTarget(Target):
             self._code_digest = job["code"]["path"].removeprefix(MARK)
         return {**job, "storage": storage}
 
-    def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
+    def launch(self, run: Run, variables: Mapping[str, str]) -> Launch:
         variables = node_environment(self.settings)
         folder, attempt = run.folder, run.attempt
         if run.spec.secrets or run.serves:
@@ -131,26 +134,25 @@ class RemoteTarget(Target):
         return hmac.digest(self.key, run_id.encode(), "sha256").hex()
 
 
-def _with_models(job: Json, folder: RunFolder) -> Json:
+def _with_models(job: Json, folder: RunFolder, variables: Mapping[str, str]) -> Json:
     """The job with its base model, and that of its teacher, as folders of this machine."""
     before = (folder.read_json("job.json") or {}).get("lineage", {})
     lineage = job.get("lineage", {})
-    granted = lineage.get("granted")
+    variables = environment_for(lineage.get("granted"), variables)
     commit = lineage.get("model_commit") or before.get("model_commit")
-    path = _fetched(base_models.pinned(job["model"], commit), granted)
+    path = _fetched(base_models.pinned(job["model"], commit), variables)
     lineage = {**lineage, "model_commit": base_models.commit_of(path)}
     job = {**job, "model": str(path), "lineage": lineage}
     if (teacher := job.get("teacher")) and "model" in teacher:
-        job["teacher"] = {**teacher, "path": str(_fetched(teacher["path"], granted))}
+        job["teacher"] = {**teacher, "path": str(_fetched(teacher["path"], variables))}
     return job
 
 
-def _fetched(model: str, granted: Collection[str] | None) -> Path:
+def _fetched(model: str, variables: Mapping[str, str]) -> Path:
     """The folder of a base model. FlashError(hub_unreachable)."""
     if base_models.is_folder(model):
         return Path(model)
     command = [*PYTHON, "worker.engine.fetch", "ensure", model]
-    variables = environment_for(granted, os.environ)
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         what = f"this machine cannot fetch {model} for the nodes: {done.stderr.strip()[-500:]}"

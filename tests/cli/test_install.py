@@ -11,6 +11,7 @@ import pytest
 
 from flash_mcp.cli import main
 from flash_mcp.cli.install import CLIENTS, entry, install
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.tools.shared import playbook
 from tests.teams import team_server
@@ -38,8 +39,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_agents_own_command_adds_the_server_and_a_refusal_says_what_to_add(
     client: str, program: str, command: str, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delenv("FLASH_MODELS")
-    monkeypatch.delenv("FLASH_DEVICE_LOCKS")
+    for name in ("FLASH_MODELS", "FLASH_DEVICE_LOCKS", *surroundings.of(os.environ)):
+        monkeypatch.delenv(name)
     calls = own_home / "calls"
     monkeypatch.setenv("PATH", f"{own_home}:{os.defpath}")
     script = f'#!/bin/sh\nfor word; do echo "$word" >> {calls}; done\n'
@@ -120,6 +121,21 @@ def test_the_command_says_what_to_add_and_where(own_home: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         main.main(["install", "claude", "--ssh", "box", "--url", "https://box/mcp"])
     assert "--url: not allowed with argument --ssh" in capsys.readouterr().err
+
+
+def test_an_entry_has_what_reaches_hubs_and_indexes_but_no_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in surroundings.of(os.environ):
+        monkeypatch.delenv(name)
+    kept = {"HF_ENDPOINT": "https://hub.example", "no_proxy": "localhost", "UV_DEFAULT_INDEX": "https://index.example"}
+    secret = {"HF_TOKEN": "pl4nted", "https_proxy": "http://user:pl4nted@proxy", "UV_INDEX_TEAM_PASSWORD": "pl4nted"}
+    for name, value in (kept | secret).items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["install", "cursor"]) == 0
+    said = capsys.readouterr().out
+    assert kept.items() <= entry()["env"].items() and all(value in said for value in kept.values())
+    assert "pl4nted" not in said and "HF_TOKEN, UV_INDEX_TEAM_PASSWORD, https_proxy" in said
 
 
 SSH = """#!/bin/sh

@@ -3,6 +3,7 @@ leaves behind.
 """
 
 import base64
+import dataclasses
 import json
 import os
 import shutil
@@ -10,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from mcp import Client
 
 from environments.redaction import Redactor
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server
@@ -27,6 +30,7 @@ from flash_mcp.supervisor import ensure, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
 from tests.places import ROOT, TESTS
+from tests.samples import queued_run
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -81,9 +85,14 @@ async def client() -> AsyncGenerator[Client]:
 @pytest.fixture
 def supervisor(flash_home: Path) -> Iterator[Path]:
     """A supervisor that was started before any secret was set; the path of its log."""
+    with supervisor_of(flash_home, str(TESTS / "environment_worker.py")) as log:
+        yield log
+
+
+@contextmanager
+def supervisor_of(flash_home: Path, worker: str) -> Generator[Path]:
     flash_home.mkdir(mode=0o700)
     log = flash_home / "supervisor.log"
-    worker = str(TESTS / "environment_worker.py")
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISE, str(flash_home), worker], stdout=stream, stderr=stream,
@@ -187,6 +196,46 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     ensure.ensure_supervised(open_store())
     assert "warnings" not in (await call(client, "status", run_id=run_id))[0]["run"]
     assert (await ended(client, run_id))[0]["run"]["state"] == "succeeded"
+
+
+def test_a_run_uses_the_variables_of_the_client_that_created_it(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = tmp_path / "worker.py"
+    seen = tmp_path / "seen.json"
+    worker.write_text(f"import json, os\njson.dump(dict(os.environ), open({str(seen)!r}, 'x'))")
+    own = {"HF_TOKEN": SECRET, "no_proxy": "second", "UV_INDEX_TEAM_PASSWORD": SECRET, "OPENAI_API_KEY": "second"}
+    first = {"HF_ENDPOINT": "http://first", "HF_TOKEN": "first", "https_proxy": "http://first", "WANDB_API_KEY": "1"}
+    for name, value in (first | {"OPENAI_API_KEY": "first", "KEPT": "first"}).items():
+        monkeypatch.setenv(name, value)
+    with supervisor_of(flash_home, str(worker)):
+        for name in first:
+            monkeypatch.delenv(name)
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        queued_run(tmp_path / "environment", secrets=["OPENAI_API_KEY"])
+        ensure.ensure_supervised(open_store())
+        variables = wait_for(lambda: seen.exists() and json.loads(seen.read_text() or "{}"))
+    assert (
+        own | {"KEPT": "first", "FLASH_VARIABLES_OF": "the client that started the run"}
+    ).items() <= variables.items()
+    assert not first.keys() - own.keys() & variables.keys()
+    places = {path: path.read_bytes() for path in flash_home.rglob("*") if path.is_file()}
+    assert {path: found for path, data in places.items() if (found := traces(data))} == {}
+
+
+def test_the_supervisors_variables_are_used_where_the_client_is_gone(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://supervisor")
+    vault = secrets.Vault(flash_home)
+    run = queued_run(tmp_path / "environment")
+    gone = dataclasses.replace(run, lineage={"client": "gone"})
+    assert vault.surroundings(gone) is None  # it may still give them
+    monkeypatch.setattr(secrets, "SURROUNDINGS_S", 0.0)
+    monkeypatch.setattr("os.environ", {**os.environ, **(vault.surroundings(gone) or {})})
+    used = ", with HF_ENDPOINT=http://supervisor of the supervisor, for the client that started the run has ended"
+    assert surroundings.said("HF_ENDPOINT", "HF_TOKEN") == used
 
 
 @pytest.mark.hostile("secrets")

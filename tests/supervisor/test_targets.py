@@ -73,10 +73,10 @@ class Lab(Target):
     def __init__(self) -> None:
         self.launcher = self.engine = Engine()
 
-    def job(self, run: Run) -> Json:
+    def job(self, run: Run, variables: Mapping[str, str]) -> Json:
         return queue.job(run)
 
-    def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
+    def launch(self, run: Run, variables: Mapping[str, str]) -> Launch:
         return Launch(run.id, run.attempt, ["true"], {}, Path("unused"))
 
 
@@ -281,7 +281,7 @@ def test_a_result_counts_though_nothing_else_of_its_folder_can_be_read(
 def test_a_run_that_is_cancelled_while_its_model_is_uploaded_is_not_submitted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def job(run: Run) -> Json:
+    def job(run: Run, variables: Mapping[str, str]) -> Json:
         queue.request_cancel(bench.store, run.id, "not needed")
         return queue.job(run)
 

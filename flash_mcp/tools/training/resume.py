@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
@@ -46,7 +47,9 @@ def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer:
         again = store.run(run_id)
         if again.ended == run.ended:
             _check_files(again)
-            return Resumed(queue.resume(store, run, folder, total), step, notes)
+            return Resumed(
+                queue.resume(store, run, folder, total, surroundings.client()), step, notes
+            )
     # Another call resumed it meanwhile.
     return resume_run(store, run_id, steps, fresh_optimizer=fresh_optimizer)
 
