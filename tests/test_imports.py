@@ -16,6 +16,7 @@ PACKAGES = ("environments", "flash_mcp", "worker")
 FLOORS = (
     (
         "environments.base",
+        "environments.doors",
         "environments.faults",
         "environments.locks",
         "environments.redaction",

@@ -17,15 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from environments import doors
 from environments.base import ChatMessage, TaskExample, UnsupportedError
 from environments.settings import read_small
 from environments.tools import as_list, as_object, text_of
 
-MODULES = {
-    "verifiers": "environments.adapters.verifiers",
-    "inspect_ai": "environments.adapters.inspect_tasks",
-}
-"""The adapter of a package's objects, whose module has `adapt(loaded)`."""
+ADAPTERS = "flash_mcp.adapters"
+"""The entry points of adapters: by the package whose objects it takes, a function of the object."""
 SDK = "freesolo"
 SDK_IMPORT = re.compile(rb"^\s*(from|import)\s+freesolo\b", re.MULTILINE)
 HELD_OUT_EVERY = 5
@@ -54,10 +52,12 @@ def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, 
 def adapted(loaded: Any) -> Any:
     """An environment of this contract for an object of another one; other values as they are."""
     loaded_class = cast("type[Any]", loaded if isinstance(loaded, type) else type(loaded))
-    for kind in loaded_class.__mro__:
-        package = kind.__module__.partition(".")[0]
-        if adapter := MODULES.get(package):
-            return importlib.import_module(adapter).adapt(loaded)
+    packages = [kind.__module__.partition(".")[0] for kind in loaded_class.__mro__]
+    if "environments" in packages:
+        return loaded
+    for package in packages:
+        if package in doors.brought(ADAPTERS):
+            return doors.find(ADAPTERS, package)(loaded)
         if package == "openreward":
             fix = "write an EnvironmentMultiTurn that calls the tools of its object"
             raise UnsupportedError(f"classes of openreward have no adapter: {fix}")

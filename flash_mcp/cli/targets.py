@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import (
@@ -21,7 +21,6 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.state.targets import (
     FILE,
     Cards,
-    Engine,
     TargetSettings,
     find_target,
     new_target,
@@ -76,11 +75,10 @@ def _prove(name: str, settings: TargetSettings, wait_s: float) -> ProbeFile:
 
 
 def _shows_cards(settings: TargetSettings) -> bool:
-    """Whether the probe says what the target's nodes have. SkyPilot chooses a card for each run,
-    and the probe needs none.
+    """Whether the probe says what the target's nodes have. An engine may choose a card for each
+    run, and the probe needs none.
     """
-    chooses = settings.engine == "sky" and "accelerators" not in settings.resources
-    return settings.cards is None and not chooses
+    return settings.cards is None and not settings.launcher.chooses_cards(settings)
 
 
 def list_targets(arguments: Arguments) -> None:
@@ -114,7 +112,6 @@ def _pair(option: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-ENGINES = get_args(Engine)
 SETUPS = ("path", "image", "uv")
 TARGET = option("name", "name of the target, as train's target", "NAME")
 WAIT = option("--wait-s", "seconds for the job (default 120)", "S", type=float, default=120.0)
@@ -131,7 +128,7 @@ COMMANDS: dict[str, Command | Group] = {
                 ),
                 (
                     TARGET,
-                    option("--engine", "slurm, ray or sky", choices=ENGINES, required=True),
+                    option("--engine", "slurm, ray, sky, or what a package brings", required=True),
                     option("--storage", "URL, or a folder that all nodes share", required=True),
                     option("--setup", "how nodes get flash-mcp: path, image, uv", choices=SETUPS),
                     option("--python", "interpreter on the nodes", "COMMAND"),

@@ -118,7 +118,7 @@ def _elsewhere(
     if target in (None, LOCAL_TARGET):
         return None
     settings = find_target(store.base, target)
-    if settings.engine == "sky":
+    if not settings.launcher.reaches_nodes:
         what = f"the machines that {target} rents cannot be reached from here"
         fix = "leave target out: the checkpoint is served on the server's machine"
         raise FlashError("target_refused", what, target=target, fix=fix)

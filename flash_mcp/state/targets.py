@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from environments import doors
 from environments.settings import read_small
 from flash_mcp.protocol.artifacts import RUN_FOLDERS
 from flash_mcp.protocol.errors import FlashError, did_you_mean
@@ -31,7 +32,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 HEADER = re.compile(r"\s*\[\s*([^].\s]+)\s*([].])")
 """How a table begins, its name, and what comes after it: a dot where it is a table below."""
 RESERVED = (LOCAL_TARGET, AUTO)
-Engine = Literal["slurm", "ray", "sky"]
+ENGINES = "flash_mcp.targets"
+"""The entry points of engines: subclasses of supervisor.launch.base.Launcher."""
 STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
@@ -57,8 +59,8 @@ class TargetSettings(BaseModel):
 
     model_config = STRICT
 
-    engine: Engine
-    """Who gives attempts a machine."""
+    engine: str
+    """Who gives attempts a machine: slurm, ray, sky, or what another package brings."""
     storage: str
     """Where run folders and artifacts lie: a URL of a store, or the absolute path of a folder that
     the server and all nodes share."""
@@ -103,6 +105,12 @@ class TargetSettings(BaseModel):
     cards: Cards | None = None
     """What its nodes have, for target="auto"; the job that proves the target finds it."""
 
+    @field_validator("engine")
+    @classmethod
+    def _is_brought(cls, engine: str) -> str:
+        doors.find(ENGINES, engine)
+        return engine
+
     @field_validator("storage")
     @classmethod
     def _is_place(cls, storage: str) -> str:
@@ -132,14 +140,13 @@ class TargetSettings(BaseModel):
                 "with setup = uv, python is an interpreter or a version, no command: quote a path "
                 "that has spaces"
             )
-        if (self.engine in ("ray", "sky")) != bool(self.address):
-            raise ValueError("the engines ray and sky need an address, and no other has one")
-        if self.owners and self.engine != "slurm":
-            raise ValueError("owners are for sbatch: only Slurm takes them")
-        for name, value in self.resources.items():
-            if self.engine == "ray" and not isinstance(value, int | float):
-                raise ValueError(f"resources: Ray takes numbers, and {name} is {value!r}")
+        self.launcher.check(self)
         return self
+
+    @property
+    def launcher(self) -> Any:
+        """The engine's class."""
+        return doors.find(ENGINES, self.engine)
 
     def folder_of(self, run_id: str) -> str:
         """Where the run's folder lies. HOME/runs/ID is what a state directory's own folders are

@@ -20,7 +20,7 @@ from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher
-from flash_mcp.supervisor.targets import launcher_of, node_environment, on_node
+from flash_mcp.supervisor.targets import node_environment, on_node
 
 PROBE_S = 120.0
 MAX_CLOCK_S = 300.0
@@ -40,7 +40,7 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
     key = f"probe-{secrets.token_hex(4)}"
     folder = RunFolder(settings.folder_of(key), retry_s=REMOTE_RETRY_S)
     artifacts = Artifacts(settings.storage, retry_s=REMOTE_RETRY_S)
-    launcher = launcher_of(settings)
+    launcher = settings.launcher.of(settings)
     with ExitStack() as cleanup:  # whatever one of them raises, the others are called
         cleanup.callback(folder.remove)
         code: Order | None = None

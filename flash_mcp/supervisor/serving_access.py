@@ -12,7 +12,6 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor.launch.base import Handle
-from flash_mcp.supervisor.targets import launcher_of
 
 
 class ServingAccess:
@@ -59,7 +58,7 @@ class TargetAccess(ServingAccess):
         settings = find_target(self.home, self.name)
         allowed: Sequence[IPv4Network | str] | None = settings.nodes
         if not allowed:
-            allowed = launcher_of(settings).addresses_of(Handle.of(run))
+            allowed = settings.launcher.of(settings).addresses_of(Handle.of(run))
         if allowed is None:
             return listening.addresses
         networks = list(map(IPv4Network, allowed))

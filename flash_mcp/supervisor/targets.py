@@ -30,9 +30,6 @@ from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher, Target
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, need_of
-from flash_mcp.supervisor.launch.ray import RayLauncher
-from flash_mcp.supervisor.launch.sky import SkyLauncher
-from flash_mcp.supervisor.launch.slurm import SlurmLauncher
 from flash_mcp.supervisor.process import PYTHON
 
 
@@ -162,10 +159,10 @@ def _fetched(model: str, variables: Mapping[str, str]) -> Path:
 
 
 def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> float:
-    """The memory that SkyPilot has to find in a card, in GiB; 0 if the target names its cards.
+    """The memory that the engine has to find in a card, in GiB; 0 if it does not choose cards.
     FlashError(target_refused) if nobody knows how large the model is.
     """
-    if settings.engine != "sky" or "accelerators" in settings.resources:
+    if not settings.launcher.chooses_cards(settings):
         return 0.0
     need = need_of(spec, Device("gpu", "a card", 0.0, 0.0))
     if need is None:
@@ -202,20 +199,9 @@ def node_environment(settings: TargetSettings) -> dict[str, str]:
     return {**home, **settings.env}
 
 
-LAUNCHERS = {"ray": RayLauncher, "sky": SkyLauncher}
-"""Of engines with an address."""
-
-
-def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
-    if settings.engine in LAUNCHERS:
-        launcher = LAUNCHERS[settings.engine]
-        token, resources = settings.token_file, settings.resources
-        return launcher(settings.address, settings.slots, resources, token, tag)
-    return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag)
-
-
 def open_target(base: Path, name: str) -> Target:
     """The target of that name. FlashError(unknown_target | targets_invalid)."""
     settings = find_target(base, name)
     code = code_folder(base) if settings.setup == "uv" else None
-    return RemoteTarget(name, settings, launcher_of(settings, tag_of(base)), key_of(base), code)
+    launcher = settings.launcher.of(settings, tag_of(base))
+    return RemoteTarget(name, settings, launcher, key_of(base), code)

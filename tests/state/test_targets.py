@@ -78,9 +78,9 @@ RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[lab]\nengine = 'pbs'\nstorage = '/s'", "engine: Input should be 'slurm', 'ray' or 'sky'"),
-        ("[lab]\nengine = 'ray'\nstorage = '/s'", "ray and sky need an address"),
-        ("[lab]\nengine = 'sky'\nstorage = '/s'", "ray and sky need an address"),
+        ("[lab]\nengine = 'pbs'\nstorage = '/s'", "engine: no installed package brings 'pbs'"),
+        ("[lab]\nengine = 'ray'\nstorage = '/s'", "Ray needs an address"),
+        ("[lab]\nengine = 'sky'\nstorage = '/s'", "SkyPilot needs an address"),
         (f"{RAY}resources = {{ GPU = 'a' }}", "Ray takes numbers, and GPU is 'a'"),
         ("[lab]\nengine = 'slurm'\nstorage = 'here'", "storage: name a URL"),
         ("[lab]\nengine = 'slurm'", "storage: Field required"),

@@ -654,7 +654,7 @@ def test_an_owners_jobs_get_the_owners_arguments_and_python_may_be_a_command(ben
     # Of two, sbatch takes the later.
     assert launch.options == ["--qos=high", "--time=8:00:00", "--account=vision", "--qos=low"]
     assert launch.command[:7] == ["apptainer", "exec", "--nv", "/shared/my flash.sif", "python3", "-P", "-m"]
-    with pytest.raises(ValueError, match="only Slurm takes them"):
+    with pytest.raises(ValueError, match="Ray does not take them"):
         TargetSettings(**{**fields, "engine": "ray", "address": "http://head:8265", "owners": {"local": ["--x"]}})
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.proxies import is_direct, use_proxies
+from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.launch.base import Launch, Launcher, exported
 
 OF_A_PROXY = (502, 503, 504)
@@ -50,6 +51,18 @@ class ApiLauncher(Launcher):
         self.resources = dict(resources or {})
         self.token_file = token_file
         self.tag = tag
+
+    @classmethod
+    def of(cls, settings: TargetSettings, tag: str = "") -> Self:
+        of_target = (settings.address, settings.slots, settings.resources, settings.token_file)
+        return cls(*of_target, tag)
+
+    @classmethod
+    def check(cls, settings: TargetSettings) -> None:
+        if not settings.address:
+            raise ValueError(f"{cls.engine} needs an address, the URL of its server")
+        if settings.owners:
+            raise ValueError(f"owners are for sbatch: {cls.engine} does not take them")
 
     def ask(self, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
         """FlashError(target_unreachable | target_refused)."""

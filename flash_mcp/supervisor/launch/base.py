@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from flash_mcp.protocol.records import Json, Run
+from flash_mcp.state.targets import TargetSettings
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,25 @@ class Launcher(ABC):
     """
 
     capacity: int = 1
+    reaches_nodes = True
+    """Whether this machine can connect to a node, which serving there needs."""
+
+    @classmethod
+    def of(cls, settings: TargetSettings, tag: str = "") -> Self:
+        """That of a target. `tag` marks the jobs of one state directory: others may have jobs of
+        the same user.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, settings: TargetSettings) -> None:
+        """ValueError if the engine does not take these settings."""
+        return
+
+    @classmethod
+    def chooses_cards(cls, settings: TargetSettings) -> bool:
+        """Whether the engine finds a card for each run, by the memory that it needs."""
+        return False
 
     def slots_of(self, gpus: int) -> int:
         """The slots that an attempt with so many GPUs takes: all of them if it needs more."""

@@ -14,6 +14,7 @@ import httpx
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.launch.api import ApiLauncher, commands
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch
 
@@ -35,6 +36,13 @@ class RayLauncher(ApiLauncher):
     engine = "Ray"
     root = "/api/jobs/"
     unreachable = "check that Ray's head node runs and can be reached from here; the run waits"
+
+    @classmethod
+    def check(cls, settings: TargetSettings) -> None:
+        super().check(settings)
+        for name, value in settings.resources.items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"resources: Ray takes numbers, and {name} is {value!r}")
 
     def submit(self, launch: Launch) -> Handle:
         named = dict(self.resources)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.launch.api import ApiLauncher, commands
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch
 
@@ -48,8 +49,13 @@ class SkyLauncher(ApiLauncher):
     engine = "SkyPilot"
     root = "/"
     unreachable = "check that SkyPilot's API server runs: `sky api info`; the run waits"
+    reaches_nodes = False
     _hints: Mapping[str, JobStatus] = {}
     _listed_at = -math.inf
+
+    @classmethod
+    def chooses_cards(cls, settings: TargetSettings) -> bool:
+        return "accelerators" not in settings.resources
 
     @property
     def _prefix(self) -> str:

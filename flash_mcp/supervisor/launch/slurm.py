@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Self
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, exported
 
 TIMEOUT_S = 10.0
@@ -96,6 +98,15 @@ class SlurmLauncher(Launcher):
         self._began_at = time.monotonic()
         self._submitted_at: dict[str, float] = {}
         """By key, when its job was last handed to sbatch, which may have failed."""
+
+    @classmethod
+    def of(cls, settings: TargetSettings, tag: str = "") -> Self:
+        return cls(settings.slots, settings.options, settings.ssh, tag)
+
+    @classmethod
+    def check(cls, settings: TargetSettings) -> None:
+        if settings.address:
+            raise ValueError("Slurm has no address: ssh names the host that has its commands")
 
     def submit(self, launch: Launch) -> Handle:
         # Nobody else submits: a list that is younger than our last try, or than this launcher, has

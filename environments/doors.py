@@ -1,0 +1,35 @@
+"""What packages bring by entry points, ours and other people's alike (docs/extending.md)."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+
+@functools.cache
+def brought(group: str) -> dict[str, list[EntryPoint]]:
+    """What is installed here, by name. It reads a file of each installed package, once."""
+    results: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=group):
+        named = results.setdefault(point.name, [])
+        if point.value not in (other.value for other in named):  # a package may be found twice
+            named.append(point)
+    return results
+
+
+def find(group: str, name: str) -> Any:
+    """The object of that name. ValueError if no package brings it, if several do, or if it cannot
+    be imported.
+    """
+    existing = brought(group).get(name, [])
+    if not existing:
+        names = ", ".join(sorted(brought(group))) or "none"
+        raise ValueError(f"no installed package brings {name!r} for {group}; there are: {names}")
+    if len(existing) > 1:
+        values = " and ".join(point.value for point in existing)
+        raise ValueError(f"several packages bring {name!r} for {group}: {values}; remove one")
+    try:
+        return existing[0].load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} of {group} cannot be imported: {error}") from error

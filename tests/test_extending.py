@@ -1,0 +1,60 @@
+"""A package that is none of ours brings an engine and an adapter (docs/extending.md)."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments import adapters, doors
+from flash_mcp.state.targets import find_target, new_target
+from tests.waiting import WAIT_S
+
+PACKAGES = Path(__file__).parent / "fixture_packages"
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of the package, as if it was installed here."""
+    monkeypatch.syspath_prepend(PACKAGES)
+    doors.brought.cache_clear()
+    import lab  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+    yield lab
+    doors.brought.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_target_of_another_packages_engine_is_proved_by_a_job(tmp_path: Path, flash_home: Path, lab: Any) -> None:
+    notes, storage = tmp_path / "notes", tmp_path / "storage"
+    notes.mkdir()
+    storage.mkdir()
+    variables = {**os.environ, "PYTHONPATH": str(PACKAGES)}
+    command = [sys.executable, "-m", "flash_mcp.cli", "target", "add", "here", "--engine", "lab"]
+    command += ["--address", str(notes), "--storage", str(storage), "--python", sys.executable]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    settings = find_target(flash_home, "here")
+    assert settings.engine == "lab" and settings.cards and settings.cards.count == 1
+    assert len(list(notes.iterdir())) == 1
+
+
+def test_its_objects_are_adapted(lab: Any) -> None:
+    adapted = adapters.adapted(lab.Quiz({"two and two": "4", "three and three": "6"}))
+    assert [task.output for task in adapted.dataset] == ["4"]
+
+
+def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lab: Any) -> None:
+    other = tmp_path / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[flash_mcp.targets]\nlab = other:Launcher\nslow = nothing:Launcher\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    doors.brought.cache_clear()
+    with pytest.raises(Exception, match="several packages bring 'lab'"):
+        new_target(tmp_path, "here", {"engine": "lab", "storage": "/s"})
+    with pytest.raises(Exception, match=r"slow of flash_mcp.targets cannot be imported"):
+        new_target(tmp_path, "here", {"engine": "slow", "storage": "/s"})
