@@ -8,6 +8,7 @@ cancelled and 5 when --timeout-s passed; 130 after Ctrl-C."""
 from __future__ import annotations
 
 import argparse
+import locale
 import logging
 import os
 import sys
@@ -33,6 +34,10 @@ WRONG_USAGE = ("invalid_argument", "unknown_argument")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if argv is None and not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
+        # Texts and names of files are UTF-8 whatever the locale, here and in every child process.
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from environments.settings import state_directory
 
+DATABASE = "flash.db"
+
 
 class HomeError(OSError):
     """The state directory cannot be used."""
@@ -18,7 +20,8 @@ class HomeError(OSError):
 def home() -> Path:
     """The state directory; created if missing, readable by its owner only.
 
-    Raises HomeError if it cannot be created or written, or is no path from / or ~ on."""
+    One that holds a database need not be writable: it can be read. Raises HomeError if it cannot be
+    created or used, or is no path from / or ~ on."""
     path, said = state_directory(), os.environ.get("FLASH_HOME") or "~"
     # The client starts servers in folders of its choice, and few fill in what they are given.
     if "${" in said or not said.startswith(("/", "~")):
@@ -28,7 +31,8 @@ def home() -> Path:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise HomeError(error.errno, error.strerror, str(path)) from error
-    if not os.access(path, os.W_OK | os.X_OK):
+    needed = os.X_OK if (path / DATABASE).is_file() else os.W_OK | os.X_OK
+    if not os.access(path, needed):
         raise HomeError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return path
 

@@ -19,9 +19,11 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import quote
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.paths import DATABASE, HomeError
 from flash_mcp.protocol.records import Json, Record
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.home_paths import NAMES, from_stored, to_stored
@@ -46,19 +48,22 @@ class Connection:
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.path = base / "flash.db"
+        self.path = base / DATABASE
+        self.is_read_only = self.path.is_file() and not os.access(base, os.W_OK)
         self._local = threading.local()
         self._writing = threading.Lock()
         """Threads queue for it: of many that poll SQLite's lock, some never get it."""
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self.is_read_only:
+            base.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _named_errors(self.path):
             self._refuse_newer()
             # Reads only: another program's write transaction does not delay it.
             (journal,) = self._db.conn.execute("PRAGMA journal_mode").fetchone()
-            if journal != "wal" or migrations.pending(self._db):
+            if migrations.pending(self._db) or (journal != "wal" and not self.is_read_only):
                 self._migrate()
 
     def _migrate(self) -> None:
+        self._refuse_read_only()
         # Two processes that turn WAL on at once fail whatever their busy time-out.
         path = self.base / "flash.db.lock"
         with path.open("a") as held:
@@ -79,6 +84,10 @@ class Connection:
             fix = "install that version or a newer one, or set FLASH_HOME to another folder"
             raise FlashError("state_newer", what, path=self.path, unknown=newer, fix=fix)
 
+    def _refuse_read_only(self) -> None:
+        if self.is_read_only:
+            raise HomeError(errno.EROFS, os.strerror(errno.EROFS), str(self.base))
+
     @property
     def _db(self) -> Database:
         """This thread's connection: to all rows for the local owner, to their own for others."""
@@ -92,7 +101,7 @@ class Connection:
 
     def _open(self, kind: str) -> Database:
         with ExitStack() as on_error:
-            db = Database(self.path)
+            db = _read_only(self.path) if self.is_read_only else Database(self.path)
             on_error.callback(db.close)
             # Transactions begin where `transaction` says so, not where the module
             # guesses.
@@ -140,6 +149,7 @@ class Connection:
 
         BEGIN IMMEDIATE: a plain BEGIN that reads and then writes fails at once when another process
         wrote in between."""
+        self._refuse_read_only()
         db = self._db
         if db.conn.in_transaction:
             yield
@@ -236,6 +246,17 @@ class Connection:
     def _put(self, table: str, row: Mapping[str, Any], verb: str = "INSERT OR REPLACE") -> None:
         sql = f"{verb} INTO main.{table} ({', '.join(row)}) VALUES ({marks(row)})"
         self.execute(sql, [self.encode(name, value) for name, value in row.items()])
+
+
+def _read_only(path: Path) -> Database:
+    """A database in a folder that cannot be written, as after its last writer."""
+    address = f"file:{quote(str(path))}?mode=ro"
+    try:
+        db = Database(sqlite3.connect(address, uri=True))
+        execute(db, "SELECT count(*) FROM sqlite_master")
+    except sqlite3.OperationalError:  # SQLite needs two files there, unless nobody else can write
+        db = Database(sqlite3.connect(f"{address}&immutable=1", uri=True))
+    return db
 
 
 def _hide_what_is_not_the_callers(db: Database) -> None:

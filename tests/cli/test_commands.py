@@ -2,6 +2,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,6 +189,40 @@ def test_a_state_directory_that_cannot_be_used_is_one_line(
         code, printed, told = run(*words)
         assert (code, printed, told.count("\n")) == (2, "", 1)
         assert told.startswith("[invalid_argument FLASH_HOME=") and "set FLASH_HOME to" in told
+
+
+@pytest.mark.parametrize("left", ["all", "database"])
+def test_a_state_directory_that_cannot_be_written_can_be_read(
+    left: str, flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = finished_run(tmp_path)
+    open_store().shrink()
+    shutil.copytree(flash_home, tmp_path / "copy")
+    if left == "database":  # as its last writer leaves it
+        (tmp_path / "copy" / "flash.db-wal").unlink()
+        (tmp_path / "copy" / "flash.db-shm").unlink()
+    monkeypatch.setenv("FLASH_HOME", str(tmp_path / "copy"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "copy").rglob("*.db")}
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write anywhere
+    for words in (["status"], ["status", run.id], ["catalog"], ["report", run.id, "--to", str(tmp_path / "r.html")]):
+        assert main.main(words) == 0
+    assert run.id in capsys.readouterr().out and run.id in (tmp_path / "r.html").read_text()
+    assert main.main(["cancel", run.id]) == 2
+    assert "cannot be used: Read-only file system" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "copy").rglob("*.db")}
+
+
+def test_texts_and_paths_are_utf8_whatever_the_locale(tmp_path: Path):
+    environment = tmp_path / "höhe"
+    environment.mkdir()
+    (environment / "environment.py").write_text(f"# ümlaut\n{ENVIRONMENT}")
+    variables = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "FLASH_HOME": str(tmp_path / "größe")}
+    command = [sys.executable, "-m", "flash_mcp.cli"]
+    for name, code in (("echo", 0), ("größe", 2)):
+        words = [*command, "env-push", "--folder", environment, "--name", name]
+        done = subprocess.run(words, env=variables, capture_output=True, check=False)
+        assert done.returncode == code, done.stderr
+    assert "größe" in done.stderr.decode()
 
 
 def test_no_command_is_wrong_usage(run: Run):

@@ -444,10 +444,10 @@ def test_a_folder_that_does_not_answer_and_an_upload_that_takes_long_hold_up_no_
             answers.wait(TIMEOUT_S)
         return read(reader, now=now)
 
-    def upload_late(run: Run) -> Json:
+    def upload_late(run: Run, variables: Mapping[str, str]) -> Json:
         if run.id == large.id:
             answers.wait(TIMEOUT_S)
-        return job(run)
+        return job(run, variables)
 
     monkeypatch.setattr(Reader, "read", read_late)
     monkeypatch.setattr(bench.lab, "job", upload_late)
