@@ -21,6 +21,9 @@ MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
     "mamba_expand": 2, "num_local_experts": 0, "shared_intermediate_size": 96,
 }  # fmt: skip
+MIXTURE: dict[str, Any] = {
+    "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 MIXED = ["sliding_attention", "full_attention"] * 2
 STATE = ["linear_attention", "full_attention"] * 2
 WINDOW = 24
@@ -46,17 +49,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"hybrid_override_pattern": "M*M*", "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1,
                    "ssm_state_size": 16, "chunk_size": 16, "conv_kernel": 4},
 }  # fmt: skip
+MIXTURES = {"gpt_oss": SIZES["gpt_oss"], **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "granitemoe"), MIXTURE)}
 
 
-def make_architecture(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def make_architecture(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 0.1) -> Any:
     """A model whose weights are large enough that every part of it can be seen in its output."""
-    config = transformers.CONFIG_MAPPING[model_type](**{**BASE, **SIZES[model_type]})
+    config = transformers.CONFIG_MAPPING[model_type](**{**BASE, **(SIZES | MIXTURES)[model_type]})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
-                torch.nn.init.normal_(weight, std=0.1)
+                torch.nn.init.normal_(weight, std=std)
             elif "sinks" in name:
                 torch.nn.init.normal_(weight, std=2.0)
     return model.eval()

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from flash_mcp.protocol.errors import FlashError
-from tests.architectures import SIZES, WINDOW, make_architecture
+from tests.architectures import MIXTURES, SIZES, WINDOW, make_architecture
 from worker.training import attention, packing
 from worker.training.kernels import LoraLinear
 from worker.training.packing import Pack, Way, way_of
@@ -120,6 +120,32 @@ def test_a_tree_of_a_mixed_model_has_the_log_probabilities_of_its_paths(name: st
         chosen = logits.gather(1, ids[0, path[1:], None]).squeeze(1)
         mine = logps[0, [place - 20 for place in path[first:]]]
         torch.testing.assert_close(mine, chosen[first - 1 :], rtol=1e-4, atol=1e-4)
+
+
+def as_one_completion(model: Any, prompt: int, completions: list[int], *forks: Any) -> attention.Layout:
+    return LAYOUT(model, prompt, [sum(completions)], *forks)
+
+
+def at_double_places(model: Any, *arguments: Any) -> attention.Layout:
+    layout = LAYOUT(model, *arguments)
+    layout.positions *= 2
+    return layout
+
+
+LAYOUT = packing.layout_of
+
+
+@pytest.mark.parametrize("seed", [4, *(pytest.param(n, marks=pytest.mark.long) for n in range(20) if n != 4)])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_rounding_at_a_router_hides_no_way_of_a_mixture_and_no_fault(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where two experts are almost equal, another way of computing sends a token to the other one."""
+    model = make_architecture(name, seed=seed, dtype=torch.bfloat16, std=0.12)
+    assert way_of(model) == Way.PACKED
+    for fault in (as_one_completion, at_double_places):
+        monkeypatch.setattr(packing, "layout_of", fault)
+        assert way_of(model) != Way.PACKED, fault.__name__
 
 
 def test_a_model_whose_layers_ask_for_an_unknown_option_is_not_packed_wrongly() -> None:

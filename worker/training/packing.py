@@ -27,12 +27,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from flash_mcp.protocol.errors import FlashError
@@ -465,8 +466,12 @@ def way_of(causal_lm: Any) -> Way:
     without random numbers. A model may number its positions itself, carry a state, or have
     attention with options of its own.
 
+    Routers of a mixture choose in each pass what they chose in the first: where two experts are
+    almost equal, rounding alone would send a token to the other one.
+
     FlashError(invalid_argument) if there is none, or if its logits are no such `Head`."""
-    with at_rest(causal_lm), _short_window(causal_lm.config.get_text_config()):
+    window = _short_window(causal_lm.config.get_text_config())
+    with at_rest(causal_lm), window, SameExperts(causal_lm):
         pack = _probe(causal_lm)
         expected_NH = _eager_states(causal_lm, pack)
         rounding = torch.finfo(causal_lm.dtype).eps ** 0.5
@@ -487,6 +492,50 @@ def way_of(causal_lm: Any) -> Way:
         model_type=causal_lm.config.model_type,
         fix="use a model of another architecture",
     )
+
+
+class SameExperts(TorchFunctionMode):
+    """Within it, the n-th choice of the k largest in a pass over tokens gives each token what it
+    chose when it was first seen. Tokens are told apart by their ids, which a probe has once."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self._decoder = causal_lm.base_model
+        self._ids: list[int] = []
+        self._chosen: dict[tuple[int, int], Tensor] = {}
+        self._choices = 0
+
+    def __enter__(self) -> Self:
+        hook = self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._stop = hook.remove
+        return cast(Any, super()).__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stop()
+        cast(Any, super()).__exit__(*error)
+
+    def _begin(self, _decoder: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        self._ids = inputs["input_ids"].flatten().tolist()
+        self._choices = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **kwargs or {})
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        scores = args[0] if args else (kwargs or {})["input"]
+        rows = found.indices.flatten(0, -2)  # (tokens, k)
+        if len(rows) != len(self._ids):
+            return found
+        number = self._choices
+        self._choices += 1
+        kept = [
+            self._chosen.setdefault((number, token), row)
+            for token, row in zip(self._ids, rows, strict=True)
+        ]
+        indices = torch.stack(kept).view_as(found.indices)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
 def _probe(causal_lm: Any) -> Pack:
