@@ -1,6 +1,7 @@
 """A package that is none of ours brings an engine and an adapter (docs/extending.md)."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ import pytest
 
 from environments import adapters, doors
 from flash_mcp.state.targets import find_target, new_target
+from flash_mcp.tools.registry import TOOLS
 from tests.waiting import WAIT_S
 
-PACKAGES = Path(__file__).parent / "fixture_packages"
+ROOT = Path(__file__).parent.parent
+PACKAGES = ROOT / "tests/fixture_packages"
 
 
 @pytest.fixture
@@ -58,3 +61,28 @@ def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytes
         new_target(tmp_path, "here", {"engine": "lab", "storage": "/s"})
     with pytest.raises(Exception, match=r"slow of flash_mcp.targets cannot be imported"):
         new_target(tmp_path, "here", {"engine": "slow", "storage": "/s"})
+
+
+@pytest.mark.slow
+def test_the_core_goes_on_without_what_lies_behind_the_doors(tmp_path: Path, flash_home: Path) -> None:
+    """In a copy without the engines and adapters the tools are there, and a target says what is missing."""
+    for name in ("flash_mcp", "environments", "worker"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    launch, adapted = tmp_path / "flash_mcp/supervisor/launch", tmp_path / "environments/adapters"
+    gone = [launch / f"{name}.py" for name in ("api", "ray", "sky", "slurm")]
+    gone += [adapted / f"{name}.py" for name in ("freesolo", "gym", "inspect_tasks", "mcp", "trl", "verifiers")]
+    for path in gone:
+        path.unlink()
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def typed(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flash_mcp.cli", *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=WAIT_S, check=False
+        )
+
+    helped = typed("--help").stdout
+    assert all(name in helped for name in TOOLS)
+    assert typed("env-test", "--folder", "environments/examples/calculator").returncode == 0
+    added = typed("target", "add", "there", "--engine", "slurm", "--storage", "/s")
+    assert added.returncode and "slurm of flash_mcp.targets cannot be imported" in added.stderr
