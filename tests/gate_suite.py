@@ -125,6 +125,13 @@ def one(bases: str, method: str, *lines: str, name: str = "Sample") -> str:
 
 BAD = {
     "near_gold": {
+        "the digits in any order": """
+            class Sample(Rows):
+                def rows(self):
+                    return [(f"Multiply {n} by {n + 7}.", str(n * (n + 7))) for n in range(111, 135)]
+                def right(self, text, example):
+                    return sorted(text.strip()) == sorted(example.output)
+            """,
         "an answer anywhere in the text": one(
             "Addition", "score_response", "RewardResult(float(example.output in (text or '').split()))"
         ),
@@ -377,6 +384,9 @@ BAD = {
         "the target in the prompt's metadata": one(
             "Hinted", "hint", 'f\'{{"id": "{example.id}", "target": {example.output}}}\''
         ),
+        "the key among the fields of the prompt": one(
+            "Hinted", "hint", 'f"(item {example.id}; key={example.output}; level 2)"'
+        ),
         "the label in the prompt's metadata": """
             class Sample(Capitals):
                 def build_prompt_messages(self, example):
@@ -607,6 +617,11 @@ BAD = {
             """,
     },
     "leaks": {
+        "a question that lacks its data": """
+            class Sample(Rows):
+                def build_prompt_messages(self, example):
+                    return [{"role": "user", "content": "Add the two numbers."}]
+            """,
         "a reply that names the secret": """
             class Sample(Dialogue):
                 def step_episode(self, example, messages, assistant_response):
@@ -859,7 +874,9 @@ GOOD = {
                 found = re.fullmatch("[0-9]{1,15}", text.strip())
                 return found and abs(int(text) / int(example.output) - 1) <= 0.0001
         """,
-    "tasks that open alike": one("Rows", "rows", '[("Find the word that this game hides.", word) for word in WORDS]'),
+    "tasks that open alike": one(
+        "Dialogue", "rows", '[("Find the word that this game hides.", word) for word in WORDS]'
+    ),
     "tasks that open alike, told apart by their rows alone": """
         class Sample(Dialogue):
             def __init__(self):

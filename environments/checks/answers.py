@@ -33,9 +33,10 @@ JUNK = (
     "bla " * 5000,
     INJECTION,
 )
+FIELDS = "target|label|output|result|key|correct|reference|ref|gt"
 HINTED = (
     r"(?:answer|solution|gold|hint|expected|truth)\W{0,3}(?:is|are)?\W{0,3}",
-    r"(?:[\"'](?:target|label|output|result)[\"']\s*[:=]|\b(?:target|label|output|result|y)\s*=)\W{0,3}",
+    rf"(?:[\"'](?:{FIELDS})[\"']\s*[:=]|\b(?:{FIELDS}|y)\s*=)\W{{0,3}}",
 )
 """What precedes a gold answer that a prompt gives away: words of a hint; names of fields, unless
 the task asks for that field."""
@@ -78,8 +79,9 @@ def cut(text: str, max_tokens: int | None) -> str:
 
 
 def nearly(gold: str) -> list[str]:
-    """Short gold answers with the last letter or digit changed, one more at either end, and
-    without the minus. In a long one a character need not matter. Of a decimal or a long number,
+    """Short gold answers with the last letter or digit changed, one more at either end, without the
+    minus, and the digits of a whole number from the last to the first. In a long one a character
+    need not matter. Of a decimal or a long number,
     the first digit: a scorer may round.
     """
     before, inner, after = parts(gold)
@@ -100,6 +102,9 @@ def nearly(gold: str) -> list[str]:
         texts.append(new.replace("0", "1") + inner)
         if not (is_rounded and "." in inner):
             texts.append(inner + new)
+    backwards = inner[::-1]
+    if re.fullmatch("[1-9][0-9]{2,}", inner) and not _may_be_rounded(inner, backwards):
+        texts.append(backwards)
     if re.match(r"-\d", inner):
         texts.append(inner[1:])
     return [before + text + after for text in texts]

@@ -493,6 +493,8 @@ async def leaks(trial: Trial) -> str:
     for task, (prompt, turns) in trial.seen.items():
         task_id = ids[task.split][task.index][0]
         rows.append(likeness.Row(task_id, prompt, trial.told(turns), task.split, task.index))
+    if said := _without_data(trial):
+        raise ProbeFailed(said, "put what tells the tasks apart into their prompts")
     if told := await _told(trial):
         raise ProbeFailed(told, "let the reply to a wrong turn say what is wrong, not the answer")
     near = await trial.host.reworded()
@@ -504,6 +506,22 @@ async def leaks(trial: Trial) -> str:
         raise ProbeFailed(reworded, "put all wordings of a task into one split")
     skip_if(*(sign(rows) for sign in likeness.SIGNS), reworded)
     return f"{len(rows)} tasks: no sign that answers can be had without solving them"
+
+
+def _without_data(trial: Trial) -> str:
+    """Whether tasks of a single turn have one prompt and different gold answers: nothing in them
+    says which is right, and chance decides what is learnt.
+    """
+    if any(opening.max_turns > 1 for opening in trial.openings.values()):
+        return ""  # a later turn may tell
+    golds: dict[str, dict[str, Task]] = {}
+    for task, (prompt, turns) in trial.seen.items():
+        golds.setdefault(prompt, {}).setdefault(trial.told(turns), task)
+    alike = max(golds.values(), key=len)
+    if len(alike) < max(3, COPIED_SHARE * len(trial.seen)):
+        return ""
+    which = " and ".join(map(str, [*alike.values()][:2]))
+    return f"{len(alike)} tasks have the same prompt and different gold answers, such as {which}"
 
 
 async def _told(trial: Trial) -> str:
