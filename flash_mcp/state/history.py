@@ -351,6 +351,15 @@ class HistoryTables(RunTable):
                  FROM rollouts WHERE run_id = ? AND split = 'eval' AND step = ? ORDER BY position"""
         return self.records(Try, sql, [run_id, step])
 
+    def solved_by_kind(self, run_id: str, step: int) -> list[list[bool]]:
+        """Successes at the tasks of each kind in an evaluation, where environment code did not
+        fail.
+        """
+        sql = """SELECT count(*) AS tasks, CAST(total(success) AS INTEGER) AS solved FROM rollouts
+                 WHERE run_id = ? AND split = 'eval' AND step = ? AND code IS NULL GROUP BY kind"""
+        kinds = map(itemgetter("tasks", "solved"), self.query(sql, [run_id, step]))
+        return [[True] * solved + [False] * (tasks - solved) for tasks, solved in kinds]
+
     def golds(self, run_id: str, step: int) -> list[str]:
         """The gold answers of the attempts that `answers` has."""
         sql = f"SELECT expected FROM rollouts WHERE {WITH_GOLD}"

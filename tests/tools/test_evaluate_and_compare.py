@@ -465,6 +465,8 @@ async def test_tasks_of_few_kinds_are_judged_by_their_kinds(client: Client, tmp_
     assert "40 tasks of 10 kinds" in body["success"]["explanation"]
     status = await call(client, "status", run_id=run.id)
     assert "160 tasks of 10 kinds" in status["run"]["verdict"]["explanation"]
+    widths = [point["high"] - point["low"] for point in status["run"]["held_out"]]
+    assert min(widths) > 0.2  # independent tasks would have 0.02 to 0.15
     half = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@10", flips=0)
     assert (half["verdict"], half["success"]["p"]) == ("underpowered", 0.0625)
     assert half["other"]["low"] < 0.25  # 5 of 10 kinds tell less than 20 of 40 tasks

@@ -57,7 +57,9 @@ class HeldOut(ResultModel):
 
     step: int
     n: int
-    success: Rounded  # low, high: Wilson's 95 % interval; constant: the best constant answer's
+    success: (
+        Rounded  # low, high: its 95 % interval over kinds; constant: the best constant answer's
+    )
     low: Rounded
     high: Rounded
     constant: Rounded | None = None
@@ -337,7 +339,7 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         attempt=f"{run.attempt} of {run.max_attempts}" if run.attempt > 1 else None,
         step_s=rounded(step_s, 2),
         tokens_per_s=rounded(mean_of(history.recent, "engine/tokens_per_s"), 0),
-        held_out=list(map(_point, shown)) or None,
+        held_out=[_point(row, store.solved_by_kind(run.id, row.step)) for row in shown] or None,
         verdict=judged.verdict,
         newest=_newest_values(newest) if newest else None,
         checkpoint=history.checkpoints[-1].step if history.checkpoints else None,
@@ -416,10 +418,12 @@ def _step_s(history: RunHistory) -> float | None:
     return (time.time() - began.time) / (run.step - began.data["step"])
 
 
-def _point(row: Evaluation) -> HeldOut:
+def _point(row: Evaluation, kinds: Sequence[Sequence[bool]]) -> HeldOut:
     summary = row.summary
     count = int(summary["n"])
     interval = statistics.wilson(summary["success"] * count, count)
+    if len(kinds) >= statistics.FEWEST_KINDS:
+        interval = statistics.success_interval(kinds)
     return HeldOut(
         step=row.step,
         n=count,
