@@ -256,7 +256,6 @@ async def results(folder: Path, names: Names) -> dict[str, str]:
         await training(call, folder)
         await serving(call)
         await lists(call, folder)
-        await mistakes(call)
     return call.results
 
 
@@ -378,26 +377,3 @@ async def lists(call: Calls, folder: Path) -> None:
     await call("status-list-page", "status", limit=2, cursor="run-running")
     await call("status-list-failed", "status", state="failed")
     await call("status-list-none", "status", state="starting")
-
-
-async def mistakes(call: Calls) -> None:
-    await call("mistake-unknown-tool", "staus")
-    await call("mistake-unknown-argument", "train", environment="echo", step=3)
-    await call("mistake-bad-values", "train", environment="echo", steps=0, group_size=1, loss_type="x")
-    await call("mistake-missing-argument", "cancel")
-    await call("mistake-unknown-environment", "train", environment="ecko")
-    await call("mistake-unknown-version", "train", environment="echo@ffffff")
-    await call("mistake-unknown-model", "train", environment="echo", model="smollm")
-    await call("mistake-unknown-run", "status", run_id="run-none")
-    await call("mistake-unknown-checkpoint", "deploy", run_id="run-improved", step=11)
-    await call("mistake-unknown-dataset", "train", environment="echo", algorithm="sft", dataset="answer")
-    await call("mistake-unknown-deployment", "undeploy", deployment="dep-none")
-    await call("mistake-adapter-mismatch", "train", environment="echo", init_from_adapter="run-improved", lora_rank=8)
-    await call("mistake-no-context", "train", environment="echo", max_length=9000)
-    await call("mistake-secrets", "train", environment="echo", secrets=["NOT_SET_ANYWHERE"])
-    await call("mistake-nothing-to-compare", "compare", base="run-failed")
-    await call("mistake-no-evaluation", "compare", base="smollm2-135m-instruct", other="run-improved")
-    await call("mistake-bad-cursor", "rollouts", run_id="run-improved", cursor="x")
-    names = [name for name in call.results if name.startswith("mistake-")]
-    together = {name.removeprefix("mistake-"): json.loads(call.results.pop(name))["error"] for name in names}
-    call.results["mistakes"] = pretty(together)

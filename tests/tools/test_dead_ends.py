@@ -9,14 +9,13 @@ import pytest
 from flash_mcp.cli.doctor import examine
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.paths import models_dir
-from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.tool_base import check_arguments
 from tests.calls import named_calls
 from tests.frozen_calls import play_evaluation
-from tests.samples import finished_run, push_echo, queued_run
-from tests.tools.test_next import call, cancelled_in_queue, running, stopped
+from tests.samples import finished_run, push_echo
+from tests.tools.test_next import call, running, stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_supervisor")]
 
@@ -34,10 +33,6 @@ async def play(text: str) -> list[Any]:
     return [await call(tool, **arguments) for tool, arguments in calls]
 
 
-def unsaved(folder: Path) -> Run:
-    return stopped(folder, "cancelled", saved=False)
-
-
 async def test_a_search_over_all_steps_is_not_sent_to_all_steps(tmp_path: Path) -> None:
     run_id = finished_run(tmp_path).id
     said = (await call("rollouts", run_id=run_id, contains="nowhere"))["next"]
@@ -45,24 +40,6 @@ async def test_a_search_over_all_steps_is_not_sent_to_all_steps(tmp_path: Path) 
     newest = (await call("rollouts", run_id=run_id, step=1, contains="nowhere"))["next"]
     assert "step=-1 looks into all steps" in newest
     assert (await call("rollouts", run_id=run_id, step=-1))["total"]
-
-
-@pytest.mark.parametrize("tool", ["compare", "deploy"])
-@pytest.mark.parametrize("make", [unsaved, cancelled_in_queue])
-async def test_a_run_that_ended_without_a_checkpoint_is_started_over(tmp_path: Path, tool: str, make: Any) -> None:
-    run_id = make(tmp_path).id
-    arguments = {"base": run_id, "other": run_id} if tool == "compare" else {"run_id": run_id}
-    error = await refused(tool, **arguments)
-    assert "evaluate(" not in error.fix and "wait" not in error.fix
-    (again,) = await play(error.fix)
-    assert (again["run_id"], again["state"]) == (run_id, "queued")
-
-
-async def test_checkpoints_of_a_cancelled_run_promise_none(tmp_path: Path) -> None:
-    run_id = unsaved(tmp_path).id
-    said = (await call("checkpoints", run_id=run_id))["next"]
-    assert said.startswith("it ended before it saved one")
-    assert (await play(said))[0]["state"] == "queued"
 
 
 async def test_checkpoints_of_a_running_run_are_waited_for(tmp_path: Path) -> None:
@@ -89,13 +66,6 @@ async def test_there_is_nothing_to_undeploy(name: str | None) -> None:
     assert "catalog" in error.fix and "deployments" in await call("catalog")
 
 
-async def test_more_gpus_than_a_machine_without_one_has(tmp_path: Path) -> None:
-    push_echo(tmp_path)
-    error = await refused("train", environment="echo", gpus=64, batch_size=64)
-    assert "no GPU" in error.what and error.fix.startswith("leave gpus out")
-    assert (await call("train", environment="echo", validate_only=True))["state"] == "validated"
-
-
 async def test_after_a_sample_of_the_train_split_comes_train(tmp_path: Path) -> None:
     push_echo(tmp_path)
     arguments = {"environment": "echo", "split": "train", "attempts": 4, "limit": 3}
@@ -105,18 +75,6 @@ async def test_after_a_sample_of_the_train_split_comes_train(tmp_path: Path) -> 
     (training,) = [arguments for tool, arguments in named_calls(said) if tool == "train"]
     assert training == {"environment": "echo", "max_tokens": 64}
     assert (await call("train", **training))["created"]
-
-
-async def test_a_config_file_is_corrected_where_it_is(tmp_path: Path) -> None:
-    push_echo(tmp_path / "environment")
-    file = tmp_path / "run.toml"
-    file.write_text("environment = echo\n")
-    error = await refused("train", config=str(file))
-    assert "line 1" in error.what and error.fix.startswith("correct it there")
-    file.write_text('environment = "echo"\n')
-    assert (await call("train", config=str(file), validate_only=True))["state"] == "validated"
-    missing = await refused("train", config=str(tmp_path / "none.toml"))
-    assert "env_setup writes one" in missing.fix
 
 
 async def test_validation_does_not_promise_what_the_gate_refuses(tmp_path: Path) -> None:
@@ -218,15 +176,3 @@ async def test_a_models_folder_that_may_not_be_entered_is_a_sentence(
     assert error.code == "path_refused" and "config.json cannot be used: Permission denied" in error.what
     (told,) = [finding for finding in examine() if finding.name == "default model"]
     assert told.level == "problem" and "[path_refused]" in told.detail
-
-
-async def test_errors_show_no_empty_values(tmp_path: Path) -> None:
-    error = await refused("checkpoints", run_id=queued_run(tmp_path).id, export="merged")
-    assert "None" not in str(error)
-
-
-def test_other_programs_names_are_known() -> None:
-    with pytest.raises(FlashError) as caught:
-        check_arguments(TOOLS["train"], {"lr": 1e-4, "num_steps": 3, "environment": "x"})
-    assert "did you mean 'learning_rate' for 'lr'?" in caught.value.what
-    assert "did you mean 'steps' for 'num_steps'?" in caught.value.what

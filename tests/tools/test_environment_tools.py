@@ -97,31 +97,6 @@ async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> Non
     assert (tmp_path / "notes.txt").read_text() == "mine too"
 
 
-async def test_env_setup_names_the_templates_there_are(client: Client, tmp_path: Path) -> None:
-    text = await refusal(client, "env_setup", folder=str(tmp_path), template="chess")
-    assert "calculator" in text
-    assert "sort_words" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what", "fix"),
-    [
-        ({"template": "calculator", "data": "rows.csv"}, "data='rows.csv'", "data or template='calculator'"),
-        ({"template": "agent", "question": "q"}, "question='q'", "question or template='agent'"),
-        ({"template": "mcp_server", "answer": "a"}, "answer='a'", "answer or template='mcp_server'"),
-        ({"template": "agent", "scorer": "judge"}, "scorer='judge'", "scorer or template='agent'"),
-        ({"environment": "plain", "template": "dataset"}, "template='dataset'", "template or environment"),
-        ({"environment": "plain", "data": "rows.csv"}, "data='rows.csv'", "data or environment"),
-    ],
-)
-async def test_arguments_of_env_setup_that_contradict_each_other_are_refused(
-    client: Client, arguments: dict[str, str], what: str, fix: str, tmp_path: Path
-) -> None:
-    text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), **arguments)
-    assert text.startswith("[invalid_argument")
-    assert f"does not go with {what}" in text and f"leave out {fix}" in text
-
-
 @pytest.mark.parametrize(
     ("template", "example"),
     [
@@ -403,20 +378,6 @@ async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(cl
     """
     shared = str(environment_folder(tmp_path / "shared", source))
     assert "'t\\udc80'" in (await call(client, "env_push", name="shared", folder=shared))["contaminated"]
-
-
-async def test_what_env_push_refuses_leaves_nothing_behind(client: Client, tmp_path: Path) -> None:
-    assert "either folder or files" in await refusal(client, "env_push", name="e")
-    assert "either folder or files" in await refusal(client, "env_push", name="e", folder="/tmp", files={})
-    assert "would do" in await refusal(client, "env_push", name="My Env", folder=str(tmp_path))
-    assert "there is no folder" in await refusal(client, "env_push", name="e", folder=str(tmp_path / "missing"))
-    assert "would not lie inside" in await refusal(
-        client, "env_push", name="e", files={"environment.py": "", "../x": ""}
-    )
-    assert "does not have: NO_SUCH_KEY" in await refusal(
-        client, "env_push", name="e", files={}, secrets=["NO_SUCH_KEY"]
-    )
-    assert not any(environments_dir().glob("*"))
 
 
 @pytest.mark.slow
@@ -710,9 +671,3 @@ async def test_what_an_environment_writes_is_marked_and_never_in_a_fix(
     _, _, others = probe["evidence"].partition("\nenvironment or model wrote:\n")
     assert all(line.startswith("| ") for line in others.split("\n"))
     assert others.replace("\n", "").isprintable()
-
-
-async def test_env_test_refuses_what_is_not_there(client: Client, tmp_path: Path) -> None:
-    assert "either environment or folder" in await refusal(client, "env_test")
-    assert "unknown_environment" in await refusal(client, "env_test", environment="none")
-    assert "there is no folder" in await refusal(client, "env_test", folder=str(tmp_path / "missing"))

@@ -87,7 +87,7 @@ async def played(client: Client, row: Mistake, names: Names, work: Path) -> str:
     before = everything(home(), work)
     code, text = await answer(client, row.tool, names.as_called(row.arguments))
     missing = [name for name in names.as_called(list(row.names)) if name not in text]
-    if code != row.code or missing:
+    if code != row.code or missing or "=None" in text.partition("]")[0]:
         return f"{row}: lacks {missing}, code {code or 'none'}: {text}"
     if changed := everything(home(), work) ^ before:
         return f"{row}: it changed {sorted(changed)[:3]}"

@@ -74,30 +74,6 @@ async def test_env_test_has_to_pass_for_each() -> None:
     assert await call("train", **MIXED, settings={"mixture": {"second": {"ratio": 1}}})
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "says"),
-    [
-        ({"settings": {"mixture": {"echo": 1}}}, "invalid_argument", "echo twice"),
-        ({"settings": {"mixture": {"thrid": 1}}}, "unknown_environment", "thrid"),
-        ({"settings": {"mixture": {"second": 0}}}, "invalid_argument", "mixture.second"),
-        ({"settings": {"mixture": {"second": {"rato": 1}}}}, "invalid_argument", "mixture.second.rato"),
-        ({"settings": {"mixture": {"second": 1}, "task_sampling": "useful"}}, "invalid_argument", "task_sampling"),
-        ({"settings": {"mixture": {"second": 1}}, "algorithm": "sft"}, "invalid_argument", "mixture is for grpo"),
-        ({"settings": {"mixture": {"second": 1}}, "gpus": 2}, "invalid_argument", "gpus=1"),
-        ({"settings": {"mixture": {"second": 1}}, "target": "auto"}, "invalid_argument", "target='local'"),
-        (
-            {"settings": {"mixture": {"second": 1}}, "validate_only": True, "sample": True},
-            "invalid_argument",
-            "one env",
-        ),
-    ],
-)
-async def test_what_cannot_be_mixed_is_refused(fields: dict[str, Any], code: str, says: str) -> None:
-    error = await refused("train", environment="echo", **fields)
-    assert error.code == code and says in str(error)
-    assert not open_store().runs()
-
-
 def measured(writer: RunWriter, step: int, solved: tuple[int, int]) -> None:
     """An evaluation of 60 tasks of each environment."""
     rows, summary = list[dict[str, Any]](), {"n": 120, "success": sum(solved) / 120, "error_share": 0.0}

@@ -1,6 +1,5 @@
 """train(resume=RUN): the same run goes on."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.training.resume import resume_run
 from tests.calls import refused
-from tests.samples import end, finished_run, learn, push_echo, queued_run, read_in, save_adapter, start, started_run
+from tests.samples import end, learn, push_echo, queued_run, read_in, save_adapter, start, started_run
 
 pytestmark = pytest.mark.usefixtures("no_supervisor")
 
@@ -118,24 +117,6 @@ async def test_a_call_that_died_half_way_is_made_up_for_by_the_next(tmp_path: Pa
     assert (body["state"], body["resumed_at"]) == ("queued", 6)
     writer = start(run.id)
     writer.metrics(7, {"reward/mean": 0.5})
-
-
-async def test_what_cannot_be_resumed_is_refused_with_another_way(tmp_path: Path):
-    run = finished_run(tmp_path)
-    wrong: dict[str, dict[str, Any]] = {
-        "without more steps": {},
-        "with fewer steps": {"steps": 10},
-        "with other values": {"steps": 40, "learning_rate": 1e-3},
-        "to be checked only": {"steps": 40, "validate_only": True},
-    }
-    for what, arguments in wrong.items():
-        assert (await refused("train", resume=run.id, **arguments)).code == "invalid_argument", what
-    running, _ = started_run(tmp_path / "running")
-    assert (await refused("train", resume=running.id, steps=99)).code == "not_ready"
-    sql = "UPDATE runs SET files_removed = ? WHERE id = ?"
-    open_store().execute(sql, [time.time(), run.id])
-    assert (await refused("train", resume=run.id, steps=40)).code == "unknown_checkpoint"
-    assert open_store().run(run.id).state == "succeeded"
 
 
 async def test_a_warm_start_takes_the_adapters_rank_and_alpha_unless_told(tmp_path: Path):

@@ -205,47 +205,6 @@ async def test_an_arm_whose_training_fails_is_out_and_two_have_to_be_left(client
     assert body["state"] == "failed" and "fewer than two are left" in body["error"]
 
 
-@pytest.mark.parametrize(
-    ("arms", "settings", "says"),
-    [
-        ([{}, {}], {"steps": 1}, "too few"),
-        ([{"name": "a"}, {"name": "a"}], {"steps": 2}, "two arms are called 'a'"),
-        ([{}, {"lr_schedule": "linear"}], {"steps": 2}, "arm-2: arms that learn cannot have lr_schedule"),
-        ([{}, {"batch_size": None, "warmup": 0.1}], {"steps": 2}, "arm-2: arms that learn cannot have lr_schedule"),
-        ([{"eval_after": True}, {}], {"steps": 2}, "the rounds evaluate"),
-        ([{"system_prompt": "a"}, {}], {"steps": 2}, "arm-1: system_prompt"),
-        ([{"seed": 1}, {"seed": 2}], {"steps": 2}, "arms that learn cannot choose seed. Fix: environment, seed"),
-        ([{"steps": 3}, {}], {"steps": 2, "target": "far", "regression": "on"}, "choose regression, steps, target."),
-    ],
-)
-async def test_arms_that_cannot_learn_in_rounds_are_refused(
-    client: Client, arms: list[dict[str, Any]], settings: dict[str, Any], says: str
-):
-    assert says in await refusal(client, "tournament", environment="echo", arms=arms, settings=settings)
-    assert not open_store().query("SELECT id FROM tournaments") and not open_store().runs()
-
-
-async def test_arms_that_learn_are_compared_on_the_eval_split_alone(client: Client):
-    error = await refusal(client, "tournament", environment="echo", arms=[{}, {}], settings={"steps": 2}, split="train")
-    assert "cannot choose split" in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({}, "neither a new nor an old"),
-        ({"arms": [{"name": "a"}, {"name": "b"}]}, "there twice"),
-        ({"arms": [{"name": "a"}, {"name": "a", "top_p": 0.5}]}, "there twice"),
-        ({"arms": [{}, {"temprature": 1}]}, "arm 2: temprature"),
-        ({"arms": [{}, {"temperature": 3}]}, "arm 2: temperature"),
-        ({"tournament_id": "tour-nothing0"}, "unknown_tournament"),
-    ],
-)
-async def test_what_cannot_be_played_is_refused(client: Client, arguments: dict[str, Any], says: str):
-    assert says in await refusal(client, "tournament", environment="echo", **arguments)
-    assert not open_store().query("SELECT id FROM tournaments")
-
-
 @pytest.mark.slow
 async def test_the_worst_attempts_come_with_an_evaluation(client: Client):
     body = await call(client, "evaluate", environment="echo", environment_args=HALF, system_prompt="Be brief.")

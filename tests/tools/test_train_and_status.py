@@ -209,33 +209,6 @@ async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
     assert len(open_store().runs()) == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "named"),
-    [
-        ({}, "invalid_argument", "environment"),
-        ({"environment": "ecko"}, "unknown_environment", "echo"),
-        ({"environment": "echo@ffffff"}, "unknown_environment", "ffffff"),
-        ({"environment": "echo", "model": "smollm"}, "unknown_model", "smollm2-135m-instruct"),
-        ({"environment": "echo", "init_from_adapter": "run-00000000"}, "unknown_run", "run-00000000"),
-        ({"environment": "echo", "init_from_adapter": "run-00000000@x"}, "invalid_argument", "x"),
-        ({"environment": "echo", "secrets": ["NOT_SET_ANYWHERE"]}, "invalid_argument", "NOT_SET_ANYWHERE"),
-        ({"environment": "echo", "environment_args": {"fail": True}}, "environment_invalid", "asked to fail"),
-        ({"environment": "echo", "environment_args": {"nope": 1}}, "environment_invalid", "nope"),
-        ({"environment": "echo", "max_length": 9000}, "invalid_argument", "8192"),
-        ({"environment": "echo", "config": "/nonexistent.toml"}, "invalid_argument", "/nonexistent.toml"),
-        ({"environment": "echo", "epochs": 2}, "invalid_argument", "epochs"),
-    ],
-)
-async def test_what_cannot_work_is_refused_and_leaves_nothing_behind(
-    tmp_path: Path, fields: dict[str, Any], code: str, named: str
-):
-    push_echo(tmp_path)
-    error = await refused("train", **fields)
-    assert error.code == code
-    assert named in str(error)
-    assert open_store().runs() == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "error_code"),
@@ -296,23 +269,6 @@ async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path:
     body = await call("status", run_id=run.id)
     assert body["run"]["outlook"].startswith("no: ") and "deploy" not in body["next"]
     assert body["next"].endswith("train again with its remedy")
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"lora_rank": 8}, "rank 32"),
-        ({"lora_alpha": 8}, "alpha 64"),
-        ({"experts": True}, "no experts"),
-        ({"model": "qwen3-0.6b"}, "smollm2-135m-instruct"),
-    ],
-)
-async def test_a_warm_start_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str, Any], named: str):
-    earlier = finished_run(tmp_path)
-    error = await refused("train", environment="echo", init_from_adapter=earlier.id, **fields)
-    assert error.code == "adapter_mismatch"
-    assert named in error.what
-    assert "lora_rank=32" in error.fix
 
 
 def scaled_by_the_root_of_its_rank(adapter: Path) -> Path:
@@ -379,11 +335,6 @@ async def test_a_warm_start_from_an_adapter_of_experts_trains_them_too(tmp_path:
     assert (run.spec.experts, run.sources["experts"]) == (True, "adapter")
     error = await refused("train", environment="echo", init_from_adapter=str(adapter), experts=False)
     assert (error.code, "experts (the run: experts=False)" in error.what) == ("adapter_mismatch", True)
-
-
-async def test_a_warm_start_without_a_checkpoint_is_refused(tmp_path: Path):
-    earlier = queued_run(tmp_path)
-    assert (await refused("train", environment="echo", init_from_adapter=earlier.id)).code == "unknown_checkpoint"
 
 
 async def expected(**fields: Any) -> dict[str, Any]:
@@ -501,7 +452,6 @@ async def test_a_tracker_that_is_not_installed_is_named_before_the_run(tmp_path:
     checked = await call("train", **wanted, report_to=["tensorboard", "mlflow"])
     named = [note for note in checked["notes"] if "metrics" in note]
     assert named == ["not installed here, so it gets no metrics: mlflow"]
-    assert (await refused("train", **wanted, report_to=["visdom"])).code == "invalid_argument"
 
 
 async def test_the_bound_of_tokens_honours_the_length_of_a_conversation(tmp_path: Path):
@@ -652,8 +602,6 @@ async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path:
     view = (await call("status", run_id=run.id))["run"]
     assert view["hours"] == 1.5 and "cost" not in view
     assert (await call("catalog", kind="devices"))["spent"] == "1.50 h"
-    error = await refused("train", environment="echo", max_cost=3)
-    assert error.code == "invalid_argument" and "max_hours" in error.fix
     settings = '[cost]\nprice_per_hour = 0.5\ncurrency = "EUR"\n'
     (flash_home / "settings.toml").write_text(settings)
     view = (await call("status", run_id=run.id))["run"]
@@ -663,18 +611,6 @@ async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path:
     assert "<b>1.5</b> hours of work" in page and "<b>0.75 EUR</b> cost" in page
     planned = await call("train", environment="echo", max_cost=3, validate_only=True)
     assert planned["values"]["max_cost"] == 3
-
-
-async def test_an_unknown_run_is_refused_with_the_nearest_ids(tmp_path: Path):
-    run = queued_run(tmp_path)
-    wrong = run.id[:-1] + ("0" if run.id[-1] != "0" else "1")
-    error = await refused("status", run_id=wrong)
-    assert (error.code, run.id in error.what) == ("unknown_run", True)
-
-
-async def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_its_two_arguments(tmp_path: Path):
-    error = await refused("deploy", run_id="run-00000000@30")
-    assert "run_id='run-00000000', and step=30" in error.fix
 
 
 # -- cancel ----------------------------------------------------------------------------------------
@@ -998,8 +934,6 @@ async def test_several_seeds_start_a_run_for_each_all_or_none(tmp_path: Path):
     again = await call("train", **fields, seeds=[3, 1, 2])
     assert (again["created"], again["notes"][0]) == (False, started["notes"][0])
     assert (await refused("train", **fields, seeds=[3, 4])).code == "idempotency_conflict"
-    assert "both" in (await refused("train", **fields, seeds=[3, 4], seed=3)).what
-    assert "twice" in (await refused("train", **fields, seeds=[3, 3])).what
     assert (await refused("train", resume=started["run_id"], seeds=[3, 4])).code == "invalid_argument"
     assert len(open_store().runs()) == 3
     config = tmp_path / "rl.toml"
@@ -1035,8 +969,6 @@ async def test_only_grpo_is_judged_by_a_sample(tmp_path: Path):
     push_echo(tmp_path)
     checked = await call("train", environment="echo", algorithm="sft", validate_only=True)
     assert "sample" not in checked["next"]
-    error = await refused("train", environment="echo", algorithm="sft", validate_only=True, sample=True)
-    assert "grpo" in error.what and "evaluate" in error.fix
 
 
 async def test_what_is_said_next_of_an_evaluation_leads_to_its_own_transcripts(tmp_path: Path):
@@ -1139,23 +1071,6 @@ async def test_a_distillation_pins_its_teacher_and_keeps_it_from_removal(tmp_pat
     assert larger["values"]["teacher"] == "qwen3-4b"
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "named"),
-    [
-        ({}, "invalid_argument", "need each other"),
-        ({"teacher": "smollm2-135m-instruct"}, "invalid_argument", "the model itself"),
-        ({"teacher": "run-00000000"}, "unknown_run", "run-00000000"),
-        ({"teacher": "no-such-model"}, "unknown_model", "no-such-model"),
-    ],
-)
-async def test_a_distillation_without_a_usable_teacher_is_refused(
-    tmp_path: Path, fields: dict[str, Any], code: str, named: str
-):
-    push_echo(tmp_path)
-    error = await refused("train", environment="echo", algorithm="distill", **fields)
-    assert error.code == code and named in error.what
-
-
 async def test_a_caller_elsewhere_does_not_learn_whether_a_teacher_s_folder_exists(tmp_path: Path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "adapter_config.json").touch()
@@ -1165,9 +1080,3 @@ async def test_a_caller_elsewhere_does_not_learn_whether_a_teacher_s_folder_exis
         for name in ("there", "nowhere"):
             fields = {"algorithm": "distill", "teacher": str(tmp_path / name)}
             assert (await refused("train", environment="echo", **fields)).code == "local_only"
-
-
-async def test_a_teacher_of_another_base_model_is_refused(tmp_path: Path):
-    earlier = finished_run(tmp_path)
-    error = await refused("train", environment="echo", algorithm="distill", teacher=earlier.id, model="qwen3-0.6b")
-    assert error.code == "adapter_mismatch" and "smollm2-135m-instruct" in error.what

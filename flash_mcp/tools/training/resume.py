@@ -76,9 +76,7 @@ def _total(run: Run, steps: int | None) -> int | None:
         raise FlashError("invalid_argument", what, fix=fix)
     if steps is not None and steps < run.step:
         what = f"{run_id} has made {run.step} steps"
-        fix = (
-            f"name more than that, or train(init_from_adapter='{run_id}@STEP') from an earlier one"
-        )
+        fix = f"name more, or start another from one of checkpoints(run_id={run_id!r})"
         raise FlashError("invalid_argument", what, steps=steps, fix=fix)
     return run.steps if steps is None else steps
 
