@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from shutil import disk_usage
 
 from environments.settings import FILE
 from flash_mcp.protocol import recordings
@@ -21,6 +20,8 @@ from flash_mcp.state.owners import caller
 
 LEAST_FREE_BYTES = 16 << 20
 """With less than this, a disk counts as full."""
+LEAST_FREE_FILES = 64
+"""If fewer files can be made, a disk counts as full whatever its free space."""
 RESERVE = "reserve"
 RESERVE_BYTES = 8 << 20
 """Space that is set aside for the removal of what fills the disk."""
@@ -32,9 +33,17 @@ def has_space(paths: Iterable[Path], size_bytes: int) -> bool:
         place = path.absolute()
         while not place.exists():
             place = place.parent
-        if disk_usage(place).free < size_bytes:
+        if free_bytes(place) < size_bytes:
             return False
     return True
+
+
+def free_bytes(path: Path) -> int:
+    """0 where the disk has no inodes left. One with `f_files` 0 has no limit of them."""
+    disk = os.statvfs(path)
+    if disk.f_files and disk.f_favail < LEAST_FREE_FILES:
+        return 0
+    return disk.f_bavail * disk.f_frsize
 
 
 def keep_reserve(base: Path) -> None:

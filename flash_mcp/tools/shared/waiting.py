@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from flash_mcp.protocol.numbers import two_digits
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, ResolvedEval
 from flash_mcp.state import costs, queue
-from flash_mcp.state.disk import LEAST_FREE_BYTES
+from flash_mcp.state.disk import LEAST_FREE_BYTES, free_bytes
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
@@ -219,10 +218,10 @@ def fingerprint(store: Store, run: Run) -> tuple[str, int, int, int, int, str | 
 
 def obstacle(store: Store) -> FlashError | None:
     """What keeps every run and deployment from going on: a full disk, or no supervisor."""
-    free = shutil.disk_usage(store.base).free
+    free = free_bytes(store.base)
     if free < LEAST_FREE_BYTES:
         fix = "free space there: the run goes on from its newest checkpoint"
-        what = "the disk is as good as full"
+        what = "the disk is as good as full" if free else "the disk has no space or inodes left"
         return FlashError("disk_full", what, path=store.base, free_bytes=free, fix=fix)
     if (result := unfit(store.base)) and result.hangs:
         return FlashError("not_ready", result.what, fix=result.fix)
