@@ -6,7 +6,10 @@ process has no file descriptor left."""
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import resource
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -29,6 +32,34 @@ MIN_BODY_RATE = 1024.0
 STRANGER_BODY_S = 10.0
 """For the body of a request of nobody knows whom, answered or not."""
 STRANGER_BODY_BYTES = 64 << 10
+WARN_EVERY_S = 60.0
+"""Between two log lines of one text about bad requests."""
+
+
+class FewWarnings(logging.Filter):
+    """Strangers cause warnings at no cost: of each text one a minute passes, with the number of
+    those that were left out since the last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed_at: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        text, now = str(record.msg), time.monotonic()
+        if now < self._passed_at.get(text, -math.inf) + WARN_EVERY_S:
+            self._left_out[text] += 1
+            return False
+        self._passed_at[text] = now
+        if count := self._left_out.pop(text, 0):
+            record.msg = f"{text} ({count} more before)"
+        return True
+
+
+FEW_WARNINGS = FewWarnings()
 
 
 class LimitedConfig(uvicorn.Config):
@@ -48,6 +79,7 @@ class LimitedConfig(uvicorn.Config):
             forwarded_allow_ips=list(limits.proxies),
             **more,
         )
+        logging.getLogger("uvicorn.error").addFilter(FEW_WARNINGS)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Calls that are under way need files too.
         self.most_connections = min(limits.connections, files // 2)

@@ -1,5 +1,6 @@
 """Clients that send slowly, or open many connections: over real sockets."""
 
+import logging
 import re
 import socket
 import time
@@ -347,3 +348,24 @@ def test_the_key_of_a_rollout_is_known_before_the_body(flash_home: Path) -> None
                         received += asked.recv(1 << 16)
                     asked.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_bad_requests_of_strangers_fill_no_log(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    few = connections.FEW_WARNINGS
+    few._passed_at.clear()
+    with limited(flash_home) as team:
+        logging.getLogger("uvicorn.error").addHandler(handler)
+        try:
+            for again in (False, True):
+                if again:
+                    few._passed_at.clear()  # a minute later
+                for _ in range(30):
+                    with connect(team, b"NO HTTP\r\n\r\n") as connection:
+                        assert answer(connection).startswith(b"HTTP/1.1 400")
+        finally:
+            logging.getLogger("uvicorn.error").removeHandler(handler)
+    said = "Invalid HTTP request received."
+    assert [line for line in lines if said in line] == [said, f"{said} (29 more before)"]
