@@ -31,7 +31,9 @@ def home() -> Path:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise HomeError(error.errno, error.strerror, str(path)) from error
-    needed = os.X_OK if (path / DATABASE).is_file() else os.W_OK | os.X_OK
+    needed = os.X_OK
+    if not (path / DATABASE).is_file():
+        needed |= os.W_OK
     if not os.access(path, needed):
         raise HomeError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return path

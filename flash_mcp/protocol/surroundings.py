@@ -52,7 +52,9 @@ def is_secret(name: str, value: str) -> bool:
 def of_whom() -> str:
     """Words for an error in an attempt: whose variables it has."""
     whose = os.environ.get(WHOSE)
-    return f" of {whose}" if whose else ""
+    if whose:
+        return f" of {whose}"
+    return ""
 
 
 def said(*names: str) -> str:
@@ -60,8 +62,10 @@ def said(*names: str) -> str:
     used: list[str] = []
     for name in names:
         if value := os.environ.get(name):
-            used.append(f"{name}{f'={value}' if not is_secret(name, value) else ''}")
+            used.append(name if is_secret(name, value) else f"{name}={value}")
     if used:
         return f", with {' and '.join(used)}{of_whom()}"
     whose = os.environ.get(WHOSE)
-    return f"; {whose} sets no {' or '.join(names)}" if whose else ""
+    if whose:
+        return f"; {whose} sets no {' or '.join(names)}"
+    return ""

@@ -36,7 +36,9 @@ def ensure_supervised(store: Store) -> None:
     supervisor keeps running.
     """
     with acting_as(LOCAL):
-        targets = set[str]() if store.is_read_only else store.active_targets()
+        if store.is_read_only:
+            return
+        targets = store.active_targets()
         if not targets and not store.deployments(LIVE_DEPLOYMENT):
             return
         ensure_supervisor(store.base)
