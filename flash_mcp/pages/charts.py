@@ -157,7 +157,7 @@ def drawn(charts: Mapping[str, Sequence[Series]]) -> dict[str, list[Series]]:
 
 def as_data(charts: Mapping[str, Sequence[Series]]) -> list[dict[str, Any]]:
     """The charts for the browser, which draws them large: for each the steps, and of each line the
-    value at each step.
+    value at each step; `points` if nobody measured between them.
     """
     results: list[dict[str, Any]] = []
     for title, lines in charts.items():
@@ -166,6 +166,8 @@ def as_data(charts: Mapping[str, Sequence[Series]]) -> list[dict[str, Any]]:
         for line in lines:
             values = dict(line.points)
             shown.append({"name": line.name, "values": [values.get(step) for step in steps]})
+            if line.intervals:
+                shown[-1]["points"] = True
         results.append({"title": title, "steps": steps, "lines": shown})
     return results
 

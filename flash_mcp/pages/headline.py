@@ -20,7 +20,12 @@ def _change(view: RunView) -> str:
     if view.held_out:
         return _held_out(view, view.held_out)
     subject = "Evaluation" if view.algorithm == "eval" else "Training"
-    if view.state in ("failed", "cancelled", "queued"):
+    if view.state == "queued":
+        place = "queued"
+        if view.queued_ahead:
+            place += f", {view.queued_ahead} before it"
+        return f"{view.name or subject}: {place}"
+    if view.state in ("failed", "cancelled"):
         return f"{subject}: {view.state}"
     if view.scores and view.scores.success is not None:
         return f"{percent(view.scores.success)} of {view.scores.tasks} tasks solved"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import get_args
 
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
@@ -26,6 +27,8 @@ TRAIN_STEPS = 5
 """Training steps whose rollouts are shown: the first, the newest and some between."""
 EVAL_STEPS = 2
 SHOWN_ROLLOUTS = 3
+ENDED = 5
+"""Runs that say how long others take."""
 
 
 def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -> str:
@@ -50,12 +53,28 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
         charts=[chart(title, lines) for title, lines in series.items()],
         data=as_data(series),
         headline=headline(view),
+        starts_in_s=_starts_in_s(store, run, view),
         examples=examples(store, run_id),
         steps=_steps(store, run_id),
         facts=_lineage(run, view),
         values=run.spec.model_dump(),
         events=store.events(run_id, limit=30),
     )
+
+
+def _starts_in_s(store: Store, run: Run, view: RunView) -> float | None:
+    """About when a queued run starts: once the first of those under way ends, and those before it
+    take as long as the newest that ended. None where nobody can say.
+    """
+    if view.queued_ahead is None:
+        return None
+    views = [view_of(store, other.id) for other in store.taken_runs(run.target)]
+    left = [other.eta_s for other in views if other.eta_s is not None]
+    ended = store.listed_runs("trainings", "succeeded", "", "newest", ENDED, 0)
+    took = [other.ended - other.started for other in ended if other.ended and other.started]
+    if not left or (view.queued_ahead and not took):
+        return None
+    return min(left) + view.queued_ahead * median(took or [0.0])
 
 
 def _seeds(store: Store, run: Run) -> list[tuple[Run, RunView]]:

@@ -32,6 +32,7 @@ from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.checkpoints import cancel, checkpoints
 from flash_mcp.tools.deploy import chat, deploy, undeploy
+from flash_mcp.tools.train import train
 
 PATH = "/ui"
 EVENTS = f"{PATH}/events"
@@ -245,6 +246,25 @@ async def _export(run_id: str, form: Form) -> str:
     return f"The export is {result.state}: {where}."
 
 
+async def _again(run_id: str, form: Form) -> str:
+    """Start a run with what was given for this one, and what the form changes."""
+    run = open_store().run(run_id)
+    given: dict[str, Any] = {"environment": run.environment_reference}
+    for name, value in run.spec.model_dump().items():
+        if name not in given and run.sources.get(name) not in ("recipe", "default"):
+            given[name] = value
+    kinds: dict[str, Callable[[str], float]] = {"steps": int, "learning_rate": float, "seed": int}
+    for name, kind in kinds.items():
+        if text := form.get(name):
+            try:
+                given[name] = kind(text)
+            except ValueError as error:
+                fix = "write it in digits"
+                raise FlashError("invalid_argument", "that is no number", fix=fix) from error
+    result = await train(**given)
+    return f"{result.run_id} is {result.state}: the list of runs has it."
+
+
 async def _note(run_id: str, form: Form) -> str:
     words = Label(form.get("name", "")[:100], form.get("note", "")[:2000])
     store = open_store()
@@ -257,6 +277,7 @@ ACTIONS: dict[str, Callable[[str, Form], Awaitable[str]]] = {
     "deploy": _deploy,
     "undeploy": _undeploy,
     "export": _export,
+    "again": _again,
     "note": _note,
 }
 

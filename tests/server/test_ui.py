@@ -162,7 +162,7 @@ def test_the_overview_has_state_success_verdict_and_parent_of_every_run(team: Te
     assert view.verdict is not None and view.verdict.outcome == "improved"
     with signed_in(team, team.token("alice")) as http:
         text = Tags(http.get("/ui").text).text
-    for word in (run.id, "succeeded", "Worked 1.50 h", "20/20", "0.900 (0.826 to 0.945)", "improved", "alices"):
+    for word in (run.id, "succeeded", "Worked 1.50 h", "20 % → 90 %", "improved", "alices"):
         assert word in text
 
 

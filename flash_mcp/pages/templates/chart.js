@@ -49,10 +49,11 @@ const drawChart = (() => {
     const axis = { stroke: colour("--dim"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     const lines = chart.lines.map((line, index) => ({
       label: line.name, spanGaps: true, width: 2, stroke: colour(`--c${index % 6 + 1}`),
-      points: { show: chart.steps.length < 40 },
+      points: { show: line.points || chart.steps.length < 40, size: line.points ? 9 : undefined },
+      ...(line.points && { paths: () => null }),
       value: (_, value) => numberText(value),
     }));
-    const values = chart.lines.map(line => smoothed(line.values, choice.smooth)
+    const values = chart.lines.map(line => (line.points ? line.values : smoothed(line.values, choice.smooth))
       .map(value => choice.log && value !== null && value <= 0 ? null : value));
     plot = new uPlot({
       width: place.clientWidth, height: Math.min(420, Math.max(240, place.clientWidth * 0.4)),
@@ -72,7 +73,8 @@ const drawChart = (() => {
     plot = null;
     plotNow();
   };
-  addEventListener("resize", () => { if (document.getElementById("plot")) plotNow(); });
+  for (const kind of ["resize", "change"]) // of a tab, too: a hidden chart has no width
+    addEventListener(kind, event => { if (document.getElementById("plot") && (kind === "resize" || event.target.name === "tab")) plotNow(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   return draw;
 })();
