@@ -146,6 +146,8 @@ TROUBLES: dict[str, dict[str, Metric]] = {
     "policy_mismatch": {"is_ratio/mean": 1.4},
     "policy_spike": {"kl": lambda step: 3.0 if step == 17 else 0.02},
     "stale_policy": {"is_ratio/clipped_share": 0.3, "is_ratio/effective_share": 0.9},
+    "destroyed_model": {"loss": lambda step: 0.1 if step == 1 else 9.0, "frequencies/loss": 2.5},
+    "ignored_prompts": {"prompt_effect": 0.01, "prompt_effect/before": 0.8},
     "overfitting": {"eval_loss": lambda step: 1 + step / 10},
 }
 """Runs of 20 steps with one warning sign each, and others where these go together."""

@@ -27,7 +27,15 @@ from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
 from worker.training.kernels import FP32_HEAD
 from worker.training.packing import Way, longest_pack, way_of
-from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
+from worker.training.sft import (
+    GOLD_SPLITS,
+    Row,
+    Tuner,
+    dataset_rows,
+    gold_rows,
+    loss_of_frequencies,
+    make_sft_trainer,
+)
 from worker.training.trackers import Trackers
 from worker.training_session import TrainingSession
 
@@ -163,9 +171,11 @@ def _sft_trainer(
         max_length=session.model.max_length,
         **common,
     )
-    # Ranks that share the model compute the same held-out rows: each pass needs all of them.
+    session.reporter.steady["frequencies/loss"] = loss_of_frequencies(rows["train"])
+    # Ranks that share the model compute the same rows: each pass needs all of them.
     if session.ranks.is_first or session.model.is_shared:
-        session.reporter.held_out = trainer.held_out
+        session.reporter.begin = trainer.begin
+        session.reporter.measure = trainer.measure
     return trainer
 
 

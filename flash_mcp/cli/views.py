@@ -40,6 +40,7 @@ OUTCOMES: dict[str, Style] = {
     "regressed": "bad",
     "constant": "bad",
     "contaminated": "bad",
+    "destroyed": "bad",
 }
 WIDTH = 80
 WIDEST = 110

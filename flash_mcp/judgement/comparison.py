@@ -61,10 +61,10 @@ class Change(ResultModel):
 class Verdict(ResultModel):
     """The newest held-out evaluation against the one before training."""
 
-    outcome: Outcome | Literal["contaminated"]
+    outcome: Outcome | Literal["contaminated", "destroyed"]
     """As compare says it. underpowered: too few examples to say anything. constant: it rose, but
     one constant answer does as well. contaminated: eval tasks were trained on, so nothing was
-    judged."""
+    judged. destroyed: answers no longer depend on what is asked."""
     explanation: str
     """The change, its noise band, and on how many examples."""
 

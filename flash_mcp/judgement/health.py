@@ -24,6 +24,7 @@ Severity = Literal["warning", "problem"]
 SampleOutlook = Literal["good", "doubtful", "hopeless"]
 CONTAMINATED = "contaminated_split"
 WORSE_ELSEWHERE = "worse_elsewhere"
+DESTROYED = "destroyed_model"
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 10
 """The newest steps, which most checks look at."""
@@ -45,6 +46,13 @@ REFUSED = "refused/"
 """Begins the metrics that count the refusals of one kind."""
 TRUNCATED = 0.2
 """Share of tokens with a truncated weight from which a policy is too far from its samples."""
+IGNORED = 0.1
+"""Share of what prompts did to answers before from which a model does not heed them any more."""
+LEAST_EFFECT = 0.05
+"""Of prompts, in nats a token: answers that depend on them less tell nothing."""
+STILL = 0.03
+"""Share of a run's largest gradient from which it has stopped. Where rates of 0.05 to 0.5 destroyed
+a tiny model, it was 0.0002 to 0.02; where it learnt, above 0.08."""
 SPIKES = {"kl": 0.5, "sampling_kl": 0.05, "is_ratio/clipped_share": 0.05}
 """Metrics that may jump, each with the value below which a jump does not count."""
 
@@ -324,6 +332,60 @@ def environment_errors(steps: Steps, recent: Steps) -> Sign | None:
         "read them with rollouts (which=worst; see each row's error), fix environment.py, "
         "env_test, env_push",
         is_problem=share >= 0.2,
+    )
+
+
+@_check("z")
+def destroyed_model(steps: Steps, recent: Steps) -> Sign | None:
+    level = recent.mean("frequencies/loss")
+    losses = steps.column("loss")
+    if level is None or len(losses) < LEAST_STEPS:
+        return None
+    newest = losses[-LEAST_STEPS:]
+    # A model that answers everything alike has at least the loss of the frequencies.
+    if min(newest) < level:
+        return None
+    norms = steps.column("grad_norm")
+    fell = _fall_of_effect(steps)
+    leaps = fmean(newest) > 2 * max(level, losses[0])
+    stands = len(norms) >= WINDOW and max(norms[-WINDOW // 2 :]) < STILL * max(norms)
+    if not (leaps or stands or fell):  # it has not learnt anything yet
+        return None
+    said = f"the loss is {fmean(newest):.3g}, from {losses[0]:.3g}"
+    if stands:
+        said += f", and the gradient {norms[-1]:.2g} after {max(norms):.2g}"
+    said += f": no better than that of token frequencies alone ({level:.3g})"
+    if fell:
+        said += f"; {fell}"
+    return Sign(
+        f"{said}, so that the answers no longer depend on what is asked",
+        "cancel it, and train with a far lower learning_rate from the base model or an earlier "
+        "checkpoint (init_from_adapter)",
+        is_problem=True,
+    )
+
+
+@_check("y", is_doubt=True)
+def ignored_prompts(steps: Steps, recent: Steps) -> Sign | None:
+    fell = _fall_of_effect(steps)
+    if fell is None or destroyed_model(steps, recent):
+        return None
+    return Sign(
+        f"answers are alike whatever is asked: {fell}",
+        "look whether the rows' answers follow from their prompts; train with a lower "
+        "learning_rate, and with about as many rows of each answer",
+    )
+
+
+def _fall_of_effect(steps: Steps) -> str | None:
+    """In words, that prompts do nothing to answers any more; None if they do, or never did."""
+    effects = steps.column("prompt_effect")
+    before = max(steps.column("prompt_effect/before"), default=0.0)
+    if not effects or before < LEAST_EFFECT or effects[-1] > IGNORED * before:
+        return None
+    return (
+        f"another prompt makes an answer {effects[-1]:.2g} nats a token less likely, before "
+        f"training {before:.2g}"
     )
 
 

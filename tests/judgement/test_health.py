@@ -77,6 +77,8 @@ def test_a_sparkline_never_has_more_bars_than_asked_for(values: list[float], wid
 
 
 LEARNING = {"reward/mean": rising(0.2, 0.8, 30), "success/rate": rising(0.1, 0.7, 30)}
+KNOWN = {"frequencies/loss": [2.7] * 12}
+IGNORING = {"prompt_effect": [0.04] * 5, "prompt_effect/before": [0.8] * 5}
 SPIKE = [0.01] * 7 + [0.9, 0.02, 0.01, 0.01, 0.01]
 
 
@@ -137,6 +139,15 @@ def test_a_healthy_run_has_no_flags():
         ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61 % success"),
         ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15 % to 65 %"),
         ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
+        ("destroyed_model", 5, {"loss": [0.1, 17, 33, 20, 56], **KNOWN}, "the loss is 36.3, from 0.1: no better than"),
+        (
+            "destroyed_model",
+            12,
+            {"loss": [5] * 12, "grad_norm": [4, 16, 1, 1, 1, 1, 1, *rising(0.2, 0.01, 5)], **KNOWN},
+            "and the gradient 0.01 after 16: no better than that of token frequencies alone (2.7)",
+        ),
+        ("destroyed_model", 5, {"loss": [3, 3, 2.8, 2.9, 2.9], **KNOWN, **IGNORING}, "0.04 nats a token less likely"),
+        ("ignored_prompts", 5, {"loss": [3, 3, 2.6, 2.9, 2.9], **KNOWN, **IGNORING}, "before training 0.8"),
         ("stale_policy", 5, {"is_ratio/clipped_share": [0.25] * 5}, "25 % of the trained tokens of steps 1 to 5"),
     ],
 )
@@ -181,6 +192,12 @@ def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
         pytest.param(30, {"entropy": rising(1.0, 0.3, 30), **LEARNING}, id="some entropy left"),
         pytest.param(5, {"eval_loss": [2.0, 1.5, 1.4, 1.41, 1.42]}, id="a held-out loss at rest"),
         pytest.param(3, {"tokens/completion_mean": [99, 60, 48], "reward/mean": [0.1, 0.1, 0.2]}, id="short at first"),
+        pytest.param(5, {"loss": [5, 4, 4.5, 4.2, 4], **KNOWN}, id="no better than frequencies as yet"),
+        pytest.param(5, {"loss": [2.5, 2.8, 2.9, 3, 2.8], **KNOWN}, id="answers that are hard to tell"),
+        pytest.param(
+            5, {"prompt_effect": [0.001] * 5, "prompt_effect/before": [0.01] * 5}, id="prompts that say nothing"
+        ),
+        pytest.param(5, {"prompt_effect": [0.2] * 5, "prompt_effect/before": [0.8] * 5}, id="prompts that say less"),
         pytest.param(5, {"grad_norm": [0.0] * 5, "success/rate": [1.0] * 5}, id="nothing left to learn"),
     ],
 )

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTTrainer
 
 from environments.process.host import EnvironmentHost
+from flash_mcp.judgement import health
 from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
@@ -305,6 +306,24 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     warmed = make_run(tmp_path / "grpo", tiny_model, job=start, **few, **calculator)
     Attempt(warmed).ended()
     assert warmed.checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize(("rate", "flags"), [(0.5, ["destroyed_model"]), (0.1, ["destroyed_model"]), (0.01, [])])
+def test_a_learning_rate_that_destroys_the_model_is_flagged_and_no_other(
+    tiny_model: Path, tmp_path: Path, rate: float, flags: list[str]
+) -> None:
+    run = make_run(
+        tmp_path / "sft", tiny_model, environment=CALCULATOR, algorithm="sft", steps=20, batch_size=8, group_size=None,
+        learning_rate=rate, lr_schedule="constant", save_every=10, eval_after=False, max_length=1024,
+    )  # fmt: skip
+    Attempt(run).ended()
+    steps = [{"step": step, **(run.metrics(step) or {})["metrics"]} for step in run.metric_steps()]
+    found = health.flags(steps)
+    assert [flag.name for flag in found] == flags, steps[-3:]
+    assert health.outlook(steps, found).startswith("no: destroyed_model" if flags else "yes: loss"), found
+    # Nobody is told of a good run that it is destroyed, at any time.
+    for count in range(len(steps) if not flags else 0):
+        assert health.flags(steps[:count]) == []
 
 
 @pytest.mark.long

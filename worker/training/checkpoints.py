@@ -100,8 +100,9 @@ class Reporter(TrainerCallback):
     """Writes a step's metrics after it, and a checkpoint when one is due.
 
     `pending` holds the metrics of the current step's rollouts. The trainer's own metrics are added
-    to them, and those of `held_out` where `is_measured`. `advance` is called after each part of a
-    step. FlashError(diverged) if a gradient is not finite."""
+    to them, `steady` ones, which are the same at each step, and those of `measure` where
+    `is_measured`. `advance` is called after each part of a step. FlashError(diverged) if a gradient
+    is not finite."""
 
     def __init__(
         self,
@@ -123,7 +124,9 @@ class Reporter(TrainerCallback):
         self.planned = planned
         self.advance = advance
         self.pending: Json = {}
-        self.held_out: Callable[[], Json] = dict
+        self.steady: Json = {}
+        self.begin: Callable[[], None] = lambda: None
+        self.measure: Callable[[], Json] = dict
         self.tell: Callable[[int, Json], None] = lambda step, metrics: None
         """Gets the metrics of every step and of every evaluation."""
         self.add_files: Callable[[Path], None] = lambda folder: None
@@ -150,6 +153,7 @@ class Reporter(TrainerCallback):
         for group in scheduler.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+        self.begin()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -173,7 +177,7 @@ class Reporter(TrainerCallback):
         last = state.global_step >= state.max_steps
         # Before the flags of `control` are set: an evaluation within a step clears them.
         if is_measured(self.spec, state.global_step, state.max_steps):
-            self.pending |= self.held_out()
+            self.pending |= self.measure()
         control.should_log = True
         control.should_training_stop |= last or self.cancelled.is_set()
         is_due = state.global_step % self.spec.save_every == 0
@@ -204,7 +208,7 @@ class Reporter(TrainerCallback):
         beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")
         train_s = step_s - sum(self.pending.get(name, 0.0) for name in beside)
         times = {"time/step_s": step_s, "time/train_s": train_s}
-        self.last = clean({**self.pending, **reported, **times, **used_gib()})
+        self.last = clean({**self.pending, **reported, **self.steady, **times, **used_gib()})
         self.pending = {}
         self.writer.metrics(state.global_step, self.last)
         self.tell(state.global_step, self.last)

@@ -15,6 +15,7 @@ import math
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -52,6 +53,8 @@ COLUMNS = ("input_ids", "labels")
 IGNORED = -100
 GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 """The names of rows, learnt and held out -> the splits that they are made from."""
+PROBED = 4
+"""Rows of which it is measured whether their answers depend on their prompts."""
 
 
 async def gold_rows(
@@ -147,12 +150,18 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[list[R
 
 
 class Tuner(SFTTrainer):
-    """SFTTrainer with our forward pass; `held_out` measures the loss on rows not learnt."""
+    """SFTTrainer with our forward pass; `measure` gives the loss on rows not learnt, and what tells
+    a destroyed model.
+    """
 
     way: Way
     limits: PackLimits
     ranks: Ranks
     passes: Passes
+    probes: tuple[Any, Any] | None
+    """Rows as they are, and with each other's prompts; None if no two differ."""
+    prompt_effect = 0.0
+    """Before this attempt."""
 
     def training_step(self, *arguments: Any) -> Any:
         """TRL's, with the gradients and metrics of all ranks: a step is one batch."""
@@ -202,14 +211,34 @@ class Tuner(SFTTrainer):
         metrics["entropy"].append(entropy.item() * sharing.count)  # the ranks' mean is logged
         return no_loss(model) if total is None else total
 
-    def held_out(self) -> Json:
-        """{"eval_loss", "time/held_out_s"}; {} without held-out rows."""
-        if cast(Any, self).eval_dataset is None:
-            return {}
+    def begin(self) -> None:
+        if self.probes:
+            self.prompt_effect = self.effect_of_prompts()
+
+    def measure(self) -> Json:
+        """{"eval_loss"} if rows are held out, {"prompt_effect", "prompt_effect/before"} if there
+        are probes, and "time/held_out_s".
+        """
         started = time.monotonic()
-        loss = self.evaluate()["eval_loss"]
-        cast(Any, self).model.train()  # TRL logs the step's own metrics only then
-        return {"eval_loss": loss, "time/held_out_s": time.monotonic() - started}
+        measured: Json = {}
+        if cast(Any, self).eval_dataset is not None:
+            measured["eval_loss"] = self.evaluate()["eval_loss"]
+        if self.probes:
+            before = self.prompt_effect
+            measured |= {"prompt_effect": self.effect_of_prompts(), "prompt_effect/before": before}
+        return {**measured, "time/held_out_s": time.monotonic() - started}
+
+    def effect_of_prompts(self) -> float:
+        """Nats by which a token of an answer is less likely after another row's prompt."""
+        assert self.probes
+        own, other = (self.evaluate(rows)["eval_loss"] for rows in self.probes)
+        return other - own
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """TRL's, which would otherwise leave the step's own metrics unlogged."""
+        result = cast(Any, super()).evaluate(*arguments, **options)
+        cast(Any, self).model.train()
+        return result
 
 
 def make_sft_trainer(
@@ -280,7 +309,51 @@ def make_sft_trainer(
     trainer.ranks = ranks
     trainer.passes = Passes(model, ranks)
     trainer.limits = PackLimits(keep_tokens, None, lambda what: writer.event("warning", what))
+    trainer.probes = _probes(learnable, max_length, random.Random(spec.seed))
     return trainer
+
+
+def loss_of_frequencies(conversations: list[list[Row]]) -> float:
+    """The loss of a model that knows how often each token is learnt, and nothing else: no answer
+    that is the same in every place has a lower one.
+    """
+    labels = chain.from_iterable(row["labels"] for row in chain.from_iterable(conversations))
+    counts = Counter(label for label in labels if label != IGNORED)
+    total = counts.total()
+    return sum(count / total * math.log(total / count) for count in counts.values())
+
+
+def _probes(
+    conversations: list[list[Row]], max_length: int, rng: random.Random
+) -> tuple[Any, Any] | None:
+    """The first rows of a few conversations that differ in prompt and answer, and the same with the
+    next one's prompt; None if there are no two."""
+    parts: dict[tuple[int, ...], tuple[Row, Row]] = {}
+    answers: set[tuple[int, ...]] = set()
+    for row, *_ in rng.sample(conversations, min(len(conversations), 16 * PROBED)):
+        place = next(number for number, label in enumerate(row["labels"]) if label != IGNORED)
+        prompt = {name: values[:place] for name, values in row.items()}
+        answer = {name: values[place:] for name, values in row.items()}
+        learnt = tuple(answer["labels"])
+        key = tuple(prompt["input_ids"])
+        if place and key not in parts and learnt not in answers:
+            parts[key] = prompt, answer
+            answers.add(learnt)
+    pairs = list(parts.values())[:PROBED]
+    if len(pairs) < 2:
+        return None
+    probes: list[Any] = []
+    for shift in (0, 1):
+        rows: list[list[Row]] = []
+        for number, (_, answer) in enumerate(pairs):
+            prompt, _ = pairs[(number + shift) % len(pairs)]
+            # Of a long answer its beginning says enough; of a long prompt its end is the question.
+            room = max_length - min(len(answer["labels"]), max_length // 2)
+            rows.append(
+                [{name: (prompt[name][-room:] + answer[name])[:max_length] for name in COLUMNS}]
+            )
+        probes.append(_dataset(rows))
+    return probes[0], probes[1]
 
 
 def _learnable(conversations: list[list[Row]], max_length: int) -> list[list[Row]]:

@@ -17,7 +17,7 @@ from typing import Any
 from environments.checks.report import Report as GateReport
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.comparison import Change
-from flash_mcp.judgement.health import CONTAMINATED, WORSE_ELSEWHERE, Flag
+from flash_mcp.judgement.health import CONTAMINATED, DESTROYED, WORSE_ELSEWHERE, Flag
 from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
 from flash_mcp.state.owners import caller
@@ -195,6 +195,8 @@ def _succeeded(outcome: str | None) -> Callable[[RunContext], bool]:
 def _problem(context: RunContext) -> str:
     assert context.problem is not None
     seen = f"{context.problem.name}: see {_worst(context.run)} and {ADDRESS}/reading-a-run"
+    if context.problem.name == DESTROYED:
+        seen = f"{DESTROYED}: its flag says what to change"
     if context.run.state == "succeeded":
         return f"{seen}; train again with its remedy"
     return (

@@ -220,6 +220,12 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
     is_active = full.run.state in ACTIVE
     judged = comparison.judge(_held_out(full), full.pairs, overlap, is_active)
     change, verdict = judged or (None, None)
+    for flag in flags:
+        if flag.name == health.DESTROYED and not (change and change.outcome == "improved"):
+            said = [f"DESTROYED: {flag.evidence}"]
+            if verdict:
+                said.append(verdict.explanation)
+            verdict = Verdict(outcome="destroyed", explanation=". ".join(said))
     return Judgement(
         history=history,
         flags=flags,

@@ -25,6 +25,10 @@ MOVING_PROMPTS = 8
 """Prompts, at the recipe's learning rate, with which a run visibly changed a model: at a twentieth
 of that rate, 42 steps of 4 prompts took SmolLM2-135M on the calculator to a mean reward of 0.48.
 """
+DESTROYING = 10
+"""So many times the recipe's learning rate, a rate is far outside what was measured: SmolLM2-135M
+learns at 1 (0.0005), and the first step at 200 or 1,000 destroys it; 40 destroys a tiny model."""
+STANDING = 100
 NOISY_ROLLOUTS = 16
 LONG_S = 4 * 3600.0
 
@@ -95,11 +99,23 @@ def _of_steps(plan: Plan) -> list[str]:
     """Whether the run is long enough to change the model, and its steps more than noise."""
     spec = plan.spec
     notes = [*_of_duration(plan), *_of_deadline(plan)]
-    if spec.algorithm != "grpo" or spec.steps is None:
-        return notes
     card = plan.card
     parameters = card.parameters or parameters_in_name(card.name) or 0
-    usual = default_learning_rate("grpo", parameters)
+    usual = default_learning_rate(spec.algorithm, parameters)
+    times = spec.learning_rate / usual
+    if times >= DESTROYING:
+        notes.append(
+            f"learning_rate={spec.learning_rate:g} is {two_digits(times)} times the {usual:g} that "
+            "moves models of this size: rates of 200 times it left models whose answers did not "
+            f"depend on what was asked; take {usual:g}"
+        )
+    elif spec.algorithm == "sft" and times <= 1 / STANDING:
+        notes.append(
+            f"learning_rate={spec.learning_rate:g} is {two_digits(times)} of the {usual:g} that "
+            f"moves models of this size: little will be learnt; take {usual:g}"
+        )
+    if spec.algorithm != "grpo" or spec.steps is None:
+        return notes
     share = spec.learning_rate * spec.steps * spec.batch_size / (usual * MOVING_PROMPTS)
     if share < 1:
         remedy = f"{math.ceil(spec.steps / share)} steps"
