@@ -28,20 +28,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 from environments.base import FULL_SCORE, RewardMetric, RewardResult, TaskExample
 
+log = logging.getLogger("environments")
 ANSWER_CHARACTERS = 4000
 """Longer answers lose their end."""
 TRIES = 2
 """How often the judge is asked before a reply that is no ranking is an error."""
+WAITS_S = (1.0, 2.0)
+"""Before a judge that refuses is asked again, unless it says how long."""
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+"""HTTP states with which an endpoint refuses for now."""
 LIST = re.compile(r"\[\s*\d+(?:\s*,\s*\d+)*\s*\]")
 
 
@@ -97,7 +104,8 @@ class JudgeRubric:
     """A judge behind an OpenAI-compatible endpoint. `secret` names the variable with its key.
 
     Each group is shown twice, in opposite orders, so that the place of an answer earns nothing. The
-    ranks of a group are kept for as long as the process lives."""
+    ranks of a group are kept for as long as the process lives. If the judge fails in one order, the
+    other one counts alone, and the group is shown again when it is next ranked."""
 
     base_url: str
     model: str
@@ -117,16 +125,33 @@ class JudgeRubric:
             return [0.5] * len(texts)
         key = (question, *distinct)
         if key not in self._kept:
-            orders = distinct, distinct[::-1]
-            with ThreadPoolExecutor(2) as pool:
-                ranks = pool.map(partial(self.ask, question), orders)
-            votes = [dict(zip(*vote, strict=True)) for vote in zip(orders, ranks, strict=True)]
-            worst = len(votes) * (len(distinct) - 1)
-            scores: dict[str, float] = {}
-            for text in distinct:
-                scores[text] = 1 - sum(vote[text] for vote in votes) / worst
+            scores, is_whole = self._scored(question, distinct)
+            if not is_whole:
+                return [scores[text] for text in texts]
             self._kept[key] = scores
         return [self._kept[key][text] for text in texts]
+
+    def _scored(self, question: str, distinct: list[str]) -> tuple[dict[str, float], bool]:
+        """The score of each answer, and whether it is by both orders. Raises JudgeError."""
+        votes: list[dict[str, int]] = []
+        failures: list[JudgeError] = []
+        with ThreadPoolExecutor(2) as pool:
+            orders = distinct, distinct[::-1]
+            asked = [pool.submit(self.ask, question, order) for order in orders]
+            for order, future in zip(orders, asked, strict=True):
+                try:
+                    votes.append(dict(zip(order, future.result(), strict=True)))
+                except JudgeError as error:
+                    failures.append(error)
+        if not votes:
+            raise failures[0]
+        if failures:
+            log.warning("ranked by one order of two: %s", failures[0])
+        worst = len(votes) * (len(distinct) - 1)
+        scores: dict[str, float] = {}
+        for text in distinct:
+            scores[text] = 1 - sum(vote[text] for vote in votes) / worst
+        return scores, not failures
 
     def ask(self, question: str, answers: Sequence[str]) -> list[int]:
         """The rank of each answer, 0 for the best, shown in this order. Raises JudgeError."""
@@ -164,6 +189,7 @@ class JudgeRubric:
         return "\n\n".join([f"{rule}\n{_data_rule(word)}", *_enclosed(word, shown), form])
 
     def _post(self, body: dict[str, Any]) -> str:
+        """The judge's reply; asked for again where it may come later. Raises JudgeError."""
         # Imported here: they take tens of milliseconds, and few environments have a judge.
         import http.client  # noqa: PLC0415
         import urllib.error  # noqa: PLC0415
@@ -175,18 +201,46 @@ class JudgeRubric:
         data = json.dumps({"model": self.model, **body}).encode()
         url = f"{self.base_url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(url, data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                reply: Any = json.load(response)
-            return str(reply["choices"][0]["message"]["content"] or "")
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(300).decode(errors="replace")
-            raise JudgeError(f"the judge at {url} answered {error.code}: {said}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise JudgeError(f"the judge at {url} cannot be asked: {error}") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise JudgeError(f"the judge at {url} gave no chat completion: {error}") from error
+        waits = list(WAITS_S)
+        patience = self.timeout_s
+        while True:
+            asked = None
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+                    reply: Any = json.load(response)
+                return str(reply["choices"][0]["message"]["content"] or "")
+            except urllib.error.HTTPError as error:
+                with error:
+                    said = error.read(300).decode(errors="replace")
+                failure = JudgeError(f"the judge at {url} answered {error.code}: {said}")
+                if error.code not in PASSING:
+                    raise failure from error
+                asked = _seconds(error.headers.get("Retry-After"))
+            except (OSError, http.client.HTTPException) as error:
+                failure = JudgeError(f"the judge at {url} cannot be asked: {error}")
+            except (ValueError, LookupError, TypeError) as error:
+                what = f"the judge at {url} gave no chat completion: {error}"
+                raise JudgeError(what) from error
+            if not waits:
+                raise failure
+            wait = waits.pop(0)
+            if asked is not None:
+                wait = asked
+            patience -= wait
+            if patience < 0:
+                raise failure
+            time.sleep(wait)
+
+
+def _seconds(said: str | None) -> float | None:
+    """How long a Retry-After says to wait, as seconds or as a date; None if it says nothing."""
+    from email.utils import parsedate_to_datetime  # noqa: PLC0415
+
+    with suppress(TypeError, ValueError):
+        return max(0.0, float(said or ""))
+    with suppress(TypeError, ValueError):
+        return max(0.0, parsedate_to_datetime(said or "").timestamp() - time.time())
+    return None
 
 
 def _data_rule(word: str) -> str:

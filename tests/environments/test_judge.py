@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,15 +18,20 @@ from environments import RewardMetric, RewardResult, TaskExample
 from environments.checks import consistency
 from environments.checks.gate import check
 from environments.checks.report import Probe
-from environments.judge import JudgeError, JudgeRubric, Rubric
+from environments.judge import JudgeError, JudgeRubric, Rubric, _hash
 from tests.folders import allow, environment_folder
 
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def endpoint(reply: Callable[[list[str]], str], asked: list[Any] | None = None, status: int = 200) -> Generator[str]:
-    """An endpoint that replies to the answers that it is shown; its base URL."""
+def endpoint(
+    reply: Callable[[list[str]], str],
+    asked: list[Any] | None = None,
+    status: int | Callable[[list[str]], int] = 200,
+    after: str = "0",
+) -> Generator[str]:
+    """An endpoint that replies to the answers that it is shown; its base URL. `after` is the Retry-After."""
 
     class Judge(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -34,9 +40,10 @@ def endpoint(reply: Callable[[list[str]], str], asked: list[Any] | None = None, 
                 asked.append((self.path, self.headers["Authorization"], body))
             prompt = body["messages"][0]["content"]
             shown = re.findall(r"Answer \d+:\n<(\w+)>\n(.*?)\n</\1>", prompt, re.DOTALL)
-            said = reply([text for _, text in shown])
-            message = {"choices": [{"message": {"content": said}}]}
-            self.send_response(status)
+            answers = [text for _, text in shown]
+            message = {"choices": [{"message": {"content": reply(answers)}}]}
+            self.send_response(status if isinstance(status, int) else status(answers))
+            self.send_header("Retry-After", after)
             self.end_headers()
             self.wfile.write(json.dumps(message).encode())
 
@@ -141,9 +148,35 @@ def test_a_judge_that_does_not_rank_is_an_error(reply: str, status: int, said: s
 
 def test_a_judge_that_is_gone_is_an_error() -> None:
     with endpoint(first_shown) as url:
-        judge = JudgeRubric(url, "m", "", timeout_s=5)
+        judge = JudgeRubric(url, "m", "", timeout_s=0.5)
     with pytest.raises(JudgeError, match="cannot be asked"):
         judge.rank("?", ["a", "b"])
+
+
+@pytest.mark.parametrize("after", ["0", "Wed, 21 Oct 2015 07:28:00 GMT"])
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_judge_that_refuses_for_now_is_asked_twice_more(code: int, after: str) -> None:
+    """If it refuses one order for good, the other one counts alone, and both are asked the next time."""
+    orders = sorted(["a", "bb", "ccc"], key=_hash)
+    refusals = {orders[0]: 2, orders[-1]: 3}
+    asked: list[Any] = []
+
+    def status(answers: list[str]) -> int:
+        refusals[answers[0]] -= 1
+        return 200 if refusals[answers[0]] < 0 else code
+
+    with endpoint(longest_first, asked, status, after) as url:
+        judge = JudgeRubric(url, "m", "")
+        for requests in (3 + 3, 3 + 3 + 2, 3 + 3 + 2):
+            assert judge.rank("?", ["a", "bb", "ccc"]) == [0.0, 0.5, 1.0]
+            assert len(asked) == requests
+
+
+def test_a_judge_is_not_waited_for_longer_than_it_has_time() -> None:
+    started = time.monotonic()
+    with endpoint(longest_first, status=429, after="600") as url, pytest.raises(JudgeError, match="answered 429"):
+        JudgeRubric(url, "m", "", timeout_s=5).rank("?", ["a", "b"])
+    assert time.monotonic() - started < 60
 
 
 JUDGED = """
