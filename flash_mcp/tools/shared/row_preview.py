@@ -36,10 +36,13 @@ def preview_of(rows: Sequence[Json], max_length: int | None = None) -> Preview |
         return None
     sizes = list(map(_tokens, order))
     most = sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]
+    cut = None
+    if max_length:
+        cut = sum(size > max_length for size in sizes) or None
     return Preview(
         rows=len(order),
         tokens_about={"median": round(median(sizes)), "p95": most, "longest": sizes[-1]},
-        cut=sum(size > max_length for size in sizes) or None if max_length else None,
+        cut=cut,
         typical=_shown(order[len(order) // 2]),
         shortest=_shown(order[0]),
         longest=_shown(order[-1]),
@@ -47,9 +50,10 @@ def preview_of(rows: Sequence[Json], max_length: int | None = None) -> Preview |
 
 
 def _tokens(row: Json) -> int:
-    tools = len(json.dumps(row["tools"])) if row.get("tools") else 0
-    said = sum(len(text_of(message)) for message in row["messages"])
-    return round((said + tools) / CHARACTERS_PER_TOKEN)
+    characters = sum(len(text_of(message)) for message in row["messages"])
+    if row.get("tools"):
+        characters += len(json.dumps(row["tools"]))
+    return round(characters / CHARACTERS_PER_TOKEN)
 
 
 def _shown(row: Json) -> str:
@@ -59,5 +63,7 @@ def _shown(row: Json) -> str:
         text = shorten(text_of(message), room)
         learnt = message["role"] == "assistant" and place >= row["prompt_messages"]
         is_learnt = learnt and message.get("weight") != 0
-        lines.append(f"{message['role']}: {f'[[{text}]]' if is_learnt else text}")
+        if is_learnt:
+            text = f"[[{text}]]"
+        lines.append(f"{message['role']}: {text}")
     return shorten("\n".join(lines), 2 * SHOWN_CHARACTERS)

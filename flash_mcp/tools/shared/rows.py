@@ -50,8 +50,10 @@ class Origin:
     other_splits: Sequence[str]
 
     def __str__(self) -> str:
-        files = "1 file" if self.of_files == 1 else f"all {self.files} files"
-        if self.files < self.of_files:
+        files = f"all {self.files} files"
+        if self.of_files == 1:
+            files = "1 file"
+        elif self.files < self.of_files:
             most = f"{MOST_BYTES >> 20} MiB"
             files = f"the first {self.files} of {self.of_files} files, since all are over {most}"
         parts = [
@@ -101,12 +103,15 @@ def _from_hub(source: str, name: str, config: str | None) -> tuple[list[Row], Or
     use_proxies()
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = environment_for(caller().secrets, os.environ).get(LOGIN)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers: dict[str, str] = {}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     try:
         with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True) as client:
             listed = client.get(f"{hub}/api/datasets/{name}/parquet").raise_for_status().json()
             chosen = _config_of(source, name, config, list(listed))
-            split = "train" if "train" in listed[chosen] else next(iter(listed[chosen]))
+            split = next((name for name in listed[chosen] if name == "train"), None)
+            split = split or next(iter(listed[chosen]))
             revision = _revision(client, f"{hub}/api/datasets/{name}")
             files = listed[chosen][split]
             rows: list[Row] = []

@@ -43,7 +43,9 @@ def _of_earlier(plan: Plan) -> list[str]:
     if plan.like is None:
         return []
     run, differing = plan.like
-    name = f"{run.id} ({run.name})" if run.name else run.id
+    name = run.id
+    if run.name:
+        name += f" ({run.name})"
     if differing:
         fields: list[str] = []
         for field, (theirs, ours) in differing.items():
@@ -75,7 +77,7 @@ def _of_tasks(plan: Plan) -> list[str]:
         requested = f"a prompt of about {prompt_tokens} tokens and max_tokens={spec.max_tokens}"
         exceed = f"exceed the {room} tokens of a conversation"
         notes.append(f"{requested} {exceed}: answers will be cut off")
-    manifest = dataset.manifest if dataset else None
+    manifest = dataset and dataset.manifest
     if dataset and manifest and manifest["allow_eval_tasks"] and manifest["counts"]["eval_tasks"]:
         risk = "a better evaluation afterwards may be memory"
         notes.append(f"{dataset.reference} may hold eval tasks: {risk}")

@@ -83,10 +83,8 @@ def _total(run: Run, steps: int | None) -> int | None:
 
 def _check_files(run: Run) -> None:
     """FlashError(unknown_checkpoint) if what the run was made from, or saved, was removed."""
-    dataset = run.dataset["path"] if run.dataset else None
-    adapter = run.init_adapter["path"] if run.init_adapter else None
-    mixed = [part["path"] for part in run.mixture]
-    for path in (run.environment_path, dataset, adapter, *mixed):
+    sources = [source["path"] for source in (run.dataset, run.init_adapter, *run.mixture) if source]
+    for path in (run.environment_path, *sources):
         if path and not Path(path).exists():
             what = f"{run.id} cannot go on: {path} was removed"
             raise FlashError("unknown_checkpoint", what, fix="start another run with train")

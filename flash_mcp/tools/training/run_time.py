@@ -220,7 +220,9 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
     share, basis = measured or (TRAINING_SHARE, guess)
     generate_s = work.rollouts * tokens / speed
     evaluate_s = work.held_out * tokens / speed
-    evals = f" and {work.held_out} held-out attempts" if work.held_out else ""
+    evals = ""
+    if work.held_out:
+        evals = f" and {work.held_out} held-out attempts"
     amount = f"{work.rollouts} rollouts{evals} of {tokens:.0f} tokens at {speed:.0f} tokens/s"
     time = RunTime(
         seconds=round(generate_s * (1 + share) + evaluate_s),
