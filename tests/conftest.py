@@ -27,7 +27,7 @@ from tests.places import NO_TORCH, WHEELS
 SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
 
 SLOW_FOLDERS = ("clients", "gpu", "worker")
-SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
+SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model", "scipy_stats"}
 """A test in one of these folders, or with one of these fixtures, is slow without being marked."""
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 """What a file of slow tests alone has."""
@@ -41,7 +41,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 settings.register_profile("unhurried", settings(), deadline=None)
-settings.load_profile("unhurried")
+settings.register_profile("fast", settings(), deadline=None, max_examples=25)
 
 # A shell's background jobs ignore it, and so would the commands that tests end with Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them"
     )
+    settings.load_profile("fast" if config.getoption("fast") else "unhurried")
     gc.disable()  # while tests are collected: it takes a third of the time to import torch
     if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
         start_reaper(config)

@@ -597,23 +597,25 @@ def test_a_new_supervisor_goes_on_where_a_killed_one_was(bench: Bench) -> None:
     assert second.wait(timeout=TIMEOUT_S) == 0  # it leaves when idle
 
 
-def test_a_worker_that_died_with_its_supervisor_is_replaced_by_the_next(bench: Bench) -> None:
+def unwatched(bench: Bench) -> Run:
+    """A run at its second of four steps, which it holds, whose supervisor was killed."""
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
     first = start_supervisor(bench)
     wait_for(lambda: bench.step(run) == 2)
     first.kill()
     first.wait()
+    return run
+
+
+def test_a_worker_that_died_with_its_supervisor_is_replaced_by_the_next(bench: Bench) -> None:
+    run = unwatched(bench)
     bench.kill(run)
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("succeeded", 2)
 
 
 def test_a_result_written_while_nobody_watched_is_found(bench: Bench) -> None:
-    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
-    first = start_supervisor(bench)
-    wait_for(lambda: bench.step(run) == 2)
-    first.kill()
-    first.wait()
+    run = unwatched(bench)
     Path(run.folder, "go").touch()
     wait_for(lambda: not is_running(bench.pid(run)))
     assert bench.store.run(run.id).state in ("starting", "running")

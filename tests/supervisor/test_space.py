@@ -109,20 +109,10 @@ def ticks(bench: Bench, count: int = 20) -> None:
 
 
 @either_way
-def test_a_disk_that_is_full_before_a_run_starts(bench: Bench, disk: Path, fill: Fill) -> None:
+@pytest.mark.parametrize("is_claimed", [False, True], ids=["before a run starts", "when its folder is made"])
+def test_a_disk_that_is_full_is_waited_for(bench: Bench, disk: Path, fill: Fill, is_claimed: bool) -> None:
     run = bench.train({"steps": 2}, max_attempts=1)
-    fill(disk)
-    ticks(bench)
-    assert bench.store.run(run.id).ended is None
-    free(disk)
-    assert finish(bench, run).state == "succeeded"
-
-
-@either_way
-def test_a_disk_that_is_full_when_the_run_folder_is_made(bench: Bench, disk: Path, fill: Fill) -> None:
-    run = bench.train({"steps": 2}, max_attempts=1)
-    claimed = queue.claim(bench.store)
-    assert claimed
+    assert not is_claimed or queue.claim(bench.store)
     fill(disk)
     ticks(bench)
     assert bench.store.run(run.id).ended is None

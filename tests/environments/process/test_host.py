@@ -292,17 +292,12 @@ SIGNALS = """
 """
 
 
-async def test_scores_one_at_a_time_may_use_signals_and_so_may_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("coroutine", [False, True])
+async def test_scores_one_at_a_time_may_use_signals_and_so_may_loading(tmp_path: Path, coroutine: bool) -> None:
     source = SIGNALS.format(most=1) + "\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
-    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
-        openings = [await host.open("train", 0) for _ in range(4)]
-        scores = await asyncio.gather(*(host.score(opening.episode) for opening in openings))
-        assert [score.reward for score in scores] == [1.0] * 4
-
-
-async def test_coroutines_that_score_one_at_a_time_may_use_signals_too(tmp_path: Path) -> None:
-    source = SIGNALS.format(most=1).replace("def score_episode", "async def score_episode")
-    source = source.replace("return RewardResult", "await asyncio.sleep(0); return RewardResult")
+    if coroutine:
+        source = source.replace("def score_episode", "async def score_episode")
+        source = source.replace("return RewardResult", "await asyncio.sleep(0); return RewardResult")
     async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
         openings = [await host.open("train", 0) for _ in range(4)]
         scores = await asyncio.gather(*(host.score(opening.episode) for opening in openings))
