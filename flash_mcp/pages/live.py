@@ -1,26 +1,31 @@
 """The pages of `flash-mcp ui` besides that of one run: all runs, several runs in one chart,
-transcripts, the tasks that a run changed, and a chat."""
+transcripts, the tasks that a run changed, a dataset, and a chat."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from flash_mcp.judgement.failures import failure_modes
+from flash_mcp.judgement.labels import are_labels
 from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, drawn, held_out, spark
 from flash_mcp.pages.dialogue import nodes_of
 from flash_mcp.pages.examples import changed
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import render
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Rollout, Run, RunState
+from flash_mcp.protocol.records import Rollout, Run, RunState, text_of
+from flash_mcp.state import datasets
 from flash_mcp.state.runs import RunKind, RunOrder
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.rollouts import shared_opening
 from flash_mcp.tools.shared.resolve import adapter_name, differing_values
+from flash_mcp.tools.shared.row_preview import preview_of
 from flash_mcp.tools.shared.run_view import RunView, view_of
 
 SPARK_POINTS = 24
@@ -176,6 +181,24 @@ def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
         lost=sum(before.success for before, _ in differing),
         page=page,
         has_more=len(differing) > start + ROLLOUTS,
+    )
+
+
+def dataset(reference: str) -> str:
+    """What a dataset holds: labels, lengths, copies, rows. FlashError(unknown_dataset |
+    dataset_invalid)."""
+    kept = datasets.find(reference)
+    rows = kept.rows()
+    answers = [text_of(row["messages"][-1]) for row in rows if row["messages"]]
+    labels = Counter(answers).most_common() if are_labels(answers) else []
+    return render(
+        "dataset.html.j2",
+        dataset=kept,
+        total=len(rows),
+        held_back=len(kept.rows(datasets.HOLDOUT)),
+        copies=len(rows) - len({json.dumps(row["messages"]) for row in rows}),
+        labels=labels,
+        preview=preview_of(rows),
     )
 
 

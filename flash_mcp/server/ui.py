@@ -55,6 +55,7 @@ def routes() -> list[Route]:
     pages: dict[str, Page] = {
         "": _overview,
         "/together": _together,
+        "/datasets/{reference}": _dataset,
         "/runs/{run_id}": _run,
         "/runs/{run_id}/rollouts": _transcripts,
         "/runs/{run_id}/changes": _changes,
@@ -158,6 +159,10 @@ def _changes(request: Request) -> str:
     page = _number(request.query_params.get("page", "")) or 0
     run_id = request.path_params["run_id"]
     return live.changes(open_store(), _events_of(run_id), run_id, page)
+
+
+def _dataset(request: Request) -> str:
+    return live.dataset(request.path_params["reference"])
 
 
 def _chosen(text: str | None, values: Sequence[Any], default: Any) -> Any:

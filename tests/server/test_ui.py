@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from flash_mcp.server import sessions
-from flash_mcp.state import tokens
+from flash_mcp.state import datasets, tokens
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.pages.test_report import HOSTILE, Tags, browser, hostile_run
@@ -164,6 +164,22 @@ def test_the_overview_has_state_success_verdict_and_parent_of_every_run(team: Te
         text = Tags(http.get("/ui").text).text
     for word in (run.id, "succeeded", "Worked 1.50 h", "20 % → 90 %", "improved", "alices"):
         assert word in text
+
+
+def test_a_dataset_shows_labels_lengths_copies_and_rows_as_learnt(flash_home: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for number in range(60):
+        said = [("user", f"text {number % 59}"), ("assistant", "good" if number % 59 % 3 else "bad")]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in said], "prompt_messages": 1})
+    manifest = {"counts": {"train_rows": 60, "holdout_rows": 1}, "environment": {"name": "e", "digest": "d"}}
+    made = datasets.register("mail", rows, rows[:1], manifest)
+    with team_server(authenticate=False) as local, local.http() as http:
+        reference = f"mail@{made.digest}"
+        assert f'href="/ui/datasets/{reference}"' in http.get("/ui").text
+        text = " ".join(Tags(http.get(f"/ui/datasets/{reference}").text).text.split())
+        assert http.get("/ui/datasets/mail@000000").status_code == 404
+    for words in ("60 rows to learn", "1 rows held back", "1 copies of another row", "good39", "assistant: [[bad]]"):
+        assert words in text
 
 
 def test_transcripts_are_searched_ordered_and_paged(team: Team, tmp_path: Path) -> None:
