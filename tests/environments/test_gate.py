@@ -410,9 +410,7 @@ RANKING = """
         ("1 / (place - 1)", "score_group raised ZeroDivisionError"),
     ],
 )
-async def test_a_group_is_scored_whatever_its_order_and_gold_above_junk(
-    tmp_path: Path, reward: str, evidence: str
-) -> None:
+async def test_a_group_is_scored_whatever_its_order_and_gold_above_junk(tmp_path: Path, reward: str, evidence: str):
     source = RANKING.format(reward=reward)
     report = await check(environment_folder(tmp_path, source))
     assert "groups" in [probe.name for probe in report.probes]

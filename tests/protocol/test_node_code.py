@@ -117,9 +117,7 @@ def test_attempts_at_once_share_one_installation_of_the_servers_version(node: No
         assert (installed.parent / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
 
 
-def test_the_code_comes_out_of_an_object_store_too(
-    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_comes_out_of_an_object_store_too(tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     store = ObjectStore()
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
@@ -165,9 +163,7 @@ def test_versions_that_nobody_used_for_a_week_are_removed(node: Node) -> None:
     assert (node.caches / "code" / "used").exists() and (node.caches / "code" / "new").exists()
 
 
-def test_an_installation_that_is_half_removed_does_not_count_as_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installation_that_is_half_removed_does_not_count_as_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     old = tmp_path / "old"
     old.mkdir()
     (old / node_code.READY).touch()

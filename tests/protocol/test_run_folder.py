@@ -352,9 +352,7 @@ def test_the_same_checkpoint_written_twice_is_the_newer(folder: RunFolder, tmp_p
     assert folder.checkpoints.steps() == [10]
 
 
-def test_a_store_that_is_away_damages_no_checkpoint(
-    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away_damages_no_checkpoint(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     writer = RunWriter(folder, 1)
     for step in (5, 10):
         writer.commit_checkpoint(step, adapter(tmp_path), {})
@@ -565,9 +563,7 @@ def test_a_zombie_that_wakes_between_its_check_and_its_write_replaces_nothing(
 
 
 @pytest.mark.slow
-def test_a_successor_removes_what_a_killed_attempt_left_of_the_same_checkpoint(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_a_successor_removes_what_a_killed_attempt_left_of_the_same_checkpoint(folder: RunFolder, tmp_path: Path):
     lost = RunWriter(folder, 1).commit_checkpoint(7, adapter(tmp_path), {})
     filesystem, _ = file_system(folder)
     filesystem.rm_file(f"{lost['path']}/MANIFEST.json")
@@ -677,9 +673,7 @@ def test_files_in_a_store_are_read_within_limits_also_empty_ones(far_url: str) -
     assert beat and beat["step"] == 3
 
 
-def test_a_store_that_stays_away_is_named(
-    far_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_stays_away_is_named(far_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
     folder = RunFolder(far_url, retry_s=0.2)
     writer = RunWriter(folder, 1)
     with object_store.away(), pytest.raises(FlashError, match="store_unreachable") as caught:
@@ -689,9 +683,7 @@ def test_a_store_that_stays_away_is_named(
     assert list(folder.metric_steps()) == [1]
 
 
-def test_a_store_that_refuses_our_keys_or_has_no_such_bucket_is_named(
-    far_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_our_keys_or_has_no_such_bucket_is_named(far_url: str, monkeypatch: pytest.MonkeyPatch):
     folder = RunFolder(far_url, retry_s=0.2)
     writer = RunWriter(folder, 1)
 

@@ -113,9 +113,7 @@ def test_a_name_and_a_note_are_kept(page: Any, team: Team, tmp_path: Path) -> No
     assert (run.name, run.note) == ("first try", "rate <1e-4>\nnext: 2e-4")
 
 
-def test_an_export_of_another_s_machine_goes_to_the_hub_and_needs_its_token(
-    page: Any, team: Team, tmp_path: Path
-) -> None:
+def test_an_export_of_another_s_machine_goes_to_the_hub_and_needs_its_token(page: Any, team: Team, tmp_path: Path):
     open_run(page, team, finished_run(tmp_path).id)
     page.click("[data-key=export] summary")
     page.fill("[name=push_to]", "alice/model")

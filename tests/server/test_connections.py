@@ -111,9 +111,7 @@ def test_a_second_request_has_the_same_time(flash_home: Path, monkeypatch: pytes
             assert b"HTTP/1.1 408 " in received
 
 
-def test_a_connection_may_be_idle_for_longer_than_headers_may_take(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_may_be_idle_for_longer_than_headers_may_take(flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.2)
     with team_server() as team, connect(team, WHOLE) as idle:
         assert idle.recv(4096).startswith(b"HTTP/1.1 200 ")

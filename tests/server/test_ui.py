@@ -86,9 +86,7 @@ def test_a_session_ends_with_its_token(team: Team) -> None:
 
 
 @pytest.mark.hostile("pages")
-def test_a_token_has_a_few_sessions_and_they_end_after_a_day_s_work(
-    team: Team, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_has_a_few_sessions_and_they_end_after_a_day_s_work(team: Team, monkeypatch: pytest.MonkeyPatch):
     text = team.token("alice")
     with signed_in(team, text) as first:
         for _ in range(sessions.SESSIONS_PER_TOKEN - 1):

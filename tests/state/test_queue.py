@@ -120,9 +120,7 @@ def test_one_key_used_by_eight_threads_at_once_makes_one_run(store: Store) -> No
     assert sum(created for _, created in runs) == 1
 
 
-def test_the_work_of_all_attempts_counts_and_not_the_time_between(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_of_all_attempts_counts_and_not_the_time_between(store: Store, monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=1000.0, time=lambda: clock.now)
     monkeypatch.setattr(queue, "time", clock)
 
@@ -466,9 +464,7 @@ def test_runs_that_cannot_start_hold_up_nobody(store: Store, clock: Clock) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_in_a_simulated_week_owners_get_equal_shares_and_nobody_starves(
-    store: Store, clock: Clock, devices: int
-) -> None:
+def test_in_a_simulated_week_owners_get_equal_shares_and_nobody_starves(store: Store, clock: Clock, devices: int):
     """Alice keeps 30 short runs queued, bob 10 long ones; carol brings one now and then."""
     chance = random.Random(devices)
     seconds = {"alice": 600, "bob": 6000, "carol": 1200}

@@ -152,9 +152,7 @@ def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_
     assert published(store).digest == old.digest, "and can be published again"
 
 
-def test_another_owners_version_goes_only_where_the_owner_is_named(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_owners_version_goes_only_where_the_owner_is_named(store: Store, capsys: pytest.CaptureFixture[str]):
     ours = published(store)
     with acting_as(Caller("alice")):
         theirs = published(store)
@@ -179,9 +177,7 @@ def test_a_name_without_a_digest_is_told_its_versions(store: Store) -> None:
     assert "did you mean 'calc'" in refused(store, "cal@3f2a9c", "unknown_environment")
 
 
-def test_whoever_is_stopped_in_between_can_call_again(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_is_stopped_in_between_can_call_again(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = made(store, published(store), tmp_path)
     before = rows_of(store, run)
     move: Callable[..., Any] = removal.move_away
@@ -292,9 +288,7 @@ def test_a_terminal_is_asked_and_shown_what_started_from_it(
     assert [run.id for run in store.runs()] == [child.id] + [base.id] * (not is_removed)
 
 
-def test_what_was_shown_to_stay_does_not_end_the_removal(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_shown_to_stay_does_not_end_the_removal(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     environment = published(store)
     first, served, last = (made(store, environment, tmp_path) for _ in range(3))
     store.update_deployment(f"dep-{served.id}", state="ready")

@@ -276,9 +276,7 @@ def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(store: 
     assert len(steps(store, run)) < len(before)
 
 
-def test_no_backup_begins_while_files_are_deleted(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_backup_begins_while_files_are_deleted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run, _ = saved(tmp_path, keep_checkpoints=2)
     began: list[bool] = []
 

@@ -88,9 +88,7 @@ def test_a_transaction_that_reads_and_then_writes_survives_another_writer(store:
     assert len(other.metrics(run_id)) == 1
 
 
-def test_a_database_that_stays_locked_is_a_named_error(
-    store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_that_stays_locked_is_a_named_error(store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0)
     with store.transaction():
         other = Store(store.base)
@@ -106,9 +104,7 @@ def test_opening_and_reading_wait_for_no_writer(store: Store, run_id: str, monke
         assert [run.id for run in Store(store.base).runs()] == [run_id]
 
 
-def test_a_migration_that_another_process_holds_up_is_a_named_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_migration_that_another_process_holds_up_is_a_named_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.2)
     with (tmp_path / "flash.db.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -320,9 +316,7 @@ def test_a_deployment_changes_only_from_an_expected_state(store: Store) -> None:
         lambda store, run_id: store.rollouts(run_id, order="worst"),
     ],
 )
-def test_what_status_reads_stays_fast_among_many_runs(
-    crowded: tuple[Store, str], read: Callable[[Store, str], Any]
-) -> None:
+def test_what_status_reads_stays_fast_among_many_runs(crowded: tuple[Store, str], read: Callable[[Store, str], Any]):
     store, run_id = crowded
     seconds = min(timed(lambda: read(store, run_id)) for _ in range(15))
     assert seconds < 0.05, f"{seconds * 1000:.1f} ms at best"

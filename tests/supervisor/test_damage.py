@@ -33,9 +33,7 @@ def warnings_of(bench: Bench, run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize(("file", "damage"), thinned([*FILES], [*DAMAGES]))
-def test_a_damaged_file_counts_as_absent_and_the_next_attempt_ends_the_run(
-    bench: Bench, file: str, damage: str
-) -> None:
+def test_a_damaged_file_counts_as_absent_and_the_next_attempt_ends_the_run(bench: Bench, file: str, damage: str):
     name = FILES[file]
     run = bench.train({"steps": 4, "1": {"at": 3, "do": "hold"}})
     bench.supervisor.tick()

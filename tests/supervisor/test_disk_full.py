@@ -53,9 +53,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_made(small_disk: Path) -> 
     assert run.metrics(1) and run.metrics(2) is None and run.checkpoints.steps() == []
 
 
-def test_status_says_that_a_full_disk_holds_a_run_up(
-    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_says_that_a_full_disk_holds_a_run_up(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLASH_HOME", str(small_disk))
     run = queued_run(tmp_path)
     fill(small_disk)

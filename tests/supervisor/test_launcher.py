@@ -276,9 +276,7 @@ def test_the_jobs_of_a_state_directory_on_ray_are_listed_and_no_others(
 
 
 @pytest.mark.slow
-def test_a_ray_that_refuses_or_does_not_answer_is_named(
-    ray: ray_cluster.Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_refuses_or_does_not_answer_is_named(ray: ray_cluster.Cluster, monkeypatch: pytest.MonkeyPatch):
     launch = Launch("run-refused", 1, SLEEPER, {}, None)
     with pytest.raises(FlashError, match="token_file") as caught:
         RayLauncher(ray.address).submit(launch)

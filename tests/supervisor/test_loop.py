@@ -473,9 +473,7 @@ def test_a_running_run_saves_and_ends_as_cancelled(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("budget", ["max_hours", "max_cost"])
-def test_a_run_that_has_used_up_its_budget_saves_and_ends(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, budget: str
-) -> None:
+def test_a_run_that_has_used_up_its_budget_saves_and_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch, budget: str):
     (bench.base / "settings.toml").write_text("[cost]\nprice_per_hour = 1.0\n")
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.ahead, ahead=0.0)
     monkeypatch.setattr(attempts, "time", clock)
@@ -752,9 +750,7 @@ def supervisors(base: Path) -> list[psutil.Process]:
     return [process for process in found if (process.info["cmdline"] or [])[1:] == arguments]
 
 
-def test_a_supervisor_that_cannot_start_is_an_error_that_names_its_log(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_supervisor_that_cannot_start_is_an_error_that_names_its_log(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 0.5)
     monkeypatch.setattr("flash_mcp.supervisor.process.PYTHON", ("/no/such/python",))
     with pytest.raises(FlashError, match=r"supervisor\.log"):

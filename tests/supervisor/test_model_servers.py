@@ -150,9 +150,7 @@ def engine_pid(store: Store, row: Deployment) -> int:
     return int(wait_for(lambda: re.search(r"engine=(\d+)", folder.log_tail(row.server_attempt or 1, 4000)))[1])
 
 
-def test_a_deployment_is_ready_once_its_adapter_has_answered(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_a_deployment_is_ready_once_its_adapter_has_answered(store: Store, deployments: Supervisor, tmp_path: Path):
     run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
     row = request(store, run_id)
     assert (row.state, row.step, row.base_url) == ("starting", 3, None)
@@ -244,9 +242,7 @@ def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
     assert older.id != newest.id and older.server_run == newest.server_run
 
 
-def test_a_later_supervisor_finds_the_server_where_it_runs(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_a_later_supervisor_finds_the_server_where_it_runs(store: Store, deployments: Supervisor, tmp_path: Path):
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     first = settle(deployments, request(store, run_id, step=1).id, "ready")
     later = new_supervisor(store.base, ("/bin/false",))
@@ -338,9 +334,7 @@ def test_a_server_that_never_answers_fails_in_the_end(
 
 
 @pytest.mark.hostile("ports")
-def test_who_listens_on_a_servers_port_before_it_gets_no_key(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_who_listens_on_a_servers_port_before_it_gets_no_key(store: Store, deployments: Supervisor, tmp_path: Path):
     requests: list[str] = []
 
     class Waiting(BaseHTTPRequestHandler):
@@ -373,9 +367,7 @@ def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployment
     assert store.deployment(good.id).state == "ready"
 
 
-def test_an_adapter_of_higher_rank_restarts_the_server_for_all(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_an_adapter_of_higher_rank_restarts_the_server_for_all(store: Store, deployments: Supervisor, tmp_path: Path):
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)})
     small = settle(deployments, request(store, run_id, step=1).id, "ready")
     large = settle(deployments, request(store, run_id, step=2).id, "ready")
@@ -408,9 +400,7 @@ def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments
     assert failed.error and failed.error["code"] == "port_taken"
 
 
-def test_another_port_for_a_model_that_is_served_is_refused(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_another_port_for_a_model_that_is_served_is_refused(store: Store, deployments: Supervisor, tmp_path: Path):
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     row = request(store, run_id, step=1)
     until(deployments, lambda: server_of(store.base, store.deployment(row.id)))  # it has not answered yet
@@ -426,9 +416,7 @@ def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
         request(store, run_id, step=2, name="best")
 
 
-def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its_own(
-    store: Store, tmp_path: Path
-) -> None:
+def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its_own(store: Store, tmp_path: Path):
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     row, posing = (request(store, run_id, step=1, name="best"), request(store, run_id, step=2, name="posing"))
     store.update_deployment(posing.id, name=row.id)
@@ -616,9 +604,7 @@ def test_a_server_that_nobody_uses_ends_and_says_so_and_how_to_start_it_again(
     assert settle(deployments, row.id, "ready")
 
 
-def test_an_hour_without_requests_is_the_operators_to_change_for_those_without_their_own(
-    store: Store, tmp_path: Path
-) -> None:
+def test_an_hour_without_requests_is_the_operators_to_change_for_those_without_their_own(store: Store, tmp_path: Path):
     settings = store.base / "settings.toml"
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     others = request(store, run_id)

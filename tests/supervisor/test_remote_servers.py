@@ -442,9 +442,7 @@ def test_a_deployment_that_nobody_uses_ends(bench: Bench, asked: Deployment, tmp
     assert bench.engine.statuses[node.key].state == "gone"
 
 
-def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(
-    bench: Bench, asked: Deployment, tmp_path: Path
-) -> None:
+def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(bench: Bench, asked: Deployment, tmp_path: Path):
     priced = bench.settings.model_copy(update={"price_per_hour": 3600.0})
     (bench.home / "targets.toml").unlink()
     write_target(bench.home, "lab", priced)

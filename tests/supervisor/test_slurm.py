@@ -405,9 +405,7 @@ started then: a step of Slurm's for pyxis, which extends srun."""
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_python_may_be_a_command_that_enters_a_container(
-    name: str, hidden: Path, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_python_may_be_a_command_that_enters_a_container(name: str, hidden: Path, tmp_path: Path, tiny_model: Path):
     """With a program in place of apptainer, or of srun with pyxis, that notes how it is called and enters nothing."""
     arguments, shift, inner = CONTAINERS[name]
     program = tmp_path / name

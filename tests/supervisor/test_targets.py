@@ -263,9 +263,7 @@ def test_a_number_that_a_node_makes_up_is_not_followed(bench: Bench, monkeypatch
     assert (bench.now(run).attempt, bench.now(run).step) == (1, 1)
 
 
-def test_a_result_counts_though_nothing_else_of_its_folder_can_be_read(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_counts_though_nothing_else_of_its_folder_can_be_read(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "input/output error")
 
@@ -291,9 +289,7 @@ def test_a_run_that_is_cancelled_while_its_model_is_uploaded_is_not_submitted(
     assert (bench.now(run).state, bench.lab.engine.submitted) == ("cancelled", [])
 
 
-def test_a_storage_that_lets_two_attempts_claim_one_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_that_lets_two_attempts_claim_one_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = RunFolder(tmp_path / "run")
     folder.create({"time": 0.0})
     monkeypatch.setattr(RunFolder, "write_new", lambda *_: True)
@@ -372,9 +368,7 @@ def test_a_run_that_is_preempted_without_end_fails(bench: Bench, monkeypatch: py
     assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 3)
 
 
-def test_an_attempt_that_ends_while_it_is_given_up_is_read_to_its_end(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_ends_while_it_is_given_up_is_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     run = bench.train()
     writer = bench.start(run)
     read = Reader.read
@@ -403,9 +397,7 @@ def test_what_an_engine_took_is_not_submitted_again_by_the_next_supervisor(bench
     assert bench.lab.engine.submitted == [f"{run.id}-1"]
 
 
-def test_an_engine_that_does_not_answer_is_what_the_run_waits_for(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_does_not_answer_is_what_the_run_waits_for(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     def refuse(_: Launch) -> Handle:
         raise FlashError("target_unreachable", "squeue does not answer")
 
@@ -520,9 +512,7 @@ def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt
 
 
 @pytest.mark.slow
-def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_us_ends_no_attempt_and_the_run_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     bench.reconciler.timeouts = replace(HASTE, beat_silent_s=0.1, trouble_s=0.1)
     run = bench.train()
     writer = bench.start(run)
@@ -594,9 +584,7 @@ def test_an_attempt_whose_heartbeat_is_seldom_read_is_not_silent(bench: Bench, m
     bench.until(lambda: bench.now(run).attempt == 2)  # it is silent now
 
 
-def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The store may not answer; what they need is in the database."""
     run, waiting = bench.train(), bench.train()
     writer = bench.start(run)

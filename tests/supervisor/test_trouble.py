@@ -82,9 +82,7 @@ def test_a_supervisor_starts_while_another_program_locks_the_database(
     assert bench.store.run(run.id).state == "succeeded"
 
 
-def test_a_supervisor_takes_secrets_once_what_prevented_it_is_gone(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_supervisor_takes_secrets_once_what_prevented_it_is_gone(bench: Bench, caplog: pytest.LogCaptureFixture):
     """A folder under the socket's name prevents it, as a full disk does."""
     (bench.base / secrets.NAME).mkdir()
     run = bench.train({"steps": 1}, secrets=["CALC_KEY_THAT_NOBODY_SET"])
@@ -102,9 +100,7 @@ def test_a_supervisor_takes_secrets_once_what_prevented_it_is_gone(
 
 
 @pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
-def test_a_clock_that_jumps_neither_ends_nor_delays_a_run(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, jump_s: float
-) -> None:
+def test_a_clock_that_jumps_neither_ends_nor_delays_a_run(bench: Bench, monkeypatch: pytest.MonkeyPatch, jump_s: float):
     real = time.time
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}, "2": {"at": 3, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
@@ -190,9 +186,7 @@ def test_a_supervisor_and_a_worker_that_were_stopped_go_on(bench: Bench) -> None
 # -- damage on the disk ----------------------------------------------------------------------------
 
 
-def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders(
-    flash_home: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders(flash_home: Path, tmp_path: Path):
     run = finished_run(tmp_path)
     store = open_store()
     store.query("PRAGMA wal_checkpoint(TRUNCATE)")

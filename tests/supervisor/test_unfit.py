@@ -61,9 +61,7 @@ def hold(base: Path, holders: list[subprocess.Popen[bytes]], version: str, *, is
 
 
 @pytest.mark.slow
-def test_a_stopped_supervisor_is_told_and_replaced(
-    flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_supervisor_is_told_and_replaced(flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch):
     store = open_store()
     ensure.ensure_supervised(store)
     wait_for(lambda: LockOwner.read(flash_home))
@@ -128,9 +126,7 @@ def test_a_process_that_was_given_the_pid_of_a_silent_supervisor_is_left_alone(f
 
 
 @pytest.mark.slow
-def test_a_healthy_one_in_a_terminal_is_told_and_stays(
-    flash_home: Path, holders: list[subprocess.Popen[bytes]]
-) -> None:
+def test_a_healthy_one_in_a_terminal_is_told_and_stays(flash_home: Path, holders: list[subprocess.Popen[bytes]]):
     holder = hold(flash_home, holders, "0.0.1", is_foreground=True)
     assert not ensure_supervisor(flash_home)
     level, detail, fix = machine.supervisor()

@@ -473,9 +473,7 @@ async def test_a_dry_run_on_a_file_counts_its_rows_and_writes_nothing(client: Cl
 
 
 @pytest.mark.parametrize("form", ["pairs", "messages"])
-async def test_rows_without_a_question_or_an_answer_are_dropped_and_counted(
-    client: Client, tmp_path: Path, form: str
-) -> None:
+async def test_rows_without_a_question_or_an_answer_are_dropped_and_counted(client: Client, tmp_path: Path, form: str):
     path = tmp_path / "rows.jsonl"
     pairs: list[Any] = [(f"q{n}", f"a{n}") for n in range(10)] + [("", "a"), ("q", ""), ("q", " \n")]
     rows: list[Any] = [{"question": question, "answer": answer} for question, answer in [*pairs, ("q", None)]]

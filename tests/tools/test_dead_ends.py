@@ -158,9 +158,7 @@ def test_values_that_nothing_keeps_are_refused_for_every_tool(value: Any) -> Non
     )
 
 
-async def test_a_models_folder_that_may_not_be_entered_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_models_folder_that_may_not_be_entered_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     push_echo(tmp_path)
     is_file = Path.is_file
 

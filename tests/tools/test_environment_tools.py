@@ -58,9 +58,7 @@ STARTER = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", ["calculator", pytest.param("sort_words", marks=pytest.mark.long)])
-async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
-    client: Client, template: str, tmp_path: Path
-) -> None:
+async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(client: Client, template: str, tmp_path: Path):
     folder = tmp_path / "my-task"
     written = await call(client, "env_setup", folder=str(folder), template=template)
     assert (written["folder"], written["name"], written["files"]) == (str(folder), "my-task", STARTER)
@@ -649,9 +647,7 @@ STEERING = {
 
 @pytest.mark.hostile("steering")
 @pytest.mark.parametrize("name", STEERING)
-async def test_what_an_environment_writes_is_marked_and_never_in_a_fix(
-    client: Client, tmp_path: Path, name: str
-) -> None:
+async def test_what_an_environment_writes_is_marked_and_never_in_a_fix(client: Client, tmp_path: Path, name: str):
     text = STEERING[name]
     kind = "KeyError" if "key that" in name else "ValueError"
     text = text.removeprefix("KeyError: ").strip("'")

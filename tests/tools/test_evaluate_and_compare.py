@@ -117,9 +117,7 @@ async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client
 
 
 @pytest.mark.slow
-async def test_an_evaluation_asks_for_the_gpus_that_share_its_model(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_evaluation_asks_for_the_gpus_that_share_its_model(client: Client, monkeypatch: pytest.MonkeyPatch):
     one = await evaluated(client, limit=5)
     error = await refusal(client, "evaluate", environment="echo", gpus=2)
     assert "[device_unsupported]" in error and "this machine has no GPU" in error

@@ -143,9 +143,7 @@ def test_all_files_of_a_dataset_at_the_hub_are_read(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.hostile("logins")
-def test_rows_of_the_hub_are_read_with_a_login_that_the_caller_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_the_hub_are_read_with_a_login_that_the_caller_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "the-operators")
     logins: list[str | None] = []
     with hub(tmp_path, logins) as url:

@@ -150,9 +150,7 @@ async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fai
 
 
 @pytest.mark.long
-def test_a_worker_that_is_killed_leaves_no_agent_and_the_next_attempt_ends_the_run(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_killed_leaves_no_agent_and_the_next_attempt_ends_the_run(tiny_model: Path, tmp_path: Path):
     folder = environment_folder(tmp_path / "agents", SOURCE)
     (folder / "agent.py").write_text(PROGRAM)
     (folder / "environment.toml").write_text("endpoint = true\n")

@@ -501,9 +501,7 @@ def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path:
     assert finished(run, "cancelled")["step"] == 0
 
 
-def test_a_student_gets_nearer_to_its_teacher_also_across_a_kill(
-    whole_run: Any, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_student_gets_nearer_to_its_teacher_also_across_a_kill(whole_run: Any, tiny_model: Path, tmp_path: Path):
     taught = {"teacher": {"path": whole_run.checkpoints.verify(5)["path"], "run_id": "run", "step": 5, "digest": ""}}
     run = make_run(
         tmp_path / "run", tiny_model, job=taught, algorithm="distill", teacher="run@5", steps=10, batch_size=12,

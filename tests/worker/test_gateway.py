@@ -172,9 +172,7 @@ def agent(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_plays_an_evaluation_with_a_program(
-    tiny_model: Path, outside: Path, agent: Path, flash_home: Path
-) -> None:
+def test_the_command_plays_an_evaluation_with_a_program(tiny_model: Path, outside: Path, agent: Path, flash_home: Path):
     async def scenario() -> None:
         async with connected(Console(file=io.StringIO())) as session:
             await session.call("env_push", folder=str(outside), name="vowels")
@@ -198,9 +196,7 @@ def test_the_command_plays_an_evaluation_with_a_program(
 
 
 @pytest.mark.long
-def test_the_command_plays_a_run_of_two_ranks_over_http(
-    tiny_model: Path, outside: Path, agent: Path, flash_home: Path
-) -> None:
+def test_the_command_plays_a_run_of_two_ranks_over_http(tiny_model: Path, outside: Path, agent: Path, flash_home: Path):
     port = free_port()
     token = tokens.create(open_store(), "alice", "write")[1]
     key = tokens.local_token(open_store().base)

@@ -221,9 +221,7 @@ def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
-def test_a_rollout_that_failed_before_it_began_counts_as_one_that_failed_later(
-    fp32_model: Path, tmp_path: Path
-) -> None:
+def test_a_rollout_that_failed_before_it_began_counts_as_one_that_failed_later(fp32_model: Path, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
     failed = make_rollouts(tokenizer)
     failed[1].error = {"code": "environment_error", "what": "boom"}
@@ -236,9 +234,7 @@ def test_a_rollout_that_failed_before_it_began_counts_as_one_that_failed_later(
     torch.testing.assert_close(later, before)
 
 
-def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(tiny_model: Path, tmp_path: Path):
     tokenizer, held = AutoTokenizer.from_pretrained(tiny_model), []
     rollouts = make_rollouts(tokenizer)
     sizes = {
@@ -277,9 +273,7 @@ def test_what_is_replaced_in_trls_trainer_is_there() -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 4])
-def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
-    fp32_model: Path, tmp_path: Path, stop: int
-) -> None:
+def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(fp32_model: Path, tmp_path: Path, stop: int):
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
 
     def attempt(name: str, steps: int, resume: str | None = None) -> RunFolder:
@@ -392,9 +386,7 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_
         load_policy(fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
 
 
-def test_a_pack_that_is_split_gives_the_same_log_probabilities(
-    fp32_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_that_is_split_gives_the_same_log_probabilities(fp32_model: Path, monkeypatch: pytest.MonkeyPatch):
     policy, tokenizer = make_policy(fp32_model), AutoTokenizer.from_pretrained(fp32_model)
     transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
     width = max(len(t.completion_ids) for t in transcripts)

@@ -163,9 +163,7 @@ def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_in_one_kernel_are_no_further_off_fp32_than_those_of_transformers(
-    dtype: torch.dtype, tiny_model: Path
-) -> None:
+def test_norms_in_one_kernel_are_no_further_off_fp32_than_those_of_transformers(dtype: torch.dtype, tiny_model: Path):
     def gradient(dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
         for name, weight in model.named_parameters():

@@ -197,9 +197,7 @@ def test_a_group_that_fits_only_without_its_activations_is_computed_twice(
 
 
 @pytest.mark.long
-def test_a_batch_of_rows_that_cannot_fit_names_the_knobs_of_sft(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_rows_that_cannot_fit_names_the_knobs_of_sft(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     rows = Workload(0, 400, 1, 512, 8, 0, 8)
     assert estimate(tiny_model, rows, torch.bfloat16, 64 * GIB).kv_cache == 0
     smaller = estimate(tiny_model, replace(rows, group_size=2, recomputed=True), torch.bfloat16, 64 * GIB).total

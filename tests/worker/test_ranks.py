@@ -164,9 +164,7 @@ def second_rank(attempt: Attempt) -> psutil.Process:
 
 @pytest.mark.long
 @pytest.mark.cpu
-def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_on(
-    exact_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_on(exact_model: Path, tmp_path: Path):
     alone = make_run(tmp_path / "alone", exact_model, **FIELDS)
     Attempt(alone, one_by_one=True, **CPU).ended()
     environment, flag = held(tmp_path / "held", saved=tmp_path / "run" / "checkpoints" / "2")

@@ -159,9 +159,7 @@ async def test_what_a_client_asks_for_itself_it_gets(
     assert (answer["choices"][0]["token_ids"], answer["prompt_token_ids"]) == ([3, 4], [1, 2])
 
 
-async def test_a_streamed_answer_is_put_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
+async def test_a_streamed_answer_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording):
     text = (await ask(tmp_path, monkeypatch, messages=PLAIN, stream=True)).text
     assert text.endswith("data: [DONE]\n\n") and "token_ids" not in text and "-3.0" not in text
     parts = [json.loads(event[6:]) for event in text.split("\n\n") if event.startswith("data: {")]

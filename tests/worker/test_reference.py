@@ -408,9 +408,7 @@ def train_as(rank: int, model: Path, folder: Path) -> list[Caught]:
     return caught
 
 
-def test_two_ranks_with_uneven_shares_have_the_gradient_of_the_dense_reference(
-    fp32_model: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_with_uneven_shares_have_the_gradient_of_the_dense_reference(fp32_model: Path, tmp_path: Path):
     code = f"""
 from pathlib import Path
 from tests.worker.test_reference import train_as
@@ -423,9 +421,7 @@ train_as(1, Path({str(fp32_model)!r}), Path({str(tmp_path)!r}))
 
 
 @pytest.mark.parametrize("loss", ["dr_grpo", "rollout_mean", "dapo"])
-def test_turns_that_are_rewarded_have_the_gradient_of_the_dense_reference(
-    fp32_model: Path, tmp_path: Path, loss: str
-) -> None:
+def test_turns_that_are_rewarded_have_the_gradient_of_the_dense_reference(fp32_model: Path, tmp_path: Path, loss: str):
     """Each turn is a sequence of its own there, with the advantage of its own reward to go."""
     rng, template = random.Random(5), ChatTemplate(AutoTokenizer.from_pretrained(fp32_model))
     groups: list[Group] = []

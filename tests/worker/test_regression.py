@@ -20,9 +20,7 @@ TROUBLE = {"tools_unsupported": True, "out_of_memory": False}
 SPLIT = {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local", "tasks": 120}
 
 
-def test_a_run_tries_the_split_before_and_after_and_goes_on_without_one_that_fails(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_tries_the_split_before_and_after_and_goes_on_without_one_that_fails(tiny_model: Path, tmp_path: Path):
     run = make_run(tmp_path / "run", tiny_model, job={"regression": SPLIT}, steps=1)
     Attempt(run).ended()
     first, last = events_of(run, "regression")

@@ -233,9 +233,7 @@ def test_the_estimate_says_the_steps_that_run_and_measures_less_than_it_learns(
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_the_learning_rate_follows_its_schedule_also_after_a_resume(
-    fp32_model: Path, tmp_path: Path, schedule: str
-) -> None:
+def test_the_learning_rate_follows_its_schedule_also_after_a_resume(fp32_model: Path, tmp_path: Path, schedule: str):
     run = RunFolder(tmp_path / "run")
     spec = tune(run, fp32_model, tmp_path, 5, schedule, warmup=0.4)
     assert [rate_factor(spec, step, 5) for step in (0, 1, 2)] == pytest.approx([1 / 3, 2 / 3, 1])

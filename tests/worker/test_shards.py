@@ -60,9 +60,7 @@ def compare(rank: int, model: Path, out: Path) -> None:
             torch.testing.assert_close(gradient, expected[name], **close)
 
 
-def test_ranks_with_a_part_of_each_layer_compute_the_gradients_of_one_with_all(
-    exact_model: Path, tmp_path: Path
-) -> None:
+def test_ranks_with_a_part_of_each_layer_compute_the_gradients_of_one_with_all(exact_model: Path, tmp_path: Path):
     imports = "from pathlib import Path; from tests.worker.test_shards import compare"
     first, second = (
         f"{imports}; compare({rank}, Path({str(exact_model)!r}), Path({str(tmp_path)!r}))" for rank in (0, 1)
@@ -105,9 +103,7 @@ def check_greedy(rows: list[dict[str, Any]], path: Path, model: Any) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.long
-def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(
-    exact_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(exact_model: Path, tmp_path: Path):
     saved = tmp_path / "run" / "checkpoints" / "1"
     environment, flag = held(tmp_path / "held", saved=saved)
     asked = {**FIELDS, "environment": environment, "env_timeout_s": 600}

@@ -20,9 +20,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lines"
 
 
-def test_the_share_of_the_cards_time_is_the_mean_of_the_samples_of_a_step(
-    smi: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_share_of_the_cards_time_is_the_mean_of_the_samples_of_a_step(smi: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CARDS, "GPU-1,GPU-2")
     for lines in ("40\n60\n", "100\n100\n", "[N/A]\n"):
         smi.write_text(lines)

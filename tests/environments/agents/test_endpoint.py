@@ -386,9 +386,7 @@ RETRY = 'ask([user("x")], headers={"x_stainless_retry_count": "1"})'
         (RETRY, "", False),
     ],
 )
-async def test_an_answer_that_reaches_nobody_drops_the_rollout(
-    before: str, after: str, is_lost: bool, tmp_path: Path
-) -> None:
+async def test_an_answer_that_reaches_nobody_drops_the_rollout(before: str, after: str, is_lost: bool, tmp_path: Path):
     """`before` it left the request for x, and `after` that, the agent asks again."""
     program = LEFT.replace("BEFORE", before).replace("AFTER", after)
     async with agents(tmp_path / "agent", program, source="from pathlib import Path") as host:
@@ -731,9 +729,7 @@ async def test_each_key_reaches_its_own_conversation_until_it_ends(tmp_path: Pat
             assert json.loads(score.reason or "") == [f"answer {number}", [401] * (7 - number)]
 
 
-async def test_as_many_agents_run_at_once_as_there_are_threads_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_as_many_agents_run_at_once_as_there_are_threads_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     most = 40
     monkeypatch.setattr(host_module, "MOST_AGENTS", most)
     async with agents(tmp_path / "agent", *['ask([user("x")])'] * 2) as host:

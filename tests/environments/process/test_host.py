@@ -117,9 +117,7 @@ async def test_the_episodes_of_a_task_are_scored_together_and_closed(tmp_path: P
         ("time.sleep(60)", "score_group took longer than 2 s"),
     ],
 )
-async def test_a_group_that_is_scored_wrongly_is_refused_with_a_word(
-    tmp_path: Path, statement: str, expected: str
-) -> None:
+async def test_a_group_that_is_scored_wrongly_is_refused_with_a_word(tmp_path: Path, statement: str, expected: str):
     folder = environment_folder(tmp_path, GROUPED.format(statement=statement))
     async with await EnvironmentHost.start(folder, timeout_s=2) as host:
         openings = [await host.open("train", 0) for _ in range(2)]
@@ -428,9 +426,7 @@ JUDGES = """
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("OfTheClass", [0, 1]), ("Replaced", None), ("Agent", [0, 1])])
-async def test_the_judge_of_a_class_or_an_agent_is_asked_too(
-    tmp_path: Path, name: str, ranks: list[int] | None
-) -> None:
+async def test_the_judge_of_a_class_or_an_agent_is_asked_too(tmp_path: Path, name: str, ranks: list[int] | None):
     folder = environment_folder(tmp_path, JUDGES, returns=f"{name}()")
     (folder / "environment.toml").write_text("endpoint = true")
     async with await EnvironmentHost.start(folder) as host:

@@ -411,9 +411,7 @@ async def test_no_part_of_a_secret_is_left_where_a_text_ends(
 
 
 @pytest.mark.hostile("output")
-async def test_what_it_prints_is_marked_and_obeyed_by_no_terminal(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_it_prints_is_marked_and_obeyed_by_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     source = """
     class Sample(Echo):
         def step_episode(self, example, messages, assistant_response):

@@ -64,9 +64,7 @@ async def fault_of(folder: Path, **options: float) -> EnvironmentFault:
     return caught.value
 
 
-async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_ours(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_ours(tmp_path: Path, flash_home: Path):
     source = """
         import importlib.util
         import six

@@ -336,9 +336,7 @@ def limits_of(victim: int) -> str:
 
 
 @pytest.mark.hostile("processes")
-async def test_limits_and_priorities_of_others_cannot_be_changed(
-    tmp_path: Path, bystander: subprocess.Popen[bytes]
-) -> None:
+async def test_limits_and_priorities_of_others_cannot_be_changed(tmp_path: Path, bystander: subprocess.Popen[bytes]):
     async with attack_on(tmp_path) as attack:
         # "of all" are the processes of its user that it can see.
         assert await attack.told(limits_of(bystander.pid)) == "['setpriority of all']"
@@ -752,9 +750,7 @@ async def test_who_asks_for_nothing_gets_no_more_than_the_operator_allows(tmp_pa
 
 
 @pytest.mark.hostile("resources")
-async def test_one_owner_does_not_take_all_places(
-    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_owner_does_not_take_all_places(tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     allow(flash_home, "at_once = 3\nat_once_per_owner = 2")
     folder = environment_folder(tmp_path / "environment", "", returns="Echo()")
 
@@ -886,9 +882,7 @@ async def test_no_code_runs_where_files_cannot_be_protected_unless_the_operator_
 
 @pytest.mark.hostile("unprotected")
 @pytest.mark.parametrize("refused", ["mount", "pivot_root", "mount_setattr"])
-async def test_where_no_root_of_its_own_can_be_had_landlock_keeps_files_out_of_reach(
-    tmp_path: Path, refused: str
-) -> None:
+async def test_where_no_root_of_its_own_can_be_had_landlock_keeps_files_out_of_reach(tmp_path: Path, refused: str):
     (tmp_path / "secret").touch()
     environment_folder(tmp_path / "folder", ATTACKER)
     attacks = [f"open({str(tmp_path / 'secret')!r})", "import os; told = os.getcwd()"]
