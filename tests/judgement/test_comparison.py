@@ -36,6 +36,12 @@ def test_the_verdict_on_successes_of_the_same_tasks(won: int, lost: int, same: i
     assert "McNemar" in found.explanation
 
 
+def test_one_of_several_looks_is_judged_more_strictly():
+    sides = [0.0] * 8 + [1.0] * 92, [1.0] * 100  # p = 0.0078
+    found = [comparison.compare_paired(*sides, effect=0.05, looks=looks).outcome for looks in (1, 6, 7)]
+    assert found == ["improved", "improved", "underpowered"]
+
+
 @pytest.mark.parametrize(("won", "lost", "bound"), [(200, 0, "high"), (0, 200, "low")])
 def test_the_interval_of_a_change_of_success_ends_at_1(won: int, lost: int, bound: str):
     found = paired(won, lost, 0)
