@@ -1,6 +1,10 @@
 """Ranks that share the base weights of a model that one card cannot hold."""
 
+import ast
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt, held, make_run
 from tests.forked import forked
+from tests.places import ROOT
 from tests.watch import listening_ports
 from tests.worker import test_ranks
 from tests.worker.test_evaluation_attempt import finish, make_evaluation
@@ -157,6 +162,46 @@ def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is
     check_greedy(rows, exact_model, policy)
     with pytest.raises(AssertionError), policy.disable_adapter():
         check_greedy(rows, exact_model, policy)
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from worker.main import prepare_process
+prepare_process()
+from worker.engine.vllm import VllmEngine
+from worker.rollouts.turns import Grammar, Sampling
+
+if __name__ == "__main__":
+    cards = sys.argv[2].split(",")
+    engine = VllmEngine(Path(sys.argv[1]), max_length=128, max_num_seqs=4, dtype="float32", sync="adapter", cards=cards)
+    grammar = Grammar(json_schema='{"type": "string", "minLength": 3, "maxLength": 9}')
+    for number in range(3):
+        engine.submit(str(number), range(40 + number, 72), Sampling(40, 0.0, grammar=grammar))
+    engine.abort(["2"])
+    done = {}
+    while engine.unfinished():
+        done.update(engine.step())
+    engine.close()
+    print(repr([(done[name].token_ids, done[name].allowed) for name in "01"]))
+"""
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+def test_answers_under_a_schema_are_trained_alike_on_several_cards(exact_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "probe.py"
+    file.write_text(PROBE)
+    answers: list[Any] = []
+    for cards in ("", ","):
+        command = [sys.executable, str(file), str(exact_model), cards]
+        paths = {"PYTHONPATH": str(ROOT), **CPU}
+        done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stderr[-3000:]
+        answers.append(ast.literal_eval(done.stdout.splitlines()[-1]))
+    for (ids, allowed), (shared_ids, shared_allowed) in zip(*answers, strict=True):
+        assert ids == shared_ids and min(allowed) < -0.5
+        assert shared_allowed == pytest.approx(allowed, abs=1e-4)
 
 
 def kinds(run: RunFolder) -> set[str]:

@@ -1,8 +1,7 @@
 """How much probability a grammar leaves to each token of an answer, noted where vLLM applies it.
 
-vLLM applies grammars in functions that know no engine, in the process of the model runner. Those of
-an engine on several cards are other processes, where nothing is recorded: such answers are not
-trained, and the metric schema/untrained counts them."""
+vLLM applies grammars in functions that know no engine, in the process of the model runner: this
+one, or those of an engine on several cards, each of which has all logits and records the same."""
 
 from __future__ import annotations
 
@@ -13,6 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from worker.ports import PortClosing
 
 
 @dataclass
@@ -37,6 +38,21 @@ class Shares:
 
 SHARES: dict[str, Shares] = {}
 """By request."""
+
+
+class SharesRecording(PortClosing):
+    """Mixed into vLLM's worker class as its `worker_extension_cls`."""
+
+    def record_shares(self) -> None:
+        record_shares()
+
+    def expect_shares(self, request_id: str, temperature: float, prompt_tokens: int) -> None:
+        SHARES[request_id] = Shares(temperature, prompt_tokens)
+
+    def take_shares(self, request_id: str, tokens: int) -> list[float] | None:
+        """Those of an answer of so many tokens, which are then forgotten."""
+        shares = SHARES.pop(request_id, None)
+        return shares and shares.of(tokens)
 
 
 def record_shares() -> None:

@@ -22,7 +22,7 @@ from worker.adapter import merged_weights, save_adapter
 from worker.adapter_files import named_as
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
 from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
-from worker.engine.shares import SHARES, Shares, own_id, record_shares
+from worker.engine.shares import SharesRecording, own_id
 from worker.engine.text_models import prepare_text_model
 from worker.imports import quick_imports
 from worker.model_files import checkpoint_prefix, config_of, has_state
@@ -41,7 +41,7 @@ SYNC_VARIABLE = "FLASH_SYNC"
 PRELOAD = "LD_PRELOAD"
 IN_PROCESSES = {
     "distributed_executor_backend": "mp",
-    "worker_extension_cls": "worker.ports.PortClosing",
+    "worker_extension_cls": f"{SharesRecording.__module__}.{SharesRecording.__name__}",
 }
 
 
@@ -109,9 +109,9 @@ class VllmEngine:
             executor = engine.engine_core.engine_core.model_executor
             self.processes = [worker.proc for worker in executor.workers]
             if not on_gpu:  # NCCL may still connect
-                engine.collective_rpc("close_listening_ports")
-        else:
-            record_shares()
+                self._on_cards("close_listening_ports")
+        self._on_cards("record_shares")
+        self._has_grammar: set[str] = set()
         self._adapter: LoRARequest | None = None
         self._is_merged = False
         """Whether a policy was merged into the weights: the base model is gone."""
@@ -137,7 +137,6 @@ class VllmEngine:
             detokenize=bool(sampling.stop),  # vLLM's text is read only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        SHARES.pop(request_id, None)
         if sampling.is_base and self._is_merged:
             what = "the adapter is merged into the weights of the base model"
             raise ValueError(f"{what}; {SYNC_VARIABLE}=adapter keeps them apart")
@@ -145,7 +144,8 @@ class VllmEngine:
             params.structured_outputs = Structure(
                 json=grammar.json_schema, structural_tag=grammar.structural_tag
             )
-            SHARES[request_id] = Shares(sampling.temperature, len(prompt_ids))
+            self._on_cards("expect_shares", request_id, sampling.temperature, len(prompt_ids))
+            self._has_grammar.add(request_id)
         try:
             self._engine.add_request(
                 request_id,
@@ -156,7 +156,7 @@ class VllmEngine:
         except Exception as error:
             if sampling.grammar is None:
                 raise
-            SHARES.pop(request_id)
+            self._shares(request_id, 0)
             raise ValueError(f"vLLM refuses the grammar: {error}") from error
 
     def step(self) -> list[tuple[str, Completion]]:
@@ -167,17 +167,28 @@ class VllmEngine:
     def _completion(self, output: Any) -> Completion:
         sampled = self._sampled.pop(output.request_id, {})
         completion = _completion(output.outputs[0])
-        if shares := SHARES.pop(output.request_id, None):
-            allowed = shares.of(len(completion.token_ids))
+        if output.request_id in self._has_grammar:
+            allowed = self._shares(output.request_id, len(completion.token_ids))
             completion = replace(completion, allowed=allowed, has_grammar=True)
         rest = len(completion.token_ids) - sum(sampled.values())
         return replace(completion, policies={**sampled, self.policy_number: rest})
+
+    def _shares(self, request_id: str, tokens: int) -> list[float] | None:
+        self._has_grammar.remove(request_id)
+        return self._on_cards("take_shares", request_id, tokens)
+
+    def _on_cards(self, method: str, *args: Any) -> Any:
+        """What this method of SharesRecording returns, on the first card."""
+        if not self.processes:
+            return getattr(SharesRecording(), method)(*args)
+        return cast(Any, self._engine).collective_rpc(method, args=args)[0]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._engine.abort_request(list(request_ids))
         for request_id in request_ids:
             self._sampled.pop(request_id, None)
-            SHARES.pop(request_id, None)
+            if request_id in self._has_grammar:
+                self._shares(request_id, 0)
 
     def unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests()
