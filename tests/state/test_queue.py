@@ -144,7 +144,7 @@ def test_the_work_of_all_attempts_counts_and_not_the_time_between(store: Store, 
     queue.finish(store, run.id, 2, "cancelled")
     ended = store.run(run.id)
     RunFolder(run.folder).create(queue.job(ended))
-    resumed = queue.resume(store, ended, RunFolder(run.folder), None)
+    resumed = queue.resume(store, ended, RunFolder(run.folder), None, "")
     assert (resumed.used_s, costs.used_up(resumed, store.base)) == (200, None)
 
 

@@ -497,7 +497,7 @@ def test_a_run_that_was_cancelled_goes_on_when_it_is_resumed(bench: Bench) -> No
     queue.request_cancel(bench.store, run.id, "enough")
     ended = bench.finish(run, supervisor=supervisor)
     assert (ended.state, ended.step) == ("cancelled", 2)
-    again = queue.resume(bench.store, ended, RunFolder(run.folder), 4)
+    again = queue.resume(bench.store, ended, RunFolder(run.folder), 4, "")
     assert (again.state, again.cancel_reason) == ("queued", None)
     ended = bench.finish(run)
     assert (ended.state, ended.step, ended.error) == ("succeeded", 4, None)
