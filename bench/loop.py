@@ -236,10 +236,11 @@ async def run(console: Console, names: list[str], model: str | None, seeds: int 
         async with connected(console) as session:
             played = await dates.play(session, dates.JSON_PLAN, model, dates.JSON_FOLDER)
             return {"json": played}
-    if names == ["rows"]:
+    if names[0] in rows.DAYS:
         with tempfile.TemporaryDirectory(prefix="flash-rows-") as folder:
             async with connected(console) as session:
-                return {"rows": await rows.play(session, Path(folder), model=model)}
+                played = await rows.play(session, Path(folder), model=model, day=names[0])
+                return {names[0]: played}
     with tempfile.TemporaryDirectory(prefix="flash-loop-") as folder:
         async with connected(console) as session:
             for name in names:
@@ -254,7 +255,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    choices = [*TASKS, *dates.ABOUT, "rows", *SEEDED]
+    choices = [*TASKS, *dates.ABOUT, *rows.DAYS, *SEEDED]
     parser.add_argument("--only", choices=choices, help="this task alone")
     parser.add_argument(
         "--seeds", type=int, default=1, help="with --only bare, distill, useful: runs a task"
@@ -271,7 +272,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.markdown:
-        own = {"bare": bare.markdown, "rows": rows.markdown}
+        own = {"bare": bare.markdown, **dict.fromkeys(rows.DAYS, rows.markdown)}
         own |= {"distill": lessons.markdown_of_distill, "useful": lessons.markdown_of_useful}
         own |= dict.fromkeys(dates.ABOUT, dates.markdown)
         pages = [own[name](value) for name, value in figures.items() if name in own]

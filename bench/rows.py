@@ -1,7 +1,9 @@
 """From a CSV file of 500 rows to a verdict on a trained model, as an agent plays it, with its calls
 counted: env_setup, env_test, env_push, train, status until the end.
 
-    scripts/loop --only rows
+    scripts/loop --only rows      # dates in words to dates in digits
+    scripts/loop --only csv       # messages of customers and their labels
+    scripts/loop --only sql       # questions about a table, and their SQL
 
 Nothing is chosen by looking at the outcome: docs/loop.md holds what came out."""
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import random
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,40 +24,77 @@ from flash_mcp.protocol.records import ACTIVE
 Json = dict[str, Any]
 ROWS = 500
 MOST_CALLS = 8
+MOST_TOKENS = 6_000
+"""Of all results together."""
 SHOWN = 160
 """Characters of a call's arguments in the log."""
 TRAIN: Json = {"steps": 40, "batch_size": 8, "max_tokens": 24, "eval_examples": 50, **ADAPTER}
 
 
-def write_csv(path: Path) -> None:
+def dates(source: random.Random) -> Iterator[Sequence[str]]:
     """Dates in words, and as year-month-day."""
-    source = random.Random(7)
-    days = source.sample(range(36_500), ROWS)
-    with path.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["question", "answer"])
-        for day in days:
-            at = date(1930, 1, 1) + timedelta(days=day)
-            question = f"Write {at.day} {at:%B} {at.year} as year-month-day."
-            writer.writerow([question, at.isoformat()])
+    yield "question", "answer"
+    for day in source.sample(range(36_500), ROWS):
+        at = date(1930, 1, 1) + timedelta(days=day)
+        yield f"Write {at.day} {at:%B} {at.year} as year-month-day.", at.isoformat()
+
+
+MATTERS = {
+    "billing": ("was charged twice", "got no invoice", "wants the money back"),
+    "shipping": ("still waits for the parcel", "moved to another street", "got half of it"),
+    "account": ("forgot the password", "cannot log in", "wants the account closed"),
+}
+
+
+def labels(source: random.Random) -> Iterator[Sequence[str]]:
+    """Messages of customers, and whom they concern."""
+    yield "text", "label"
+    for number in source.sample(range(10_000, 100_000), ROWS):
+        label = source.choice([*MATTERS])
+        yield f"Order {number}: the customer {source.choice(MATTERS[label])}.", label
+
+
+def sql(source: random.Random) -> Iterator[Sequence[str]]:
+    """Questions about a table of orders, and what answers them."""
+    yield "question", "answer"
+    schema = "Table orders(id, city, price, year). Write SQL."
+    cities = ("Berlin", "Lagos", "Lima", "Osaka", "Paris", "Quito")
+    asked: set[str] = set()
+    while len(asked) < ROWS:
+        city, year = source.choice(cities), source.randrange(1980, 2026)
+        word, function = source.choice([("highest", "max"), ("lowest", "min"), ("mean", "avg")])
+        question = f"{schema} The {word} price in {city} in {year}?"
+        if question not in asked:
+            asked.add(question)
+            where = f"city = '{city}' AND year = {year}"
+            yield question, f"SELECT {function}(price) FROM orders WHERE {where}"
+
+
+DAYS: dict[str, Callable[[random.Random], Iterator[Sequence[str]]]] = {
+    "rows": dates,
+    "csv": labels,
+    "sql": sql,
+}
+"""{name: the rows of the CSV file, from its header on}."""
 
 
 async def play(
-    session: Session, folder: Path, train: Json = TRAIN, model: str | None = None
+    session: Session, folder: Path, train: Json = TRAIN, model: str | None = None, day: str = "rows"
 ) -> Json:
     """{"log": [[call, tokens of its result]], "success", "verdict", "seconds"}."""
-    path = folder / "dates.csv"
-    write_csv(path)
-    target = str(folder / "dates")
+    path = folder / f"{day}.csv"
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows(DAYS[day](random.Random(7)))
+    target = str(folder / day)
     calls: list[tuple[str, Json]] = [
         ("env_setup", {"folder": target, "data": str(path)}),
         ("env_test", {"folder": target}),
-        ("env_push", {"folder": target, "name": "dates"}),
+        ("env_push", {"folder": target, "name": day}),
     ]
     with session.timed("all"):
         for tool, arguments in calls:
             await session.call(tool, **arguments)
-        wanted: Json = {"environment": "dates", "algorithm": "sft", **train}
+        wanted: Json = {"environment": day, "algorithm": "sft", **train}
         wanted |= {"eval_before": True, "eval_after": True, **({"model": model} if model else {})}
         run_id = (await session.call("train", **wanted))["run_id"]
         calls.append(("train", wanted))

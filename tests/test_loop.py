@@ -91,15 +91,19 @@ def test_an_agent_plays_the_loop_within_its_calls_and_tokens(folder: Path, tiny_
 
 
 @pytest.mark.long
-def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(tiny_model: Path, flash_home: Path, tmp_path: Path):
+@pytest.mark.parametrize("day", list(rows.DAYS))
+def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(
+    day: str, tiny_model: Path, flash_home: Path, tmp_path: Path
+) -> None:
     train: Json = {**rows.TRAIN, "steps": 3, "max_tokens": 8, "eval_examples": 20}
 
     async def loop() -> Json:
         async with connected(Console(file=io.StringIO())) as session:
-            return await rows.play(session, tmp_path, train, str(tiny_model))
+            return await rows.play(session, tmp_path, train, str(tiny_model), day)
 
     played = anyio.run(loop)
     assert len(played["log"]) <= rows.MOST_CALLS
+    assert sum(tokens for _, tokens in played["log"]) <= rows.MOST_TOKENS, played["log"]
     assert [call.partition("(")[0] for call, _ in played["log"][:5]] == [
         "env_setup", "env_test", "env_push", "train", "status"
     ]  # fmt: skip

@@ -17,7 +17,9 @@ from flash_mcp.pages.report import html
 from flash_mcp.protocol.numbers import number
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
+from flash_mcp.state.references import Subject
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.resolve import resolve_eval
 from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
 from tests.samples import (
@@ -25,9 +27,11 @@ from tests.samples import (
     evaluate,
     finished_run,
     learn,
+    push_echo,
     read_in,
     sample_rollout,
     save_adapter,
+    start,
     started_run,
     supervised,
 )
@@ -182,6 +186,21 @@ def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):
     text = Tags(html(open_store(), run.id)).text
     assert "Held out, step 0: 1000 rollouts, success 25 %; failures of 256 drawn at random: wrong 1" in text
     assert "no success (wrong)" in text
+
+
+def test_an_evaluation_has_its_success_as_a_bar_and_its_scores_in_words(tmp_path: Path):
+    environment = push_echo(tmp_path)
+    subject = Subject("smollm2-135m-instruct", 8192, 0)
+    resolved = resolve_eval(subject, environment, split="eval", tasks=list(range(60)), attempts=1, arguments={})
+    with open_store().transaction():  # a supervisor of the test's would claim it first
+        run, _ = queue.enqueue(open_store(), resolved, environment)
+        writer = start(run.id)
+    rows = [sample_rollout(0, index, float(index % 10 < 7)) for index in range(60)]
+    writer.evaluation(0, {"n": 60, "success": 0.7, "reward_mean": 0.7, "error_share": 0.0}, rows)
+    end(writer, run.id, 60)
+    page = html(open_store(), run.id)
+    assert 'class="bar"' in page and 'aria-label="0.700, between 0.534 and 0.826"' in page
+    assert "pass at1: 0.7, 2: 0.867, 4: 1" in Tags(page).text
 
 
 def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
