@@ -34,8 +34,18 @@ PROCESS_SETTINGS = {
 """Environment variables that torch and vLLM read when they are imported."""
 
 
+def spin_shortly() -> None:
+    """Let OpenMP's threads wait for each other for microseconds before they sleep, unless the user
+    chose how they wait. By default they spin for milliseconds, and whatever else runs on their
+    cores holds them up by whole time slices.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+
 def prepare_process() -> None:
     """Set what torch and vLLM read when they are imported."""
+    spin_shortly()
     for name, value in PROCESS_SETTINGS.items():
         os.environ.setdefault(name, value)
     # Groups differ in length, and fixed segments of a card's memory would leave holes. Not for an

@@ -350,6 +350,17 @@ async def test_the_time_is_that_of_an_earlier_run_of_the_kind(tmp_path: Path):
     assert "low_s" not in time
 
 
+@pytest.mark.parametrize(("load", "word"), [(2.9, ""), (9.0, "busy now, load 9 on 2 processors: it may take 4 times")])
+async def test_the_time_says_that_the_machine_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, word: str
+) -> None:
+    finished_run(tmp_path)
+    monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("psutil.cpu_count", lambda: 2)
+    basis = (await expected())["basis"]
+    assert word in basis and basis.count("the machine is busy") == bool(word)
+
+
 @pytest.mark.slow
 async def test_the_band_of_the_time_is_what_earlier_runs_in_the_environment_took(tmp_path: Path):
     runs = [finished_run(tmp_path / str(number)) for number in range(3)]

@@ -1,5 +1,6 @@
 """What a step's metrics say of processors and cards."""
 
+import os
 import time
 from pathlib import Path
 
@@ -41,3 +42,18 @@ def test_without_a_card_the_process_is_measured(monkeypatch: pytest.MonkeyPatch,
     assert 0 < measured["system/processors"] <= 1.5
     assert 0.001 < measured["system/process_gib"] < 10
     assert "system/card_share" not in measured
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_wait_shortly_unless_the_user_says_how(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    process.spin_shortly()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

@@ -31,7 +31,7 @@ from flash_mcp.protocol.spec import Precision
 from worker.engine.fetch import ensure
 from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
 from worker.model_files import check_shape, config_of, weights_bytes
-from worker.process import CARDS, COMPUTES_IN, MODEL_FOLDER
+from worker.process import CARDS, COMPUTES_IN, MODEL_FOLDER, spin_shortly
 
 if TYPE_CHECKING:
     import torch
@@ -169,6 +169,7 @@ def _set_for_cpu(flags: list[str], options: dict[str, Any]) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     cores = psutil.cpu_count(logical=False) or 2
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+    spin_shortly()
 
 
 def _cache(model: Path, config: Any, length: int, cards: int, itemsize: int) -> dict[str, int]:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+import psutil
+
 from flash_mcp.judgement import attempts, statistics
 from flash_mcp.protocol.base_models import find, parameters_in_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import percent, two_digits
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.result_model import ResultModel, Rounded
-from flash_mcp.protocol.spec import RunSpec
+from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state import costs
 from flash_mcp.state.runs import LOOKED_AT
 from flash_mcp.state.store import Store
@@ -31,6 +33,8 @@ FEWEST_REGRESSION_TASKS = 120
 tries so many however small it is: it forgets most."""
 USUALLY_SOLVED = 0.33
 """The share of these tasks that a small model solves, to say which loss will be seen."""
+BUSY_LOAD = 1.5
+"""Of a processor: one run by itself keeps the load at 1."""
 SCATTERED = 3
 """So many earlier runs show how far their times scatter."""
 
@@ -47,7 +51,14 @@ class RunTime(ResultModel):
     cost_high: Rounded | None = None
 
     def priced(self, store: Store, spec: RunSpec, price_per_hour: float | None) -> RunTime:
-        """The same with its cost, if a price is known: that of an hour of one GPU."""
+        """The same with its cost, if a price is known: that of an hour of one GPU. It says if other
+        work keeps this machine busy.
+        """
+        load, processors = psutil.getloadavg()[0], psutil.cpu_count() or 1
+        busy = f"the machine is busy now, load {load:.0f} on {processors} processors"
+        is_told = "the machine is busy" in self.basis
+        if spec.target == LOCAL_TARGET and load > BUSY_LOAD * processors and not is_told:
+            self.basis += f"; {busy}: it may take {load / processors:.0f} times as long"
         price = price_per_hour
         if price is None:
             price = costs.price_of_hour(store.base, spec.target).price_per_hour
