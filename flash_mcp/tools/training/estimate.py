@@ -21,8 +21,8 @@ from flash_mcp.state.store import Store
 from flash_mcp.tools.training.probe import Probe
 from flash_mcp.tools.training.run_time import RunTime
 
-BYTES = {"float32": 4}
-"""Of a parameter, by the model's own type; 2 for all others."""
+BYTES = 4
+"""Of a parameter of an adapter: fp32, whatever the precision of the model."""
 MOMENTS = 2
 """Numbers that the optimizer keeps for each parameter."""
 
@@ -166,5 +166,4 @@ def _computed(spec: RunSpec, card: ModelCard) -> int:
     # Queries and output, then keys and values.
     attention = 2 * (hidden + queries) + 2 * (hidden + keys)
     feed_forward = 3 * (hidden + inner)
-    width = BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    return spec.lora_rank * layers * (attention + feed_forward) * width
+    return spec.lora_rank * layers * (attention + feed_forward) * BYTES
