@@ -113,6 +113,14 @@ def test_the_same_key_with_another_request_is_a_conflict_and_makes_nothing(store
     assert len(store.runs()) == 1
 
 
+def test_a_caller_queues_no_more_runs_than_the_limit(store: Store) -> None:
+    with acting_as(Caller("ann", limits=Limits(queued_runs=1))):
+        enqueue(store)
+        with pytest.raises(FlashError, match="quota_exceeded"):
+            enqueue(store)
+    assert len(store.runs()) == 1
+
+
 def test_one_key_used_by_eight_threads_at_once_makes_one_run(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: enqueue(store, key="k"), range(16)))
