@@ -217,7 +217,7 @@ class SameTasks:
         return (*system, *turns) if len(self._systems.get(turns, ())) > 1 else turns
 
     def _keys(self, words: frozenset[str]) -> Iterator[tuple[Any, str]]:
-        numbers = _numbers(words)
+        numbers = tuple(sorted(word for word in words if word[0].isdigit()))
         rarest = sorted(words, key=lambda word: (self._counter[word], word))
         for word in rarest[: len(words) - ceil(ALIKE * len(words)) + 1]:
             yield numbers, word
@@ -262,10 +262,6 @@ def same_tasks(tasks: Sequence[Task]) -> Same:
 
 def _agree(gold: str | None, other: str | None) -> bool:
     return gold is None or other is None or gold == other
-
-
-def _numbers(words: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(word for word in words if word[0].isdigit()))
 
 
 def _same_order(one: Sequence[str], other: Sequence[str]) -> bool:

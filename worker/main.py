@@ -94,7 +94,16 @@ def main() -> int:
     error = None
     try:
         if token:
-            _receive_secrets(job["run_id"], token, writer, heartbeat)
+            # Wait for the run's secrets, and put them where an attempt on the server's machine has
+            # them: into variables of this process, from where the environment's process takes them
+            run_id = job["run_id"]
+            heartbeat.enter("secrets")
+            receiver = Receiver(f"{run_id}-{writer.epoch}", token)
+            writer.offer(receiver.offer)
+            while (sealed := writer.take_sealed()) is None:
+                if heartbeat.cancelled.wait(SECRETS_EVERY_S):
+                    raise Cancelled
+            os.environ |= receiver.open(sealed)
         step = _work(job, writer, heartbeat)
         state = "cancelled" if heartbeat.cancelled.is_set() else "succeeded"
     except Cancelled:
@@ -137,19 +146,6 @@ def _leave(code: int) -> NoReturn:
 def _preempted(step: int) -> FlashError:
     what = "the attempt was told to end: its machine is taken away"
     return FlashError("preempted", what, step=step, fix="nothing: the run goes on by itself")
-
-
-def _receive_secrets(run_id: str, token: str, writer: RunWriter, heartbeat: Heartbeat) -> None:
-    """Wait for the run's secrets, and put them where an attempt on the server's machine has them:
-    into variables of this process, from where the environment's process takes them.
-    """
-    heartbeat.enter("secrets")
-    receiver = Receiver(f"{run_id}-{writer.epoch}", token)
-    writer.offer(receiver.offer)
-    while (sealed := writer.take_sealed()) is None:
-        if heartbeat.cancelled.wait(SECRETS_EVERY_S):
-            raise Cancelled
-    os.environ |= receiver.open(sealed)
 
 
 def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:

@@ -96,7 +96,9 @@ def probe(folder: RunFolder) -> None:
     folder.claim(1)
     if folder.write_new("epoch/1", {"claim": uuid4().hex}):  # `claim` would look, and not try
         raise SystemExit("two attempts could claim one run: the storage has no exclusive create")
-    devices = _devices()
+    # GPUs as nvidia-smi names them, and the processors
+    cards = nvidia_smi(["--query-gpu=name,memory.total", "--format=csv,noheader"], 30.0)
+    devices = [*cards, f"{len(os.sched_getaffinity(0))} CPUs"]
     results: Json = {
         "host": socket.gethostname(),
         "version": version(),
@@ -116,12 +118,6 @@ def _reaches(host: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _devices() -> list[str]:
-    """GPUs as nvidia-smi names them, and the processors."""
-    cards = nvidia_smi(["--query-gpu=name,memory.total", "--format=csv,noheader"], 30.0)
-    return [*cards, f"{len(os.sched_getaffinity(0))} CPUs"]
 
 
 def _cards(devices: Sequence[str]) -> Json:

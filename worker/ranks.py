@@ -185,7 +185,7 @@ def started(
     body = {"job": job, "parent": os.getpid(), "count": count}
     (scratch / JOB).write_text(json.dumps(body))
     (scratch / PROGRESS).write_bytes(bytes(8 * count))
-    heartbeat.elsewhere = lambda: sum(_progress(scratch))
+    heartbeat.elsewhere = lambda: sum(memoryview((scratch / PROGRESS).read_bytes()).cast("q"))
     children = [
         subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], "--rank", str(rank), "--scratch", str(scratch)],
@@ -265,10 +265,6 @@ def _ended(what: str, code: int) -> FlashError:
 
 def _error_file(scratch: Path, rank: int) -> Path:
     return scratch / f"error-{rank}.json"
-
-
-def _progress(scratch: Path) -> list[int]:
-    return list(memoryview((scratch / PROGRESS).read_bytes()).cast("q"))
 
 
 class RankHeartbeat(Heartbeat):

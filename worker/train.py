@@ -76,7 +76,14 @@ def train(
         causal_lm = cast(Any, policy.get_base_model())
         setattr(causal_lm.get_output_embeddings(), FP32_HEAD, spec.fp32_head)
         way = way_of(causal_lm)
-        _report_way(session, way)
+        if way != Way.PACKED and session.model.is_shared:
+            what = (
+                "one card cannot hold the model, and it lacks the packed pass, which sharing needs"
+            )
+            raise FlashError("out_of_memory", what, fix="use another model, or larger cards")
+        if way == Way.ROWS:
+            what = "training takes longer and more memory: a prompt is computed for each completion"
+            session.writer.event("warning", what)
         common: dict[str, Any] = {
             "output_dir": str(scratch / "trainer"),
             "callbacks": [session.reporter],
@@ -88,15 +95,6 @@ def train(
         else:
             trainer = _rollout_trainer(job, session, policy, (longest, turns), common)
         return _optimize(trainer, session, resume_from, job.get("regression"))
-
-
-def _report_way(session: TrainingSession, way: Way) -> None:
-    if way != Way.PACKED and session.model.is_shared:
-        what = "one card cannot hold the model, and it lacks the packed pass, which sharing needs"
-        raise FlashError("out_of_memory", what, fix="use another model, or larger cards")
-    if way == Way.ROWS:
-        what = "training takes longer and more memory: a prompt is computed for each completion"
-        session.writer.event("warning", what)
 
 
 def _rollout_trainer(

@@ -204,7 +204,10 @@ def _entries(
             what = f"making the tasks takes longer than {GENERATION_LIMIT_S:g} s of CPU time"
             fix = "ask for fewer with train_size and eval_size"
             raise ArgumentsError(f"{what} ({result} of {count} done); {fix}")
-        _seed_global_generators(first_seed + index)
+        seed = first_seed + index
+        random.seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed % 2**32)
         entry = dataset[index]
         if entry["question"] not in seen:
             seen.add(entry["question"])
@@ -233,12 +236,6 @@ def _plain(value: Any) -> Any:
             return float(value)
         case _:
             return value
-
-
-def _seed_global_generators(seed: int) -> None:
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
 
 
 def _tagged(text: str) -> list[str]:

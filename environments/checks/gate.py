@@ -98,7 +98,14 @@ async def check(
             ends = started + deadline_s
             trial = Trial(host, start_other, report, ends, max_tokens)
             await _check_all(trial, time.monotonic() - started)
-            report.probes.append(_times(trial, host.timeout_s))
+            slow: list[str] = []
+            times: list[str] = []
+            for method, seconds in trial.slowest_s.items():
+                times.append(f"{method} {seconds * 1000:.1f} ms")
+                if seconds > host.timeout_s:
+                    slow.append(method)
+            fix = f"{', '.join(slow)} must answer within {host.timeout_s:g} s" if slow else ""
+            report.probes.append(Probe("time", not slow, f"slowest calls: {', '.join(times)}", fix))
     except EnvironmentFault as fault:
         if fault.code == "not_ready":
             raise
@@ -154,17 +161,6 @@ def _faulty(name: str, fault: EnvironmentFault) -> Probe:
     if fault.code == "environment_timeout" and fault.what.startswith(LOADING):
         return replace(probe, passed=None, fix=LOAD_FIX, finished=False)
     return probe
-
-
-def _times(trial: Trial, timeout_s: float) -> Probe:
-    slow: list[str] = []
-    times: list[str] = []
-    for method, seconds in trial.slowest_s.items():
-        times.append(f"{method} {seconds * 1000:.1f} ms")
-        if seconds > timeout_s:
-            slow.append(method)
-    fix = f"{', '.join(slow)} must answer within {timeout_s:g} s" if slow else ""
-    return Probe("time", not slow, f"slowest calls: {', '.join(times)}", fix)
 
 
 def _some(size: int, count: int) -> list[int]:

@@ -31,7 +31,14 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]), by=signal.SIGTERM)
     sys.stdout.write(json.dumps(enclose(bounds)) + "\n")
     sys.stdout.flush()
-    pipes = _take_pipes()
+    # Move stdin and stdout away, to /dev/null and stderr: no print ends up among the replies
+    requests = os.dup(0)
+    replies = os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    pipes = requests, replies
     arguments = [bounds.dump(), *map(str, pipes)]
     if interpreter == sys.executable:
         _close_others(pipes)
@@ -45,17 +52,6 @@ def main() -> None:
     for pipe in pipes:
         os.set_inheritable(pipe, True)
     os.execv(interpreter, [interpreter, "-P", "-m", "environments.process.child", *arguments])
-
-
-def _take_pipes() -> tuple[int, int]:
-    """Move stdin and stdout away, to /dev/null and stderr: no print ends up among the replies."""
-    requests = os.dup(0)
-    replies = os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    return requests, replies
 
 
 def _close_others(pipes: tuple[int, int]) -> None:

@@ -439,7 +439,13 @@ def _steps(target: Path, versions: IO[str]) -> bool:
     names = may_build(target)
     if not is_done and names:
         sys.stderr.write(f"building from source: {', '.join(names)}\n")
-        others = _others(target, names)
+        # A file with the requirements that are not to be built
+        path = _temporary(target) / "wheels.txt"
+        built = {_normal(name) for name in names}
+        lines = (target / FILE).read_text().splitlines()
+        kept = [line for line in lines if "*" not in names and _normal(_name(line)) not in built]
+        path.write_text("\n".join(kept) + "\n")
+        others = str(path)
         # This fails if one of them requires a package without a wheel; the build installs all then.
         done(partial(install_wheels, target, others), with_passwords=True)
         is_done = done(partial(build, target, names), with_passwords=False)
@@ -472,16 +478,6 @@ def _credentials() -> dict[str, str]:
     except OSError:  # a terminal or a pipe
         return {}
     return json.loads(os.pread(0, size, 0) or b"{}")
-
-
-def _others(target: Path, names: Sequence[str]) -> str:
-    """A file with the requirements that are not to be built."""
-    path = _temporary(target) / "wheels.txt"
-    built = {_normal(name) for name in names}
-    lines = (target / FILE).read_text().splitlines()
-    kept = [line for line in lines if "*" not in names and _normal(_name(line)) not in built]
-    path.write_text("\n".join(kept) + "\n")
-    return str(path)
 
 
 def _name(line: str) -> str:

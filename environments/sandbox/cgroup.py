@@ -48,7 +48,11 @@ class Group:
 def make(limit_bytes: int) -> Group | None:
     """A new group with this limit; None where none can be made."""
     for parent, limit, events in _parents():
-        _remove_left(parent)
+        # Remove the groups of wardens that were killed
+        for folder in parent.glob(f"{PREFIX}*"):
+            if not Path("/proc", folder.name.removeprefix(PREFIX)).exists():
+                with suppress(OSError):
+                    folder.rmdir()
         group = Group(parent / f"{PREFIX}{os.getpid()}", events)
         with suppress(OSError):
             group.folder.mkdir()
@@ -83,11 +87,3 @@ def _parents() -> list[tuple[Path, str, str]]:
                 results.append((place / own.get("", "/").lstrip("/"), *files))
                 results.append((place, *files))
     return results
-
-
-def _remove_left(parent: Path) -> None:
-    """Remove the groups of wardens that were killed."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        if not Path("/proc", folder.name.removeprefix(PREFIX)).exists():
-            with suppress(OSError):
-                folder.rmdir()

@@ -53,22 +53,20 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
                 raise BusyError("other environments start at this moment")
         except OSError:  # this file system has no locks: nobody counts and nobody sweeps
             return Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home)), stack
-        _check_room(home, owner, most, most_of_owner)
+        owners = Counter(
+            folder.name.partition(".")[0] for folder in home.iterdir() if _is_held(folder)
+        )
+        if owners.total() >= most:
+            by_count = sorted(owners.items(), key=lambda item: (-item[1], item[0]))
+            held = ", ".join(f"{name} {count}" for name, count in by_count)
+            raise BusyError(f"{owners.total()} environments run on this machine ({held})")
+        if owners[owner] >= most_of_owner:
+            raise BusyError(f"{owners[owner]} environments of {owner} run")
         folder = Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home))
         lock_folder(folder, stack)
     # After the count, which locks each folder for a moment: a sweep leaves locked folders alone.
     threading.Thread(target=sweep, args=(home,), daemon=True, name="scratch").start()
     return folder, stack
-
-
-def _check_room(home: Path, owner: str, most: int, most_of_owner: int) -> None:
-    owners = Counter(folder.name.partition(".")[0] for folder in home.iterdir() if _is_held(folder))
-    if owners.total() >= most:
-        by_count = sorted(owners.items(), key=lambda item: (-item[1], item[0]))
-        held = ", ".join(f"{name} {count}" for name, count in by_count)
-        raise BusyError(f"{owners.total()} environments run on this machine ({held})")
-    if owners[owner] >= most_of_owner:
-        raise BusyError(f"{owners[owner]} environments of {owner} run")
 
 
 def _is_held(folder: Path) -> bool:

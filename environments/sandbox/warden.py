@@ -70,7 +70,12 @@ def enclose(bounds: Bounds) -> dict[str, str]:
         os.close(ending)
         _watch(first, own, group, bounds.memory_bytes, ended)
     os.close(ended)
-    _die_with_reader(ending)
+    # Die with the parent, which holds the other end. A namespace hides the parent's pid
+    end_with_parent()
+    poll = select.poll()
+    poll.register(ending, 0)
+    if poll.poll(0):
+        os._exit(1)
     with suppress(OSError):
         # If memory runs out, the kernel kills these processes before the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -97,15 +102,6 @@ def _protected(results: dict[str, str], bounds: Bounds) -> dict[str, str]:
 
 
 # -- the first process -----------------------------------------------------------------------------
-
-
-def _die_with_reader(pipe: int) -> None:
-    """Die with the parent, which holds the other end. A namespace hides the parent's pid."""
-    end_with_parent()
-    poll = select.poll()
-    poll.register(pipe, 0)
-    if poll.poll(0):
-        os._exit(1)
 
 
 def _be_first(child: int, ending: int) -> NoReturn:
@@ -144,7 +140,14 @@ def _watch(
             if group.has_killed():
                 ended_by = MEMORY_EXIT_CODE << 8
             group.remove()
-        _end_as(_codes_own(ended) if ended_by is None else ended_by)
+        status = _codes_own(ended) if ended_by is None else ended_by
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            with suppress(OSError):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+            os.kill(os.getpid(), number)
+        os._exit(os.waitstatus_to_exitcode(status))
     finally:
         os._exit(1)
 
@@ -286,13 +289,3 @@ def _kibibytes(pid: int, file: str, *names: str) -> int:
             if name.decode(errors="replace") in names:
                 total += int(value.split()[0])
     return total
-
-
-def _end_as(status: int) -> None:
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        with suppress(OSError):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status))

@@ -21,14 +21,7 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.types import BlobResourceContents, CallToolResult, TextContent
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, visible
@@ -244,7 +237,10 @@ async def watch(session: Session, run_id: str) -> Json:
         task = progress.add_task("queued", total=None)
         while True:
             view = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]
-            _show_progress(progress, task, view)
+            text = view.get("phase") or view["state"]
+            if reward := view.get("reward"):
+                text += f", reward {reward['last']:.2f} {reward['spark']}"
+            progress.update(task, description=text, completed=view["step"], total=view.get("steps"))
             if view["state"] not in ACTIVE:
                 break
     if view["state"] != "succeeded":
@@ -252,13 +248,6 @@ async def watch(session: Session, run_id: str) -> Json:
         what = f"the run {view['state']}: {error.get('what')}"
         raise FlashError("worker_failed", what, fix=error.get("fix") or "")
     return view
-
-
-def _show_progress(progress: Progress, task: TaskID, view: Json) -> None:
-    text = view.get("phase") or view["state"]
-    if reward := view.get("reward"):
-        text += f", reward {reward['last']:.2f} {reward['spark']}"
-    progress.update(task, description=text, completed=view["step"], total=view.get("steps"))
 
 
 def _show_probes(console: Console, checked: Json) -> None:

@@ -73,7 +73,9 @@ def written_before(store: Store, reference: str, kind: ExportKind, folder: Path)
     with suppress(OSError, ValueError):
         page = (folder / "README.md").read_text()
         is_same = f"\n# {_name(subject)}\n" in page and f" as\n{kind}.\n" in page
-        return Written(folder, None, []) if is_same else None
+        if is_same:
+            return Written(folder, None, [])
+        return None
     return None
 
 

@@ -62,20 +62,23 @@ def install(
     if not re.fullmatch("[A-Za-z0-9_-]+", name):
         fix = "use ASCII letters, digits, - and _"
         raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
-    if url is not None:
-        server = entry_at(url, os.environ.get(TOKEN, ""))
-    else:
-        server = entry() if ssh is None else entry_over_ssh(ssh)
     agent = CLIENTS[client]
-    shaped = agent.remote(server) if "url" in server else agent.shape(server)
+    if url is not None:
+        shaped = agent.remote(entry_at(url, os.environ.get(TOKEN, "")))
+    elif ssh is not None:
+        shaped = agent.shape(entry_over_ssh(ssh))
+    else:
+        shaped = agent.shape(entry())
     path = agent.locate()
     if path.suffix == ".toml":
         text = _table(f"{agent.key}.{name}", shaped)
     else:
         text = json.dumps({agent.key: {name: shaped}}, indent=2, ensure_ascii=False) + "\n"
     # A command's words can be read by every user of the machine, and a token is secret.
-    words = agent.command(name, shaped) if agent.command and "url" not in server else []
-    if not write or not words or shutil.which(words[0]) is None:
+    words: list[str] = []
+    if write and agent.command and url is None:
+        words = agent.command(name, shaped)
+    if not words or shutil.which(words[0]) is None:
         return Installed(client, path, text, done=False)
     try:
         subprocess.run(

@@ -224,7 +224,8 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
             )
         raise
     if getattr(arguments, "follow", False):
-        run_id = _run_of(result)
+        view = getattr(result, "run", None) or result
+        run_id = cast("str | None", getattr(view, "run_id", None))
         if run_id is None:
             fix = "name a run: flash-mcp status RUN_ID --follow"
             raise FlashError("invalid_argument", "there is no one run to follow", fix=fix)
@@ -342,8 +343,3 @@ def _assigned(values: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
             fields = {table: fields}
         values = joined(values, fields)
     return values
-
-
-def _run_of(result: BaseModel) -> str | None:
-    view = getattr(result, "run", None) or result
-    return cast("str | None", getattr(view, "run_id", None))

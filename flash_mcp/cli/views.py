@@ -27,7 +27,7 @@ from flash_mcp.tools.status import RunLine, Status
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from flash_mcp.judgement.health import Flag, Trend
+    from flash_mcp.judgement.health import Trend
     from flash_mcp.tools.shared.run_view import HeldOut, RunView
 
 
@@ -201,7 +201,10 @@ def _run(page: Page, view: RunView) -> None:
         page.prose(view.error.log_tail, "dim", label="  | ")
     _numbers(page, view)
     for flag in view.flags or ():
-        _flag(page, flag)
+        page.line()
+        page.line(f"{flag.severity}: {flag.name}", "bad" if flag.severity == "problem" else "warn")
+        evidence = flag.evidence[:1].upper() + flag.evidence[1:]
+        page.prose(f"{evidence}. {flag.remedy}", label="  ")
     for warning in view.warnings or ():
         page.prose(warning, "warn", label="! ")
     if view.outlook and view.state != "succeeded":
@@ -257,7 +260,14 @@ def _numbers(page: Page, view: RunView) -> None:
     if view.by_label:
         _by_label(page, view.by_label)
     if view.newest:
-        _newest(page, view.newest)
+        parts: list[str] = []
+        if tokens := view.newest.get("tokens/completion_mean"):
+            parts.append(f"{number(tokens)} tokens a rollout")
+        for name, words in SHARES.items():
+            if value := view.newest.get(name):
+                parts.append(words.format(percent(value)))
+        if parts:
+            page.prose(f"Newest step: {', '.join(parts)}.")
 
 
 def _by_label(page: Page, found: ByLabel) -> None:
@@ -272,17 +282,6 @@ def _by_label(page: Page, found: ByLabel) -> None:
     page.prose(f"Macro-F1 {number(found.macro_f1)}, {balanced}{more}.")
     page.prose(found.baseline, label="baseline  ")
     page.prose(found.few, "warn")
-
-
-def _newest(page: Page, values: dict[str, float]) -> None:
-    parts: list[str] = []
-    if tokens := values.get("tokens/completion_mean"):
-        parts.append(f"{number(tokens)} tokens a rollout")
-    for name, words in SHARES.items():
-        if value := values.get(name):
-            parts.append(words.format(percent(value)))
-    if parts:
-        page.prose(f"Newest step: {', '.join(parts)}.")
 
 
 def _scores(page: Page, scores: Scores) -> None:
@@ -312,13 +311,6 @@ def _measured(point: HeldOut | Scores) -> list[Cell]:
         percent(point.truncated),
         str(point.errors or "") if isinstance(point, Scores) else percent(point.errors),
     ]
-
-
-def _flag(page: Page, flag: Flag) -> None:
-    page.line()
-    page.line(f"{flag.severity}: {flag.name}", "bad" if flag.severity == "problem" else "warn")
-    evidence = flag.evidence[:1].upper() + flag.evidence[1:]
-    page.prose(f"{evidence}. {flag.remedy}", label="  ")
 
 
 # -- lists -----------------------------------------------------------------------------------------

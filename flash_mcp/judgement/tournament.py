@@ -71,24 +71,20 @@ def difference(wins: float, losses: float, ties: float, alpha: float = ALPHA) ->
         inside = middle
         for _ in range(HALVINGS):
             between = (inside + outside) / 2
-            if _won(between, wins, losses, ties) < 1 / alpha:
+            # What the bets against this difference have won, as a multiple of the stake
+            results: list[float] = []
+            for share in BETS:
+                for bet in (share / (1 + between), -share / (1 - between)):
+                    log = wins * math.log1p(bet * (1 - between))
+                    log += ties * math.log1p(-bet * between)
+                    log += losses * math.log1p(-bet * (1 + between))
+                    results.append(math.exp(min(log, LARGEST_LOG)))
+            if fmean(results) < 1 / alpha:
                 inside = between
             else:
                 outside = between
         ends.append(outside)
     return Interval(*ends)
-
-
-def _won(value: float, wins: float, losses: float, ties: float) -> float:
-    """What the bets against this difference have won, as a multiple of the stake."""
-    results: list[float] = []
-    for share in BETS:
-        for bet in (share / (1 + value), -share / (1 - value)):
-            log = wins * math.log1p(bet * (1 - value))
-            log += ties * math.log1p(-bet * value)
-            log += losses * math.log1p(-bet * (1 + value))
-            results.append(math.exp(min(log, LARGEST_LOG)))
-    return fmean(results)
 
 
 @dataclass

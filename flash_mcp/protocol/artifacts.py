@@ -61,7 +61,12 @@ class Artifacts:
             return self._put(folder, run_id)
 
     def _put(self, folder: Path, run_id: str) -> str:
-        fingerprint = _fingerprint(folder)
+        # Changes when a file of the folder does
+        results: list[Any] = []
+        for path in sorted(_files(folder)):
+            status = path.stat()
+            results.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
+        fingerprint = hashlib.sha256(repr(results).encode()).hexdigest()
         existing = self._known.get(folder)
         if existing and existing[0] == fingerprint:
             self._name_user(existing[1], run_id)
@@ -258,12 +263,3 @@ def _replaced(job: Json, applies: Callable[[str], bool], act: Callable[[str], st
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
-
-
-def _fingerprint(folder: Path) -> str:
-    """Changes when a file of the folder does."""
-    results: list[Any] = []
-    for path in sorted(_files(folder)):
-        status = path.stat()
-        results.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
-    return hashlib.sha256(repr(results).encode()).hexdigest()

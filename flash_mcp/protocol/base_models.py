@@ -152,7 +152,8 @@ def is_named(name: str) -> bool:
 def is_folder(name: str) -> bool:
     if is_named(name):
         return False
-    return _looks_like_path(name) or _is(Path.is_file, Path(name, "config.json"))
+    is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
+    return is_path or _is(Path.is_file, Path(name, "config.json"))
 
 
 def find(name: str) -> ModelCard:
@@ -196,7 +197,9 @@ def unpinned(name: str) -> tuple[str, str | None]:
 def commit_of(folder: Path) -> str | None:
     """The commit of a model that was fetched from the hub; None for any other folder."""
     is_snapshot = folder.parent.name == "snapshots"
-    return folder.name if is_snapshot and _COMMIT.fullmatch(folder.name) else None
+    if is_snapshot and _COMMIT.fullmatch(folder.name):
+        return folder.name
+    return None
 
 
 def parameters_in_name(name: str) -> float | None:
@@ -271,10 +274,6 @@ def _is(kind: Callable[[Path], bool], path: Path) -> bool:
         return kind(path)
     except OSError:
         return False
-
-
-def _looks_like_path(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or name in (".", "..")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -97,7 +97,12 @@ def _command(order: Order) -> list[str]:
 
     def install() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        _unpack(order, folder)
+        with _opened(order["archive"], "rb") as stream:
+            body = stream.read()
+        if hashlib.sha256(body).hexdigest() != order["digest"]:
+            raise ValueError(f"{order['archive']} does not match its checksum")
+        with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+            unpack(archive, folder)
         _install(folder, extra)
         (folder / READY).touch()
 
@@ -105,15 +110,6 @@ def _command(order: Order) -> list[str]:
     os.utime(folder.with_suffix(".lock"))
     _clear(folder)
     return [str(folder / "venv" / "bin" / "python"), "-P"]
-
-
-def _unpack(order: Order, folder: Path) -> None:
-    with _opened(order["archive"], "rb") as stream:
-        body = stream.read()
-    if hashlib.sha256(body).hexdigest() != order["digest"]:
-        raise ValueError(f"{order['archive']} does not match its checksum")
-    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        unpack(archive, folder)
 
 
 def unpack(archive: tarfile.TarFile, folder: Path) -> None:

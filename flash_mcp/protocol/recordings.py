@@ -104,7 +104,10 @@ class Recording:
         part = self._part
         is_old = time.time() - self._begun > DAY_S
         if part is None or is_old or _size(part) + len(text) > most:
-            part = self._next_part()
+            numbers = [int(part.stem) for part in parts(self.folder)]
+            self._part = self.folder / f"{max(numbers, default=0) + 1:08}.jsonl"
+            self._begun = time.time()
+            part = self._part
             prune(self.folder, limits.max_bytes - most, limits.days)
         descriptor = os.open(part, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -112,12 +115,6 @@ class Recording:
                 self._part = None
         finally:
             os.close(descriptor)
-
-    def _next_part(self) -> Path:
-        numbers = [int(part.stem) for part in parts(self.folder)]
-        self._part = self.folder / f"{max(numbers, default=0) + 1:08}.jsonl"
-        self._begun = time.time()
-        return self._part
 
     def lines(self) -> Iterator[Json]:
         """What is kept, oldest first. Torn lines are left out."""

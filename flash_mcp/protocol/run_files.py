@@ -59,7 +59,9 @@ def plain_name(name: str) -> str:
 
 def number(name: str) -> int | None:
     """The number that a file's or folder's name is; None if it is none that we write."""
-    return int(name) if _NUMBER.fullmatch(name) else None
+    if _NUMBER.fullmatch(name):
+        return int(name)
+    return None
 
 
 Port = Annotated[int, Field(ge=1024, lt=65536)]

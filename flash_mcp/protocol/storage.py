@@ -344,7 +344,13 @@ class Storage:
                 # After a power cut the new name must not have an empty file.
                 os.fsync(stream.fileno())
             guard()
-            _replace(temporary, target)
+            # Rename, also over a folder that something made there: it is kept under
+            # another name
+            try:
+                temporary.replace(target)
+            except IsADirectoryError:
+                target.rename(target.with_name(f".{target.name}.{uuid4().hex}.folder"))
+                temporary.replace(target)
         except OSError as error:
             raise disk_error(error, target) from error
         finally:
@@ -515,15 +521,6 @@ def _is_refusal(error: BaseException) -> bool:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Rename, also over a folder that something made there: it is kept under another name."""
-    try:
-        temporary.replace(target)
-    except IsADirectoryError:
-        target.rename(target.with_name(f".{target.name}.{uuid4().hex}.folder"))
-        temporary.replace(target)
 
 
 def _sync_tree(folder: Path) -> None:

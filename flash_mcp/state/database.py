@@ -161,7 +161,11 @@ class Connection:
                 if wait_s is None:
                     execute(db, "BEGIN IMMEDIATE")
                 else:
-                    _begin_within(db, wait_s)
+                    _wait_for_locks(db, wait_s)
+                    try:
+                        execute(db, "BEGIN IMMEDIATE")
+                    finally:
+                        _wait_for_locks(db, BUSY_TIMEOUT_S)
                 try:
                     yield
                     execute(db, "COMMIT")
@@ -277,14 +281,6 @@ def _hide_what_is_not_the_callers(db: Database) -> None:
 
 def _wait_for_locks(db: Database, seconds: float) -> None:
     execute(db, f"PRAGMA busy_timeout={round(seconds * 1000)}")
-
-
-def _begin_within(db: Database, seconds: float) -> None:
-    _wait_for_locks(db, seconds)
-    try:
-        execute(db, "BEGIN IMMEDIATE")
-    finally:
-        _wait_for_locks(db, BUSY_TIMEOUT_S)
 
 
 def _busy(path: Path) -> FlashError:

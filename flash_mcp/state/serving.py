@@ -55,7 +55,10 @@ def request(
     run = store.run(run_id)
     folder = folder_of(run)
     step = _good_step(folder, run, step)
-    name = _free_name(name) or f"{run_id}-{step}"
+    if name and is_named(name):
+        what = f"{name!r} is a base model's name"
+        raise FlashError("invalid_argument", what, name=name, fix="choose another name")
+    name = name or f"{run_id}-{step}"
     deployment_id = _deployment_id(run_id, step, name)
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
@@ -95,14 +98,6 @@ def _check_quota(store: Store, deployment_id: str) -> None:
     what = f"{len(live)} deployments of yours are there"
     fix = f"undeploy({live[0]!r}), or another one that is not needed"
     raise FlashError("quota_exceeded", what, limit=who.limits.deployments, fix=fix)
-
-
-def _free_name(name: str | None) -> str | None:
-    """FlashError(invalid_argument) for the name of a base model."""
-    if name and is_named(name):
-        what = f"{name!r} is a base model's name"
-        raise FlashError("invalid_argument", what, name=name, fix="choose another name")
-    return name
 
 
 def _removed(run_id: str, step: int) -> FlashError:

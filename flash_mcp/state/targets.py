@@ -210,7 +210,11 @@ def new_target(base: Path, name: str, fields: dict[str, Any]) -> TargetSettings:
 def write_target(base: Path, name: str, settings: TargetSettings) -> None:
     path = base / FILE
     before = f"{path.read_text().rstrip()}\n\n" if path.exists() else ""
-    write_private(path, before + _table(name, settings))
+    # TOML's texts, lists and numbers are written as in JSON
+    lines = [f"[{name}]"]
+    for field, value in settings.model_dump(mode="json", exclude_defaults=True).items():
+        lines.append(_line(field, value))
+    write_private(path, before + "\n".join(lines) + "\n")
 
 
 def note_cards(base: Path, name: str, cards: Cards) -> None:
@@ -258,14 +262,6 @@ def _begun(line: str) -> tuple[str, str] | None:
     if header:
         return header[1].strip("\"'"), header[2]
     return None
-
-
-def _table(name: str, settings: TargetSettings) -> str:
-    """TOML's texts, lists and numbers are written as in JSON."""
-    lines = [f"[{name}]"]
-    for field, value in settings.model_dump(mode="json", exclude_defaults=True).items():
-        lines.append(_line(field, value))
-    return "\n".join(lines) + "\n"
 
 
 def _toml(value: Any) -> str:

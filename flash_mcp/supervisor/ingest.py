@@ -67,21 +67,18 @@ class Reader:
         self._take("events", dict.fromkeys(folder.event_names(), ""), event)
         has_saved = self._take("checkpoints", folder.checkpoints.versions(), checkpoint)
         if has_saved and folder.is_local:
-            self._link_latest()
+            # Make `latest` in the run's folder lead to the newest checkpoint that the database has
+            newest = self.store.checkpoints(self.run_id)[-1:]
+            link = Path(self.folder.path(LATEST))
+            with suppress(OSError):  # a file system without links
+                for row in newest:
+                    part = link.with_name(".latest")
+                    part.unlink(missing_ok=True)
+                    part.symlink_to(os.path.relpath(row.path, link.parent))
+                    part.replace(link)
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)
         return has_saved
-
-    def _link_latest(self) -> None:
-        """Make `latest` in the run's folder lead to the newest checkpoint that the database has."""
-        newest = self.store.checkpoints(self.run_id)[-1:]
-        link = Path(self.folder.path(LATEST))
-        with suppress(OSError):  # a file system without links
-            for row in newest:
-                part = link.with_name(".latest")
-                part.unlink(missing_ok=True)
-                part.symlink_to(os.path.relpath(row.path, link.parent))
-                part.replace(link)
 
     def _take(self, kind: str, versions: Mapping[Name, str], fetch: Callable[[Name], Put]) -> bool:
         news = [

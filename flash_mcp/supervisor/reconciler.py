@@ -424,7 +424,14 @@ class RunReconciler:
     def _read(self, run: Run, attempt: Attempt) -> None:
         # Where each read is due by its news, the reader need not hold back.
         self._take_in(run, attempt, now=self.target.read_every_s > 0)
-        self._note_damage(run, attempt)
+        # Say once of each damaged file what is wrong with it
+        for name, what in attempt.folder.damaged.items():
+            if name in attempt.damaged or len(attempt.damaged) == MAX_DAMAGED:
+                continue
+            attempt.damaged.add(name)
+            log.warning("%s: %s is damaged: %s", run.id, name, what)
+            message = f"{name} is damaged and counts as absent: {what}"
+            self._note(run, f"damaged-{len(attempt.damaged)}", message, kind="warning")
         attempt.read_at = attempt.watched_s
         attempt.writes_read = (attempt.beat or {}).get("writes")
 
@@ -476,16 +483,6 @@ class RunReconciler:
         attempt.hold_clocks()
         if attempt.pending_at is None:
             attempt.pending_at = attempt.watched_s
-
-    def _note_damage(self, run: Run, attempt: Attempt) -> None:
-        """Say once of each damaged file what is wrong with it."""
-        for name, what in attempt.folder.damaged.items():
-            if name in attempt.damaged or len(attempt.damaged) == MAX_DAMAGED:
-                continue
-            attempt.damaged.add(name)
-            log.warning("%s: %s is damaged: %s", run.id, name, what)
-            message = f"{name} is damaged and counts as absent: {what}"
-            self._note(run, f"damaged-{len(attempt.damaged)}", message, kind="warning")
 
     def _retryable_error(self, run: Run, attempt: Attempt) -> FlashError | None:
         """The error of an attempt that gave up in a way that another attempt may cure."""
@@ -576,7 +573,15 @@ class RunReconciler:
             self._finish(run, result["state"], result["step"], result["error"])
             return
         if attempt.is_short_of_space and error.code == "worker_failed":
-            error = self._out_of_space(run, error)
+            # The error of an attempt that ended while the disk was full
+            saved = [row.size_bytes for row in self.store.checkpoints(run.id)]
+            error = FlashError(
+                "disk_full",
+                f"the disk was full; {error.what}",
+                fix="free space there: the run goes on from its newest checkpoint",
+                path=self.base,
+                needed_bytes=max(saved, default=0),
+            )
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run.id, error.what)
         delay_s = self.timeouts.retry_delay_s * 2 ** min(attempt.number - 1, MOST_DOUBLINGS)
@@ -597,17 +602,6 @@ class RunReconciler:
             "cancelled" if cancelled else "failed",
             step=attempt.beat["step"] if attempt.beat else run.step,
             error=None if cancelled else error.to_dict(),
-        )
-
-    def _out_of_space(self, run: Run, error: FlashError) -> FlashError:
-        """The error of an attempt that ended while the disk was full."""
-        saved = [row.size_bytes for row in self.store.checkpoints(run.id)]
-        return FlashError(
-            "disk_full",
-            f"the disk was full; {error.what}",
-            fix="free space there: the run goes on from its newest checkpoint",
-            path=self.base,
-            needed_bytes=max(saved, default=0),
         )
 
     @contextmanager

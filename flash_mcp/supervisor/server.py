@@ -137,7 +137,9 @@ def keys_of(home: Path, run: Run) -> dict[str, str]:
 
 
 def server_of(base: Path, row: Deployment) -> Server | None:
-    return Server.read(base / "servers" / row.server_run) if row.server_run else None
+    if row.server_run:
+        return Server.read(base / "servers" / row.server_run)
+    return None
 
 
 def error_message(body: str) -> str:

@@ -176,21 +176,17 @@ def on_node(settings: TargetSettings, module: Sequence[str], code: Order | None)
     """The command that runs a module of ours on a node."""
     command = [*shlex.split(settings.python or "python3"), "-P", "-m", *module]
     if code:
-        command = _with_code(settings, code, module)
+        program = ["-P", "-c", node_code.program(), json.dumps(code), *module]
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        python = shlex.split(settings.python) or [version]
+        uv = ["uv", "run", "--no-project", "--no-config", "--quiet", "--python", *python]
+        if "://" in settings.storage:
+            uv += ["--with", "fsspec", "--with", "s3fs"]
+        command = [*uv, "python", *program]
     if settings.env_file is None:
         return command
     sourced = f'set -a; . {shlex.quote(settings.env_file)}; set +a; exec "$@"'
     return ["/bin/sh", "-c", sourced, "sh", *command]
-
-
-def _with_code(settings: TargetSettings, code: Order, module: Sequence[str]) -> list[str]:
-    program = ["-P", "-c", node_code.program(), json.dumps(code), *module]
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    python = shlex.split(settings.python) or [version]
-    uv = ["uv", "run", "--no-project", "--no-config", "--quiet", "--python", *python]
-    if "://" in settings.storage:
-        uv += ["--with", "fsspec", "--with", "s3fs"]
-    return [*uv, "python", *program]
 
 
 def node_environment(settings: TargetSettings) -> dict[str, str]:

@@ -124,7 +124,13 @@ async def curate(
         deduplicate=deduplicate,
         allow_eval_tasks=allow_eval_tasks,
     )
-    _check(name, plan, dry_run)
+    if name is None and not dry_run:
+        what = "name: missing; the dataset is kept under one"
+        fix = "pass name='...', or dry_run=true to look first"
+        raise FlashError("invalid_argument", what, fix=fix)
+    if plan.select == "best-n" and plan.max_per_task is None:
+        what = "select='best-n' needs max_per_task, which is its n"
+        raise FlashError("invalid_argument", what, fix="pass max_per_task=4, for instance")
     if any(map(is_rows, runs)):
         return await run_sync(_of_rows, runs, plan, None if dry_run else name)
     return await _curated(runs, plan, None if dry_run else name)
@@ -210,16 +216,6 @@ def _keep(
         f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, "
         f"validate_only=true{needed})"
     )
-
-
-def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
-    if name is None and not dry_run:
-        what = "name: missing; the dataset is kept under one"
-        fix = "pass name='...', or dry_run=true to look first"
-        raise FlashError("invalid_argument", what, fix=fix)
-    if plan.select == "best-n" and plan.max_per_task is None:
-        what = "select='best-n' needs max_per_task, which is its n"
-        raise FlashError("invalid_argument", what, fix="pass max_per_task=4, for instance")
 
 
 def _pooled(store: Store, references: Sequence[str]) -> list[Run]:

@@ -264,7 +264,14 @@ async def chat(
     if tools := await run_sync(snippets.tools_of, store, row):
         body["tools"] = tools
     names = [row.id, row.model] if side_by_side else [row.id]
-    answers = await _answers(server, body, names)
+    # The answers of several models at once; raises the first error in the order of `names`
+    asking = (_answer(server, {**body, "model": name}) for name in names)
+    results = await asyncio.gather(*asking, return_exceptions=True)
+    answers: dict[str, Answer] = {}
+    for name, result in zip(names, results, strict=True):
+        if isinstance(result, BaseException):
+            raise result
+        answers[name] = result
     adapter = answers[row.id]
     following = _after_chat(row, adapter, side_by_side)
     return Chat(
@@ -280,18 +287,6 @@ async def chat(
 def _shown(opening: Sequence[Json]) -> str | None:
     texts = [f"{message['role']}: {text_of(message)}" for message in opening]
     return shorten("\n".join(texts), OPENING_CHARACTERS) if texts else None
-
-
-async def _answers(server: Server, body: Json, names: list[str]) -> dict[str, Answer]:
-    """The answers of several models at once; raises the first error in the order of `names`."""
-    asking = (_answer(server, {**body, "model": name}) for name in names)
-    results = await asyncio.gather(*asking, return_exceptions=True)
-    answers: dict[str, Answer] = {}
-    for name, result in zip(names, results, strict=True):
-        if isinstance(result, BaseException):
-            raise result
-        answers[name] = result
-    return answers
 
 
 def _conversation(message: str | None, messages: list[Message] | None) -> list[Json]:
@@ -351,7 +346,10 @@ async def _answer(server: Server, body: Json) -> Answer:
                 if not response.is_success:
                     raise _refusal((await response.aread()).decode(errors="replace"))
                 async for line in response.aiter_lines():
-                    chunk = _chunk(line)
+                    data = line.removeprefix("data: ").strip()
+                    if not line.startswith("data: ") or data == "[DONE]":
+                        continue
+                    chunk: Json = json.loads(data)
                     if "error" in chunk:
                         raise _broken("it reports an error", error_message(to_text(chunk)))
                     usage = chunk.get("usage") or usage
@@ -382,12 +380,6 @@ async def _answer(server: Server, body: Json) -> Answer:
         completion_tokens=usage.get("completion_tokens"),
         seconds=round(time.monotonic() - started, 2),
     )
-
-
-def _chunk(line: str) -> Json:
-    """One server-sent event; empty for the last and for blank lines."""
-    data = line.removeprefix("data: ").strip()
-    return json.loads(data) if line.startswith("data: ") and data != "[DONE]" else {}
 
 
 def _refusal(body: str) -> FlashError:

@@ -34,17 +34,13 @@ LARGE = re.compile(r"\)[*+{]|\{\d{3}")
 
 def folder_texts(folder: Path) -> list[str]:
     """`source_texts` of the Python files of a folder."""
-    return source_texts(_read_sources(folder))
-
-
-def _read_sources(folder: Path) -> list[str]:
-    """The first Python files of a folder. Links are left out: they may lead out of it."""
+    # The first Python files of a folder. Links are left out: they may lead out of it
     sources: list[str] = []
     for path in sorted(itertools.islice(folder.rglob("*.py"), MOST_FILES)):
         with suppress(OSError, UnicodeDecodeError):
             if not path.is_symlink() and path.is_file() and path.stat().st_size <= MOST_BYTES:
                 sources.append(path.read_text())
-    return sources
+    return source_texts(sources)
 
 
 def source_texts(sources: Sequence[str]) -> list[str]:

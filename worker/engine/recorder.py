@@ -76,19 +76,16 @@ class Recorder:
             is_recorded = True
             try:
                 for line in answer.lines() if answer.status == 200 else ():
-                    await run_in_threadpool(recording.append, self._redacted(line))
+                    # The line without secrets, and without tokens that would spell one out again
+                    redacted: Json = self._redactor.value(line) | {"id": line["id"]}
+                    if redacted != line:
+                        redacted |= {name: [] for name in TOKENS}
+                    await run_in_threadpool(recording.append, redacted)
             except OSError as error:  # a full disk ends no deployment
                 log.warning("a request was not recorded: %s", error)
 
         await app(scope, _replayed(content, receive), answer.sender(send, record))
         await record()  # of a stream that nothing ended
-
-    def _redacted(self, line: Json) -> Json:
-        """The line without secrets, and without tokens that would spell one out again."""
-        redacted: Json = self._redactor.value(line) | {"id": line["id"]}
-        if redacted != line:
-            redacted |= {name: [] for name in TOKENS}
-        return redacted
 
     def _recording(self, model: str) -> Recording | None:
         if not re.fullmatch(r"dep-\w+", model):

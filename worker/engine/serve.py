@@ -127,7 +127,13 @@ def server_command(
         options["gpu-memory-utilization"] = UTILIZATION
     else:
         _set_for_cpu(flags, options)
-    _add_template(model, flags, options)
+    # Let calls of tools be read as in training. Without tools in a request, nothing is parsed
+    template = chat_template_of(model)
+    if form := tool_form(with_tools(template)):
+        flags.append("--enable-auto-tool-choice")
+        options["tool-call-parser"] = form.parser
+    if with_tools(template) != template:
+        options["chat-template"] = with_tools(template)
     # A bounded cache: a run may train on the same card, now or later.
     options |= _cache(model, config, length, cards, dtype.itemsize)
     if cards > 1:
@@ -184,16 +190,6 @@ def _cache(model: Path, config: Any, length: int, cards: int, itemsize: int) -> 
     one = kv_cache_bytes(config, length // SHORTER, 1, 0, **sizes)
     at_once = max(SEQUENCES, min(cache // one, MOST_SEQUENCES))
     return {"kv-cache-memory-bytes": cache, "max-num-seqs": at_once}
-
-
-def _add_template(model: Path, flags: list[str], options: dict[str, Any]) -> None:
-    """Let calls of tools be read as in training. Without tools in a request, nothing is parsed."""
-    template = chat_template_of(model)
-    if form := tool_form(with_tools(template)):
-        flags.append("--enable-auto-tool-choice")
-        options["tool-call-parser"] = form.parser
-    if with_tools(template) != template:
-        options["chat-template"] = with_tools(template)
 
 
 def use_cards(model: Path, home: Path) -> int:

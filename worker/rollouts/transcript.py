@@ -62,7 +62,13 @@ class ChatTemplate:
             fix = "use an instruct model, or add chat_template.jinja to the model folder"
             raise _unsupported("the model's tokenizer has no chat template", fix)
         self.end_ids = _end_ids(tokenizer).union(end_ids)
-        self._control = _control_tokens(tokenizer, self.end_ids)
+        # Matches the texts of special tokens, the longest first
+        tokens = {str(token) for token in tokenizer.all_special_tokens}
+        tokens.update(map(str, tokenizer.convert_ids_to_tokens(sorted(self.end_ids))))
+        for token in tokenizer.added_tokens_decoder.values():
+            if token.special:
+                tokens.add(token.content)
+        self._control = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
         self.tools: list[Json] = []
         self._glue: dict[str, list[int]] = {}
         self._starts: dict[str, list[int]] = {}
@@ -627,16 +633,6 @@ def unlike_template(ours: str, whole: str) -> FlashError:
 def _no_tools(what: str) -> FlashError:
     fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
     return FlashError("tools_unsupported", what, fix=fix)
-
-
-def _control_tokens(tokenizer: Any, end_ids: Iterable[int]) -> re.Pattern[str]:
-    """Matches the texts of special tokens, the longest first."""
-    tokens = {str(token) for token in tokenizer.all_special_tokens}
-    tokens.update(map(str, tokenizer.convert_ids_to_tokens(sorted(end_ids))))
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special:
-            tokens.add(token.content)
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
 def _end_ids(tokenizer: Any) -> frozenset[int]:

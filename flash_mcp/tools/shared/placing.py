@@ -15,7 +15,7 @@ from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, ResolvedEval, ResolvedSpec
 from flash_mcp.state import costs
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import TargetSettings, targets
+from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch.devices import Device, gpus, processor
 from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, MemoryNeed
@@ -150,7 +150,10 @@ def places(store: Store) -> list[Place]:
     results = [_here(store, active.get(LOCAL_TARGET, 0))]
     for name, settings in targets(store.base).items():
         is_full = active.get(name, 0) >= settings.slots or name in waiting
-        results.append(_elsewhere(name, settings, is_full=is_full))
+        cards = settings.cards
+        device = cards and Device(cards.kind, cards.name, cards.memory_gib, cards.memory_gib)
+        price = settings.price_per_hour or 0.0
+        results.append(Place(name, device, cards.count if cards else 1, price, is_full=is_full))
     return results
 
 
@@ -165,13 +168,6 @@ def _here(store: Store, active: int) -> Place:
         trouble=f"not installed here: {', '.join(missing)}" if missing else "",
         is_full=active >= max(1, len(cards)),
     )
-
-
-def _elsewhere(name: str, settings: TargetSettings, *, is_full: bool) -> Place:
-    cards = settings.cards
-    device = cards and Device(cards.kind, cards.name, cards.memory_gib, cards.memory_gib)
-    price = settings.price_per_hour or 0.0
-    return Place(name, device, cards.count if cards else 1, price, is_full=is_full)
 
 
 def _order(place: Place) -> tuple[bool, bool, float, bool, str]:

@@ -172,7 +172,13 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     if history.run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, history.run)
     if detailed:
-        _add_details(store, view, history, judged)
+        run = history.run
+        view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
+        view.metrics = _metrics(judged.history) or None
+        view.lineage = _lineage(run, history)
+        view.values = without_empty(run.spec.model_dump())
+        view.sources = by_source(run.sources)
+        view.log_tail = _log_tail(store, run, 2500) or None
     context = _context(store, history, judged, is_blocked=bool(blocked))
     return Report(history=history, blocked=blocked, view=view, context=context)
 
@@ -472,16 +478,6 @@ def _log_tail(store: Store, run: Run, characters: int) -> str:
 
 
 # -- the detailed form -----------------------------------------------------------------------------
-
-
-def _add_details(store: Store, view: RunView, history: RunHistory, judged: Judgement) -> None:
-    run = history.run
-    view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
-    view.metrics = _metrics(judged.history) or None
-    view.lineage = _lineage(run, history)
-    view.values = without_empty(run.spec.model_dump())
-    view.sources = by_source(run.sources)
-    view.log_tail = _log_tail(store, run, 2500) or None
 
 
 def _newest_rollouts(store: Store, run_id: str) -> list[Rollout]:

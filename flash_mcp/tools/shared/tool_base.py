@@ -185,10 +185,6 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)
 
 
-def _is_plain(size: float) -> bool:
-    return sys.float_info.min <= size < math.inf
-
-
 def _cannot_be_kept(value: Any, most: int | None = None) -> str:
     """Why neither the database nor a file name nor a float keeps the value; empty if they do."""
     waiting = [value]
@@ -203,7 +199,7 @@ def _cannot_be_kept(value: Any, most: int | None = None) -> str:
             waiting += cast("list[Any]", item)
         elif isinstance(item, int) and not -(2**63) <= item < 2**63:
             return f"a whole number has at most 64 bits, and this one has {item.bit_length():,}"
-        elif isinstance(item, float) and item and not _is_plain(abs(item)):
+        elif isinstance(item, float) and item and not (sys.float_info.min <= abs(item) < math.inf):
             return f"{item:g} is no number, or too close to 0"
         elif isinstance(item, str) and "\0" in item:
             return "a text holds a NUL character"

@@ -147,7 +147,11 @@ async def plan_of(
     inputs = await run_sync(_inputs, store, arguments, config, idempotency_key)
     spec, dataset = inputs.spec, inputs.dataset
     if sample:
-        _check_sample(spec)
+        if spec.algorithm != "grpo" or spec.mixture:
+            what = "sample works with algorithm=grpo and one environment only"
+            fix = "leave sample out; evaluate measures what the model does now"
+            raise FlashError("invalid_argument", what, fix=fix)
+        check_machine()
     check_target(store, spec.target, slurm=bool(spec.slurm))
     needs: list[MemoryNeed | DiskNeed] = []
     if memory := await run_sync(_memory_need, inputs):
@@ -210,15 +214,6 @@ def _likest(store: Store, spec: RunSpec, environment: EnvironmentVersion) -> Lik
         if key < fewest:
             likest, fewest = (run, differing), key
     return likest
-
-
-def _check_sample(spec: RunSpec) -> None:
-    """FlashError if the model cannot try tasks of the run on this machine."""
-    if spec.algorithm != "grpo" or spec.mixture:
-        what = "sample works with algorithm=grpo and one environment only"
-        fix = "leave sample out; evaluate measures what the model does now"
-        raise FlashError("invalid_argument", what, fix=fix)
-    check_machine()
 
 
 def _memory_need(inputs: Inputs) -> MemoryNeed | None:
