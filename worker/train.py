@@ -46,6 +46,12 @@ fails is missing from the data.
 """
 
 
+def rollouts_at_once(spec: RunSpec, ranks: int) -> int:
+    """Those of a rank in a step, and in the steps that begin ahead of it."""
+    steps = 1 + spec.max_staleness
+    return math.ceil(spec.batch_size / ranks) * spec.rollouts_per_prompt * steps
+
+
 def train(
     job: Json, spec: RunSpec, writer: RunWriter, heartbeat: Heartbeat, scratch: Path, ranks: Ranks
 ) -> int:
@@ -55,7 +61,7 @@ def train(
     resume_from = _resume_point(writer, scratch, ranks)
     if resume_from:
         heartbeat.step = resume_from[0]
-    at_once = math.ceil(spec.batch_size / ranks.count) * spec.rollouts_per_prompt
+    at_once = rollouts_at_once(spec, ranks.count)
     with TrainingSession.opened(
         job, spec, writer, heartbeat, at_once=at_once, trains=True, ranks=ranks
     ) as session:

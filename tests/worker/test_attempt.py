@@ -26,7 +26,7 @@ from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.spec import RunSpec
+from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import env_push
 from tests.attempts import VOWELS, Attempt, held, make_run, messages_of
@@ -41,6 +41,7 @@ from worker.rollouts.task_choice import Source, examples_of
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import OPEN_AT_ONCE
 from worker.survey import preflight
+from worker.train import rollouts_at_once
 from worker.training.sft import gold_rows
 from worker.training_session import TrainingSession, last_begun
 
@@ -295,6 +296,14 @@ def test_steps_go_through_all_examples_again_and_again(total: int, count: int, s
     passes = [drawn[at : at + total] for at in range(0, len(drawn), total)]
     assert all(sorted(one) == list(range(total)) for one in passes) and {len(step) for step in steps} == {count}
     assert total < 8 or passes[0] != passes[1]
+
+
+@pytest.mark.parametrize(("max_staleness", "ranks", "expected"), [(0, 1, 24), (1, 1, 48), (4, 1, 120), (1, 2, 32)])
+def test_the_engine_has_room_for_the_rollouts_of_steps_that_begin_ahead(
+    max_staleness: int, ranks: int, expected: int
+) -> None:
+    spec = resolve(RunSpec(environment="e", batch_size=3, group_size=8, max_staleness=max_staleness)).spec
+    assert rollouts_at_once(spec, ranks) == expected
 
 
 @given(st.integers(1, 60), st.integers(0, 4), st.integers(1, 12), st.integers(0, 12))
