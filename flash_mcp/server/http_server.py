@@ -360,7 +360,9 @@ def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate
         Route("/{path:path}", nowhere, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     app.state.pages = SharedPages()
-    return Gate(CheckedPosts(app, MCP_PATH), admission, hosts)
+    gate = Gate(CheckedPosts(app, MCP_PATH), admission, hosts)
+    app.state.sessions = gate.sessions
+    return gate
 
 
 class HttpServer(uvicorn.Server):

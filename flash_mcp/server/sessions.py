@@ -52,6 +52,10 @@ class Sessions:
             return session.token_digest
         return ""
 
+    def end(self, request: Request) -> None:
+        """End the request's session, if it has one."""
+        self._sessions.pop(request.cookies.get(_cookie(request), ""), None)
+
     def takes_code(self, code: str) -> bool:
         """Whether this is the code of the address that `flash-mcp ui` printed. Nobody else knows
         it, so that no link signs a visitor in as somebody else.
@@ -73,6 +77,10 @@ def keep_in_cookie(session: str, request: Request, answer: Response, path: str) 
         path=path,
         secure=request.url.scheme == "https" or origin.startswith("https://"),
     )
+
+
+def forget_cookie(request: Request, answer: Response, path: str) -> None:
+    answer.delete_cookie(_cookie(request), path)
 
 
 def _cookie(request: Request) -> str:

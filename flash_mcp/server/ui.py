@@ -22,7 +22,7 @@ from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import RunState
-from flash_mcp.server.sessions import keep_in_cookie
+from flash_mcp.server.sessions import forget_cookie, keep_in_cookie
 from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import status_and_headers
 from flash_mcp.state.owners import refuse_reader
@@ -37,6 +37,7 @@ from flash_mcp.tools.train import train
 PATH = "/ui"
 EVENTS = f"{PATH}/events"
 SIGN_IN = f"{PATH}/sign-in"
+SIGN_OUT = f"{PATH}/sign-out"
 LOOK_S = 1.0
 """Seconds between two looks for changes."""
 KEEP_ALIVE_S = 15.0
@@ -67,6 +68,7 @@ def routes() -> list[Route]:
         *(Route(f"{PATH}/runs/{{run_id}}/{name}", act, methods=BOTH) for name in ACTIONS),
         Route(EVENTS, events),
         Route(SIGN_IN, _to_overview, methods=BOTH),
+        Route(SIGN_OUT, sign_out, methods=["POST"]),
         Route(f"{PATH}/chat/{{deployment}}", talk, methods=BOTH),
         Route(f"{PATH}/{{rest:path}}", _served(_unknown)),
     ]
@@ -347,6 +349,14 @@ async def sign_in(request: Request, start: SignIn) -> Response:
         return HTMLResponse(live.sign_in(error.what), 401, headers=HEADERS)
     answer = RedirectResponse(PATH, 303, headers=HEADERS)
     keep_in_cookie(session, request, answer, PATH)
+    return answer
+
+
+async def sign_out(request: Request) -> Response:
+    """End the browser's session here, and have it forget its cookie."""
+    request.app.state.sessions.end(request)
+    answer = HTMLResponse(live.sign_in(), headers=HEADERS)
+    forget_cookie(request, answer, PATH)
     return answer
 
 

@@ -158,14 +158,14 @@ def test_a_token_that_only_reads_has_no_buttons_and_its_forms_are_refused(team: 
     with signed_in(team, team.token("alice")) as http:
         assert "Save and stop the run" in http.get(address).text
     with signed_in(team, team.token("alice", "read")) as http:
-        assert 'method="post"' not in http.get(address).text
+        assert http.get(address).text.count('method="post"') == 1  # to sign out
         for name in ui.ACTIONS:
             answer = http.post(f"{address}/{name}", data={"name": "mine", "deployment": "dep-x"})
             assert answer.status_code == 403 and "this token reads only" in answer.text
     with signed_in(team, team.token("bob")) as http:
         for name in ui.ACTIONS:
             answer = http.post(f"{address}/{name}", data={"deployment": "dep-x", "push_to": "bob/model"})
-            assert answer.status_code in (400, 404) and "<form" not in answer.text
+            assert answer.status_code in (400, 404) and answer.text.count("<form") == 1
     with signed_in(team, team.token("alice")) as http:
         foreign = http.post(f"{address}/stop", headers={"origin": "https://evil.example"})
         assert foreign.status_code == 403

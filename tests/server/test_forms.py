@@ -24,7 +24,7 @@ from tests.teams import Team, team_server
 __all__ = ["browser"]
 pytestmark = pytest.mark.slow
 TEMPLATES = ROOT / "flash_mcp/pages/templates"
-SUBMITTED = {"chat", "overview", "run", "sign_in", "transcripts"}
+SUBMITTED = {"chat", "overview", "page", "run", "sign_in", "transcripts"}
 """The templates whose forms the tests below, and those of test_buttons.py, submit."""
 
 
@@ -62,6 +62,12 @@ def test_a_wrong_token_is_refused_on_the_page(team: Team, browser: Any) -> None:
     page.close()
 
 
+def test_signing_out_leads_to_the_form(page: Any, team: Team) -> None:
+    page.click("button:text('Sign out')")
+    page.wait_for_selector("p:has-text('Paste a token')")
+    assert page.goto(f"{team.url}/ui").status == 401
+
+
 def test_a_message_is_sent_and_answered(page: Any, deployments: Supervisor, tmp_path: Path) -> None:
     row, _, _ = served(deployments.store, deployments, tmp_path / "adapter")
     open_store().put_rollouts(str(row.run_id), "train", 3, [sample_rollout(3, 0, 1.0)])
@@ -85,7 +91,7 @@ def test_chosen_runs_are_shown_together(page: Any, tmp_path: Path) -> None:
     page.reload()
     for run_id in runs:
         page.check(f"[value={run_id}]")
-    page.click("button:text('together')")
+    page.click("button:text('ticked')")
     page.wait_for_selector("h1:text('2 runs together')")
     text = page.inner_text("main")
     assert all(f"{run_id}: 20 % → 90 % of 100 held-out tasks: improved" in text for run_id in runs)

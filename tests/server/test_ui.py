@@ -57,6 +57,20 @@ def test_a_browser_signs_in_with_a_token_and_keeps_a_session_in_a_cookie(team: T
         assert http.get("/ui/").headers["location"] == "/ui"
 
 
+def test_signing_out_ends_this_session_alone(team: Team) -> None:
+    with signed_in(team, team.token("alice")) as other, signed_in(team, team.token("alice")) as http:
+        kept = dict(http.cookies)
+        assert 'action="/ui/sign-out"' in http.get("/ui").text
+        assert http.get("/ui/sign-out").status_code != 200, "no link signs out"
+        assert http.post("/ui/sign-out", headers={"origin": "https://elsewhere"}).status_code == 403
+        answer = http.post("/ui/sign-out")
+        assert answer.status_code == 200 and "Paste a token" in answer.text and not http.cookies
+        for name, value in kept.items():
+            http.cookies.set(name, value)
+        assert http.get("/ui").status_code == 401, "also for who kept the cookie"
+        assert other.get("/ui").status_code == 200
+
+
 @pytest.mark.hostile("pages")
 def test_a_session_opens_the_pages_and_nothing_else(team: Team) -> None:
     with signed_in(team, team.token("alice")) as http:
