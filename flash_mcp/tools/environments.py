@@ -43,7 +43,7 @@ from flash_mcp.state import references, versions
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.shared import loading, preflight
+from flash_mcp.tools.shared import loading, preflight, replaying
 from flash_mcp.tools.shared.configs import env_files
 from flash_mcp.tools.shared.next_steps import after_sample, after_test, passed_on
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
@@ -135,6 +135,8 @@ class EnvTest(Result):
     everything is, or it did not load."""
     scored: list[Scored] | None = None
     """With answers: what each of them earned."""
+    replay: replaying.Replay | None = None
+    """With replay: what the run's rollouts earn in this version."""
     sample: preflight.Sample | None = None
     """With model: its attempts at a few train tasks."""
 
@@ -284,6 +286,7 @@ async def env_test(
     accept: list[str] | None = None,
     answers: Annotated[list[str | list[Json]] | None, Field(min_length=1, max_length=100)] = None,
     task_id: str | None = None,
+    replay: Annotated[str | None, Field(min_length=1)] = None,
     model: Annotated[str | None, Field(min_length=1)] = None,
     max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
     hunt: bool = False,
@@ -309,6 +312,8 @@ async def env_test(
         answers: What to score instead of the checks: each a text, or the turns of a conversation,
             [{"content": "", "tool_calls": [{"name": "find", "arguments": {"id": 3}}]}, ...].
         task_id: The task of answers; default the first.
+        replay: Instead of the checks: a run whose newest 1,000 rollouts are scored by this version,
+            to try a new reward without a model.
         model: If all checks pass, a base model that plays a few train groups, to see whether
             training could teach it anything.
         max_tokens: With model: tokens per turn; default 512.
@@ -323,6 +328,11 @@ async def env_test(
         subject = _Subject(what, known_as, path, environment_args, values, call_timeout_s)
         if answers is not None:
             return await _scored(subject, answers, task_id)
+        if replay is not None:
+            named = f"folder={folder!r}"
+            if environment:
+                named = f"environment={environment!r}"
+            return await _replayed(subject, replay, named)
         reference = environment or folder or ""
         result = await _at_last(reference, subject, time_s, max_tokens, _checks(accept or []))
         if hunt and result.splits:
@@ -522,6 +532,31 @@ async def _scored(
         scored=results,
         cut=cut,
         next="if an answer is scored wrongly, correct the scorer; without answers the checks run",
+    )
+
+
+async def _replayed(subject: _Subject, run_id: str, named: str) -> EnvTest:
+    started = time.monotonic()
+    chosen = await run_sync(replaying.attempts_of, open_store(), run_id)
+    await report(f"playing {len(chosen[0])} rollouts of {run_id} again")
+    async with subject.opened("return a low score instead of raising") as host:
+        left = started + longest_wait_s() - time.monotonic()
+        result = await replaying.played_again(host, run_id, *chosen, left)
+        splits = host.splits
+    tried = len(chosen[0])
+    skipped = tried - result.played - (result.gone or 0)
+    cut = None
+    if skipped and not result.faulty:
+        cut = f"the time of a call ended before {skipped} of {tried} rollouts were played"
+    return EnvTest(
+        environment=subject.what,
+        train_tasks=splits["train"],
+        eval_tasks=splits["eval"],
+        seconds=round(time.monotonic() - started, 2),
+        probes=[],
+        replay=result,
+        cut=cut,
+        next=replaying.after_replay(result, named),
     )
 
 
