@@ -272,8 +272,10 @@ def test_what_is_replaced_in_trls_trainer_is_there() -> None:
         assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters, name
 
 
-@pytest.mark.parametrize("stop", [2, 4])
-def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(fp32_model: Path, tmp_path: Path, stop: int):
+@pytest.mark.parametrize(("stop", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float32)], ids=str)
+def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
+    fp32_model: Path, tmp_path: Path, stop: int, dtype: torch.dtype
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
 
     def attempt(name: str, steps: int, resume: str | None = None) -> RunFolder:
@@ -283,7 +285,8 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(fp32_mo
         writer = RunWriter(folder, folder.newest_epoch() + 1)
         spec = settings_of(steps=steps, save_every=2, kl_penalty_coef=0.1, loss_type="grpo", learning_rate=1e-2)
         Trainer(
-            make_policy(fp32_model), tokenizer, spec, rollouts_of=lambda step: make_rollouts(tokenizer, seed=step),
+            make_policy(fp32_model, dtype), tokenizer, spec,
+            rollouts_of=lambda step: make_rollouts(tokenizer, seed=step),
             max_completion=MAX_COMPLETION, way=packing.Way.PACKED, output_dir=str(tmp_path / "out"),
             callbacks=[Reporter(writer, spec, threading.Event())],
         ).train(resume_from_checkpoint=resume)  # fmt: skip
