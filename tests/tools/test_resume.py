@@ -59,6 +59,25 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
     assert (done["state"], len(open_store().runs())) == ("succeeded", 1)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "steps", "note"),
+    [
+        ("cosine", 40, "the cosine schedule (warmup=0) is of 40 steps now, and was of 20: the learning rate goes from "
+         "0.000256 in step 6 to 0.000284 in step 7"),
+        ("linear", 40, "goes from 0.000225 in step 6 to 0.000255 in step 7"),
+        ("cosine", None, None),
+        ("cosine", 20, None),
+        ("constant", 40, None),
+    ],
+)  # fmt: skip
+async def test_more_steps_say_what_they_do_to_the_learning_rate(
+    schedule: str, steps: int | None, note: Any, tmp_path: Path
+):
+    run = stopped_run(tmp_path, "cancelled", learning_rate=3e-4, lr_schedule=schedule)
+    body = await train(resume=run.id, steps=steps)
+    assert [note in said for said in body.get("notes", ())] == [True] * bool(note)
+
+
 async def test_steps_may_be_among_the_settings(tmp_path: Path):
     run = stopped_run(tmp_path, "failed")
     for steps in (12.5, 100_001):

@@ -350,6 +350,19 @@ def test_a_row_that_cannot_be_learnt_so_is_refused_by_its_field(tmp_path: Path, 
     assert what in caught.value.what and fix in caught.value.fix
 
 
+def test_a_file_may_mix_forms_of_messages_but_not_messages_and_columns_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    said = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "b"}]}
+    parts = {"prompt": "q", "completion": "c"}
+    path.write_text(json.dumps([chat(Q, GOOD), said, parts]))
+    rows = split_conversations(str(path), 0.0)[0]
+    assert [row["messages"][1]["content"] for row in rows] == ["a", "b", "c"]
+    path.write_text(json.dumps([chat(Q, GOOD), {"question": "q", "answer": "a"}]))
+    with pytest.raises(FlashError, match="row 2: other rows have messages, and this one question, answer") as caught:
+        split_conversations(str(path), 0.0)
+    assert caught.value.fix == "give all rows in one form"
+
+
 def test_what_is_ignored_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([chat(Q, GOOD | {"id": 3}, source="web"), chat(Q, BAD, source="web", n=1)]))

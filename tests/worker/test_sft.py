@@ -17,6 +17,7 @@ from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.schedules import rate_factor
 from flash_mcp.protocol.sft_length import is_measured
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.tools.training.estimate import estimate_of
@@ -29,7 +30,7 @@ from worker.ranks import ALONE
 from worker.rollouts.transcript import ChatTemplate
 from worker.train import _optimize, _resume_point
 from worker.training import packing
-from worker.training.checkpoints import Reporter, rate_factor
+from worker.training.checkpoints import Reporter
 from worker.training.policy import load_policy
 from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
 

@@ -20,8 +20,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.schedules import rate_factor
 from flash_mcp.protocol.sft_length import is_measured
-from flash_mcp.protocol.spec import LrSchedule, RunSpec
+from flash_mcp.protocol.spec import RunSpec
 from worker.capacity import used_gib
 from worker.rollouts.task_choice import BELIEFS
 
@@ -72,24 +73,6 @@ def trainer_arguments(spec: RunSpec, policy: PeftModel, output_dir: str) -> Json
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-
-
-def rate_factor(spec: RunSpec, step: int, steps: int) -> float:
-    """What the learning rate is multiplied by in the step after `step` steps of `steps`. It is
-    never 0, as it is in the first step of a warm-up by transformers."""
-    rising = int(spec.warmup * steps)
-    if step < rising:
-        return (step + 1) / (rising + 1)
-    return decayed(spec.lr_schedule, (step - rising) / max(1, steps - rising))
-
-
-def decayed(schedule: LrSchedule, share: float) -> float:
-    """What is left of a value after this share of the steps."""
-    if schedule == "linear":
-        return max(0.0, 1 - share)
-    if schedule == "cosine":
-        return (1 + math.cos(math.pi * min(1.0, share))) / 2
-    return 1.0
 
 
 class Finished(Exception):

@@ -37,11 +37,12 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.schedules import decayed
 from flash_mcp.protocol.spec import LossType, RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.metrics import thinking_penalties
 from worker.rollouts.scheduler import Rollout, groups_of
-from worker.training.checkpoints import decayed, trainer_arguments
+from worker.training.checkpoints import trainer_arguments
 from worker.training.limits import PackLimits
 from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of
 from worker.training.parallel import Passes, combine, no_loss

@@ -151,6 +151,9 @@ def chat_of(fields: Json) -> tuple[list[Any], int | None, Collection[str]]:
     Raises Unlearnable."""
     if not fields.keys().isdisjoint(CHATS):
         return as_list(parsed(agreed(fields, CHATS))), None, CHATS
+    if fields.keys().isdisjoint(PARTS):
+        what = f"other rows have messages, and this one {', '.join(fields) or 'nothing'}"
+        raise Unlearnable(what, "give all rows in one form")
     sides: list[list[Any]] = []
     for name, role in zip(PARTS, ("user", "assistant"), strict=True):
         side = fields.get(name, [])

@@ -10,6 +10,7 @@ from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.schedules import rate_factor
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 
@@ -41,6 +42,7 @@ def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer:
     folder = RunFolder(run.folder, retry_s=RETRY_S)
     step = folder.checkpoints.newest_good() or 0
     notes = _loss(folder, step, fresh_optimizer=fresh_optimizer)
+    notes += _schedule(run, step, total)
     if step and total == step:
         notes.append(f"all {step} steps are made: it only evaluates, where it was asked to")
     with store.transaction():
@@ -92,6 +94,22 @@ def _check_files(run: Run) -> None:
     if run.files_removed is not None:
         what = f"the files of {run.id} were removed to make room"
         raise FlashError("unknown_checkpoint", what, fix="start another run with train")
+
+
+def _schedule(run: Run, step: int, total: int | None) -> list[str]:
+    """What another number of steps does to the learning rate, if it does anything."""
+    if not step or total in (None, step) or run.steps in (None, total):
+        return []
+    spec = run.training
+    before = spec.learning_rate * rate_factor(spec, step - 1, run.steps)
+    after = spec.learning_rate * rate_factor(spec, step, total)
+    if before == after:
+        return []
+    lengths = f"is of {total} steps now, and was of {run.steps}"
+    return [
+        f"the {spec.lr_schedule} schedule (warmup={spec.warmup:g}) {lengths}: the learning rate "
+        f"goes from {before:.3g} in step {step} to {after:.3g} in step {step + 1}"
+    ]
 
 
 def _loss(folder: RunFolder, step: int, *, fresh_optimizer: bool) -> list[str]:
