@@ -188,7 +188,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.cpu
-@pytest.mark.slow
+@pytest.mark.long
 def test_answers_under_a_schema_are_trained_alike_on_several_cards(exact_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "probe.py"
     file.write_text(PROBE)
