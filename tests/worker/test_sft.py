@@ -2,6 +2,7 @@ import hashlib
 import json
 import random
 import shutil
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from trl import SFTTrainer
 
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
+from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
@@ -24,7 +26,7 @@ from flash_mcp.tools.training.estimate import estimate_of
 from flash_mcp.tools.training.probe import Probe
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR, NO_TORCH
-from tests.tiny import make_tokenizer
+from tests.tiny import CHATML, make_tokenizer
 from worker.heartbeat import Heartbeat
 from worker.ranks import ALONE
 from worker.rollouts.transcript import ChatTemplate
@@ -54,6 +56,28 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
             assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
         first = await gold_rows(host, template, "eval", 4000, 3, max_error_share=0.0, advance=lambda: None)
     assert len(rows) == 200 and first == rows[:3]
+
+
+@pytest.mark.parametrize(
+    ("name", "digests"),
+    [
+        ("calculator", ["761629fef2da", "1095547d8aec"]),
+        ("sort_words", ["c1f4e2a8d719", "8152e890bb01"]),
+        ("tool_calculator", ["a91b58190cf3", "0fb05b8d357c"]),
+        ("agent_calculator", ["bd9fabc890e7", "3e22bb4a4169"]),
+        ("mcp_server", ["d2797eb0f555", "cc3ea8d45cfd"]),
+    ],
+)
+async def test_the_rows_of_the_examples_stay_the_same_token_for_token(name: str, digests: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    if name not in ("calculator", "sort_words"):
+        tokenizer.chat_template = with_tools(CHATML)
+    template = ChatTemplate(tokenizer)
+    async with await EnvironmentHost.start(CALCULATOR.parent / name) as host:
+        for split, digest in zip(("train", "eval"), digests, strict=True):
+            rows = await gold_rows(host, template, split, 4000, 20, max_error_share=0.0, advance=lambda: None)
+            ids = [[row["input_ids"], row["labels"]] for row in chain(*rows)]
+            assert hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12] == digest
 
 
 ANSWER = {"role": "assistant", "content": "a"}
