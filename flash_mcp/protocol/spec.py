@@ -129,7 +129,7 @@ class RunSpec(BaseModel):
     batch_size: Annotated[int, Field(ge=1, le=4096, default_factory=_of_recipe("batch_size"))]
     """Prompts per step, or examples per step (sft)."""
     group_size: Annotated[int | None, Field(ge=1, le=256, default_factory=_of_recipe("group_size"))]
-    """Rollouts per prompt, not for sft; at least 2 with grpo, which compares them."""
+    """Rollouts per prompt, not for sft; at least 2 with grpo."""
     learning_rate: Annotated[float, Field(gt=0, le=1, default_factory=_of_recipe("learning_rate"))]
     """Peak learning rate; the default falls with the model's size."""
     lr_schedule: Annotated[LrSchedule, Field(default_factory=_of_recipe("lr_schedule"))]

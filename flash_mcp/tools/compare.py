@@ -143,7 +143,7 @@ def compare(
 
     Args:
         base: An evaluation; a training run, for its newest evaluation; or RUN@STEP. Alone: a
-            training run, whose first and newest evaluations are compared.
+            training run, its first against its newest evaluation.
         other: The same kinds; is it better than base?
         more: Further ones, each also compared with base.
         metric: What the verdict is on; both are shown.

@@ -233,8 +233,8 @@ async def chat(
     conversations, call rollouts.
 
     Args:
-        message: The user's message, sent after the system prompt and examples with which the run's
-            tasks begin; or pass messages.
+        message: The user's message, after the system prompt and examples of the run's tasks; or
+            messages.
         messages: A whole conversation that ends before the model's turn, sent as it is.
         raw: Leave out that prompt and those examples.
         side_by_side: Ask the base model too.

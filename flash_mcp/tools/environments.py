@@ -166,11 +166,10 @@ async def env_push(
 
     Args:
         folder: Folder on the server with environment.py at its top, or reasoning-gym:DATASET.
-            Packages of its requirements.txt, or else pyproject.toml, are installed once, and the
-            environment sees no others.
-        files: Instead of folder: {relative path: text}, for a server that does not see your files.
-        load: Load the environment and open one episode first, and refuse one that fails. false: for
-            one that loads only on the machine that trains.
+            The packages of its requirements.txt, or else pyproject.toml, are all that it sees.
+        files: Instead of folder: {relative path: text}, if the server does not see it.
+        load: Load it and open an episode first, and refuse what fails. false: for one that
+            loads only where it trains.
     """
     versions.check_name(name)
     values = loading.secret_values(secrets, _env_files(folder))
@@ -286,7 +285,7 @@ async def env_test(
     accept: list[str] | None = None,
     answers: Annotated[list[str | list[Json]] | None, Field(min_length=1, max_length=100)] = None,
     task_id: str | None = None,
-    replay: Annotated[str | None, Field(min_length=1)] = None,
+    replay: str | None = None,
     model: Annotated[str | None, Field(min_length=1)] = None,
     max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
     hunt: bool = False,
@@ -310,12 +309,10 @@ async def env_test(
         time_s: Seconds for all checks. Ask for over 40 only if your client waits that long.
         accept: Names of checks whose failure you take: the verdict passes and names them.
         answers: What to score instead of the checks: each a text, or the turns of a conversation,
-            [{"content": "", "tool_calls": [{"name": "find", "arguments": {"id": 3}}]}, ...].
+            [{"content": "", "tool_calls": [{"name": "find", "arguments": {"id": 3}}]}].
         task_id: The task of answers; default the first.
-        replay: Instead of the checks: a run whose newest 1,000 rollouts are scored by this version,
-            to try a new reward without a model.
-        model: If all checks pass, a base model that plays a few train groups, to see whether
-            training could teach it anything.
+        replay: Instead of the checks: a run whose newest 1,000 rollouts are scored.
+        model: If all checks pass, a base model that plays a few train groups: could it learn?
         max_tokens: With model: tokens per turn; default 512.
         hunt: Also search up to 40 s for a cheap answer that pays; with model, its best of n.
     """

@@ -105,8 +105,8 @@ async def status(
             end or a problem.
         since: `since` of the last result: tells only what is new; until is then news.
         wait_s: Seconds to wait, at most, for until; without it, for any change.
-        detail: detailed adds all metrics, failure modes, lineage, every value with its source, and
-            the end of the log.
+        detail: detailed adds all metrics, failure modes, lineage, values with sources, the
+            log's end.
         curve: With run_id: add the curve as a picture.
         state: Without run_id: only runs in this state.
         limit: Without run_id: runs per page.

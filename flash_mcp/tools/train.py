@@ -346,10 +346,9 @@ def _values(spec: RunSpec, sources: Mapping[str, str]) -> dict[str, Any]:
 def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fields: Any) -> Train:
     shown = _values(plan.spec, plan.resolved.sources)
     if created:
-        named = plan.resolved.sources
-        shown["values"] = {
-            name: value for name, value in shown["values"].items() if named.get(name) != "argument"
-        }
+        for name, source in plan.resolved.sources.items():
+            if source == "argument" and name != "dataset":  # it is NAME@DIGEST now
+                shown["values"].pop(name, None)
     return Train(
         state=state,
         created=created,

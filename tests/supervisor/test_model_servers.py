@@ -853,7 +853,6 @@ async def records_from_now_on(store: Store, run_id: str, deployment: str) -> Non
     assert (await ready(run_id, step=5, record=True)).record
     said = await chat(deployment, message="Say it", max_tokens=4, seed=7, raw=True)
     assert (await ready(run_id, step=5)).record, "asking again leaves that as it is"
-    await has_recorded(recording, 1)
     (line,) = recording.lines()
     assert line["messages"] == [{"role": "user", "content": "Say it"}]
     assert line["answer"]["content"] == said.adapter.text
@@ -862,18 +861,14 @@ async def records_from_now_on(store: Store, run_id: str, deployment: str) -> Non
     assert max(line["logprobs"]) <= 0.0
     shown = rollouts(deployment).rollouts[0]
     assert shown.messages[-1].content == said.adapter.text
-    await records_other_apis(store, deployment)
+    await answers_other_apis(store, deployment)
     assert not (await ready(run_id, step=5, record=False)).record
     await chat(deployment, message="not this", max_tokens=4)
-    assert len([*recording.lines()]) == 5
+    assert [*recording.lines()] == [line]
 
 
-async def has_recorded(recording: Recording, count: int) -> None:
-    """An answer is recorded after it was sent."""
-    await run_sync(wait_for, lambda: len([*recording.lines()]) == count)
-
-
-async def records_other_apis(store: Store, deployment: str) -> None:
+async def answers_other_apis(store: Store, deployment: str) -> None:
+    """They are answered, and not recorded."""
     server = server_for(store, store.deployment(deployment))
     url = f"http://127.0.0.1:{server.port}/v1"
     hello = {"role": "user", "content": "Say it"}
@@ -886,17 +881,6 @@ async def records_other_apis(store: Store, deployment: str) -> None:
                 body = {**asked, "model": deployment, "stream": streams}
                 answer = await client.post(path, json=body)
                 assert answer.is_success, answer.text
-                assert '"tokens":' not in answer.text
-    recording = Recording(store.base, deployment)
-    await has_recorded(recording, 5)
-    _, *lines = recording.lines()
-    for line in lines:
-        assert line["messages"] == [hello] and line["answer"]["content"]
-        assert line["prompt_tokens"] > 4 and line["completion_tokens"] == 4
-        assert line["finish"] == "length"
-    *responses, _, _ = lines
-    assert [len(line["token_ids"]) for line in lines] == [4, 4, 0, 0]
-    assert [len(line["prompt_token_ids"]) for line in responses] == [lines[0]["prompt_tokens"]] * 2
 
 
 OPEN_IN_VLLM = (

@@ -360,12 +360,12 @@ def test_the_server_sends_models_at_one_commit_where_nodes_reach_no_hub(
     resolved = resolve(RunSpec(environment="vowels", model="someone/some-model", target="lab"))
     run, _ = queue.enqueue(store, resolved, environment)
     target = RemoteTarget("lab", find_target(home, "lab"), MemoryLauncher())
-    job = target.job(run)
+    job = target.job(run, os.environ)
     assert job["lineage"]["model_commit"] == "b" * 40
     folder = RunFolder(run.folder)
     folder.create(job)
     (snapshots.parent / "refs" / "main").write_text("a" * 40)  # the hub has another one now
-    assert target.job(run)["model"] == job["model"]
+    assert target.job(run, os.environ)["model"] == job["model"]
 
     caches = tmp_path / "node"
     there = placed(job, Artifacts(lab["storage"], retry_s=5), caches)

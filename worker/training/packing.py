@@ -514,8 +514,10 @@ class SameExperts(TorchFunctionMode):
         self._stop()
         cast(Any, super()).__exit__(*error)
 
-    def _begin(self, _decoder: Any, _args: Any, inputs: dict[str, Any]) -> None:
-        self._ids = inputs["input_ids"].flatten().tolist()
+    def _begin(self, _decoder: Any, args: Any, inputs: dict[str, Any]) -> None:
+        # Some models pass them to their decoder by place.
+        ids: Any = inputs["input_ids"] if "input_ids" in inputs else args[0]
+        self._ids = ids.flatten().tolist()
         self._choices = 0
 
     def __torch_function__(
