@@ -32,7 +32,8 @@ from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
 
 Json = dict[str, Any]
 Outcomes = Counter[tuple[str, str]]
-NOT_STATE = ("flash.db", "logs", "supervisor.lock")
+NOT_STATE = ("flash.db", "logs", "supervisor.lock", "exports")
+"""An export that fails keeps what its process printed, for the next call."""
 WAITS_S = 0.02
 USER_CODE = {"environment_invalid", "environment_error", "environment_timeout"}
 """Errors that quote the traceback of the user's own code."""

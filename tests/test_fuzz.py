@@ -6,6 +6,7 @@ from flash_mcp.tools.registry import TOOLS
 from tests.fuzz import fuzz
 
 
+@pytest.mark.slow  # a call may export a checkpoint, for which the worker loads torch
 @pytest.mark.long
 def test_three_thousand_calls_do_too(tmp_path: Path):
     assert fuzz(3000, tmp_path).total() >= 3000
