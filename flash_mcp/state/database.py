@@ -29,7 +29,14 @@ from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.home_paths import NAMES, from_stored, to_stored
 from flash_mcp.state.locks import lock
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations, newer_migrations
+from flash_mcp.state.schema import (
+    JSON_COLUMNS,
+    columns,
+    execute,
+    known_columns,
+    migrations,
+    newer_migrations,
+)
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
 
 RecordKind = TypeVar("RecordKind", bound=Record)
@@ -41,6 +48,7 @@ SYNCHRONOUS = "FULL"
 PAGES_AT_ONCE = 1000
 ENCODED = JSON_COLUMNS | NAMES
 """Columns that are decoded when they are read."""
+REBUILD = "rebuild it from the run folders with `flash-mcp recover`, or unpack a backup"
 
 
 class Connection:
@@ -61,6 +69,14 @@ class Connection:
             (journal,) = self._db.conn.execute("PRAGMA journal_mode").fetchone()
             if migrations.pending(self._db) or (journal != "wal" and not self.is_read_only):
                 self._migrate()
+            self._refuse_unreleased()
+
+    def _refuse_unreleased(self) -> None:
+        """The tables of a version change until it is released."""
+        if lacking := sorted(known_columns() - columns(self._db)):
+            table, column = lacking[0]
+            what = f"the database is of an unreleased version: {table} has no column {column}"
+            raise FlashError("state_corrupt", what, path=self.path, fix=REBUILD)
 
     def _migrate(self) -> None:
         self._refuse_read_only()
@@ -302,8 +318,7 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
         if "malformed" not in str(error) and "not a database" not in str(error):
             raise
         what = f"the database is damaged: {error}"
-        fix = "rebuild it from the run folders with `flash-mcp recover`, or unpack a backup"
-        raise FlashError("state_corrupt", what, path=path, fix=fix) from error
+        raise FlashError("state_corrupt", what, path=path, fix=REBUILD) from error
 
 
 def _is_of_a_full_disk(error: sqlite3.OperationalError, path: Path) -> bool:

@@ -149,6 +149,20 @@ def newer_migrations(db: Database) -> list[str]:
     return [row.name for row in migrations.applied(db) if row.name not in existing]
 
 
+def columns(db: Database) -> set[tuple[str, str]]:
+    """Table and column of each column that the database has."""
+    sql = """SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c
+             WHERE t.type = 'table'"""
+    return set(db.execute(sql).fetchall())  # pyright: ignore[reportUnknownMemberType]
+
+
+@cache
+def known_columns() -> frozenset[tuple[str, str]]:
+    db = Database(memory=True)
+    migrations.apply(db)
+    return frozenset(columns(db))
+
+
 def _known_migrations() -> set[str]:
     return {migration.name for migration in migrations.pending(Database(memory=True))}
 

@@ -99,6 +99,20 @@ def test_a_damaged_database_is_moved_aside(flash_home: Path, tmp_path: Path) -> 
     assert rows(fresh, run) == before
 
 
+def test_a_database_of_an_unreleased_version_is_moved_aside(flash_home: Path, tmp_path: Path) -> None:
+    run = made(open_store(), tmp_path)
+    store = open_store()
+    before = rows(store, run)
+    store.execute("DROP INDEX rollouts_evaluated")
+    store.execute("ALTER TABLE rollouts DROP COLUMN truncated")
+    store.close()
+    with pytest.raises(FlashError, match="unreleased version: rollouts has no column truncated") as caught:
+        Store(flash_home)
+    assert caught.value.code == "state_corrupt" and "flash-mcp recover" in caught.value.fix
+    assert recover(flash_home).damaged
+    assert rows(Store(flash_home), run) == before
+
+
 def test_rows_that_exist_stay_and_a_folder_that_cannot_be_read_stops_no_other(flash_home: Path, tmp_path: Path) -> None:
     store = open_store()
     known, lost, torn, empty = (made(store, tmp_path) for _ in range(4))
