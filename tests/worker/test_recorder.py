@@ -54,7 +54,7 @@ async def events() -> Any:
     function = {"index": 0, "id": "c1", "function": {"name": "add", "arguments": '{"a"'}}
     rest = {"index": 0, "function": {"arguments": ": 1}"}}
     deltas = [{"content": "hel"}, {"content": "lo"}, {"tool_calls": [function]}, {"tool_calls": [rest]}]
-    text = ""
+    text = ": a comment, which some proxies send\n\n"
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "finish_reason": None}
         choice |= {"token_ids": [number], "logprobs": logprobs(-float(number))}

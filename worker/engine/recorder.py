@@ -204,7 +204,7 @@ class _Answer:
 
     def sender(self, send: Send, record: Callable[[], Awaitable[None]]) -> Send:
         """Sends what comes to the client. Before the end of it `record` is awaited: who has the
-        whole answer may rate it, or continue it, at once.
+        whole answer may rate it at once.
         """
 
         async def forward(message: Message) -> None:
@@ -250,8 +250,8 @@ class _Answer:
         name, mark, data = event.partition(b"data: ")
         try:
             part = json.loads(data)
-        except ValueError:  # the last one is no JSON
-            self._has_ended = True
+        except ValueError:  # the last one, [DONE], is no JSON
+            self._has_ended |= data.strip() == b"[DONE]"
             return event
         return name + mark + json.dumps(self._read(part)).encode()
 
