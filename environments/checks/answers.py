@@ -81,8 +81,7 @@ def cut(text: str, max_tokens: int | None) -> str:
 def nearly(gold: str) -> list[str]:
     """Short gold answers with the last letter or digit changed, one more at either end, without the
     minus, and the digits of a whole number from the last to the first. In a long one a character
-    need not matter. Of a decimal or a long number,
-    the first digit: a scorer may round.
+    need not matter. Of a decimal or a long number, the first digit: a scorer may round.
     """
     before, inner, after = parts(gold)
     last = re.search(r"\w(?=\W*$)", inner)

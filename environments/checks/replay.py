@@ -116,11 +116,12 @@ async def _play_group(
                 await _close(host, item)
     results: list[Replayed] = []
     for number, attempt in enumerate(attempts):
-        score = scores.get(number)
-        if score is None or score.error:
-            results.append(Replayed(None, (score and score.error) or faults[number]))
+        if number in faults:
+            results.append(Replayed(None, faults[number]))
+        elif error := scores[number].error:
+            results.append(Replayed(None, error))
         else:
-            results.append(Replayed(score, _difference(attempt, opened[number])))
+            results.append(Replayed(scores[number], _difference(attempt, opened[number])))
     return results
 
 

@@ -344,8 +344,7 @@ class Storage:
                 # After a power cut the new name must not have an empty file.
                 os.fsync(stream.fileno())
             guard()
-            # Rename, also over a folder that something made there: it is kept under
-            # another name
+            # Rename, also over a folder that something made there: that keeps another name.
             try:
                 temporary.replace(target)
             except IsADirectoryError:

@@ -43,9 +43,7 @@ def replaced(variables: Mapping[str, str], ours: Mapping[str, str]) -> dict[str,
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether it may hold a password: its name says so, or an address has a
-    user or a query.
-    """
+    """Whether it may hold a password: its name says so, or its address has a user or a query."""
     return SECRET.fullmatch(name) is not None or "@" in value or "?" in value
 
 

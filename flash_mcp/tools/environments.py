@@ -534,17 +534,15 @@ async def _scored(
 
 async def _replayed(subject: _Subject, run_id: str, named: str) -> EnvTest:
     started = time.monotonic()
-    chosen = await run_sync(replaying.attempts_of, open_store(), run_id)
-    await report(f"playing {len(chosen[0])} rollouts of {run_id} again")
+    stored = await run_sync(replaying.stored_rollouts, open_store(), run_id)
+    await report(f"playing {len(stored.rows)} rollouts of {run_id} again")
     async with subject.opened("return a low score instead of raising") as host:
         left = started + longest_wait_s() - time.monotonic()
-        result = await replaying.played_again(host, run_id, *chosen, left)
+        result = await replaying.played_again(host, stored, left)
         splits = host.splits
-    tried = len(chosen[0])
-    skipped = tried - result.played - (result.gone or 0)
     cut = None
-    if skipped and not result.faulty:
-        cut = f"the time of a call ended before {skipped} of {tried} rollouts were played"
+    if result.late:
+        cut = f"the time of a call ended before {result.late} rollouts were played"
     return EnvTest(
         environment=subject.what,
         train_tasks=splits["train"],

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from flash_mcp.state.store import open_store
+from flash_mcp.tools import environments
 from flash_mcp.tools.shared import replaying
 from tests.calls import call, refused
 from tests.folders import environment_folder
@@ -153,12 +154,19 @@ async def test_the_newest_rollouts_are_played(
     folder = environment_folder(tmp_path / "new", GENEROUS)
     found = (await call("env_test", folder=str(folder), replay=run.id))["replay"]
     assert (found["of"], found["played"], found["newly"]) == (6, 4, 4)
+    monkeypatch.setattr(environments, "longest_wait_s", lambda: 0.0)
+    result = await call("env_test", folder=str(folder), replay=run.id)
+    assert result["replay"]["late"] == 4 and "before 4 rollouts were played" in result["cut"]
 
 
 async def test_what_cannot_be_played_again_is_refused(tmp_path: Path, flash_home: Path) -> None:
     run, _ = started_run(tmp_path / "echo")
     folder = str(environment_folder(tmp_path / "new", GENEROUS))
     assert "has no rollouts" in (await refused("env_test", folder=folder, replay=run.id)).what
+    failed = {**row(0, 0, [answer("1")], 0.0), "error": {"code": "environment_error"}}
+    open_store().put_rollouts(run.id, "train", 1, [failed, row(1, 0, [answer("1")], 0.0)])
+    found = (await call("env_test", folder=folder, replay=run.id))["replay"]
+    assert (found["of"], found["played"], found["failed_before"]) == (2, 1, 1)
     called = {**row(0, 0, [answer("1")], 0.0), "calls": [{"conversation": 0}]}
     open_store().put_rollouts(run.id, "train", 1, [called])
     assert "agent's program" in (await refused("env_test", folder=folder, replay=run.id)).what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import anyio
@@ -78,6 +79,10 @@ class Replay(ResultModel):
     They are compared too; what the model would have said then is not known."""
     gone: int | None = None
     """Whose task the new version does not have."""
+    failed_before: int | None = None
+    """That the environment failed in the run: they have no reward, and are left out."""
+    late: int | None = None
+    """For which the time of a call was too short."""
     faulty: str | None = None
     """How many the environment failed to play, and the first fault."""
     now_successes: list[Moved] | None = None
@@ -88,10 +93,21 @@ class Replay(ResultModel):
     """The best answer that is the same for every task, and what it earns now."""
 
 
-def attempts_of(store: Store, run_id: str) -> tuple[list[Rollout], list[Attempt], int]:
-    """The newest rollouts of a run, as they can be played again, and how many it has in all.
-    FlashError(invalid_argument | unknown_run) if there is none that can.
-    """
+@dataclass(frozen=True)
+class Stored:
+    """The newest rollouts of a run, and the same as they are played again."""
+
+    run_id: str
+    rows: Sequence[Rollout]
+    attempts: Sequence[Attempt]
+    total: int
+    """Rollouts that the run has."""
+    failed: int
+    """Of the newest ones, those that the environment failed."""
+
+
+def stored_rollouts(store: Store, run_id: str) -> Stored:
+    """FlashError(invalid_argument | unknown_run) if the run has none that can be played again."""
     run = store.run(run_id)
     fix = "name a run whose rollouts lists transcripts of one environment"
     if isinstance(run.spec, RunSpec) and run.spec.mixture:
@@ -102,8 +118,8 @@ def attempts_of(store: Store, run_id: str) -> tuple[list[Rollout], list[Attempt]
         stored, split = "eval", run.eval_split
     total = store.rollout_count(run_id, stored, None, None, None)
     skipped = max(0, total - MOST)
-    rows = store.rollouts(run_id, stored, order="index", limit=MOST, offset=skipped)
-    rows = [row for row in rows if row.error is None]
+    newest = store.rollouts(run_id, stored, order="index", limit=MOST, offset=skipped)
+    rows = [row for row in newest if row.error is None]
     if not rows:
         raise FlashError("invalid_argument", f"{run_id} has no rollouts", run_id=run_id, fix=fix)
     if any(row.calls for row in rows):
@@ -115,20 +131,13 @@ def attempts_of(store: Store, run_id: str) -> tuple[list[Rollout], list[Attempt]
         group = (row.step, row.group)
         cut = row.finish != "done"
         attempts.append(Attempt(split, row.task_id, group, row.messages, row.prompt_messages, cut))
-    return rows, attempts, total
+    return Stored(run_id, rows, attempts, total, len(newest) - len(rows))
 
 
-async def played_again(
-    host: EnvironmentHost,
-    run_id: str,
-    rows: Sequence[Rollout],
-    attempts: Sequence[Attempt],
-    total: int,
-    seconds: float,
-) -> Replay:
+async def played_again(host: EnvironmentHost, stored: Stored, seconds: float) -> Replay:
     started = time.monotonic()
     # A third of the time is for the constants.
-    found = await replay(host, attempts, started + seconds * 2 / 3)
+    found = await replay(host, stored.attempts, started + seconds * 2 / 3)
     constant = None
     split = "eval"
     if not host.splits[split]:
@@ -136,7 +145,7 @@ async def played_again(
     with anyio.move_on_after(started + seconds - time.monotonic()):
         tasks = range(min(CONSTANT_TASKS, host.splits[split]))
         constant = await best_constant(host, split, tasks, at_once=8)
-    result = _compared(run_id, rows, attempts, found, total)
+    result = _compared(stored, found)
     if constant:
         share = f"{sum(constant.successes)} of {len(constant.successes)} {split} tasks"
         result.constant = f"succeeds on {share}, mean reward {constant.mean_reward:.3g}:\n"
@@ -144,19 +153,13 @@ async def played_again(
     return result
 
 
-def _compared(
-    run_id: str,
-    rows: Sequence[Rollout],
-    attempts: Sequence[Attempt],
-    found: Mapping[int, Replayed],
-    total: int,
-) -> Replay:
+def _compared(stored: Stored, found: Mapping[int, Replayed]) -> Replay:
     scored: list[tuple[Rollout, Score]] = []
     faults: list[str] = []
     other_way = gone = 0
     for number, item in sorted(found.items()):
         if item.score:
-            scored.append((rows[number], item.score))
+            scored.append((stored.rows[number], item.score))
             other_way += bool(item.why)
         elif item.why == GONE:
             gone += 1
@@ -166,14 +169,16 @@ def _compared(
     no_longer = [pair for pair in scored if pair[0].success and not pair[1].success]
     rest = [pair for pair in scored if pair[0].success == pair[1].success and _change(pair) < 0]
     result = Replay(
-        run_id=run_id,
-        of=total,
+        run_id=stored.run_id,
+        of=stored.total,
         played=len(scored),
         moved=sum(_change(pair) != 0 for pair in scored),
         newly=len(newly),
         no_longer=len(no_longer),
         other_way=other_way or None,
         gone=gone or None,
+        failed_before=stored.failed or None,
+        late=len(stored.rows) - len(found) or None,
         now_successes=_shown(newly),
         now_failures=_shown(no_longer),
         paid_less=_shown(sorted(rest, key=_change)),
@@ -189,24 +194,19 @@ def _compared(
             reward=fmean(score.reward for _, score in scored),
             success=fmean(score.success for _, score in scored),
         )
-    _count_groups(result, rows, attempts, found)
+    _count_groups(result, stored, found)
     return result
 
 
-def _count_groups(
-    result: Replay,
-    rows: Sequence[Rollout],
-    attempts: Sequence[Attempt],
-    found: Mapping[int, Replayed],
-) -> None:
+def _count_groups(result: Replay, stored: Stored, found: Mapping[int, Replayed]) -> None:
     members: dict[tuple[int, int], list[int]] = {}
-    for number, attempt in enumerate(attempts):
+    for number, attempt in enumerate(stored.attempts):
         members.setdefault(attempt.group, []).append(number)
     for numbers in members.values():
         scores = [item.score for number in numbers if (item := found.get(number)) and item.score]
         if len(numbers) < 2 or len(scores) < len(numbers):
             continue
-        varied = len({rows[number].reward for number in numbers}) > 1
+        varied = len({stored.rows[number].reward for number in numbers}) > 1
         varies = len({score.reward for score in scores}) > 1
         result.groups += 1
         result.taught += varied
@@ -215,9 +215,11 @@ def _count_groups(
 
 
 def _change(pair: tuple[Rollout, Score]) -> float:
-    """Of the reward; the database may have rounded the one before."""
+    """Of the reward; what rounding makes of a sum is none."""
     change = pair[1].reward - pair[0].reward
-    return change * (abs(change) > 1e-9)
+    if abs(change) <= 1e-9:
+        return 0.0
+    return change
 
 
 def _shown(pairs: Sequence[tuple[Rollout, Score]]) -> list[Moved] | None:
