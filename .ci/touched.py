@@ -86,7 +86,7 @@ def called_for(path: str) -> str:
     """The tests that a change of this file calls for."""
     if path.startswith(ENGINE_TESTS):
         return ENGINES
-    if path in " ".join(CALLS_FOR.values()).split():
+    if path.startswith("tests/") and path in " ".join(CALLS_FOR.values()).split():
         return path
     folders = [folder for folder in CALLS_FOR if path.startswith(folder)]
     return CALLS_FOR[max(folders, key=len)] if folders else ""

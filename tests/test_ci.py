@@ -147,8 +147,10 @@ def test_what_came_since_the_last_landing_calls_for_its_tests(tmp_path: Path) ->
     assert "CI_BASE=gone names no commit" in unknown.value.stderr
     repository.git("update-ref", "refs/remotes/origin/main", "HEAD")
     assert repository.touched() == [MAP["ENGINES"], "tests/test_bench.py", *first]
+    repository.commit("scripts/test-engines", 2, hours=9)
+    assert repository.touched(CI_BASE="HEAD~1") == [MAP["ENGINES"]]
     repository.commit("bench/a.py", hours=9)
-    repository.git("update-ref", "refs/remotes/origin/main", "HEAD~2")  # HEAD is of a branch
+    repository.git("update-ref", "refs/remotes/origin/main", "HEAD~3")  # HEAD is of a branch
     assert repository.touched() == [MAP["ENGINES"], *CALLS_FOR["bench/"]]
     repository.commit("pyproject.toml", hours=9)
     assert {*repository.touched(CI_BASE="HEAD~1")} == {*repository.touched("--all")}
