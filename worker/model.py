@@ -84,8 +84,21 @@ def load_model(
     dtype: torch.dtype = getattr(torch, precision)
     check_precision(dtype, config, path)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
-    max_length = _length(spec, config)
-    experts = _adapts_experts(spec, adapter)
+    # Tokens of a whole conversation, within the model's context
+    context: int = config.get_text_config().max_position_embeddings
+    if spec.max_length and spec.max_length > context:
+        raise FlashError(
+            "invalid_argument",
+            "max_length is longer than the model's context",
+            max_length=spec.max_length,
+            context=context,
+            fix=f"set max_length to at most {context}",
+        )
+    max_length = spec.max_length or min(context, MAX_LENGTH)
+    if adapter is not None:
+        experts = bool(read_adapter_config(adapter).get("target_parameters"))
+    else:
+        experts = isinstance(spec, RunSpec) and spec.experts
     _check_experts(experts, len(cards))
     if len(cards) > 1:
         check_sharing(config, dtype, len(cards))
@@ -167,12 +180,6 @@ def _only_way(spec: RunSpec | EvalSpec, experts: bool) -> Sync | None:
     return "adapter" if is_four_bit(spec) else None
 
 
-def _adapts_experts(spec: RunSpec | EvalSpec, adapter: Path | None) -> bool:
-    if adapter is not None:
-        return bool(read_adapter_config(adapter).get("target_parameters"))
-    return isinstance(spec, RunSpec) and spec.experts
-
-
 def _check_experts(experts: bool, count: int) -> None:
     if experts and count > 1:
         what = "adapters of experts are merged, and cards that share a model take adapters only"
@@ -207,20 +214,6 @@ def _shared_model(
     cards = ranks.gather(os.environ.get(CARDS, ""))
     policy = load_shared_policy(path, ranks, **arguments)
     return Model(path, template, dtype, max_length, policy, "adapter", cards=cards)
-
-
-def _length(spec: RunSpec | EvalSpec, config: Any) -> int:
-    """Tokens of a whole conversation, within the model's context."""
-    context: int = config.get_text_config().max_position_embeddings
-    if spec.max_length and spec.max_length > context:
-        raise FlashError(
-            "invalid_argument",
-            "max_length is longer than the model's context",
-            max_length=spec.max_length,
-            context=context,
-            fix=f"set max_length to at most {context}",
-        )
-    return spec.max_length or min(context, MAX_LENGTH)
 
 
 def is_four_bit(spec: RunSpec | EvalSpec) -> bool:

@@ -420,32 +420,28 @@ class EnvironmentHost:
                 return current
             if self._stopped:
                 raise EnvironmentFault("environment_error", STOPPED)
-            child = await self._spawn()
+            child = await self._start_process(self._python)
+            self._children = [*(old for old in self._children if old.alive), child]
+            try:
+                if self._stopped:
+                    raise EnvironmentFault("environment_error", STOPPED)
+                start = {"args": self._args, "secrets": list(self._secrets)}
+                loaded = await child.call("load", self._start_timeout_s, **start)
+            except BaseException as error:
+                child.kill("it did not load")
+                await child.gone.wait()
+                raise self._load_fault(error, child) from None
+            if not self.splits:
+                most = min(self._concurrency, loaded["max_score_concurrency"])
+                self._score_places = asyncio.Semaphore(most)
+            self.splits = loaded["splits"]
+            self.scores_groups = loaded["scores_groups"]
+            self.plays_gold = loaded["plays_gold"]
+            self._generated = loaded["generated"]
+            self.sandbox = child.sandbox
             for surplus in self._children[:-2]:
                 surplus.kill("its process had calls that did not end, and newer ones replaced it")
             return child
-
-    async def _spawn(self) -> _Child:
-        child = await self._start_process(self._python)
-        self._children = [*(old for old in self._children if old.alive), child]
-        try:
-            if self._stopped:
-                raise EnvironmentFault("environment_error", STOPPED)
-            start = {"args": self._args, "secrets": list(self._secrets)}
-            loaded = await child.call("load", self._start_timeout_s, **start)
-        except BaseException as error:
-            child.kill("it did not load")
-            await child.gone.wait()
-            raise self._load_fault(error, child) from None
-        if not self.splits:
-            most = min(self._concurrency, loaded["max_score_concurrency"])
-            self._score_places = asyncio.Semaphore(most)
-        self.splits = loaded["splits"]
-        self.scores_groups = loaded["scores_groups"]
-        self.plays_gold = loaded["plays_gold"]
-        self._generated = loaded["generated"]
-        self.sandbox = child.sandbox
-        return child
 
     async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""

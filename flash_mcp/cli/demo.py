@@ -131,7 +131,19 @@ async def run(
         await session.call("undeploy", deployment=deployment)
         with session.timed("cancel"):
             await _cancel_another(session, requested)
-        return _figures(session, view, talk)
+        held_out: list[Json] = view["held_out"]
+        return {
+            "run_id": view["run_id"],
+            "steps": view["step"],
+            "reward_first": view["reward"]["first"],
+            "reward_last": view["reward"]["last"],
+            "heldout_base": pick(held_out[0], *HELD_OUT),
+            "heldout_trained": pick(held_out[-1], *HELD_OUT),
+            "verdict": view["verdict"]["outcome"],
+            "tools_called": session.tools_called,
+            "seconds": session.seconds,
+            "chat": {"base": talk["base"]["text"], "adapter": talk["adapter"]["text"]},
+        }
 
 
 async def _prepare(session: Session, folder: Path, environment: str | None) -> str:
@@ -198,22 +210,6 @@ async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json
 def _show_success(console: Console, of: str, row: Json, tasks: int) -> None:
     interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
     console.print(f"  held out, {of}: {row['success']:.3f} of {tasks} tasks ({interval})")
-
-
-def _figures(session: Session, view: Json, talk: Json) -> Json:
-    held_out: list[Json] = view["held_out"]
-    return {
-        "run_id": view["run_id"],
-        "steps": view["step"],
-        "reward_first": view["reward"]["first"],
-        "reward_last": view["reward"]["last"],
-        "heldout_base": pick(held_out[0], *HELD_OUT),
-        "heldout_trained": pick(held_out[-1], *HELD_OUT),
-        "verdict": view["verdict"]["outcome"],
-        "tools_called": session.tools_called,
-        "seconds": session.seconds,
-        "chat": {"base": talk["base"]["text"], "adapter": talk["adapter"]["text"]},
-    }
 
 
 @asynccontextmanager

@@ -79,30 +79,26 @@ def add_tool(commands: Any, tool: Tool) -> None:
         _add_argument(parser, parameter, parameter.name in words)
     flag, settings = JSON
     parser.add_argument(flag, **settings)
-    _add_extras(parser, tool.name)
-    parser.set_defaults(
-        options=[_flag(item.name) for item in parameters],
-        words=words,
-        named=[item.replace("_", "-") for item in required if item not in words],
-    )
-
-
-def _add_extras(parser: Parser, tool: str) -> None:
-    """Options of the command that the tool does not have."""
-    if tool == "train":
+    # Options of the command that the tool does not have
+    if tool.name == "train":
         text = "another TOML file, whose fields win; may be repeated"
         parser.add_argument("--config", action="append", dest="files", metavar="FILE", help=text)
         text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
         parser.add_argument(
             "--set", action="append", dest="assignments", metavar="FIELD=VALUE", help=text
         )
-    if tool == "rollouts":
+    if tool.name == "rollouts":
         for which, order in (("worst", "lowest"), ("best", "highest")):
             text = f"the N transcripts with the {order} reward"
             parser.add_argument(f"--{which}", type=int, metavar="N", help=text)
-    if tool in ("train", "status", "evaluate"):
+    if tool.name in ("train", "status", "evaluate"):
         text = "wait until the run has ended; Ctrl-C only detaches"
         parser.add_argument("--follow", action="store_true", help=text)
+    parser.set_defaults(
+        options=[_flag(item.name) for item in parameters],
+        words=words,
+        named=[item.replace("_", "-") for item in required if item not in words],
+    )
 
 
 def _flag(name: str) -> str:

@@ -144,11 +144,40 @@ def _page_of(result: BaseModel) -> str | None:
     elif isinstance(result, Status) and result.runs is not None:
         _runs(page, result.runs, result.counts or {})
     elif isinstance(result, Rollouts):
-        _rollouts(page, result)
+        page.line(
+            f"{len(result.rollouts)} of {result.total} transcripts of {result.run_id}", "bold"
+        )
+        if result.failures:
+            modes = [f"{count} {name}" for name, count in result.failures.items()]
+            page.prose(", ".join(modes), label="failed: ")
+        for message in result.opening or ():
+            page.prose(message.content, "dim", label=f"{message.role:{ROLE}}")
+        for tool in result.tools or ():
+            page.prose(tool, "dim", label="tool       ")
+        for row in result.rollouts:
+            _rollout(page, row)
     elif isinstance(result, Checkpoints) and not result.export:
         _checkpoints(page, result)
     elif isinstance(result, EnvTest) and result.probes:
-        _checks(page, result)
+        verdicts: dict[bool | None, tuple[str, Style]] = {
+            True: ("passed", "good"),
+            False: ("failed", "bad"),
+            None: ("unfinished", "warn"),
+        }
+        verdict, style = verdicts[result.passed]
+        tasks = f"{result.train_tasks} train and {result.eval_tasks} eval tasks"
+        # Not folded, for the path of the folder may be longer than a line.
+        page.line(f"{verdict}: {result.environment}, {tasks}, in {result.seconds:.1f} s", style)
+        page.line()
+        for probe in result.probes:
+            mark, style = CHECK_MARKS[probe.result]
+            page.prose(probe.evidence, style, label=f"{mark} {probe.name:{CHECK}} ")
+            if probe.fix and probe.result:
+                page.prose(probe.fix, label=f"  {'fix':{CHECK}} ")
+        page.prose(", ".join(result.accepted or ()), label=f"{'accepted':{CHECK + 3}}")
+        page.prose(result.sandbox, "dim", label=f"{'sandbox':{CHECK + 3}}")
+        if result.sample:
+            page.lines += map(visible, render({"sample": result.sample.model_dump(mode="json")}))
     else:
         return None
     page.line()
@@ -353,19 +382,6 @@ def _outcome(line: RunLine) -> Cell:
     return ""
 
 
-def _rollouts(page: Page, result: Rollouts) -> None:
-    page.line(f"{len(result.rollouts)} of {result.total} transcripts of {result.run_id}", "bold")
-    if result.failures:
-        modes = [f"{count} {name}" for name, count in result.failures.items()]
-        page.prose(", ".join(modes), label="failed: ")
-    for message in result.opening or ():
-        page.prose(message.content, "dim", label=f"{message.role:{ROLE}}")
-    for tool in result.tools or ():
-        page.prose(tool, "dim", label="tool       ")
-    for row in result.rollouts:
-        _rollout(page, row)
-
-
 def _rollout(page: Page, row: RolloutView) -> None:
     outcome = {True: "success", False: row.failure or "no success", None: ""}[row.success]
     style: Style = "good" if row.success else "bad"
@@ -419,28 +435,3 @@ def _checkpoints(page: Page, result: Checkpoints) -> None:
     page.table(CHECKPOINT_COLUMNS, lines)
     page.line()
     page.line(f"The first is in {rows[0].path}")
-
-
-# -- the checks of an environment ------------------------------------------------------------------
-
-
-def _checks(page: Page, result: EnvTest) -> None:
-    verdicts: dict[bool | None, tuple[str, Style]] = {
-        True: ("passed", "good"),
-        False: ("failed", "bad"),
-        None: ("unfinished", "warn"),
-    }
-    verdict, style = verdicts[result.passed]
-    tasks = f"{result.train_tasks} train and {result.eval_tasks} eval tasks"
-    # Not folded, for the path of the folder may be longer than a line.
-    page.line(f"{verdict}: {result.environment}, {tasks}, in {result.seconds:.1f} s", style)
-    page.line()
-    for probe in result.probes:
-        mark, style = CHECK_MARKS[probe.result]
-        page.prose(probe.evidence, style, label=f"{mark} {probe.name:{CHECK}} ")
-        if probe.fix and probe.result:
-            page.prose(probe.fix, label=f"  {'fix':{CHECK}} ")
-    page.prose(", ".join(result.accepted or ()), label=f"{'accepted':{CHECK + 3}}")
-    page.prose(result.sandbox, "dim", label=f"{'sandbox':{CHECK + 3}}")
-    if result.sample:
-        page.lines += map(visible, render({"sample": result.sample.model_dump(mode="json")}))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from flash_mcp.judgement.health import WORSE_ELSEWHERE
 from flash_mcp.protocol.numbers import number, percent
-from flash_mcp.tools.shared.run_view import HeldOut, RunView
+from flash_mcp.tools.shared.run_view import RunView
 
 
 def headline(view: RunView) -> str:
@@ -18,7 +16,18 @@ def headline(view: RunView) -> str:
 
 def _change(view: RunView) -> str:
     if view.held_out:
-        return _held_out(view, view.held_out)
+        newest = view.held_out[-1]
+        text = percent(newest.success)
+        if len(view.held_out) > 1 and view.held_out[0].step == 0:
+            text = f"{percent(view.held_out[0].success)} → {text}"
+        text += f" of {newest.n} held-out tasks"
+        if not newest.step:
+            text += " before training"
+            if view.state != "running":
+                text += f": {view.state}"
+        if view.verdict:
+            text += f": {view.verdict.outcome.replace('_', ' ')}"
+        return text
     subject = "Evaluation" if view.algorithm == "eval" else "Training"
     if view.state == "queued":
         place = "queued"
@@ -38,18 +47,3 @@ def _change(view: RunView) -> str:
     if view.loss:
         return f"Training loss {number(view.loss.first)} → {number(view.loss.last)}"
     return f"{subject}: {view.state}"
-
-
-def _held_out(view: RunView, points: Sequence[HeldOut]) -> str:
-    newest = points[-1]
-    text = percent(newest.success)
-    if len(points) > 1 and points[0].step == 0:
-        text = f"{percent(points[0].success)} → {text}"
-    text += f" of {newest.n} held-out tasks"
-    if not newest.step:
-        text += " before training"
-        if view.state != "running":
-            text += f": {view.state}"
-    if view.verdict:
-        text += f": {view.verdict.outcome.replace('_', ' ')}"
-    return text

@@ -39,11 +39,13 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
     report = report_on(store, run_id, detailed=True)
     view = report.view
     series = series_of(store, view)
+    # The runs that one call started with several seeds, `run` among them
+    others = store.seed_runs(run) if run.seed_group else []
     return render(
         "run.html.j2",
         live=live,
         notice=notice,
-        seeds=_seeds(store, run),
+        seeds=[(other, view_of(store, other.id)) for other in others],
         **_buttons(store, run),
         run=run,
         view=view,
@@ -75,12 +77,6 @@ def _starts_in_s(store: Store, run: Run, view: RunView) -> float | None:
     if not left or (view.queued_ahead and not took):
         return None
     return min(left) + view.queued_ahead * median(took or [0.0])
-
-
-def _seeds(store: Store, run: Run) -> list[tuple[Run, RunView]]:
-    """The runs that one call started with several seeds, `run` among them."""
-    others = store.seed_runs(run) if run.seed_group else []
-    return [(other, view_of(store, other.id)) for other in others]
 
 
 def _buttons(store: Store, run: Run) -> dict[str, object]:

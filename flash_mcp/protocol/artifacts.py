@@ -148,24 +148,21 @@ class Artifacts:
 
     def _make(self, digest: str, target: Path) -> None:
         with part_of(target) as scratch:
-            self._download(digest, scratch).rename(target)
-
-    def _download(self, digest: str, scratch: Path) -> Path:
-        archive = scratch / "archive.tar"
-        fix = "start the run again: its files are stored anew; the storage may lose files"
-        try:
-            self._fs.get_file(self._path(digest), str(archive))
-        except FileNotFoundError as error:
-            what = f"the storage has no artifact {digest}"
-            raise FlashError("artifact_damaged", what, storage=self.url, fix=fix) from error
-        if sha256_of(archive) != digest:
-            what = f"artifact {digest} does not match its checksum"
-            raise FlashError("artifact_damaged", what, storage=self.url, fix=fix)
-        folder = scratch / "folder"
-        with tarfile.open(archive) as tar:
-            unpack(tar, folder)
-        archive.unlink()
-        return folder
+            archive = scratch / "archive.tar"
+            fix = "start the run again: its files are stored anew; the storage may lose files"
+            try:
+                self._fs.get_file(self._path(digest), str(archive))
+            except FileNotFoundError as error:
+                what = f"the storage has no artifact {digest}"
+                raise FlashError("artifact_damaged", what, storage=self.url, fix=fix) from error
+            if sha256_of(archive) != digest:
+                what = f"artifact {digest} does not match its checksum"
+                raise FlashError("artifact_damaged", what, storage=self.url, fix=fix)
+            folder = scratch / "folder"
+            with tarfile.open(archive) as tar:
+                unpack(tar, folder)
+            archive.unlink()
+            folder.rename(target)
 
     def _path(self, digest: str) -> str:
         return f"{self._root}/{digest}.tar"

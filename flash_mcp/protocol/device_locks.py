@@ -53,7 +53,17 @@ def take(device: str, home: Path) -> int | None:
         with _guarded(folder, device):
             if others := users(device, home):
                 raise _taken(f"{device} is used by {', '.join(others)}")
-            return _hold(folder / _name(device, home), home)
+            path = folder / _name(device, home)
+            with _opened(path, os.O_CREAT | os.O_RDWR) as descriptor:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    raise OSError(f"{path} belongs to another user")
+                os.fchmod(descriptor, 0o644)
+                os.truncate(descriptor, 0)
+                os.pwrite(descriptor, os.fsencode(os.path.realpath(home)), 0)
+                # Someone who only looks holds it for an instant.
+                if not lock(descriptor, LOCK_TIMEOUT_S, shared=True):
+                    raise OSError(f"another process holds {path}")
+                return os.dup(descriptor)
     except OSError as error:
         raise _taken(f"its lock in {folder} cannot be taken: {error}", device=device) from error
 
@@ -111,19 +121,6 @@ def _guarded(folder: Path, device: str) -> Generator[None]:
         if not lock(descriptor, LOCK_TIMEOUT_S):
             raise OSError(f"another process holds {path}")
         yield
-
-
-def _hold(path: Path, home: Path) -> int:
-    with _opened(path, os.O_CREAT | os.O_RDWR) as descriptor:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise OSError(f"{path} belongs to another user")
-        os.fchmod(descriptor, 0o644)
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, os.fsencode(os.path.realpath(home)), 0)
-        # Someone who only looks holds it for an instant.
-        if not lock(descriptor, LOCK_TIMEOUT_S, shared=True):
-            raise OSError(f"another process holds {path}")
-        return os.dup(descriptor)
 
 
 def _whose(descriptor: int) -> str:

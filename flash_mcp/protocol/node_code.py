@@ -103,7 +103,17 @@ def _command(order: Order) -> list[str]:
             raise ValueError(f"{order['archive']} does not match its checksum")
         with tarfile.open(fileobj=io.BytesIO(body)) as archive:
             unpack(archive, folder)
-        _install(folder, extra)
+        # An environment with the wheel and all that it needs, by uv
+        wheel = next(folder.glob("*.whl"))
+        _uv("venv", "--python", sys.executable, str(folder / "venv"))
+        python = ["--python", str(folder / "venv" / "bin" / "python")]
+        options = ["--overrides", str(folder / "overrides.txt")]
+        if (pins := folder / f"constraints-{extra}.txt").exists():
+            options += ["--constraints", str(pins)]
+        if extra == "cpu" and "UV_FIND_LINKS" not in os.environ:
+            os.environ.setdefault("UV_TORCH_BACKEND", "cpu")
+        requested = f"flash-mcp[{extra},s3] @ {wheel.as_uri()}"
+        _uv("pip", "install", "--compile-bytecode", *python, *options, requested)
         (folder / READY).touch()
 
     locks.make_once(lock, (folder / READY).exists, install)
@@ -127,20 +137,6 @@ def unpack(archive: tarfile.TarFile, folder: Path) -> None:
             shutil.copyfileobj(source, target)
         path.chmod(member.mode & 0o755 | 0o600)
         os.utime(path, (member.mtime, member.mtime))
-
-
-def _install(folder: Path, extra: str) -> None:
-    """An environment with the wheel and all that it needs, by uv."""
-    wheel = next(folder.glob("*.whl"))
-    _uv("venv", "--python", sys.executable, str(folder / "venv"))
-    python = ["--python", str(folder / "venv" / "bin" / "python")]
-    options = ["--overrides", str(folder / "overrides.txt")]
-    if (pins := folder / f"constraints-{extra}.txt").exists():
-        options += ["--constraints", str(pins)]
-    if extra == "cpu" and "UV_FIND_LINKS" not in os.environ:
-        os.environ.setdefault("UV_TORCH_BACKEND", "cpu")
-    requested = f"flash-mcp[{extra},s3] @ {wheel.as_uri()}"
-    _uv("pip", "install", "--compile-bytecode", *python, *options, requested)
 
 
 def _uv(*arguments: str) -> None:

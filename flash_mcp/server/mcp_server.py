@@ -447,19 +447,6 @@ RESOURCES = (
 )
 
 
-def _add_resources(server: FlashServer) -> None:
-    title = "How to train with flash-mcp"
-    about = server.resource(
-        "flash://playbook", name="playbook", title=title, mime_type="text/markdown"
-    )
-    about(playbook_text)
-    address = f"{playbook.ADDRESS}/{{section}}"
-    server.resource(address, name="playbook_section", mime_type="text/markdown")(playbook_section)
-    for read, address, kind in RESOURCES:
-        server.resource(address, name=read.__name__, mime_type=kind)(_as_resource(read))
-    server.prompt(name="train_a_model", title="Train a model on a task")(train_a_model)
-
-
 def _lines(rows: Sequence[Json], run_id: str, step: int) -> str:
     if not rows:
         hint = "the tool rollouts names the steps that it has"
@@ -484,7 +471,16 @@ def _as_resource(read: Callable[..., Any]) -> Callable[..., Any]:
 def build_server(*extensions: Extension, jobs: Sequence[Jobs] = ()) -> FlashServer:
     """The server, with more `extensions` and more kinds of `jobs` that may be tasks."""
     built = FlashServer(TOOLS, [*extensions, Tasks(Runs(), Deployments(), *jobs)])
-    _add_resources(built)
+    title = "How to train with flash-mcp"
+    about = built.resource(
+        "flash://playbook", name="playbook", title=title, mime_type="text/markdown"
+    )
+    about(playbook_text)
+    address = f"{playbook.ADDRESS}/{{section}}"
+    built.resource(address, name="playbook_section", mime_type="text/markdown")(playbook_section)
+    for read, address, kind in RESOURCES:
+        built.resource(address, name=read.__name__, mime_type=kind)(_as_resource(read))
+    built.prompt(name="train_a_model", title="Train a model on a task")(train_a_model)
     add_completion(built)
     return built
 

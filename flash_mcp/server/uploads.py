@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import anyio
 from anyio.to_thread import run_sync
@@ -207,26 +207,22 @@ async def _receive(request: Request, name: str) -> EnvPush:
             prefix=".upload-", dir=root, ignore_cleanup_errors=True
         )
         with tempfile.TemporaryFile(dir=root) as archive, unpacked as folder:
-            await _write_body(request, archive)
+            size = 0
+            with anyio.move_on_after(UPLOAD_TIMEOUT_S) as scope:
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > MAX_ARCHIVE_BYTES:
+                        fix = f"keep the archive within {MAX_ARCHIVE_BYTES >> 20} MiB"
+                        what = f"the archive has more than {MAX_ARCHIVE_BYTES:,} bytes"
+                        raise FlashError("too_large", what, fix=fix)
+                    await run_sync(archive.write, chunk)
+            if scope.cancelled_caught:
+                fix = "send it over a faster connection, or make it smaller"
+                what = f"it did not arrive within {UPLOAD_TIMEOUT_S:.0f} s"
+                raise FlashError("upload_invalid", what, fix=fix)
+            archive.seek(0)
             await run_sync(unpack, archive, Path(folder))
             files = await run_sync(folder_files, Path(folder))
             return await publish(name, files, load=load == "true")
     except OSError as error:
         raise disk_error(error, root) from error
-
-
-async def _write_body(request: Request, archive: Any) -> None:
-    size = 0
-    with anyio.move_on_after(UPLOAD_TIMEOUT_S) as scope:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_ARCHIVE_BYTES:
-                fix = f"keep the archive within {MAX_ARCHIVE_BYTES >> 20} MiB"
-                what = f"the archive has more than {MAX_ARCHIVE_BYTES:,} bytes"
-                raise FlashError("too_large", what, fix=fix)
-            await run_sync(archive.write, chunk)
-    if scope.cancelled_caught:
-        fix = "send it over a faster connection, or make it smaller"
-        what = f"it did not arrive within {UPLOAD_TIMEOUT_S:.0f} s"
-        raise FlashError("upload_invalid", what, fix=fix)
-    archive.seek(0)

@@ -68,29 +68,23 @@ class Connection:
             # Reads only: another program's write transaction does not delay it.
             (journal,) = self._db.conn.execute("PRAGMA journal_mode").fetchone()
             if migrations.pending(self._db) or (journal != "wal" and not self.is_read_only):
-                self._migrate()
-            self._refuse_unreleased()
-
-    def _refuse_unreleased(self) -> None:
-        """The tables of a version change until it is released."""
-        if lacking := sorted(known_columns() - columns(self._db)):
-            table, column = lacking[0]
-            what = f"the database is of an unreleased version: {table} has no column {column}"
-            raise FlashError("state_corrupt", what, path=self.path, fix=REBUILD)
-
-    def _migrate(self) -> None:
-        self._refuse_read_only()
-        # Two processes that turn WAL on at once fail whatever their busy time-out.
-        path = self.base / "flash.db.lock"
-        with path.open("a") as held:
-            if not lock(held, BUSY_TIMEOUT_S):
-                raise _busy(path)
-            # It holds for a database that has no tables yet.
-            execute(self._db, "PRAGMA auto_vacuum=INCREMENTAL")
-            execute(self._db, "PRAGMA journal_mode=WAL")
-            self._refuse_newer()
-            with self.transaction():
-                migrations.apply(self._db)
+                self._refuse_read_only()
+                # Two processes that turn WAL on at once fail whatever their busy time-out.
+                path = self.base / "flash.db.lock"
+                with path.open("a") as held:
+                    if not lock(held, BUSY_TIMEOUT_S):
+                        raise _busy(path)
+                    # It holds for a database that has no tables yet.
+                    execute(self._db, "PRAGMA auto_vacuum=INCREMENTAL")
+                    execute(self._db, "PRAGMA journal_mode=WAL")
+                    self._refuse_newer()
+                    with self.transaction():
+                        migrations.apply(self._db)
+            # The tables of a version change until it is released
+            if lacking := sorted(known_columns() - columns(self._db)):
+                table, column = lacking[0]
+                what = f"the database is of an unreleased version: {table} has no column {column}"
+                raise FlashError("state_corrupt", what, path=self.path, fix=REBUILD)
 
     def _refuse_newer(self) -> None:
         """Code that does not know all of a database's tables and columns could lose rows of it."""

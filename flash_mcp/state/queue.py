@@ -95,7 +95,19 @@ def enqueue(
             return first, False
         _check_quota(store)
         lineage = {"code": code_version(), "client": surroundings.client(), **(lineage or {})}
-        _check_still_there(store, environment, init_adapter, dataset, lineage)
+        # Files may have been removed meanwhile: loading an environment takes seconds
+        made_from = [("unknown_environment", environment.reference, environment.path)]
+        for part in lineage.get("mixture", ()):
+            made_from.append(("unknown_environment", part["name"], part["path"]))
+        for adapter in filter(None, [init_adapter, lineage.get("teacher")]):
+            made_from.append(("unknown_checkpoint", str(adapter.get("run_id")), adapter["path"]))
+        if dataset:
+            reference = f"{dataset['name']}@{dataset['digest']}"
+            made_from.append(("unknown_dataset", reference, dataset["path"]))
+        for code, name, path in made_from:
+            if Path(path).is_relative_to(store.base) and not Path(path).exists():
+                what = f"{name} has just been removed"
+                raise FlashError(code, what, fix="name another one, or make it again")
         run_id = new_id(store)
         if commit := _commit_before(store, spec, init_adapter):
             lineage["model_commit"] = commit
@@ -506,28 +518,6 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
     if resolved.sources.get("precision") == "run":  # a run that has not begun has none
         request["precision"] = None
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-
-
-def _check_still_there(
-    store: Store,
-    environment: EnvironmentVersion,
-    init_adapter: Json | None,
-    dataset: Json | None,
-    lineage: Json,
-) -> None:
-    """Files may have been removed meanwhile: loading an environment takes seconds."""
-    made_from = [("unknown_environment", environment.reference, environment.path)]
-    for part in lineage.get("mixture", ()):
-        made_from.append(("unknown_environment", part["name"], part["path"]))
-    for adapter in filter(None, [init_adapter, lineage.get("teacher")]):
-        made_from.append(("unknown_checkpoint", str(adapter.get("run_id")), adapter["path"]))
-    if dataset:
-        reference = f"{dataset['name']}@{dataset['digest']}"
-        made_from.append(("unknown_dataset", reference, dataset["path"]))
-    for code, name, path in made_from:
-        if Path(path).is_relative_to(store.base) and not Path(path).exists():
-            what = f"{name} has just been removed"
-            raise FlashError(code, what, fix="name another one, or make it again")
 
 
 def queued_runs(store: Store) -> int:

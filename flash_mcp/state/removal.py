@@ -90,7 +90,22 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     with deleting(store.base) as may_delete, store.transaction():
         if not (may_delete or dry_run):
             raise _in_use(reference, "a backup is being made", "repeat it after the backup")
-        result = _find(store, reference)
+        owner, _, version = reference.rpartition("/")
+        name, at, digest = version.partition("@")
+        versions = _versions(store, name)
+        if not at and not versions:
+            result = _export(store, reference) or _run(store, reference)
+        else:
+            if not versions:
+                store.environment(version)  # there is none: what it raises names the nearest
+            mine = [item for item in versions if item.owner == (owner or LOCAL_OWNER)]
+            results = [item for item in mine if len(digest) >= 6 and item.digest.startswith(digest)]
+            if len(results) != 1:
+                code = f"unknown_{(mine or versions)[0].kind}"
+                existing = ", ".join(item.reference for item in (mine or versions)[:5])
+                what = f"{reference!r} is not one version"
+                raise FlashError(code, what, fix=f"name the version: {existing}")
+            result = _version(store, results[0])
         stored = result.on_target and folder_of(result.on_target)
         if stored and not dry_run:
             stored.newest_epoch()  # a store that does not answer keeps the row
@@ -136,24 +151,6 @@ def move_away(store: Store, folders: Iterable[Path]) -> None:
 def empty_away(store: Store) -> None:
     """Delete what was moved away, also by a process that was killed before it did."""
     shutil.rmtree(store.base / "removed", ignore_errors=True)
-
-
-def _find(store: Store, reference: str) -> _Item:
-    owner, _, version = reference.rpartition("/")
-    name, at, digest = version.partition("@")
-    versions = _versions(store, name)
-    if not at and not versions:
-        return _export(store, reference) or _run(store, reference)
-    if not versions:
-        store.environment(version)  # there is none: what it raises names the nearest
-    mine = [item for item in versions if item.owner == (owner or LOCAL_OWNER)]
-    results = [item for item in mine if len(digest) >= 6 and item.digest.startswith(digest)]
-    if len(results) != 1:
-        code = f"unknown_{(mine or versions)[0].kind}"
-        existing = ", ".join(item.reference for item in (mine or versions)[:5])
-        what = f"{reference!r} is not one version"
-        raise FlashError(code, what, fix=f"name the version: {existing}")
-    return _version(store, results[0])
 
 
 def _versions(store: Store, name: str) -> list[_Version]:

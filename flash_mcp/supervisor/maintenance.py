@@ -52,7 +52,17 @@ class Maintenance:
         if time.monotonic() >= self._jobs_at:
             self._jobs_at = time.monotonic() + JOBS_EVERY_S
             self._end_jobs()
-            self._delete_folders()
+            for place, looks in due_folders(self.store, self.target.name)[:MAX_FOLDERS]:
+                retry_s = self.target.retry_s
+                try:
+                    delete_run(RunFolder(place, retry_s=retry_s), retry_s)
+                except (OSError, FlashError) as error:
+                    _raise_if_of_all(error)
+                    log.warning("the folder of a removed run cannot be deleted: %s", error)
+                    postpone(self.store, place)
+                    continue
+                was_deleted(self.store, place, looks)
+                log.info("deleted the folder of a removed run: %s", place)
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + JOBS_EVERY_S  # if it fails
             self._sweep(load_settings(self.store.base))
@@ -75,19 +85,6 @@ class Maintenance:
         for handle in over[:MAX_JOBS]:
             log.warning("%s: ending job %s, which no run waits for", handle.key, handle.id)
             self.target.launcher.cancel(handle)
-
-    def _delete_folders(self) -> None:
-        for place, looks in due_folders(self.store, self.target.name)[:MAX_FOLDERS]:
-            retry_s = self.target.retry_s
-            try:
-                delete_run(RunFolder(place, retry_s=retry_s), retry_s)
-            except (OSError, FlashError) as error:
-                _raise_if_of_all(error)
-                log.warning("the folder of a removed run cannot be deleted: %s", error)
-                postpone(self.store, place)
-                continue
-            was_deleted(self.store, place, looks)
-            log.info("deleted the folder of a removed run: %s", place)
 
     def _sweep(self, settings: Settings) -> None:
         for run in self._ended():

@@ -292,7 +292,18 @@ class RunReconciler:
             variables = self.vault.surroundings(run)
             if variables is None:  # its client is about to give them: the next look tries again
                 return
-            attempt.handle = self._submit(run, folder, variables)
+            folder.create(self.target.job(run, variables))
+            # What it needs may have taken an hour to upload.
+            if self.store.server_run(run.id).cancel_requested:
+                attempt.handle = Handle.of(run)
+            else:
+                handle = self.launcher.submit(
+                    self.target.launch(run, {**variables, **self._secrets_of(run)})
+                )
+                if handle.id:
+                    queue.record_handle(self.store, run.id, run.attempt, handle.id)
+                self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
+                attempt.handle = handle
         if existing:
             attempt.reader = existing.reader
             attempt.reader.folder = folder
@@ -302,19 +313,6 @@ class RunReconciler:
         folder = RunFolder(run.folder, retry_s=self.target.retry_s)
         reader = Reader(self.store, run.id, folder, self.alive)
         return Attempt(run.attempt, folder, Handle.of(run), reader)
-
-    def _submit(self, run: Run, folder: RunFolder, variables: Mapping[str, str]) -> Handle:
-        folder.create(self.target.job(run, variables))
-        # What it needs may have taken an hour to upload.
-        if self.store.server_run(run.id).cancel_requested:
-            return Handle.of(run)
-        handle = self.launcher.submit(
-            self.target.launch(run, {**variables, **self._secrets_of(run)})
-        )
-        if handle.id:
-            queue.record_handle(self.store, run.id, run.attempt, handle.id)
-        self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
-        return handle
 
     def _take_beats(self, taken: Sequence[Run]) -> None:
         """Store all new heartbeats at once: each transaction waits for the disk."""
@@ -439,7 +437,11 @@ class RunReconciler:
         """Read what the attempt has written since the last time."""
         if attempt.reader.read(now=now):
             prune_checkpoints(self.store, run)
-        self._store_log(run, attempt)
+        # Keep the end of its output, if nobody else reads the folder
+        if self.target.shares_disk:
+            return
+        if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
+            self.store.put_log(run.id, attempt.number, tail)
 
     def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
         """Seal the secrets for an attempt on another machine, once it asks for them."""
@@ -457,13 +459,6 @@ class RunReconciler:
 
             return keys_of(self.base, run)
         return self.vault.values(run.id, run.spec.secrets)
-
-    def _store_log(self, run: Run, attempt: Attempt) -> None:
-        """Keep the end of its output, if nobody else reads the folder."""
-        if self.target.shares_disk:
-            return
-        if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
-            self.store.put_log(run.id, attempt.number, tail)
 
     def _note_wait(self, run: Run, attempt: Attempt, status: JobStatus) -> None:
         """Store what the attempt waits for, and hold its clocks meanwhile."""

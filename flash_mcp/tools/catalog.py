@@ -272,18 +272,7 @@ def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> Model:
         facts |= {"parameters": parameters, "unchecked": "parameters"}
     for name in ("parameters", "active"):
         facts[name] = facts[name] and _billions(facts[name])
-    return Model(**facts, fits=_fits(card, places), step=_steps_text(steps, model=card.name))
-
-
-def _billions(parameters: float) -> str:
-    """Such as 135M or 4.02B."""
-    if parameters < 1e9:
-        return f"{parameters / 1e6:.3g}M"
-    return f"{parameters / 1e9:.3g}B"
-
-
-def _fits(card: ModelCard, places: Sequence[Place]) -> str:
-    """For GRPO on one card; this machine is the first of the places."""
+    # For GRPO on one card; this machine is the first of the places
     local, *others = places
     need_on = partial(memory_need, card, has_engine=True)
     refusal = local.refusal(need_on, 1)
@@ -297,7 +286,14 @@ def _fits(card: ModelCard, places: Sequence[Place]) -> str:
     for place in others:
         if not place.refusal(need_on, 1):
             fits += f"; {place.name}: yes"
-    return fits
+    return Model(**facts, fits=fits, step=_steps_text(steps, model=card.name))
+
+
+def _billions(parameters: float) -> str:
+    """Such as 135M or 4.02B."""
+    if parameters < 1e9:
+        return f"{parameters / 1e6:.3g}M"
+    return f"{parameters / 1e9:.3g}B"
 
 
 Steps = dict[tuple[str, str], str]

@@ -364,7 +364,25 @@ class Pair:
 
 def _pair(store: Store, base: str, other: str | None) -> Pair:
     if other is None:
-        pair = _before_and_after(store, base)
+        # The first and the newest evaluation of a training run
+        run, step = _named(store, base)
+        steps = [row.step for row in store.evals(run.id)]
+        if step is None and len(steps) > 1:
+            pair = Pair(_evaluated(store, run, steps[0]), _evaluated(store, run, None))
+        else:
+            hint = f"; it has evaluations of the steps {steps}" if steps else ""
+            spec = run.spec
+            later = isinstance(spec, RunSpec) and (spec.eval_after or spec.eval_every)
+            if step is None and run.ended is None and later:
+                what = f"{base} is {run.state} and has no before and after yet{hint}"
+                wait = f"status(run_id={base!r}, until='end') waits for it"
+                fix = f"{wait}; compare again once it has ended"
+                raise FlashError("not_ready", what, base=base, fix=fix)
+            fix = "train with eval_before and eval_after"
+            if steps:
+                fix = "name the other evaluation; evaluate makes one"
+            what = f"{base} alone has no before and after{hint}"
+            raise FlashError("invalid_argument", what, base=base, fix=fix)
     else:
         pair = Pair(_find(store, base), _find(store, other))
     return _comparable(pair, base, other)
@@ -418,27 +436,6 @@ def _pushed(run: Run) -> float:
 
 def _environments(run: Run) -> str:
     return " and ".join(part["name"] for part in run.mixture) or run.environment
-
-
-def _before_and_after(store: Store, base: str) -> Pair:
-    """The first and the newest evaluation of a training run."""
-    run, step = _named(store, base)
-    steps = [row.step for row in store.evals(run.id)]
-    if step is None and len(steps) > 1:
-        return Pair(_evaluated(store, run, steps[0]), _evaluated(store, run, None))
-    hint = f"; it has evaluations of the steps {steps}" if steps else ""
-    spec = run.spec
-    later = isinstance(spec, RunSpec) and (spec.eval_after or spec.eval_every)
-    if step is None and run.ended is None and later:
-        what = f"{base} is {run.state} and has no before and after yet{hint}"
-        wait = f"status(run_id={base!r}, until='end') waits for it"
-        fix = f"{wait}; compare again once it has ended"
-        raise FlashError("not_ready", what, base=base, fix=fix)
-    fix = "train with eval_before and eval_after"
-    if steps:
-        fix = "name the other evaluation; evaluate makes one"
-    what = f"{base} alone has no before and after{hint}"
-    raise FlashError("invalid_argument", what, base=base, fix=fix)
 
 
 def _named(store: Store, text: str) -> tuple[Run, int | None]:

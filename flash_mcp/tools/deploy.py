@@ -6,7 +6,6 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -274,19 +273,15 @@ async def chat(
         answers[name] = result
     adapter = answers[row.id]
     following = _after_chat(row, adapter, side_by_side)
+    texts = [f"{message['role']}: {text_of(message)}" for message in opening]
     return Chat(
         deployment=row.id,
-        opening=_shown(opening),
+        opening=shorten("\n".join(texts), OPENING_CHARACTERS) if texts else None,
         adapter=adapter,
         base=answers.get(row.model),
         precision=_precision(store, row),
         next=following,
     )
-
-
-def _shown(opening: Sequence[Json]) -> str | None:
-    texts = [f"{message['role']}: {text_of(message)}" for message in opening]
-    return shorten("\n".join(texts), OPENING_CHARACTERS) if texts else None
 
 
 def _conversation(message: str | None, messages: list[Message] | None) -> list[Json]:

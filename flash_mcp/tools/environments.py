@@ -343,24 +343,18 @@ async def env_test(
     trainable = environment or (folder if folder and references.files_of(folder) else None)
     needed = passed_on(secrets, environment_args)
     next_step = after_test(result, trainable, path, needed)
-    return _test_result(what, result, sample, after_sample(sample) if sample else next_step)
-
-
-def _test_result(
-    what: str, checked: GateReport, sample: preflight.Sample | None, following: str
-) -> EnvTest:
     return EnvTest(
         environment=what,
-        passed=None if checked.verdict == "unfinished" else checked.passed,
-        unfinished=checked.unfinished or None,
-        accepted=checked.accepted or None,
-        train_tasks=checked.splits.get("train", 0),
-        eval_tasks=checked.splits.get("eval", 0),
-        seconds=round(checked.seconds, 2),
-        probes=list(map(_shown, _without_repeats(checked.probes))),
-        sandbox=describe(checked.sandbox) if any(checked.sandbox.values()) else None,
+        passed=None if result.verdict == "unfinished" else result.passed,
+        unfinished=result.unfinished or None,
+        accepted=result.accepted or None,
+        train_tasks=result.splits.get("train", 0),
+        eval_tasks=result.splits.get("eval", 0),
+        seconds=round(result.seconds, 2),
+        probes=list(map(_shown, _without_repeats(result.probes))),
+        sandbox=describe(result.sandbox) if any(result.sandbox.values()) else None,
         sample=sample,
-        next=following,
+        next=after_sample(sample) if sample else next_step,
     )
 
 

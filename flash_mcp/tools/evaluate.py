@@ -192,7 +192,21 @@ async def _measure(
     values = resolved(tasks=[]).spec
     await report("loading the environment in a child process")
     names = await task_names(row, values, subject.env_files)
-    tasks = _chosen(names, request)
+    # Places of the tasks in the split
+    places = {name: place for place, name in enumerate(names)}
+    unknown = [name for name in request.task_ids or () if name not in places]
+    if unknown:
+        near = nearest(unknown[0], names) or names[:3]
+        what = f"{len(unknown)} of task_ids are not in the {request.split} split"
+        fix = f"use ids like {', '.join(map(plain_name, near))}"
+        raise FlashError("invalid_argument", f"{what}, the first: {unknown[0]!r}", fix=fix)
+    tasks = list(range(len(names)))
+    if request.task_ids:
+        tasks = list(dict.fromkeys(places[name] for name in request.task_ids))
+    tasks = tasks[: request.limit]
+    if len(tasks) * request.attempts > MOST_ATTEMPTS:
+        what = f"{len(tasks)} tasks x {request.attempts} attempts are more than {MOST_ATTEMPTS:,}"
+        raise FlashError("invalid_argument", what, fix="lower attempts, or set limit")
     complete = resolved(tasks=tasks)
     # A repeated key has to agree with the version that was named, too.
     spec = complete.spec.model_copy(update={"environment": reference})
@@ -261,25 +275,6 @@ async def task_names(
         what = f"{environment.reference} has no task in its {split} split"
         raise FlashError("dataset_invalid", what, split=split, fix=fix)
     return [name for name, _ in tasks]
-
-
-def _chosen(names: list[str], request: EvaluationRequest) -> list[int]:
-    """Places of the tasks in the split. FlashError(invalid_argument) for unknown or too many."""
-    places = {name: place for place, name in enumerate(names)}
-    unknown = [name for name in request.task_ids or () if name not in places]
-    if unknown:
-        near = nearest(unknown[0], names) or names[:3]
-        what = f"{len(unknown)} of task_ids are not in the {request.split} split"
-        fix = f"use ids like {', '.join(map(plain_name, near))}"
-        raise FlashError("invalid_argument", f"{what}, the first: {unknown[0]!r}", fix=fix)
-    tasks = list(range(len(names)))
-    if request.task_ids:
-        tasks = list(dict.fromkeys(places[name] for name in request.task_ids))
-    tasks = tasks[: request.limit]
-    if len(tasks) * request.attempts > MOST_ATTEMPTS:
-        what = f"{len(tasks)} tasks x {request.attempts} attempts are more than {MOST_ATTEMPTS:,}"
-        raise FlashError("invalid_argument", what, fix="lower attempts, or set limit")
-    return tasks
 
 
 def _describe(store: Store, run: Run, subject: Subject, total: int, created: bool) -> Evaluate:

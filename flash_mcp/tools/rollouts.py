@@ -383,7 +383,38 @@ def _within(
     left = 0
     for row, mode, item, some in zip(rows, modes, texts, numbers, strict=True):
         excerpts = {number: _excerpt(item[number], next(allowed), around) for number in some}
-        shown.append(_rollout(row, mode, opening, excerpts))
+        # `excerpts`: the text of each message that is shown, by its number after the opening
+        messages = row.shown_messages
+        is_whole = opening + len(excerpts) == len(messages)
+        parts = {name: round(value, 4) for name, value in row.metrics.items()}
+        shown.append(
+            RolloutView(
+                step=row.step,
+                index=row.index,
+                task_id=row.task_id,
+                reward=round(row.reward, 4) if row.is_scored else None,
+                success=row.success if row.is_scored else None,
+                advantage=rounded(row.advantage, 4),
+                failure=mode,
+                finish=row.finish,
+                turns=row.turns,
+                completion_tokens=row.completion_tokens,
+                metrics=parts or None,
+                reason=shorten(row.reason or "", 300) or None,
+                expected=_expected(row),
+                refused=_refused(row),
+                error=error_text(row.error, 600),
+                messages=[
+                    Message(
+                        role=messages[opening + number]["role"],
+                        content=text,
+                        number=None if is_whole else opening + number,
+                    )
+                    for number, text in excerpts.items()
+                ],
+                messages_in_all=None if is_whole else len(messages),
+            )
+        )
         left += sum(map(len, item)) - sum(map(len, excerpts.values()))
     return shown, f"about {left} characters of text" if left > 0 else None
 
@@ -430,41 +461,6 @@ def _frame_size(row: Rollout) -> int:
 
 def _expected(row: Rollout) -> str | None:
     return row.expected and shorten_as_json(row.expected, EXPECTED_CHARACTERS)
-
-
-def _rollout(
-    row: Rollout, failure: FailureMode | None, opening: int, excerpts: dict[int, str]
-) -> RolloutView:
-    """`excerpts`: the text of each message that is shown, by its number after the opening."""
-    messages = row.shown_messages
-    is_whole = opening + len(excerpts) == len(messages)
-    parts = {name: round(value, 4) for name, value in row.metrics.items()}
-    return RolloutView(
-        step=row.step,
-        index=row.index,
-        task_id=row.task_id,
-        reward=round(row.reward, 4) if row.is_scored else None,
-        success=row.success if row.is_scored else None,
-        advantage=rounded(row.advantage, 4),
-        failure=failure,
-        finish=row.finish,
-        turns=row.turns,
-        completion_tokens=row.completion_tokens,
-        metrics=parts or None,
-        reason=shorten(row.reason or "", 300) or None,
-        expected=_expected(row),
-        refused=_refused(row),
-        error=error_text(row.error, 600),
-        messages=[
-            Message(
-                role=messages[opening + number]["role"],
-                content=text,
-                number=None if is_whole else opening + number,
-            )
-            for number, text in excerpts.items()
-        ],
-        messages_in_all=None if is_whole else len(messages),
-    )
 
 
 def _refused(row: Rollout) -> dict[str, int] | None:

@@ -188,34 +188,30 @@ def _lines(store: Store, rows: Sequence[Run]) -> list[RunLine]:
     lines: list[RunLine] = []
     characters = 0
     for run in rows:
-        line = _line(store, run)
+        # Not `report_on`: a list shows no advice, and has to cost little for many runs.
+        rewards = store.values(run.id, "reward/mean", NEWEST_STEPS)
+        evaluations = [row for row in store.evals(run.id) if row.can_be_judged]
+        verdict = verdict_of(store, run, evaluations)
+        is_its_own = evaluations and (evaluations[-1].step or run.algorithm == "eval")
+        line = RunLine(
+            run_id=run.id,
+            name=run.name,
+            owner=run.owner if run.owner != caller().owner else None,
+            state=run.state,
+            algorithm=run.algorithm,
+            model=run.model,
+            environment=run.environment,
+            step=run.step,
+            steps=run.steps,
+            reward=rounded(fmean(rewards), 3) if rewards else None,
+            success=rounded(evaluations[-1].summary["success"], 3) if is_its_own else None,
+            verdict=verdict.outcome if verdict else None,
+            parent=adapter_name(run.init_adapter),
+            created=utc(run.created),
+            error=run.error["code"] if run.error and run.state == "failed" else None,
+        )
         characters += len(to_text(line.model_dump(mode="json")))
         if lines and characters > LINES_CHARACTERS:
             break
         lines.append(line)
     return lines
-
-
-def _line(store: Store, run: Run) -> RunLine:
-    # Not `report_on`: a list shows no advice, and has to cost little for many runs.
-    rewards = store.values(run.id, "reward/mean", NEWEST_STEPS)
-    evaluations = [row for row in store.evals(run.id) if row.can_be_judged]
-    verdict = verdict_of(store, run, evaluations)
-    is_its_own = evaluations and (evaluations[-1].step or run.algorithm == "eval")
-    return RunLine(
-        run_id=run.id,
-        name=run.name,
-        owner=run.owner if run.owner != caller().owner else None,
-        state=run.state,
-        algorithm=run.algorithm,
-        model=run.model,
-        environment=run.environment,
-        step=run.step,
-        steps=run.steps,
-        reward=rounded(fmean(rewards), 3) if rewards else None,
-        success=rounded(evaluations[-1].summary["success"], 3) if is_its_own else None,
-        verdict=verdict.outcome if verdict else None,
-        parent=adapter_name(run.init_adapter),
-        created=utc(run.created),
-        error=run.error["code"] if run.error and run.state == "failed" else None,
-    )

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
-from pydantic.fields import FieldInfo
 
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.statistics import MOST_MEASUREMENTS
@@ -87,7 +86,19 @@ def _with_fields_of_run_spec(
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters: list[inspect.Parameter] = []
     for name, info in RunSpec.model_fields.items():
-        annotation = _argument(name, info)
+        # The annotation of the argument that gives this field of RunSpec
+        text = unwrapped(info.description or "")
+        arguments = [
+            f"{_shown(recipe[name])} ({algorithm})"
+            for algorithm, recipe in RECIPES.items()
+            if name in recipe
+        ]
+        if arguments:
+            text += f" Default: {', '.join(arguments)}."
+        default = default_of(name)
+        shown: Any = None if default in (None, [], {}) else {"default": default}
+        field = Field(description=text, json_schema_extra=shown)
+        annotation = Annotated[(info.annotation | None, field, *info.metadata)]  # pyright: ignore
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     for parameter in signature.parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
@@ -95,22 +106,6 @@ def _with_fields_of_run_spec(
     signature = inspect.Signature(parameters, return_annotation=Train)
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     return function
-
-
-def _argument(name: str, info: FieldInfo) -> Any:
-    """The annotation of the argument that gives this field of RunSpec."""
-    text = unwrapped(info.description or "")
-    arguments = [
-        f"{_shown(recipe[name])} ({algorithm})"
-        for algorithm, recipe in RECIPES.items()
-        if name in recipe
-    ]
-    if arguments:
-        text += f" Default: {', '.join(arguments)}."
-    default = default_of(name)
-    shown: Any = None if default in (None, [], {}) else {"default": default}
-    field = Field(description=text, json_schema_extra=shown)
-    return Annotated[(info.annotation | None, field, *info.metadata)]  # pyright: ignore
 
 
 def _shown(value: Any) -> str:

@@ -376,7 +376,16 @@ async def collect(
 
     async def finish(talks: Sequence[_Conversation], host: Host) -> None:
         nonlocal under_way
-        await _play(talks, host)
+        # Make these conversations, and score those that have ended, together if they are several
+        try:
+            await together(talk.converse() for talk in talks)
+            ended = [talk for talk in talks if talk.episode is not None]
+            if ended:
+                await _score(ended, host)
+        finally:
+            open_ones = [talk for talk in talks if talk.episode is not None]
+            if open_ones:
+                await asyncio.shield(asyncio.gather(*(talk.close() for talk in open_ones)))
         for talk in talks:
             on_done(talk.rollout)
         under_way -= len(talks)
@@ -402,19 +411,6 @@ async def collect(
             for unit in units:
                 running.create_task(finish(unit, host))
     return rollouts
-
-
-async def _play(conversations: Sequence[_Conversation], host: Host) -> None:
-    """Make these conversations, and score those that have ended, together if they are several."""
-    try:
-        await together(talk.converse() for talk in conversations)
-        ended = [talk for talk in conversations if talk.episode is not None]
-        if ended:
-            await _score(ended, host)
-    finally:
-        open_ones = [talk for talk in conversations if talk.episode is not None]
-        if open_ones:
-            await asyncio.shield(asyncio.gather(*(talk.close() for talk in open_ones)))
 
 
 async def _score(ended: Sequence[_Conversation], host: Host) -> None:

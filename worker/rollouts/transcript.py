@@ -196,7 +196,16 @@ class ChatTemplate:
         if message["role"] == "assistant":
             with suppress(ValueError):  # a model may write what is no thought
                 message = self._with_thought(message, *thought_of(message))
-        return _with_objects(message)
+        if not message.get("tool_calls"):
+            return message
+        calls: list[Json] = []
+        for call in message["tool_calls"]:
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str):
+                with suppress(ValueError):  # text that is no JSON is shown as it is
+                    arguments = json.loads(arguments)
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        return {**message, "tool_calls": calls}
 
     def _with_thought(self, message: ChatMessage, thought: str | None, text: str) -> ChatMessage:
         if thought is None:
@@ -643,19 +652,6 @@ def _end_ids(tokenizer: Any) -> frozenset[int]:
         if token != tokenizer.unk_token_id:
             tokens.append(token)
     return frozenset(token for token in tokens if token is not None)
-
-
-def _with_objects(message: ChatMessage) -> ChatMessage:
-    if not message.get("tool_calls"):
-        return message
-    calls: list[Json] = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            with suppress(ValueError):  # text that is no JSON is shown as it is
-                arguments = json.loads(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
 
 
 def _without_think(text: str) -> str:

@@ -79,7 +79,21 @@ class Trainer(GRPOTrainer):
         self._ranks = ranks
         self._passes = Passes(model, ranks)
         own_groups = len(self._ranks.mine(range(spec.batch_size)))
-        args = _arguments(spec, model, output_dir, max_completion, own_groups)
+        # The rows that this counts are never read, and TRL refuses groups of one.
+        group_size = max(2, spec.rollouts_per_prompt)
+        args = cast(Any, GRPOConfig)(
+            **trainer_arguments(spec, model, output_dir),
+            max_steps=spec.steps,
+            # A micro-batch is one group, which shares a prompt: its activations bound the memory.
+            per_device_train_batch_size=group_size,
+            gradient_accumulation_steps=own_groups,
+            steps_per_generation=own_groups,
+            num_generations=group_size,
+            max_completion_length=max_completion,
+            disable_dropout=True,
+            beta=spec.kl_penalty_coef,
+            temperature=spec.temperature,
+        )
         # Rows that nobody reads. A step is an epoch, so that no attempt resumes within an epoch.
         unread = cast(Any, Dataset).from_list([{"prompt": ""}] * own_groups)
         cast(Any, super()).__init__(
@@ -362,26 +376,6 @@ def normalizers(spec: RunSpec, mask_GC: Tensor, all_tokens: int, max_completion:
             return torch.full_like(tokens_G, max(all_tokens, 1))
         case "dr_grpo" | "maxrl":
             return torch.full_like(tokens_G, max_completion * rollouts)
-
-
-def _arguments(
-    spec: RunSpec, model: PeftModel, output_dir: str, max_completion: int, own_groups: int
-) -> Any:
-    # The rows that this counts are never read, and TRL refuses groups of one.
-    group_size = max(2, spec.rollouts_per_prompt)
-    return cast(Any, GRPOConfig)(
-        **trainer_arguments(spec, model, output_dir),
-        max_steps=spec.steps,
-        # A micro-batch is one group, which shares a prompt: its activations bound the memory.
-        per_device_train_batch_size=group_size,
-        gradient_accumulation_steps=own_groups,
-        steps_per_generation=own_groups,
-        num_generations=group_size,
-        max_completion_length=max_completion,
-        disable_dropout=True,
-        beta=spec.kl_penalty_coef,
-        temperature=spec.temperature,
-    )
 
 
 Turns = list[tuple[int | None, float]]

@@ -146,7 +146,14 @@ class LocalLauncher(Launcher):
         self.devices = names_of(self.gpus) if self.gpus else []
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         records.mkdir(parents=True, exist_ok=True)
-        _write_devices(records.parent, self.devices)
+        # So that `devices_in_use` need not ask nvidia-smi
+        if not self.devices:
+            (records.parent / DEVICES).unlink(missing_ok=True)
+            return
+        part = records.parent / f".{DEVICES}.{os.getpid()}"
+        with suppress(OSError):  # a full disk: only the reason for a wait is missing then
+            part.write_text(json.dumps(list(self.devices)))
+            part.replace(records.parent / DEVICES)
 
     @property
     def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -291,17 +298,6 @@ def wait_for(attempt: Callable[[], Value | None], timeout_s: float) -> Value | N
     while not (result := attempt()) and time.monotonic() < deadline:
         time.sleep(0.005)
     return result or None
-
-
-def _write_devices(home: Path, devices: Sequence[str]) -> None:
-    """So that `devices_in_use` need not ask nvidia-smi."""
-    if not devices:
-        (home / DEVICES).unlink(missing_ok=True)
-        return
-    part = home / f".{DEVICES}.{os.getpid()}"
-    with suppress(OSError):  # a full disk: only the reason for a wait is missing then
-        part.write_text(json.dumps(list(devices)))
-        part.replace(home / DEVICES)
 
 
 def devices_in_use(home: Path) -> list[str]:

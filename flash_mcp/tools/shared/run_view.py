@@ -162,24 +162,55 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     """FlashError(unknown_run)."""
     blocked = obstacles(store, store.run(run_id))
     history = store.load(run_id)
+    run = history.run
     judged = _judge(store, history)
     view = _view(store, history, judged, blocked)
     view.mixture = _mixture(store, history, judged) or None
     view.regression = judged.regression
-    view.seeds = spread_of(store, history.run)
+    view.seeds = spread_of(store, run)
     if history.evaluations:
-        view.by_label = by_label(store, history.run, history.evaluations[-1].step)
-    if history.run.state == "queued":
-        view.queued_ahead = queue.queued_ahead(store, history.run)
+        view.by_label = by_label(store, run, history.evaluations[-1].step)
+    if run.state == "queued":
+        view.queued_ahead = queue.queued_ahead(store, run)
     if detailed:
-        run = history.run
         view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
         view.metrics = _metrics(judged.history) or None
-        view.lineage = _lineage(run, history)
+        lineage = Lineage(
+            model=pinned(run.model, history.model_commit or run.lineage.get("model_commit")),
+            code=run.lineage.get("code"),
+            environment=run.environment_references,
+            checkpoints={row.step: row.digest for row in history.checkpoints[-3:]} or None,
+            gate=run.lineage.get("gate"),
+        )
+        if run.init_adapter:
+            lineage.parent = adapter_name(run.init_adapter)
+            lineage.parent_digest = run.init_adapter["digest"]
+        if run.dataset:
+            lineage.dataset = f"{run.dataset['name']}@{run.dataset['digest']}"
+        view.lineage = lineage
         view.values = without_empty(run.spec.model_dump())
         view.sources = by_source(run.sources)
         view.log_tail = _log_tail(store, run, 2500) or None
-    context = _context(store, history, judged, is_blocked=bool(blocked))
+    evaluations = _held_out(history)
+    checkpoint = history.checkpoints[-1].step if history.checkpoints else None
+    best = judged.better and judged.better[0]
+    has_optimizer = True  # also where the folder is elsewhere: its store may not answer
+    is_here = run.target == LOCAL_TARGET
+    if checkpoint is not None and is_here and run.state in ("failed", "cancelled"):
+        has_optimizer = folder_of(run).checkpoints.has_optimizer(checkpoint)
+    context = RunContext(
+        run=run,
+        flags=judged.flags,
+        change=judged.change,
+        measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
+        checkpoint=checkpoint,
+        best=best,
+        has_optimizer=has_optimizer,
+        split_size=split_size(store, run),
+        deployment=_deployment_of(store, run, best or checkpoint),
+        near=history.near,
+        is_blocked=bool(blocked),
+    )
     return Report(history=history, blocked=blocked, view=view, context=context)
 
 
@@ -290,31 +321,6 @@ def _held_out(history: RunHistory) -> list[Evaluation]:
     if history.run.algorithm == "eval":
         return []
     return [row for row in history.evaluations if row.can_be_judged]
-
-
-def _context(
-    store: Store, history: RunHistory, judged: Judgement, *, is_blocked: bool
-) -> RunContext:
-    evaluations = _held_out(history)
-    checkpoint = history.checkpoints[-1].step if history.checkpoints else None
-    best = judged.better and judged.better[0]
-    has_optimizer = True  # also where the folder is elsewhere: its store may not answer
-    is_here = history.run.target == LOCAL_TARGET
-    if checkpoint is not None and is_here and history.run.state in ("failed", "cancelled"):
-        has_optimizer = folder_of(history.run).checkpoints.has_optimizer(checkpoint)
-    return RunContext(
-        run=history.run,
-        flags=judged.flags,
-        change=judged.change,
-        measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
-        checkpoint=checkpoint,
-        best=best,
-        has_optimizer=has_optimizer,
-        split_size=split_size(store, history.run),
-        deployment=_deployment_of(store, history.run, best or checkpoint),
-        near=history.near,
-        is_blocked=is_blocked,
-    )
 
 
 def _deployment_of(store: Store, run: Run, step: int | None) -> str | None:
@@ -499,22 +505,6 @@ def _metrics(history: Sequence[Metrics]) -> dict[str, str]:
             spark = health.sparkline(values, 12)
             shown[name] = f"{result.first:.4g} -> {result.last:.4g} {spark}"
     return shown
-
-
-def _lineage(run: Run, history: RunHistory) -> Lineage:
-    lineage = Lineage(
-        model=pinned(run.model, history.model_commit or run.lineage.get("model_commit")),
-        code=run.lineage.get("code"),
-        environment=run.environment_references,
-        checkpoints={row.step: row.digest for row in history.checkpoints[-3:]} or None,
-        gate=run.lineage.get("gate"),
-    )
-    if run.init_adapter:
-        lineage.parent = adapter_name(run.init_adapter)
-        lineage.parent_digest = run.init_adapter["digest"]
-    if run.dataset:
-        lineage.dataset = f"{run.dataset['name']}@{run.dataset['digest']}"
-    return lineage
 
 
 def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:

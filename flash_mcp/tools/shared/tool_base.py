@@ -111,7 +111,22 @@ class Tool:
         return self.function.__name__
 
     def __post_init__(self) -> None:
-        _describe_arguments(self.function)
+        # Move the `Args:` of the docstring into the annotations, where pydantic finds them
+        _, _, section = (inspect.getdoc(self.function) or "").partition(ARGUMENTS)
+        described = {name: unwrapped(text) for name, text in ARGUMENT.findall(section)}
+        signature = inspect.signature(self.function, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in signature.parameters.items():
+            annotation = parameter.annotation
+            if name in described:
+                annotation = Annotated[annotation, Field(description=described[name])]
+            parameters.append(parameter.replace(annotation=annotation))
+        signature = signature.replace(parameters=parameters)
+        self.function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+        returned = {"return": signature.return_annotation}
+        self.function.__annotations__ = {
+            item.name: item.annotation for item in parameters
+        } | returned
 
     @property
     def description(self) -> str:
@@ -139,23 +154,6 @@ class Tool:
         return create_model(
             f"{self.name}_arguments", __config__=ConfigDict(extra="forbid"), **fields
         )
-
-
-def _describe_arguments(function: Callable[..., Any]) -> None:
-    """Move the `Args:` of the docstring into the annotations, where pydantic finds them."""
-    _, _, section = (inspect.getdoc(function) or "").partition(ARGUMENTS)
-    described = {name: unwrapped(text) for name, text in ARGUMENT.findall(section)}
-    signature = inspect.signature(function, eval_str=True)
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        annotation = parameter.annotation
-        if name in described:
-            annotation = Annotated[annotation, Field(description=described[name])]
-        parameters.append(parameter.replace(annotation=annotation))
-    signature = signature.replace(parameters=parameters)
-    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    returned = {"return": signature.return_annotation}
-    function.__annotations__ = {item.name: item.annotation for item in parameters} | returned
 
 
 def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:

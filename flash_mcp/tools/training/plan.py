@@ -198,22 +198,18 @@ def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str
         check_gateway(part.environment, spec.target)
         resolved = resolve.for_environment(resolved, part.environment)
     if first is None:
-        like = _likest(store, resolved.spec, parts[0].environment)
+        # Of the caller's runs that differ in the fewest values an active one, or the newest
+        environment = parts[0].environment
+        ours = {**resolved.spec.model_dump(), "environment": environment.reference}
+        like = None
+        fewest = (MOST_DIFFERING + 1, False)
+        for run in store.trainings_on(environment.name, caller().owner):
+            differing = resolve.differing_values([run.spec.model_dump(), ours])
+            key = (len(differing), run.ended is not None)
+            if key < fewest:
+                like, fewest = (run, differing), key
     sources = (resolved, card, dataset, parts, adapter, teacher)
     return Inputs(*sources, why, first is not None, like, config.env_files if spec.secrets else [])
-
-
-def _likest(store: Store, spec: RunSpec, environment: EnvironmentVersion) -> Like | None:
-    """Of the caller's runs that differ in the fewest values an active one, or the newest."""
-    ours = {**spec.model_dump(), "environment": environment.reference}
-    likest = None
-    fewest = (MOST_DIFFERING + 1, False)
-    for run in store.trainings_on(environment.name, caller().owner):
-        differing = resolve.differing_values([run.spec.model_dump(), ours])
-        key = (len(differing), run.ended is not None)
-        if key < fewest:
-            likest, fewest = (run, differing), key
-    return likest
 
 
 def _memory_need(inputs: Inputs) -> MemoryNeed | None:

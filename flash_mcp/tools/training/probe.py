@@ -77,7 +77,31 @@ async def probe(
         fix="correct the folder, env_test it, env_push it, and train again",
     ) as host:
         gold = spec.algorithm == "sft" and not dataset
-        longest = await _longest_prompt(host, card, gold=gold)
+        # Characters of the longest first prompt among train tasks that open within OPENINGS_S; with
+        # `gold` asks for gold answers too. A run does without tasks that fail: raises only if all
+        # do
+        longest = 0
+        # A few: to open a task may take seconds.
+        tasks = min(4, host.splits["train"])
+        faults: list[EnvironmentFault] = []
+        with anyio.move_on_after(OPENINGS_S):
+            for index in range(tasks):
+                try:
+                    opening = await host.open("train", index)
+                    length = sum(len(text_of(message)) for message in opening.messages)
+                    if opening.tools:
+                        _check_tools(card)
+                        length += len(json.dumps(opening.tools))
+                    longest = max(longest, length)
+                    await host.close(opening.episode)
+                    # SFT trains on gold answers: better to learn now that there are
+                    # none.
+                    if gold:
+                        await gold_turns(host, Task("train", index))
+                except EnvironmentFault as fault:
+                    faults.append(fault)
+        if len(faults) == tasks:
+            raise faults[0]
         if dataset:
             await _check_contamination(host, spec, environment, dataset)
         splits = dict(host.splits)
@@ -88,35 +112,6 @@ async def probe(
         raise FlashError("dataset_invalid", what, fix=fix)
     tokens = math.ceil(longest / CHARACTERS_PER_TOKEN)
     return Probe(splits, tokens, [shared], min(splits.get("eval", 0), spec.eval_examples))
-
-
-async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool) -> int:
-    """Characters of the longest first prompt among train tasks that open within OPENINGS_S; with
-    `gold` asks for gold answers too. A run does without tasks that fail: raises only if all do.
-    """
-    longest = 0
-    # A few: to open a task may take seconds.
-    tasks = min(4, host.splits["train"])
-    faults: list[EnvironmentFault] = []
-    with anyio.move_on_after(OPENINGS_S):
-        for index in range(tasks):
-            try:
-                opening = await host.open("train", index)
-                length = sum(len(text_of(message)) for message in opening.messages)
-                if opening.tools:
-                    _check_tools(card)
-                    length += len(json.dumps(opening.tools))
-                longest = max(longest, length)
-                await host.close(opening.episode)
-                # SFT trains on gold answers: better to learn now that there are
-                # none.
-                if gold:
-                    await gold_turns(host, Task("train", index))
-            except EnvironmentFault as fault:
-                faults.append(fault)
-    if len(faults) == tasks:
-        raise faults[0]
-    return longest
 
 
 def _check_tools(card: ModelCard) -> None:

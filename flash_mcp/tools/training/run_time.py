@@ -171,7 +171,12 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
     step_s = pace * work.spec.conversations_per_step
     seconds = step_s * work.steps
     basis = f"{work.steps} steps of {two_digits(step_s)} s as in {run.id}"
-    attempt_s = _attempt_s(store, run)
+    summaries = [item.summary for item in store.evals(run.id)]
+    measured = [summary for summary in summaries if summary.get("seconds") and summary.get("n")]
+    if not measured:
+        attempt_s = None
+    else:
+        attempt_s = sum(item["seconds"] for item in measured) / sum(item["n"] for item in measured)
     if work.held_out and attempt_s is None:
         basis += ", without evaluations"
     elif work.held_out:
@@ -193,14 +198,6 @@ def _conversation_s(store: Store, run: Run) -> float | None:
     if points:
         return points[0][1] / run.training.conversations_per_step
     return None
-
-
-def _attempt_s(store: Store, run: Run) -> float | None:
-    summaries = [item.summary for item in store.evals(run.id)]
-    measured = [summary for summary in summaries if summary.get("seconds") and summary.get("n")]
-    if not measured:
-        return None
-    return sum(item["seconds"] for item in measured) / sum(item["n"] for item in measured)
 
 
 def _elsewhere(time: RunTime, run: Run) -> RunTime:
