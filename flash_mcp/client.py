@@ -24,8 +24,8 @@ from mcp_types import TextContent
 from pydantic_core import to_jsonable_python
 
 from flash_mcp.protocol.errors import FlashError, first_of
-from flash_mcp.protocol.proxies import is_direct, use_proxies
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.surroundings import is_direct, use_proxies
 from flash_mcp.tools import registry
 from flash_mcp.tools.shared.tool_base import Result
 

@@ -321,7 +321,7 @@ def _regret(policy: Any, tokenizer: Any, question: dict[str, str], answer: dict[
 
 
 def _export(kind: Any, policy: Any, adapter: Path, base: Path, folder: Path) -> str:
-    from flash_mcp.protocol.exports import ExportJob  # noqa: PLC0415
+    from flash_mcp.protocol.result_model import ExportJob  # noqa: PLC0415
     from worker.export import export  # noqa: PLC0415
 
     target = folder / kind

@@ -14,7 +14,7 @@ from environments.adapters.gym import GymEnvironment
 from environments.agents import dialects
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import CODES
-from flash_mcp.protocol.exports import ExportKind
+from flash_mcp.protocol.result_model import ExportKind
 from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.news import FLAG_LETTERS

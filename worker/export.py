@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from flash_mcp.protocol.chat_templates import with_tools
+from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.exports import Agreement, Exported, ExportJob
+from flash_mcp.protocol.result_model import Agreement, Exported, ExportJob
 from worker import gguf_file
 from worker.adapter import merged_weights, named_in_files, names_as_they_are
 from worker.engine.fetch import ensure

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from environments.process.host import EnvironmentFault
 from environments.sandbox.scratch import lock_folder, sweep
 from environments.settings import machine_directory
-from flash_mcp.protocol import credentials
+from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.artifacts import Artifacts, placed, trim
 from flash_mcp.protocol.errors import FlashError, disk_error, first_of
 from flash_mcp.protocol.packages import engine_missing
@@ -76,7 +76,7 @@ def main() -> int:
         prepare_process()
         return serve_rank(folder, args.attempt, args.rank, args.scratch, _train, _explained)
     job = folder.job()
-    credentials.restrict(job)
+    surroundings.restrict(job)
     try:
         writer = RunWriter(folder, args.attempt)
     except FlashError as error:

@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
-from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import commit_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import EvalSpec, Precision, RunSpec

@@ -31,8 +31,7 @@ import psutil
 from environments.sandbox.kernel import die_with_parent, signal_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import use_own_home
-from flash_mcp.protocol.nvidia import nvidia_smi
-from flash_mcp.protocol.packages import missing_packages
+from flash_mcp.protocol.packages import missing_packages, nvidia_smi
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, final_result
 from flash_mcp.protocol.run_writer import RunWriter

@@ -9,7 +9,7 @@ import warnings
 
 import psutil
 
-from flash_mcp.protocol.nvidia import nvidia_smi
+from flash_mcp.protocol.packages import nvidia_smi
 
 MODEL_FOLDER = "FLASH_MODEL_FOLDER"
 """The variable with the folder of the base model that a server serves."""

@@ -13,8 +13,16 @@ from itertools import chain, combinations
 from statistics import fmean
 
 from environments.checks.answers import FRESH, INJECTION, JUNK
-from environments.checks.calls import CALL_ID, bad_turns
-from environments.checks.playing import Answers, Played, Task, Turn, interleave, play_group
+from environments.checks.playing import (
+    CALL_ID,
+    Answers,
+    Played,
+    Task,
+    Turn,
+    bad_turns,
+    interleave,
+    play_group,
+)
 from environments.checks.probes import SUCCESS_FIX
 from environments.checks.report import difference, score_text, shown
 from environments.checks.trial import Plan, ProbeFailed, ProbeSkipped, Trial

@@ -23,9 +23,17 @@ from functools import partial
 from statistics import fmean
 
 from environments.checks.answers import JUNK, final_answer, tags
-from environments.checks.calls import bad_turns
 from environments.checks.constants import INJECTED, USUAL, candidates
-from environments.checks.playing import Played, Task, known_gold, look, play, prompt_text, together
+from environments.checks.playing import (
+    Played,
+    Task,
+    bad_turns,
+    known_gold,
+    look,
+    play,
+    prompt_text,
+    together,
+)
 from environments.checks.report import Probe, shown
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost

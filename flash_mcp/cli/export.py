@@ -20,10 +20,10 @@ from flash_mcp.cli.output import visible
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.exports import Exported, ExportJob, ExportKind
 from flash_mcp.protocol.numbers import percent
-from flash_mcp.protocol.proxies import use_proxies
 from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.result_model import Exported, ExportJob, ExportKind
+from flash_mcp.protocol.surroundings import use_proxies
 from flash_mcp.state import references
 from flash_mcp.state.database import pick
 from flash_mcp.state.references import Subject

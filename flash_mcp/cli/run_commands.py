@@ -16,9 +16,9 @@ from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option,
 from flash_mcp.cli.tool_commands import stay
 from flash_mcp.judgement import curve as drawing
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.recordings import Recording, pseudonym, rating_of
 from flash_mcp.protocol.records import Json, text_of
+from flash_mcp.protocol.result_model import ExportKind
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import open_store

@@ -12,10 +12,9 @@ from typing import get_args
 from flash_mcp.judgement.failures import failure_modes
 from flash_mcp.judgement.labels import are_labels
 from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, drawn, held_out, spark
-from flash_mcp.pages.dialogue import nodes_of
-from flash_mcp.pages.examples import changed
 from flash_mcp.pages.headline import headline
-from flash_mcp.pages.render import render
+from flash_mcp.pages.render import nodes_of, render
+from flash_mcp.pages.report import changed
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Rollout, Run, RunState, text_of
 from flash_mcp.state import datasets

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -54,3 +56,20 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
+
+
+# -- nvidia-smi, where there is one ----------------------------------------------------------------
+
+
+def nvidia_smi(arguments: list[str], timeout_s: float) -> list[str]:
+    """The lines of nvidia-smi; none where it is missing or fails."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    try:
+        done = subprocess.run(
+            [command, *arguments], capture_output=True, text=True, timeout=timeout_s, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()

@@ -27,8 +27,8 @@ from environments.agents.dialects import DIALECTS, ApiError
 from environments.sandbox.needs import Needs
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Run
-from flash_mcp.protocol.rollout_keys import is_of
 from flash_mcp.protocol.run_files import GATEWAY_BASE_URL, GatewayFile
+from flash_mcp.protocol.sealing import is_of
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.server.uploads import refusal_response
 from flash_mcp.state import references

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from flash_mcp.pages import live
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
-from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import RunState
+from flash_mcp.protocol.result_model import ExportKind
 from flash_mcp.server.sessions import forget_cookie, keep_in_cookie
 from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import status_and_headers

@@ -9,7 +9,6 @@ from typing import Any
 
 from environments.redaction import PatternRedactor
 from flash_mcp.judgement.attempts import unknown_checkpoint
-from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Limits, Recording
@@ -21,6 +20,7 @@ from flash_mcp.protocol.records import (
     Run,
     without_none,
 )
+from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue

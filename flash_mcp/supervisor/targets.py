@@ -16,13 +16,13 @@ from typing import Any
 from flash_mcp import __version__
 from flash_mcp.protocol import base_models, node_code, sealing, surroundings
 from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
-from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
 from flash_mcp.protocol.storage import RETRY_S
+from flash_mcp.protocol.surroundings import environment_for
 from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of

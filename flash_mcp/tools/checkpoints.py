@@ -12,12 +12,11 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement.attempts import first_checkpoint
-from flash_mcp.protocol import base_models, credentials
+from flash_mcp.protocol import base_models, surroundings
 from flash_mcp.protocol.checkpoints import LATEST
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.result_model import rounded
+from flash_mcp.protocol.result_model import ExportKind, rounded
 from flash_mcp.state import queue, references, tournaments
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.retention import better_than_newest
@@ -176,7 +175,7 @@ async def checkpoints(
     if export is None:
         return await run_sync(_listed, store, run_id, limit, cursor)
     if push_to is not None:
-        check_logins([credentials.HUB])
+        check_logins([surroundings.HUB])
     else:
         fix = "give push_to=OWNER/NAME too, and take it from the hub"
         refuse_server_side("an export's folder", fix, argument="export")

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.exports import Agreement, ExportKind
 from flash_mcp.protocol.paths import exports_dir
-from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.protocol.result_model import Agreement, ExportKind, ResultModel
+from flash_mcp.protocol.surroundings import environment_for
 from flash_mcp.state.disk import check_quota, size_of
 from flash_mcp.state.locks import try_lock
 from flash_mcp.state.operator_settings import operator_settings

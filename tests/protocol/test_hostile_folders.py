@@ -15,10 +15,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.artifacts import RUN_FOLDERS, delete_run
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening
+from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.run_folder import RunFolder, read_beats
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.sealing import Receiver, seal

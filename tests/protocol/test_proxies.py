@@ -7,7 +7,7 @@ import pytest
 
 from flash_mcp.client import Client
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.proxies import by_way_of, use_proxies
+from flash_mcp.protocol.surroundings import by_way_of, use_proxies
 from flash_mcp.tools.shared.rows import read_rows
 from tests.teams import team_server
 

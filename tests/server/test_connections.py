@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from environments.settings import FILE
-from flash_mcp.protocol.rollout_keys import new_key
+from flash_mcp.protocol.sealing import new_key
 from flash_mcp.server import connections
 from flash_mcp.server.http_server import Admission, application
 from flash_mcp.server.mcp_server import build_server

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.protocol.credentials import NO_HUB_LOGIN, environment_for
 from flash_mcp.protocol.paths import exports_dir
+from flash_mcp.protocol.surroundings import NO_HUB_LOGIN, environment_for
 from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.protocol.base_models import MODELS, find
-from flash_mcp.protocol.chat_templates import with_tools
+from flash_mcp.protocol.base_models import MODELS, find, with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state.owners import Caller, acting_as

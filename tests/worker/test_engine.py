@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from environments.agents.calls import CallOptions
 from flash_mcp.protocol import device_locks
-from flash_mcp.protocol.chat_templates import with_tools
+from flash_mcp.protocol.base_models import with_tools
 from tests.model_rows import make_model
 from tests.tiny import CHATML
 from tests.virtual import FakeHost

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import worker.export
 from flash_mcp.cli import export as cli_export
 from flash_mcp.cli import main
-from flash_mcp.protocol.chat_templates import with_tools
+from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.exports import ExportJob
 from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.result_model import ExportJob
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store

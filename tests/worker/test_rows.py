@@ -11,7 +11,7 @@ import pytest
 import trl
 
 from environments import messages
-from flash_mcp.protocol.chat_templates import with_tools
+from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.datasets import dump_rows
 from flash_mcp.tools.shared import row_columns

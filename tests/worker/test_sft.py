@@ -14,13 +14,12 @@ from trl import SFTTrainer
 
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
-from flash_mcp.protocol.chat_templates import with_tools
+from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.schedules import rate_factor
-from flash_mcp.protocol.sft_length import is_measured
+from flash_mcp.protocol.schedules import is_measured, rate_factor
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.tools.training.estimate import estimate_of
 from flash_mcp.tools.training.probe import Probe

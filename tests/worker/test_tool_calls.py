@@ -14,7 +14,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from environments.process.host import EnvironmentHost
 from environments.tools import text_of
-from flash_mcp.protocol.chat_templates import FORMS, tool_form, with_tools
+from flash_mcp.protocol.base_models import FORMS, tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from tests.places import ROOT, TOOL_CALCULATOR
 from tests.tiny import CHATML, make_tokenizer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from flash_mcp.pages.dialogue import Node, dialogue
+from flash_mcp.pages.render import Node, dialogue
 from tests.worker.test_grpo import (
     GROUPS,
     MAX_COMPLETION,

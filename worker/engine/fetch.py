@@ -22,12 +22,10 @@ from typing import Any, cast
 
 from environments.locks import lock, part_of
 from flash_mcp.protocol.base_models import MODELS, ModelCard, check_without_gpu, find, folder_card
-from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.paths import models_dir
-from flash_mcp.protocol.proxies import by_way_of, use_proxies
-from flash_mcp.protocol.surroundings import said
+from flash_mcp.protocol.surroundings import NO_HUB_LOGIN, by_way_of, said, use_proxies
 
 log = logging.getLogger("worker.engine.fetch")
 Progress = Callable[[str, float], None]

@@ -23,8 +23,13 @@ import psutil
 
 from environments.settings import state_directory
 from flash_mcp.protocol import device_locks
-from flash_mcp.protocol.base_models import chat_template_of, find, folder_card
-from flash_mcp.protocol.chat_templates import tool_form, with_tools
+from flash_mcp.protocol.base_models import (
+    chat_template_of,
+    find,
+    folder_card,
+    tool_form,
+    with_tools,
+)
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.spec import Precision

@@ -44,8 +44,8 @@ from environments.process.host import EnvironmentHost, Opening, Score
 from environments.process.replies import ForgedError, Reader, parse
 from environments.redaction import Redactor
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.rollout_keys import new_key
 from flash_mcp.protocol.run_files import GATEWAY_BASE_URL
+from flash_mcp.protocol.sealing import new_key
 
 T = TypeVar("T")
 POLL_S = 20.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from environments.base import ChatMessage, Json
 from environments.tools import as_object, call_id, problem_of
-from flash_mcp.protocol.chat_templates import ToolForm
+from flash_mcp.protocol.base_models import ToolForm
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from environments.agents.calls import CallOptions
 from environments.base import ChatMessage, Json
 from environments.messages import THOUGHTS, thought_of
 from environments.tools import text_of
-from flash_mcp.protocol.chat_templates import tool_form, with_tools
+from flash_mcp.protocol.base_models import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.rollouts.patterns import with_valid_strings
 from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
@@ -50,7 +50,7 @@ class ChatTemplate:
     raises FlashError(template_unsupported) if the template does not show the glue.
 
     `for_tools` is the template of conversations with tools. One without tools gets ours
-    (flash_mcp/protocol/chat_templates.py).
+    (flash_mcp/protocol/base_models.py).
     """
 
     def __init__(

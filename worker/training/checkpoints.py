@@ -20,8 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.schedules import rate_factor
-from flash_mcp.protocol.sft_length import is_measured
+from flash_mcp.protocol.schedules import is_measured, rate_factor
 from flash_mcp.protocol.spec import RunSpec
 from worker.capacity import used_gib
 from worker.rollouts.task_choice import BELIEFS

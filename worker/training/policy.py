@@ -12,9 +12,9 @@ from peft.utils import save_and_load
 from safetensors import torch as safetensors
 from transformers import BitsAndBytesConfig
 
-from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.spec import check_adapter
 from worker.adapter import names_as_they_are
 from worker.model_files import auto_class, config_of

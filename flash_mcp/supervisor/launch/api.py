@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.proxies import is_direct, use_proxies
+from flash_mcp.protocol.surroundings import is_direct, use_proxies
 from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.launch.base import Launch, Launcher, exported
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from flash_mcp.protocol.nvidia import nvidia_smi
+from flash_mcp.protocol.packages import nvidia_smi
 
 QUERY = "name,memory.total,memory.free,utilization.gpu"
 

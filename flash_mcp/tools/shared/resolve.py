@@ -12,10 +12,10 @@ from typing import Any
 
 from environments.sandbox.needs import Needs
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
-from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import ModelCard, parameters_in_name, unpinned
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.records import EnvironmentVersion, Json
+from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.spec import (
     RECIPES,
     EvalSpec,

@@ -16,13 +16,11 @@ from typing import Any, cast
 
 import httpx
 
-from flash_mcp.protocol.credentials import HUB as LOGIN
-from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.packages import how_to_install
-from flash_mcp.protocol.proxies import by_way_of, use_proxies
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.surroundings import said
+from flash_mcp.protocol.surroundings import HUB as LOGIN
+from flash_mcp.protocol.surroundings import by_way_of, environment_for, said, use_proxies
 from flash_mcp.state.owners import caller
 
 HUB = re.compile(r"hub:(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")

@@ -13,7 +13,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.result_model import ResultModel
-from flash_mcp.protocol.sft_length import learnt_in, measured_of, measurements_of, steps_of
+from flash_mcp.protocol.schedules import learnt_in, measured_of, measurements_of, steps_of
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.disk import in_words

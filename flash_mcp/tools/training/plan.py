@@ -10,10 +10,10 @@ from anyio.to_thread import run_sync
 
 from environments.settings import load_settings
 from flash_mcp.protocol.base_models import ModelCard
-from flash_mcp.protocol.credentials import TRACKERS
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedSpec, RunSpec
+from flash_mcp.protocol.surroundings import TRACKERS
 from flash_mcp.state import costs, queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller

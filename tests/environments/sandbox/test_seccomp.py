@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from environments.process.host import EnvironmentHost
-from environments.sandbox.system_calls import allowed_calls
+from environments.sandbox.seccomp import allowed_calls
 from tests import acts
 from tests.folders import environment_folder
 from tests.waiting import WAIT_S
