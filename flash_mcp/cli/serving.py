@@ -78,6 +78,7 @@ def _serve_http(arguments: Arguments) -> None:
         arguments.queued_runs,
         arguments.environment_mib << 20,
         arguments.deployments,
+        arguments.chats,
     )
     hosts = arguments.allow_host
     origins = arguments.allow_origin
@@ -165,6 +166,7 @@ COMMANDS: dict[str, Command | Group] = {
             _limit("--queued-runs", Limits.queued_runs, "for each owner"),
             _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),
             _limit("--deployments", Limits.deployments, "for each owner"),
+            _limit("--chats", Limits.chats, "at once for each owner"),
         ),
     ),
     "ui": Command(

@@ -96,7 +96,7 @@ CODES: dict[str, str] = {
     "host_refused": "the Host header of the request names another server",
     "origin_refused": "the request comes from a page or program that this server does not admit",
     "local_only": "only users of the server's machine may pass its files, folders or ports",
-    "rate_limited": "too many requests or uploads at once; the error says when to try again",
+    "rate_limited": "too many requests, chats or uploads at once; the error says when to try again",
     "quota_exceeded": "the owner reached the limit of queued runs, deployments or stored data",
     "too_large": "the body of the request is too large",
     "state_busy": "another program has locked the state directory",

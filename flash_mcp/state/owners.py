@@ -28,6 +28,8 @@ class Limits:
     environment_bytes: int = 2 << 30
     deployments: int = 8
     """That are not over."""
+    chats: int = 4
+    """That wait for their answers."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ import asyncio
 import functools
 import json
 import time
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -264,8 +267,9 @@ async def chat(
         body["tools"] = tools
     names = [row.id, row.model] if side_by_side else [row.id]
     # The answers of several models at once; raises the first error in the order of `names`
-    asking = (_answer(server, {**body, "model": name}) for name in names)
-    results = await asyncio.gather(*asking, return_exceptions=True)
+    with _one_of_few_chats():
+        asking = (_answer(server, {**body, "model": name}) for name in names)
+        results = await asyncio.gather(*asking, return_exceptions=True)
     answers: dict[str, Answer] = {}
     for name, result in zip(names, results, strict=True):
         if isinstance(result, BaseException):
@@ -282,6 +286,27 @@ async def chat(
         precision=_precision(store, row),
         next=following,
     )
+
+
+_chats = Counter[str]()
+"""Those under way of each owner."""
+
+
+@contextmanager
+def _one_of_few_chats() -> Generator[None, None, None]:
+    """Leave room in model servers for the chats of others. FlashError(rate_limited) if the caller
+    waits for as many answers as an owner over HTTP may.
+    """
+    owner, most = caller().owner, caller().limits.chats
+    if _chats[owner] >= most and not caller().is_local:
+        what = f"{most} chats of yours wait for their answers"
+        fix = "call again when one has its own, and send no more than that at once"
+        raise FlashError("rate_limited", what, retry_after_s=5, fix=fix)
+    _chats[owner] += 1
+    try:
+        yield
+    finally:
+        _chats[owner] -= 1
 
 
 def _conversation(message: str | None, messages: list[Message] | None) -> list[Json]:

@@ -32,7 +32,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue, references
-from flash_mcp.state.owners import Caller, acting_as
+from flash_mcp.state.owners import LOCAL, Caller, Limits, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import model_servers, serving_access, serving_health
@@ -648,6 +648,37 @@ def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(
         with pytest.raises(FlashError) as caught:
             anyio.run(_answer, server, {"model": "toy", "messages": []})
     assert caught.value.code == "unresponsive"
+
+
+async def test_chats_of_one_owner_leave_the_model_servers_to_others(store: Store, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        hung.settimeout(WAIT_S)
+        open_store()
+        (store.base / "servers" / "srv-1").mkdir(parents=True)
+        Server(str(store.base / "servers" / "srv-1"), "toy", hung.getsockname()[1], "key").write()
+        for owner in ("alice", "bob"):
+            run_id = make_run(store, "toy", {1: make_adapter(tmp_path / owner)})
+            store.execute("UPDATE runs SET owner = ? WHERE id = ?", [owner, run_id])
+            values = {"id": f"dep-{owner}", "owner": owner, "name": "d", "model": "toy", "run_id": run_id, "step": 1}
+            store.add_deployment({**values, "state": "ready", "server_run": "srv-1"})
+
+        async def say(who: Caller, deployment: str) -> None:
+            with acting_as(who):
+                await chat(deployment, message="hello", raw=True)
+
+        alice, bob = (Caller(owner, limits=Limits(chats=2)) for owner in ("alice", "bob"))
+        async with anyio.create_task_group() as group:
+            for who in (alice, alice, bob, LOCAL, LOCAL, LOCAL):
+                group.start_soon(say, who, "dep-bob" if who is bob else "dep-alice")
+            waiting = [(await run_sync(hung.accept))[0] for _ in range(6)]
+            with pytest.raises(FlashError, match="2 chats of yours wait for their answers") as caught:
+                await say(alice, "dep-alice")
+            assert caught.value.code == "rate_limited"
+            group.cancel_scope.cancel()
+        for connection in waiting:
+            connection.close()
+    with pytest.raises(FlashError, match="the server ended the answer early"):
+        await say(alice, "dep-alice")
 
 
 def test_a_chat_keeps_the_tool_calls_that_came_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
