@@ -87,7 +87,7 @@ async def play(
         csv.writer(stream).writerows(DAYS[day](random.Random(7)))
     target = str(folder / day)
     calls: list[tuple[str, Json]] = [
-        ("env_setup", {"folder": target, "data": str(path)}),
+        ("env_setup", {"folder": target, "dataset": str(path)}),
         ("env_test", {"folder": target}),
         ("env_push", {"folder": target, "name": day}),
     ]

@@ -71,6 +71,22 @@ NAMES = of(
     ("rollouts", {"run": "IMPROVED"}, "unknown_argument", "'run'", "'run_id'"),
     ("deploy", {"run_id": "IMPROVED", "checkpoint": 20}, "unknown_argument", "'checkpoint'", "step"),
     ("env_push", {"name": "new", "path": "FOLDER"}, "unknown_argument", "'path'", "folder"),
+    *(
+        (tool, {other: "x"}, "unknown_argument", f"{other!r}; nothing was done; did you mean {name!r}?")
+        for tool in ("train", "env_setup")
+        for other, name in (("data", "dataset"), ("train_file", "dataset"), ("prompt", "question"), ("label", "answer"))
+    ),
+    *(
+        (tool, {"dataset": "rows.csv"}, "unknown_argument", "env_setup(dataset=..., question=..., answer=...)")
+        for tool in ("evaluate", "env_test", "env_push")
+    ),
+    ("evaluate", {**ECHO, "label_column": "y"}, "unknown_argument", "env_setup(dataset=..., question=..., answer=...)"),
+    ("curate", {**KEPT, "data": "rows.csv"}, "unknown_argument", "runs=['rows.csv'] takes a file of rows"),
+    ("curate", {**KEPT, "question": "q"}, "invalid_argument", "runs names no file of rows"),
+    ("train", {**CHECKED, "dataset": "r.csv"}, "invalid_argument", "env_setup(dataset='r.csv') makes an environment"),
+    ("train", {**CHECKED, "algorithm": "sft", "question": "q"}, "invalid_argument", "dataset, which is missing"),
+    ("train", {**CHECKED, "algorithm": "sft", "dataset": "answers", "answer": "q"}, "invalid_argument", "has messages"),
+    ("env_setup", {"server": "server.py"}, "invalid_argument", "template='mcp_server'"),
     ("train", {"environment": "ecko", "validate_only": True}, "unknown_environment", "'ecko'", "'echo'"),
     ("train", {"environment": "echo@ffffff"}, "unknown_environment", "ffffff", "echo"),
     ("train", {**ECHO, "step": 3}, "unknown_argument", "'step'; nothing was done; did you mean 'steps'?"),
@@ -337,18 +353,22 @@ BROKEN = of(
     ("env_test", {"folder": "FOLDER/echo", "accept": ["jnk"]}, "invalid_argument", "'jnk'", "'junk'"),
     ("env_test", {"folder": "FOLDER/echo", "answers": ["x"], "task_id": "none"}, "invalid_argument", "none"),
     ("env_setup", {"folder": "FOLDER/echo"}, "invalid_argument", "environment.py"),
-    ("env_setup", {"data": "FOLDER/rows.csv"}, "invalid_argument", "folder"),
-    ("env_setup", {"folder": "FOLDER/new", "data": "FOLDER/none.csv"}, "invalid_argument", "none.csv"),
-    ("env_setup", {"folder": "FOLDER/new", "data": "FOLDER/rows.csv", "question": "q"}, "invalid_argument", "'q'"),
+    ("env_setup", {"dataset": "FOLDER/rows.csv"}, "invalid_argument", "folder"),
+    ("env_setup", {"folder": "FOLDER/new", "dataset": "FOLDER/none.csv"}, "invalid_argument", "none.csv"),
+    ("env_setup", {"folder": "FOLDER/new", "dataset": "FOLDER/rows.csv", "question": "q"}, "invalid_argument", "'q'"),
     *(
         ("env_setup", {"folder": "FOLDER/new", **given}, "invalid_argument", f"does not go with {what}", fix)
         for given, what, fix in (
-            ({"template": "calculator", "data": "rows.csv"}, "data='rows.csv'", "out data or template='calculator'"),
+            (
+                {"template": "agent", "dataset": "rows.csv"},
+                "dataset='rows.csv'",
+                "leave out dataset or template='agent'",
+            ),
             ({"template": "agent", "question": "q"}, "question='q'", "leave out question or template='agent'"),
             ({"template": "mcp_server", "answer": "a"}, "answer='a'", "leave out answer or template='mcp_server'"),
             ({"template": "agent", "scorer": "judge"}, "scorer='judge'", "leave out scorer or template='agent'"),
             ({"environment": "plain", "template": "dataset"}, "template='dataset'", "out template or environment"),
-            ({"environment": "plain", "data": "rows.csv"}, "data='rows.csv'", "leave out data or environment"),
+            ({"environment": "plain", "dataset": "rows.csv"}, "dataset='rows.csv'", "leave out dataset or environment"),
         )
     ),
 )

@@ -119,8 +119,11 @@ class RunSpec(BaseModel):
     """For distill: RUN_ID, RUN_ID@STEP or an adapter's folder, of the same base model; or another
     model with its tokenizer."""
     dataset: Annotated[str | None, Field(min_length=1)] = None
-    """For sft, instead of gold answers: NAME@DIGEST of curate, a file of rows as env_setup takes
-    it, or hub:OWNER/NAME."""
+    """For sft, instead of gold answers: NAME@DIGEST of curate, or rows as env_setup takes them."""
+    question: str | None = None
+    """As of env_setup: the column of the questions in the dataset's rows."""
+    answer: str | None = None
+    """As of env_setup: the column of the answers."""
 
     steps: Annotated[int | None, Field(ge=1, le=100_000, default_factory=_of_recipe("steps"))]
     """Optimizer steps; with sft, overrides epochs."""
@@ -269,7 +272,10 @@ class RunSpec(BaseModel):
         if name != "sft" and self.epochs is not None:
             raise ValueError(f"epochs is for algorithm='sft'; a {name} run is as long as its steps")
         if name != "sft" and self.dataset is not None:
-            raise ValueError("dataset is for algorithm='sft'")
+            what = f"env_setup(dataset={self.dataset!r}) makes an environment of rows for {name}"
+            raise ValueError(f"dataset is for algorithm='sft'; {what}")
+        if (self.question or self.answer) and self.dataset is None:
+            raise ValueError("question and answer name columns of dataset, which is missing")
         for field in ("group_size", "max_staleness", "entropy_coef", "mask_truncated"):
             if name == "sft" and getattr(self, field):
                 raise ValueError(f"{field} is for algorithm='grpo'")
@@ -511,6 +517,58 @@ OTHER_NAMES = {
     "model_name": "model",
     "base_model": "model",
     "n_gpus": "gpus",
+    **dict.fromkeys(
+        (
+            "data",
+            "data_file",
+            "data_files",
+            "data_path",
+            "dataset_id",
+            "dataset_name",
+            "dataset_path",
+            "file",
+            "hub",
+            "rows",
+            "train_data",
+            "train_dataset",
+            "train_file",
+            "training_data",
+            "training_file",
+        ),
+        "dataset",
+    ),
+    **dict.fromkeys(
+        (
+            "dataset_text_field",
+            "input_column",
+            "input_field",
+            "input_key",
+            "prompt",
+            "prompt_column",
+            "prompt_field",
+            "prompt_key",
+            "question_column",
+            "text_column",
+            "text_field",
+        ),
+        "question",
+    ),
+    **dict.fromkeys(
+        (
+            "answer_column",
+            "completion",
+            "completion_column",
+            "label",
+            "label_column",
+            "label_key",
+            "labels",
+            "output_column",
+            "response_column",
+            "response_key",
+            "target_column",
+        ),
+        "answer",
+    ),
 }
 """What other programs call a run's fields."""
 SDK_NAMES = {"id": "environment", "params": "environment_args"}

@@ -18,13 +18,12 @@ from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state import datasets
-from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import loaded, read_held_out
 from flash_mcp.tools.shared.next_steps import passed_on
 from flash_mcp.tools.shared.row_preview import Preview, preview_of
-from flash_mcp.tools.shared.rows import is_rows, read_rows
+from flash_mcp.tools.shared.rows import is_rows
 from flash_mcp.tools.shared.table import keep_conversations, split_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten
@@ -86,6 +85,8 @@ async def curate(
     deduplicate: bool = True,
     allow_eval_tasks: bool = False,
     dry_run: bool = False,
+    question: str | None = None,
+    answer: str | None = None,
 ) -> Curate:
     """Make an SFT dataset from the attempts of runs and evaluations: filter tasks, select attempts,
     hold tasks back.
@@ -97,7 +98,7 @@ async def curate(
 
     Args:
         runs: Runs, evaluations and recorded deployments to take attempts from; or one file of rows
-            or hub:OWNER/NAME, with a column messages, or question and answer.
+            or hub:OWNER/NAME (question=, answer=: see env_setup).
         name: Name to keep the dataset under; only dry_run goes without.
         filter: Which tasks, default every: comparisons of avg, best, worst (rewards), n,
             n_correct and pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'.
@@ -132,11 +133,16 @@ async def curate(
         what = "select='best-n' needs max_per_task, which is its n"
         raise FlashError("invalid_argument", what, fix="pass max_per_task=4, for instance")
     if any(map(is_rows, runs)):
-        return await run_sync(_of_rows, runs, plan, None if dry_run else name)
+        return await run_sync(_of_rows, runs, plan, None if dry_run else name, question, answer)
+    if question or answer:
+        what = "question and answer name columns of rows, and runs names no file of rows"
+        raise FlashError("invalid_argument", what, fix="leave them out")
     return await _curated(runs, plan, None if dry_run else name)
 
 
-def _of_rows(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
+def _of_rows(
+    runs: Sequence[str], plan: Plan, name: str | None, question: str | None, answer: str | None
+) -> Curate:
     """The rows of a file, kept under `name`; with None, their counts."""
     if len(runs) > 1:
         fix = "pass one file and nothing else in runs"
@@ -148,18 +154,16 @@ def _of_rows(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
         fix = "leave them out, and change the file instead"
         raise FlashError("invalid_argument", what, fix=fix)
     if name is None:
-        refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=runs[0])
-        read = read_rows(runs[0])
-        train, _, counts = split_conversations(runs[0], plan.holdout, read)
+        train, _, counts, origin = split_conversations(runs[0], plan.holdout, question, answer)
         return Curate(
             models=[],
             counts=counts,
-            notes=[str(read[2])] if read[2] else None,
+            notes=[str(origin)] if origin else None,
             preview=preview_of(train),
             examples=[],
             next=KEEP,
         )
-    kept = keep_conversations(runs[0], name, plan.holdout)
+    kept = keep_conversations(runs[0], plan.holdout, question, answer, name)
     return Curate(
         dataset=kept.reference,
         path=str(kept.path),

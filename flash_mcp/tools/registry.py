@@ -42,7 +42,12 @@ _TOOLS = (
         changes_with=("arms",),
         unlisted=("seed", "secrets", "target", "idempotency_key"),
     ),
-    Tool(curate, title="Make a dataset from attempts", idempotent=True),
+    Tool(
+        curate,
+        title="Make a dataset from attempts",
+        idempotent=True,
+        unlisted=("question", "answer"),
+    ),
     Tool(deploy, title="Serve a checkpoint", idempotent=True),
     Tool(undeploy, title="Stop serving", destructive=True, idempotent=True),
     Tool(chat, title="Talk to a deployment", read_only=True),

@@ -36,7 +36,7 @@ PROGRAMS = {".py": "python", ".js": "node", ".mjs": "node", ".cjs": "node"}
 BUNDLE = (
     "make one file of it: npm install esbuild PACKAGE; npx esbuild node_modules/PACKAGE/FILE "
     "--bundle --platform=node --format=esm --outfile=server.mjs, where FILE is its bin in "
-    "package.json; then data='server.mjs'"
+    "package.json; then server='server.mjs'"
 )
 INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "configs/rl.toml")
 """Files of a starter that are returned where none can be written, in order of their worth."""
@@ -72,7 +72,7 @@ class EnvSetup(Result):
     files: list[str]
     """Its files, relative to the folder."""
     data: DataRead | None = None
-    """With data: what was read of it."""
+    """With dataset: what was read of it."""
     contents: dict[str, str] | None = None
     """Without folder: the texts of the files that a starter needs; of the datasets the first rows.
     """
@@ -82,10 +82,11 @@ def env_setup(
     folder: Annotated[str | None, Field(min_length=1)] = None,
     template: Template | None = None,
     environment: Annotated[str | None, Field(min_length=1)] = None,
-    data: Annotated[str | None, Field(min_length=1)] = None,
+    dataset: Annotated[str | None, Field(min_length=1)] = None,
     question: str | None = None,
     answer: str | None = None,
     scorer: Scorer | None = None,
+    server: Annotated[str | None, Field(min_length=1)] = None,
 ) -> EnvSetup:
     """Write a starter project that trains as it is: environment.py, configs, the playbook
     TRAINING.md, and where the template has rows, datasets. Without folder, return its files.
@@ -99,28 +100,33 @@ def env_setup(
             sort_words: one prompt, one answer. agent: your program that calls a model's API.
             mcp_server: an MCP server's tools. dataset: rows of data.
         environment: Instead of template: NAME@DIGEST, to get a published version's files back.
-        data: File of rows on the server (CSV, TSV, JSON, JSONL, parquet) or hub:OWNER/NAME. With
-            mcp_server: its .py file, or the command that starts it.
-        question: The column of the questions, if its name does not tell.
-        answer: The column of the answers.
-        scorer: How answers are compared with those of data; tolerant if left out.
+        dataset: File of rows on the server (CSV, TSV, JSON, JSONL, parquet) or hub:OWNER/NAME.
+        question: Column of the questions, if its name does not tell.
+        answer: Column of the answers.
+        scorer: How answers are compared; default tolerant.
+        server: With mcp_server: its file or its command.
     """
-    of_data = {"question": question, "answer": answer, "scorer": scorer}
+    of_rows = {"dataset": dataset, "question": question, "answer": answer, "scorer": scorer}
     if environment is not None:
-        _exclude("environment", template=template, data=data, **of_data)
+        _exclude("environment", template=template, server=server, **of_rows)
         return _pulled(folder, environment)
-    if data is not None:
-        refuse_server_side("data", "write rows into datasets/*.jsonl of a starter", data=data)
+    for name, value in {"dataset": dataset, "server": server}.items():
+        if value is not None:
+            instead = "write rows into datasets/*.jsonl of a starter"
+            refuse_server_side(name, instead, **{name: value})
     if template == "mcp_server":
-        _exclude(f"template={template!r}", **of_data)
-        return _of_server(folder, data)
+        _exclude(f"template={template!r}", **of_rows)
+        return _of_server(folder, server)
+    if server is not None:
+        fix = "pass template='mcp_server' too"
+        raise FlashError("invalid_argument", "server is that of an MCP server", fix=fix)
     if template not in (None, "dataset"):
-        _exclude(f"template={template!r}", data=data, **of_data)
-    if data is not None:
-        return _of_data(folder, data, question, answer, scorer or "tolerant")
-    if template == "dataset" or any(value is not None for value in of_data.values()):
-        fix = "pass data='/path/of/rows.csv' or data='hub:OWNER/NAME' too"
-        raise FlashError("invalid_argument", "a dataset needs data", fix=fix)
+        _exclude(f"template={template!r}", **of_rows)
+    if dataset is not None:
+        return _of_rows(folder, dataset, question, answer, scorer or "tolerant")
+    if template == "dataset" or any(value is not None for value in of_rows.values()):
+        fix = "pass dataset='/path/of/rows.csv' or dataset='hub:OWNER/NAME' too"
+        raise FlashError("invalid_argument", "there are no rows to make tasks of", fix=fix)
     template = template or "calculator"
     name = _name(folder, template)
     files = _starter(template, name)
@@ -156,36 +162,36 @@ def _pulled(folder: str | None, reference: str) -> EnvSetup:
     return result
 
 
-def _of_server(folder: str | None, data: str | None) -> EnvSetup:
-    """A starter with the tools of an MCP server: its own one, or that of `data`."""
+def _of_server(folder: str | None, server: str | None) -> EnvSetup:
+    """A starter with the tools of an MCP server: its own one, or `server`."""
     name = _name(folder, "mcp_server")
     files = _starter("mcp_server", name)
     packages = "name the server's packages in requirements.txt, if it has any"
-    if data is not None:
+    if server is not None:
         del files["server.py"]
-        path = expanded(data)
+        path = expanded(server)
         if path.suffix in PROGRAMS and path.is_file():
             program = f"server{path.suffix}"
             files[program] = path.read_bytes()
             command = [PROGRAMS[path.suffix], program]
         else:
-            command = _command(data)
+            command = _command(server)
         if command[0] == "uvx":
-            requirement, command = _installed(command, data)
+            requirement, command = _installed(command, server)
             files["requirements.txt"] = f"{requirement}\n".encode()
             packages = f"requirements.txt names {requirement}"
         elif command[0] == "npx":
             what = "npx fetches a package, and an environment has no network"
-            raise FlashError("invalid_argument", what, data=data, fix=BUNDLE)
+            raise FlashError("invalid_argument", what, server=server, fix=BUNDLE)
         _set(files, "SERVER", repr(command))
     return _written(folder, name, files, packages)
 
 
-def _command(data: str) -> list[str]:
+def _command(server: str) -> list[str]:
     """Its words. FlashError(invalid_argument) if they cannot start a server."""
     words: list[str] = []
     with suppress(ValueError):  # a quotation is not closed
-        words = shlex.split(data)
+        words = shlex.split(server)
     what = "it is no command"
     if words:
         is_path = "/" in words[0] or Path(words[0]).suffix in PROGRAMS
@@ -193,10 +199,10 @@ def _command(data: str) -> list[str]:
             return words
         what = f"there is no such file: {words[0]}"
     fix = "name the server's file on this machine, or the command that starts it"
-    raise FlashError("invalid_argument", what, data=data, fix=fix)
+    raise FlashError("invalid_argument", what, server=server, fix=fix)
 
 
-def _installed(command: list[str], data: str) -> tuple[str, list[str]]:
+def _installed(command: list[str], server: str) -> tuple[str, list[str]]:
     """The requirement that `uvx [--from PACKAGE] PROGRAM ...` installs, and the command itself."""
     words = command[1:]
     package = ""
@@ -205,19 +211,19 @@ def _installed(command: list[str], data: str) -> tuple[str, list[str]]:
         words = words[2:]
     if not words or words[0].startswith("-"):
         fix = "write uvx PROGRAM or uvx --from PACKAGE PROGRAM"
-        raise FlashError("invalid_argument", "uvx names no program", data=data, fix=fix)
+        raise FlashError("invalid_argument", "uvx names no program", server=server, fix=fix)
     program, _, version = words[0].partition("@")
     pinned = f"{program}=={version}" if version and version != "latest" else program
     return package or pinned, [program, *words[1:]]
 
 
-def _of_data(
-    folder: str | None, data: str, question: str | None, answer: str | None, scorer: Scorer
+def _of_rows(
+    folder: str | None, dataset: str, question: str | None, answer: str | None, scorer: Scorer
 ) -> EnvSetup:
     if folder is None:
         fix = "pass folder='/path/to/write/to'"
-        raise FlashError("invalid_argument", "with data, folder is needed", fix=fix)
-    table = read_table(data, question, answer)
+        raise FlashError("invalid_argument", "with dataset, folder is needed", fix=fix)
+    table = read_table(dataset, question, answer)
     name = _name(folder, "dataset")
     files = _starter("dataset", name) | table.files()
     _set(files, "SCORER: str", f'"{scorer}"')

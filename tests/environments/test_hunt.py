@@ -103,7 +103,7 @@ async def test_no_cheap_answer_to_a_starter_pays(template: Template, tmp_path: P
     rows = tmp_path / "rows.csv"
     rows.write_text("question,answer\n" + "".join(f"Which word is number {n}?,word{n}\n" for n in range(60)))
     folder = tmp_path / "starter"
-    env_setup(str(folder), template, data=str(rows) if template == "dataset" else None)
+    env_setup(str(folder), template, dataset=str(rows) if template == "dataset" else None)
     async with await EnvironmentHost.start(folder) as host:
         tasks = range(host.splits["train"])
         result = await hunt(host, "train", tasks, deadline_s=600, source_texts=folder_texts(folder))

@@ -110,9 +110,9 @@ async def test_a_home_folder_that_does_not_exist_is_refused(tmp_path: Path) -> N
     path = "~nobody-of-this-name/it"
     calls: list[tuple[str, dict[str, Any]]] = [
         ("env_setup", {"folder": path}),
-        ("env_setup", {"folder": str(tmp_path / "new"), "data": f"{path}.csv"}),
-        ("env_setup", {"template": "mcp_server", "data": f"{path}.py"}),
-        ("env_setup", {"template": "mcp_server", "data": f"{path} --fast"}),
+        ("env_setup", {"folder": str(tmp_path / "new"), "dataset": f"{path}.csv"}),
+        ("env_setup", {"template": "mcp_server", "server": f"{path}.py"}),
+        ("env_setup", {"template": "mcp_server", "server": f"{path} --fast"}),
         ("env_test", {"folder": path}),
         ("env_push", {"folder": path, "name": "new"}),
         ("train", {"environment": "echo", "config": [path]}),
@@ -133,7 +133,7 @@ async def test_what_is_no_path_of_this_machine_is_refused_and_nothing_is_written
     monkeypatch.chdir(tmp_path / "here")
     for tool, arguments in [
         ("env_setup", {"folder": path}),
-        ("env_setup", {"folder": "new", "data": f"{path}.csv"}),
+        ("env_setup", {"folder": "new", "dataset": f"{path}.csv"}),
         ("env_test", {"folder": path}),
         ("env_push", {"folder": path, "name": "new"}),
         ("train", {"environment": "echo", "config": [path]}),

@@ -143,20 +143,20 @@ server.run()
 async def test_a_server_of_the_mcp_package_makes_its_tasks(client: Client, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SERVER)
     folder = tmp_path / "mine"
-    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=str(tmp_path / "mine.py"))
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", server=str(tmp_path / "mine.py"))
     assert (folder / "server.py").read_text() == SERVER
     async with await EnvironmentHost.start(folder, timeout_s=20) as host:
         assert sum(host.splits.values()) > 100
         tools = (await host.open("train", 0)).tools
         assert [tool["function"]["name"] for tool in tools] == ["reverse", "fail"]
-    command = await call(client, "env_setup", template="mcp_server", data="mcp-server-time --local-timezone UTC")
+    command = await call(client, "env_setup", template="mcp_server", server="mcp-server-time --local-timezone UTC")
     assert "SERVER = ['mcp-server-time', '--local-timezone', 'UTC']" in command["contents"]["environment.py"]
     assert "server.py" not in command["files"]
 
 
 async def test_the_words_of_a_servers_command_stay_as_they_are(client: Client) -> None:
     words = ["server", "--m", r"\bfoo\b", "one\ntwo"]
-    starter = await call(client, "env_setup", template="mcp_server", data=shlex.join(words))
+    starter = await call(client, "env_setup", template="mcp_server", server=shlex.join(words))
     assert f"\nSERVER = {words!r}\n" in starter["contents"]["environment.py"]
 
 
@@ -164,7 +164,7 @@ async def test_the_words_of_a_servers_command_stay_as_they_are(client: Client) -
 async def test_tasks_of_a_server_of_the_mcp_package_pass_the_gate(client: Client, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SERVER)
     folder = tmp_path / "mine"
-    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=str(tmp_path / "mine.py"))
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", server=str(tmp_path / "mine.py"))
     tested = await gate.check(folder, deadline_s=600, timeout_s=20)
     assert tested.passed, tested.probes
 
@@ -181,7 +181,7 @@ async def test_what_uvx_would_install_is_a_requirement(
     client: Client, command: str, requirement: str, server: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "server"
-    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=command)
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", server=command)
     assert (folder / "requirements.txt").read_text() == f"{requirement}\n"
     assert f"SERVER = {server!r}\n" in (folder / "environment.py").read_text()
 
@@ -191,24 +191,24 @@ async def test_a_server_of_another_language_is_copied_and_one_that_is_fetched_is
 ) -> None:
     (tmp_path / "mine.mjs").write_text("console.log()")
     folder = tmp_path / "server"
-    await call(client, "env_setup", folder=str(folder), template="mcp_server", data=str(tmp_path / "mine.mjs"))
+    await call(client, "env_setup", folder=str(folder), template="mcp_server", server=str(tmp_path / "mine.mjs"))
     assert (folder / "server.mjs").read_text() == "console.log()"
     assert "SERVER = ['node', 'server.mjs']" in (folder / "environment.py").read_text()
     for data, words in (("npx -y a-package", "npx esbuild node_modules/"), ("uvx --from", "uvx PROGRAM")):
-        text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", data=data)
+        text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", server=data)
         assert words in text
 
 
 @pytest.mark.parametrize("data", ["/x/none.py", "none.py --fast", "~/none", "./none --fast", "none.mjs"])
 async def test_a_server_whose_file_does_not_exist_is_refused(client: Client, data: str, tmp_path: Path) -> None:
-    text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", data=data)
+    text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", server=data)
     assert text.startswith("[invalid_argument") and "there is no such file" in text
     for words in (" ", "serve 'it"):
-        text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", data=words)
+        text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), template="mcp_server", server=words)
         assert "it is no command" in text
     assert not (tmp_path / "new").exists()
     (tmp_path / "serve").write_text("")
-    started = await call(client, "env_setup", template="mcp_server", data=f"{tmp_path}/serve --fast")
+    started = await call(client, "env_setup", template="mcp_server", server=f"{tmp_path}/serve --fast")
     assert f"SERVER = ['{tmp_path}/serve', '--fast']" in started["contents"]["environment.py"]
 
 

@@ -44,7 +44,7 @@ def csv_file(folder: Path, rows: list[dict[str, str]] = ROWS) -> Path:
 @pytest.mark.parametrize(("scorer", "right"), [("exact", [False, True]), ("tolerant", [True, True])])
 def test_the_scorer_of_rows_is_chosen(tmp_path: Path, scorer: Any, right: list[bool]) -> None:
     folder = tmp_path / scorer
-    env_setup(str(folder), data=str(csv_file(tmp_path)), scorer=scorer, template="dataset")
+    env_setup(str(folder), dataset=str(csv_file(tmp_path)), scorer=scorer, template="dataset")
     names: dict[str, Any] = {"__file__": str(folder / "environment.py")}
     exec((folder / "environment.py").read_text(), names)
     assert [names["is_right"](answer, "Yes") for answer in (" yes ", "Yes")] == right
@@ -53,7 +53,7 @@ def test_the_scorer_of_rows_is_chosen(tmp_path: Path, scorer: Any, right: list[b
 @pytest.mark.slow
 async def test_a_csv_becomes_an_environment_that_passes_the_gate(tmp_path: Path) -> None:
     folder = tmp_path / "minutes"
-    made = env_setup(str(folder), data=str(csv_file(tmp_path)))
+    made = env_setup(str(folder), dataset=str(csv_file(tmp_path)))
     assert made.data is not None and made.name == "minutes"
     assert (made.data.question, made.data.answer) == ("Question", "Answer")
     assert (made.data.train_tasks, made.data.eval_tasks) == (100, 25)
@@ -125,9 +125,9 @@ def test_all_files_of_a_dataset_at_the_hub_are_read(tmp_path: Path, monkeypatch:
                 "o/minutes at revision abc1, configuration default, split train: all 2 files; "
                 "not read: split test; not read: configuration other1"
             )
-        manifest = keep_conversations("hub:o/minutes").manifest
+        manifest = keep_conversations("hub:o/minutes", 0.0).manifest
         assert (manifest["source"]["revision"], manifest["source"]["files"]) == ("abc1", 2)
-        data = env_setup(str(tmp_path / "minutes"), data="hub:o/minutes").data
+        data = env_setup(str(tmp_path / "minutes"), dataset="hub:o/minutes").data
         assert data is not None and data.source == str(table.origin)
         assert json.loads((tmp_path / "minutes/datasets/source.json").read_text())["revision"] == "abc1"
         monkeypatch.setattr("flash_mcp.tools.shared.rows.MOST_BYTES", (tmp_path / "0.parquet").stat().st_size)
@@ -286,7 +286,7 @@ def test_common_forms_of_conversations_are_the_same_rows(tmp_path: Path, row: di
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    assert read_conversations(str(path)) == ([{"messages": turns, "prompt_messages": 1}], {})
+    assert read_conversations(str(path)) == ([{"messages": turns, "prompt_messages": 1}], {}, None)
 
 
 USER = {"role": "user", "content": "hi"}
@@ -299,7 +299,7 @@ def test_calls_of_tools_are_answers_without_a_text(tmp_path: Path, form: Any) ->
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"messages": form([USER, answer]), "tools": form([TOOL])}]))
-    ((row,), _) = read_conversations(str(path))
+    ((row,), *_) = read_conversations(str(path))
     numbered = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"n": 1}'}}
     assert row["messages"] == [USER, {"role": "assistant", "content": "", "tool_calls": [numbered]}]
     assert row["tools"] == [TOOL]
@@ -348,7 +348,7 @@ def test_derivations_are_left_out_though_a_row_has_no_answer(tmp_path: Path) -> 
 
 def test_a_file_may_have_a_longer_name_than_a_dataset(flash_home: Path, tmp_path: Path) -> None:
     path = csv_file(tmp_path).rename(tmp_path / f"{'rows_' * 20}.csv")
-    assert keep_conversations(str(path)).name == ("rows_" * 20)[:64]
+    assert keep_conversations(str(path), 0.0).name == ("rows_" * 20)[:64]
 
 
 def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_a_file_that_holds_no_tasks_is_refused_with_what_to_do(tmp_path: Path, n
     content, what, fix = REFUSALS[name]
     (tmp_path / name).write_text(content)
     with pytest.raises(FlashError) as caught:
-        env_setup(str(tmp_path / "new"), data=str(tmp_path / name))
+        env_setup(str(tmp_path / "new"), dataset=str(tmp_path / name))
     assert caught.value.code == "invalid_argument"
     assert what in str(caught.value) and fix in caught.value.fix
     assert not (tmp_path / "new").exists()
@@ -393,13 +393,21 @@ def test_columns_are_named_where_their_names_do_not_tell(tmp_path: Path) -> None
     rows = [{"frage": row["Question"], "antwort": row["Answer"]} for row in ROWS]
     path = csv_file(tmp_path, rows)
     assert read_table(str(path), "frage", "antwort").answer == "antwort"
+    named = read_conversations(str(path), "frage", "antwort")[0]
+    path.write_text(path.read_text().replace("frage,antwort", "question,answer"))
+    assert named == read_conversations(str(path))[0]
+    chat = tmp_path / "chat.json"
+    chat.write_text(json.dumps(named))
+    with pytest.raises(FlashError, match="its rows are conversations"):
+        read_conversations(str(chat), "frage")
+    path = csv_file(tmp_path, rows)
     with pytest.raises(FlashError, match="did you mean 'frage'"):
         read_table(str(path), "fragen", "antwort")
-    with pytest.raises(FlashError, match="a dataset needs data"):
+    with pytest.raises(FlashError, match="no rows to make tasks of"):
         env_setup(str(tmp_path / "new"), question="frage")
     with pytest.raises(FlashError, match="folder is needed"):
-        env_setup(data=str(path))
-    with pytest.raises(FlashError, match="a dataset needs data"):
+        env_setup(dataset=str(path))
+    with pytest.raises(FlashError, match="no rows to make tasks of"):
         env_setup(str(tmp_path / "new"), template="dataset")
 
 
@@ -430,7 +438,7 @@ def test_labels_are_read_as_a_job_of_a_classifier(tmp_path: Path) -> None:
         {"message": " ", "label": "praise"},
     ]
     folder = tmp_path / "mail"
-    made = env_setup(str(folder), data=str(csv_file(tmp_path, rows)))
+    made = env_setup(str(folder), dataset=str(csv_file(tmp_path, rows)))
     data = made.model_dump()["data"]
     found = data["labels"]
     assert data["dropped"] == {"empty": 1, "copies": 1, "other answer to the same question": 2}

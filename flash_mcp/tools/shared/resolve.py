@@ -140,11 +140,16 @@ def resolved_spec(
     spec = validate(fields, files)
     card = base_model(spec.model)
     dataset = None
-    if spec.dataset:
-        if is_rows(spec.dataset):
-            dataset = keep_conversations(spec.dataset, holdout=0.0 if is_own else HOLDOUT)
-        else:
-            dataset = datasets.find(spec.dataset)
+    if spec.dataset and is_rows(spec.dataset):
+        holdout = 0.0 if is_own else HOLDOUT
+        dataset = keep_conversations(spec.dataset, holdout, spec.question, spec.answer)
+        for name in ("question", "answer"):
+            fields.pop(name, None)  # the dataset is messages now
+    elif spec.dataset:
+        dataset = datasets.find(spec.dataset)
+        if spec.question or spec.answer:
+            what = f"question and answer name columns of rows, and {spec.dataset} has messages"
+            raise FlashError("invalid_argument", what, fix="leave them out")
     pinned = {"model": card.name, "dataset": dataset.reference if dataset else None}
     # A relative folder or another spelling has to mean the same everywhere.
     if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:

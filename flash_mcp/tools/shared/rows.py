@@ -70,10 +70,7 @@ def is_rows(reference: str) -> bool:
     return bool(HUB.fullmatch(reference)) or Path(reference).suffix.lower() in SUFFIXES
 
 
-RowsRead = tuple[list[Row], list[str], Origin | None]
-
-
-def read_rows(source: str) -> RowsRead:
+def read_rows(source: str) -> tuple[list[Row], list[str], Origin | None]:
     """All rows, the names of their columns, and of a dataset at the hub which it was. Raises
     FlashError(invalid_argument)."""
     origin = None
@@ -264,4 +261,4 @@ def _too_large(source: str) -> FlashError:
 
 
 def refusal(source: str, what: str, fix: str) -> FlashError:
-    return FlashError("invalid_argument", what, data=source, fix=fix)
+    return FlashError("invalid_argument", what, dataset=source, fix=fix)

@@ -34,7 +34,7 @@ from flash_mcp.tools.shared.row_columns import (
     fields_of,
     pair_of,
 )
-from flash_mcp.tools.shared.rows import Origin, Row, RowsRead, read_rows, refusal
+from flash_mcp.tools.shared.rows import Origin, Row, read_rows, refusal
 from flash_mcp.tools.shared.splitting import Split, split_tasks
 
 ASK_TOGETHER = (
@@ -69,7 +69,7 @@ FINAL = "####"
 """What stands before the answer itself where the rows hold its derivation too, as GSM8K's do."""
 FROM_ROWS = "rows"
 """Stands for the environment's digest in the manifest of a dataset that no run made."""
-NAME_COLUMNS = "rename one column to messages, or two to question and answer"
+NAME_COLUMNS = "name two columns, question=... and answer=..., or give one that is called messages"
 FEWEST_ROWS = 10
 
 
@@ -203,25 +203,24 @@ def _listed(value: Any) -> Any:
     return value.strip()
 
 
-def read_conversations(source: str) -> tuple[list[Row], Counter[str]]:
-    """The rows as conversations to learn, and how many have each column or field that is ignored.
-    FlashError(invalid_argument)."""
-    return _conversations(source, *read_rows(source)[:2])
-
-
-def _conversations(
-    source: str, rows: Sequence[Row], columns: Sequence[str]
-) -> tuple[list[Row], Counter[str]]:
+def read_conversations(
+    source: str, question: str | None = None, answer: str | None = None
+) -> tuple[list[Row], Counter[str], Origin | None]:
+    """The rows as conversations to learn, how many have each column or field that is ignored, and
+    of a dataset at the hub which it was. FlashError(invalid_argument)."""
+    rows, columns, origin = read_rows(source)
     by_name = _by_name(columns)
     parts = [by_name[part] for part in PARTS if part in by_name]
     is_chat = any(isinstance(row.get(part), list) for part in parts for row in rows)
     is_chat = is_chat or not by_name.keys().isdisjoint(CHATS)
     asking: list[str] = []
-    answer = ""
+    if is_chat and (question or answer):
+        what = "its rows are conversations, which have no columns of a question and an answer"
+        raise refusal(source, what, "leave out question and answer, or remove the messages")
     if not is_chat:
         try:
-            asking = _asking(source, columns, None, NAME_COLUMNS)
-            answer = _column(source, columns, None, ANSWERS, NAME_COLUMNS)
+            asking = _asking(source, columns, question, NAME_COLUMNS)
+            answer = _column(source, columns, answer, ANSWERS, NAME_COLUMNS)
         except FlashError:
             for row in rows[:1]:  # one of preferences has no answer
                 _refuse_others(source, 1, row, ())
@@ -229,11 +228,11 @@ def _conversations(
     results: list[Row] = []
     ignored: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
-        pair = None if is_chat else _task(source, asking, answer, number, row)
+        pair = None if is_chat else _task(source, asking, answer or "", number, row)
         fields = fields_of(row)
         try:
             if pair:
-                turns, prompt, used = pair_of(fields, *pair), None, _used(asking, answer)
+                turns, prompt, used = pair_of(fields, *pair), None, _used(asking, answer or "")
             else:
                 turns, prompt, used = chat_of(fields)
             result, unused = conversation_of(fields, turns, prompt, used)
@@ -242,7 +241,7 @@ def _conversations(
             raise refusal(source, f"row {number}: {error}", fix) from error
         results.append(result)
         ignored.update(unused)
-    return results, ignored
+    return results, ignored, origin
 
 
 def _used(asking: Sequence[str], answer: str) -> set[str]:
@@ -262,15 +261,14 @@ def _refuse_others(source: str, number: int, row: Row, used: Collection[str]) ->
 
 
 def split_conversations(
-    source: str, holdout: float, read: RowsRead | None = None
-) -> tuple[list[Row], list[Row], Counts]:
+    source: str, holdout: float, question: str | None = None, answer: str | None = None
+) -> tuple[list[Row], list[Row], Counts, Origin | None]:
     """The conversations of rows, without copies and empty answers: to train on, and held back.
-    `read`: the rows, if they were read. FlashError(invalid_argument | local_only).
+    FlashError(invalid_argument | local_only).
     """
     refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
     rows: dict[str, Row] = {}
-    found, columns, _ = read or read_rows(source)
-    conversations, ignored = _conversations(source, found, columns)
+    conversations, ignored, origin = read_conversations(source, question, answer)
     counts = Counts(ignored=dict(ignored))
     for row in conversations:
         counts.attempts += 1
@@ -291,7 +289,7 @@ def split_conversations(
     counts.duplicates = counts.attempts - counts.truncated - len(rows)
     counts.train_tasks = counts.train_rows = len(train)
     counts.holdout_tasks = counts.holdout_rows = len(held_out)
-    return train, held_out, counts
+    return train, held_out, counts, origin
 
 
 def _is_empty(row: Row) -> bool:
@@ -303,16 +301,20 @@ def _is_empty(row: Row) -> bool:
     return False
 
 
-def keep_conversations(source: str, name: str | None = None, holdout: float = 0.0) -> Dataset:
+def keep_conversations(
+    source: str,
+    holdout: float,
+    question: str | None = None,
+    answer: str | None = None,
+    name: str | None = None,
+) -> Dataset:
     """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
-    refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
-    read = read_rows(source)
-    train, held_out, counts = split_conversations(source, holdout, read)
+    train, held_out, counts, origin = split_conversations(source, holdout, question, answer)
     stem = Path(source).stem.rpartition(":")[2]
     name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_")[:64] or "rows"
     manifest: Json = {"runs": [], "allow_eval_tasks": False, "counts": counts.model_dump()}
     manifest |= {"environment": {"name": Path(source).name, "digest": FROM_ROWS, "args": {}}}
-    if origin := read[2]:
+    if origin:
         manifest["source"] = {**asdict(origin), "said": str(origin)}
     version = datasets.register(name, train, held_out, manifest)
     return datasets.find(f"{version.name}@{version.digest}")

@@ -55,11 +55,15 @@ OTHER_ARGUMENTS = {
     **dict.fromkeys(("dir", "directory", "path"), "folder"),
 }  # fmt: skip
 """What other tools call arguments of ours."""
+ROWS = ("dataset", "question", "answer")
+MAKES_TASKS = "; env_setup(dataset=..., question=..., answer=...) makes an environment of rows"
+TAKES_ROWS = "; runs=['rows.csv'] takes a file of rows"
+"""What is said of ROWS to a tool without them."""
 ANSWER_S = 2.0
 """What a call that waited needs to answer."""
 ARGUMENTS = "\n\nArgs:\n"
 CURSOR = re.compile(r"[0-9]{1,18}")
-LONG_TEXTS = ("message", "system_prompt", "note", "reason", "filter", "data")
+LONG_TEXTS = ("message", "system_prompt", "note", "reason", "filter", "server")
 """Arguments whose texts are no names, ids or paths."""
 MOST_CHARACTERS = MOST_PATH_BYTES
 ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
@@ -173,7 +177,10 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     guesses = ""
     shown = unknown[:MOST_NAMES]
     for name in shown:
-        if guess := did_you_mean(name, accepted, count=1, also=names):
+        meant = also.get(name, name)
+        if meant in ROWS and meant not in accepted:
+            guesses = MAKES_TASKS if "runs" not in accepted else TAKES_ROWS
+        elif guess := did_you_mean(name, accepted, count=1, also=names):
             guesses += guess if len(unknown) == 1 else guess.replace("?", f" for {name!r}?")
     named = ", ".join(f"{name!r:.100}" for name in shown)
     if more := len(unknown) - len(shown):
