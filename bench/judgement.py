@@ -18,9 +18,12 @@ import numpy as np
 from flash_mcp.judgement import comparison, health, statistics
 from flash_mcp.judgement.tournament import Standing, round_size
 from flash_mcp.protocol.records import Evaluation
+from flash_mcp.tools.training import run_time
 
 TASKS = 200
 SHARED = 0.7
+PROFILES = {"the default model": 0.33, "a model of 1.7B": 0.6}
+"""The share of the regression split that a model solves."""
 Row = tuple[str, str, float, float, float]
 """Claim, setting, what was measured, and the least and the most that it may be."""
 
@@ -82,6 +85,7 @@ def table(count: int = 400) -> Iterator[Row]:
     yield from choices(rng, count)
     yield from tournaments(rng, count // 4)
     yield "interval over 5 seeds holds", "on these tasks", share(count, lambda: seeds(rng)), 0.92, 1
+    yield from elsewhere(np.random.default_rng(1), count)
     for steps in (50, 200):
         falling = share(count, lambda s=steps: falls(rng, s))
         yield "reward_falling at some step", f"{steps} steps, steady reward", falling, 0, 0.05
@@ -175,6 +179,28 @@ def seeds(rng: Any) -> bool:
         shares.append(float((own_T < levels_T + shift).mean()))
     interval = statistics.mean_interval(shares)
     return interval.low <= truth <= interval.high
+
+
+def elsewhere(rng: Any, count: int) -> Iterator[Row]:
+    """Tasks of other kinds before and after: half of what the model solved is lost and 3 % of the
+    rest won, or a tenth of all outcomes change to no effect.
+    """
+
+    def outcome(tasks: int, solved: float, lost: float, won: float) -> str:
+        before = rng.random(tasks) < solved
+        after = rng.random(tasks) < np.where(before, 1 - lost, won)
+        pair = (before.astype(float).tolist(), after.astype(float).tolist())
+        return comparison.compare_paired(*pair, effect=comparison.MIN_CHANGE).outcome
+
+    for tasks in (run_time.FEWEST_REGRESSION_TASKS, run_time.REGRESSION_TASKS):
+        for name, solved in PROFILES.items():
+            setting = f"{tasks} tasks, {name}: {100 * solved:.0f} % solved"
+            forgot = (tasks, solved, 0.5, 0.03)
+            seen = share(count, lambda c=forgot: outcome(*c) == "regressed")
+            yield "half forgotten is seen", setting, seen, 0.9, 1
+            same = (tasks, solved, 0.05 / solved, 0.05 / (1 - solved))
+            false = share(3 * count, lambda c=same: outcome(*c) == "regressed")
+            yield "false worse elsewhere", setting, false, 0, 0.02
 
 
 def falls(rng: Any, steps: int) -> bool:

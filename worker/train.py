@@ -66,6 +66,7 @@ def train(
         job, spec, writer, heartbeat, at_once=at_once, trains=True, ranks=ranks
     ) as session:
         session.deadline = deadline_of(job, spec)
+        session.regression = job.get("regression")
         session.ratios = {part["name"]: part["ratio"] for part in job.get("mixture") or ()}
         if resume_from:
             session.resume(*resume_from)
@@ -100,7 +101,7 @@ def train(
             trainer = _sft_trainer(job, session, policy, common)
         else:
             trainer = _rollout_trainer(job, session, policy, (longest, turns), common)
-        return _optimize(trainer, session, resume_from, job.get("regression"))
+        return _optimize(trainer, session, resume_from)
 
 
 def _rollout_trainer(
@@ -206,28 +207,18 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[list[Row]]]:
     return rows
 
 
-def _optimize(
-    trainer: Any,
-    session: TrainingSession,
-    resume_from: tuple[int, Path] | None,
-    regression: Json | None,
-) -> int:
+def _optimize(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
     if not session.ranks.is_first:
-        return _steps(trainer, session, resume_from, regression)
+        return _steps(trainer, session, resume_from)
     trackers = Trackers(session.spec, session.writer, trainer.args)
     session.reporter.tell = trackers.tell
     try:
-        return _steps(trainer, session, resume_from, regression)
+        return _steps(trainer, session, resume_from)
     finally:
         trackers.close()
 
 
-def _steps(
-    trainer: Any,
-    session: TrainingSession,
-    resume_from: tuple[int, Path] | None,
-    regression: Json | None,
-) -> int:
+def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
     """Evaluate, train (`TrainingSession` evaluates between steps), evaluate. After a cancel, save
     the step.
     """
@@ -235,7 +226,7 @@ def _steps(
     if spec.eval_before and resume_from is None:
         session.evaluate(0)
     if resume_from is None:
-        session.try_regression(regression, 0)
+        session.try_regression(0)
     heartbeat = session.heartbeat
     heartbeat.enter("train")
     try:
@@ -253,7 +244,7 @@ def _steps(
     is_due = spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)
     if is_due and not heartbeat.cancelled.is_set():
         session.evaluate(step)
-    session.try_regression(regression, step)
+    session.try_regression(step)
     return step
 
 

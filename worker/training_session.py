@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
-from flash_mcp.protocol.errors import first_of
+from flash_mcp.protocol.errors import FlashError, first_of
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
 from worker.deadline import Deadline
@@ -67,6 +68,8 @@ class TrainingSession(Session[RunSpec]):
         """The step of the checkpoint that this attempt resumed from."""
         self.swaps_mid_turn = spec.max_staleness > 0
         self.teacher_bytes = 0
+        self.regression: Json | None = None
+        """The tasks of other kinds that are tried before and after the run."""
         self.longest_pack: float | None = None
         self._choice: TaskChoice | None = None
         if spec.task_sampling == "useful":
@@ -120,6 +123,15 @@ class TrainingSession(Session[RunSpec]):
             **sizes,
         )
         needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
+        if self.regression and not self.spec.generates:
+            beside = replace(work, sequences=self._sequences)
+            with_engine = None
+            with suppress(FlashError):
+                with_engine = memory.check(self.model.path, beside, self.model.dtype)
+            if self.ranks.share(with_engine is not None and with_engine[1] == keep_tokens):
+                needs = with_engine[0] if with_engine else needs
+            else:
+                self._leave_out("memory holds no engine beside the trainer")
         message = f"at most {needs}"
         if keep_tokens is not None:
             message += (
@@ -293,27 +305,38 @@ class TrainingSession(Session[RunSpec]):
             summary |= of_environment(name, summarize_evaluation(own, seconds=seconds) | level)
         return summary
 
-    def try_regression(self, split: Json | None, step: int) -> None:
+    def try_regression(self, step: int) -> None:
         """What the policy after `step` steps does on tasks of other kinds, as an event. Trouble
-        with that environment is a warning: the run goes on.
+        with that environment is a warning: the run goes on. So is trouble with an engine that no
+        other part of the run needs.
         """
-        if not split or self.heartbeat.cancelled.is_set():
+        if not self.regression or self.heartbeat.cancelled.is_set():
             return
-        self.sync(step)  # on every rank: they may share the model
+        try:
+            self.sync(step)  # on every rank: they may share the model
+        except Exception as error:
+            if self.spec.generates or self.heartbeat.cancelled.is_set():
+                raise
+            self._leave_out(f"the engine does not start: {error!s:.300}")
+            return
         if not self.ranks.is_first:
             return
         self.heartbeat.enter("regression", step)
         try:
-            rollouts = self.wait(self._regression(split))
+            rollouts = self.wait(self._regression(self.regression))
         except (EnvironmentFault, OSError, ExceptionGroup) as error:
             why = first_of(error)
             if why is not error and getattr(why, "code", "") != "tools_unsupported":
                 raise
-            self.writer.event("warning", f"the regression split was not tried: {why!s:.300}")
+            self._leave_out(f"{why!s:.300}")
             return
         outcomes = {item.task_id: item.success for item in rollouts if item.error is None}
         solved = f"{sum(outcomes.values())} of {len(outcomes)} regression tasks"
         self.writer.event("regression", f"solved {solved}", step=step, outcomes=outcomes)
+
+    def _leave_out(self, why: str) -> None:
+        self.regression = None
+        self.writer.event("warning", f"the regression split was not tried: {why}")
 
     async def _regression(self, split: Json) -> list[Rollout]:
         owner = split.get("owner", LOCAL_OWNER)

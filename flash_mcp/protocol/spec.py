@@ -205,7 +205,7 @@ class RunSpec(BaseModel):
     """First rows of the eval split used."""
     regression: Literal["auto", "on", "off"] = "auto"
     """Try short tasks of other kinds before and after, to see what was forgotten. on: all 311;
-    auto: a tenth of the run's conversations, if 120 tasks, and 120 in sft that evaluates."""
+    auto: a tenth of the run's conversations, if 120 tasks; at least 120 in sft."""
     init_from_adapter: str | None = None
     """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer. Its
     rank and alpha apply."""

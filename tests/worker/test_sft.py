@@ -1,7 +1,6 @@
 import hashlib
 import json
 import random
-import shutil
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.tools.training.estimate import estimate_of
 from flash_mcp.tools.training.probe import Probe
 from tests.attempts import Attempt, make_run
-from tests.places import CALCULATOR, NO_TORCH
+from tests.places import CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
 from worker.heartbeat import Heartbeat
 from worker.ranks import ALONE
@@ -201,7 +200,7 @@ def tune(
         try_regression=lambda *_: None,
         end_steps_ahead=lambda: None,
     )
-    assert _optimize(trainer, session, _resume_point(writer, scratch), None) == steps
+    assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
     return spec
 
 
@@ -346,19 +345,6 @@ def test_a_learning_rate_that_destroys_the_model_is_flagged_and_no_other(
     # Nobody is told of a good run that it is destroyed, at any time.
     for count in range(len(steps) if not flags else 0):
         assert health.flags(steps[:count]) == []
-
-
-@pytest.mark.long
-def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Path) -> None:
-    shutil.copy(NO_TORCH / "vllm.py", tmp_path)
-    run = make_run(
-        tmp_path / "sft", tiny_model, environment=CALCULATOR, algorithm="sft", steps=1, batch_size=2,
-        group_size=None, eval_after=False, max_length=1024,
-    )  # fmt: skip
-    Attempt(run, fresh=True, PYTHONPATH=str(tmp_path)).ended()
-    assert run.checkpoints.steps() == [1]
-    # Nothing is measured on the eval split that nobody asked for.
-    assert "eval_loss" not in (run.metrics(1) or {})["metrics"]
 
 
 def test_memory_that_runs_out_once_halves_the_packs_of_fine_tuning(

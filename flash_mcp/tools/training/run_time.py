@@ -100,9 +100,6 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
     work = Work(spec, environment, steps, held_out)
     if spec.regression == "off":
         return work
-    if not spec.generates:
-        what = "off: this run starts no engine; regression='on', or an evaluation, starts one"
-        return replace(work, regression=what)
     conversations = work.rollouts + held_out
     tasks = REGRESSION_TASKS
     if spec.regression == "auto":
@@ -113,10 +110,13 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
         cost = percent(2 * FEWEST_REGRESSION_TASKS / conversations)
         what = f"off: {FEWEST_REGRESSION_TASKS} short tasks before and after are {cost} more"
         return replace(work, regression=f"{what} rollouts; regression='on' tries all")
-    text = f"on: {tasks} short tasks before and after, {percent(2 * tasks / conversations)} more "
+    cost = f"{percent(2 * tasks / conversations)} more rollouts"
+    if not spec.generates:
+        cost = "for which an engine starts"
+    text = f"on: {tasks} short tasks before and after, {cost}; "
     loss = statistics.visible_loss(tasks, USUALLY_SOLVED * tasks)
-    text += f"rollouts; if the model solves {percent(USUALLY_SOLVED)} of them, a loss of "
-    text += f"{percent(loss)} of these is seen"
+    text += f"if the model solves {percent(USUALLY_SOLVED)} of them, a loss of {percent(loss)} of "
+    text += "these is seen"
     return replace(work, held_out=held_out + 2 * tasks, regression=text, regression_tasks=tasks)
 
 
