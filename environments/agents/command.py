@@ -16,15 +16,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import tempfile
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from environments.agents.programs import room, start
+from environments.agents.programs import end, room, start
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
 from environments.sandbox.kernel import signal_name
 
@@ -50,8 +48,8 @@ class EnvironmentCommand(EnvironmentAgent):
     The program runs in an empty folder. It finds the model in the variables that the packages of
     OpenAI and Anthropic read (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
     ANTHROPIC_API_KEY), and its name in MODEL, OPENAI_MODEL and ANTHROPIC_MODEL. Of the environment
-    it reads the files that its command names, and `files`. Its process group ends with its rollout.
-    A process in a group of its own (setsid) ends with the environment."""
+    it reads the files that its command names, and `files`. It has a quarter of the environment's
+    processes and threads, and all that it started ends with its rollout."""
 
     @abstractmethod
     def command(self, example: TaskExample) -> Sequence[str]:
@@ -104,9 +102,7 @@ class EnvironmentCommand(EnvironmentAgent):
             try:
                 code = await process.wait()
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await end(process)
             size = printed.seek(0, os.SEEK_END)
             printed.seek(max(0, size - MAX_OUTPUT_BYTES))
             output = printed.read().decode(errors="replace")

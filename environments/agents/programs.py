@@ -6,38 +6,34 @@
 All programs of an environment run as one user. A program gets Landlock rules of its own, within
 the sandbox of the environment: it opens its own folder, the files that its command names and
 `files`, and nothing else of the environment's or of other rollouts'. It can neither trace nor
-signal a process that it did not start. Where /proc is the sandbox's own, it does not see them."""
+signal a process that it did not start. Where /proc is the sandbox's own, it does not see them. It
+has a part of the environment's processes, and all that it starts ends with its rollout."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
+import signal
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, STDOUT, Process
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from environments.sandbox import scratch
-from environments.sandbox.landlock import LANDLOCK_RESTRICT_SELF, landlock_version, program_rules
+from environments.sandbox.landlock import landlock_version, program_rules
 from environments.sandbox.needs import Bounds
+from environments.sandbox.seccomp import allowed_calls
 
-LAUNCH = f"""
-import ctypes, os, signal, sys
-rules = int(sys.argv[1])
-try:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall({LANDLOCK_RESTRICT_SELF}, rules, 0):
-        raise OSError(ctypes.get_errno(), "Landlock refused the rules of this program")
-    os.close(rules)
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    print(error, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)  # no exit code of the program's
-"""
+LAUNCHER = Path(__file__).with_name("launcher.py")
+BEGINNING = ("clone", "fork", "vfork")
+"""The system calls with which processes and threads begin."""
+SHARE = 4
+"""A program has at most 1/SHARE of its environment's processes and threads."""
+FEWEST = 32
 bounds: Bounds | None = None
 """Those of the sandbox that this process is in."""
 
@@ -78,22 +74,38 @@ async def start(
     printed: IO[bytes],
     files: Sequence[str] = (),
 ) -> Process:
-    """Start the program that has this room, in `work`, as the first process of a group. OSError if
-    there is no such program; it is killed if it cannot be run or cannot be kept apart.
+    """Start the program that has this room, in `work`, by launcher.py; `end` has to be awaited.
+    OSError if there is no such program; it is killed if it cannot be run or cannot be kept apart.
     """
     if shutil.which(command[0], path=env.get("PATH")) is None:
         raise FileNotFoundError(f"there is no program {command[0]!r:.200}")
-    rules: tuple[int, ...] = ()
-    # Without Landlock the operator has let code run unprotected.
-    if bounds is not None and landlock_version() >= 1:
-        rules = (program_rules(bounds, folder, _opened(command, files, bounds.folder)),)
-        command = [sys.executable, "-I", "-S", "-c", LAUNCH, str(*rules), *command]
+    rules: list[int] = []
+    stdin = DEVNULL
+    if bounds is not None and sys.platform.startswith("linux"):
+        # Without Landlock the operator has let code run unprotected.
+        if landlock_version() >= 1:
+            rules = [program_rules(bounds, folder, _opened(command, files, bounds.folder))]
+        known = allowed_calls()[1]
+        calls = ",".join(str(known[name]) for name in BEGINNING if name in known)
+        most = max(FEWEST, bounds.needs.processes // SHARE)
+        launcher = (sys.executable, "-I", "-S", str(LAUNCHER), str((*rules, -1)[0]), str(most))
+        command, stdin = (*launcher, calls, *command), PIPE
     try:
         return await asyncio.create_subprocess_exec(
             *command,
-            cwd=folder / "work", env=env, stdin=DEVNULL, stdout=printed, stderr=STDOUT,
+            cwd=folder / "work", env=env, stdin=stdin, stdout=printed, stderr=STDOUT,
             pass_fds=rules, start_new_session=True,
         )  # fmt: skip
     finally:
         for descriptor in rules:
             os.close(descriptor)
+
+
+async def end(process: Process) -> None:
+    """End a program that `start` returned, with all that it has started."""
+    if process.stdin:
+        process.stdin.close()
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

@@ -650,6 +650,7 @@ def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(
     assert caught.value.code == "unresponsive"
 
 
+@pytest.mark.hostile("other owners")
 async def test_chats_of_one_owner_leave_the_model_servers_to_others(store: Store, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:
         hung.settimeout(WAIT_S)

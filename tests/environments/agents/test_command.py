@@ -1,5 +1,6 @@
 """Agents that are command lines."""
 
+import errno
 import os
 import textwrap
 from pathlib import Path
@@ -40,6 +41,29 @@ PROGRAMS = {
     "leaves a program": """
         import openai, subprocess, sys
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(607)"])
+        openai.OpenAI().responses.create(model="policy", input="x")
+        open("reward.json", "w").write('{"score": 1.0}')
+    """,
+    "begins all that it may": """
+        import openai, os, time
+        refused = 0
+        while not refused:
+            try:
+                if not os.fork():
+                    try:
+                        os.setsid()
+                        os.fork() or time.sleep(607)
+                    finally:
+                        os._exit(0)
+            except BlockingIOError as error:
+                refused = error.errno
+        openai.OpenAI().responses.create(model="policy", input=str(refused))
+        open("reward.json", "w").write('{"score": 1.0}')
+    """,
+    "begins some": """
+        import openai, subprocess
+        for _ in range(25):
+            subprocess.Popen(["sleep", "607"])
         openai.OpenAI().responses.create(model="policy", input="x")
         open("reward.json", "w").write('{"score": 1.0}')
     """,
@@ -99,7 +123,7 @@ async def test_a_command_that_writes_no_reward_fails_its_rollout(tmp_path: Path)
 async def test_a_command_ends_with_its_rollout(tmp_path: Path) -> None:
     async with await commands(tmp_path / "agent", "hangs", timeout_s=20) as host:
         opening = await host.open("train", 0)
-        assert len(children(b"time.sleep(607)")) == 2
+        assert len(children(b"time.sleep(607)")) == 3, "its launcher names it too"
         await host.close(opening.episode)
         await until(lambda: not children(b"time.sleep(607)"))
 
@@ -110,6 +134,21 @@ async def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> Non
         assert (await host.step(opening.episode, "4")).done
         await until(lambda: not children(b"time.sleep(607)"))
         assert (await host.score(opening.episode)).reward == 1
+
+
+@pytest.mark.hostile("resources")
+async def test_a_program_leaves_processes_to_others_and_none_behind(tmp_path: Path) -> None:
+    sources = ", ".join(repr(textwrap.dedent(PROGRAMS[name])) for name in ("begins all that it may", "begins some"))
+    environment_folder(tmp_path / "agent", SOURCE, returns=f"Sample([{sources}])")
+    (tmp_path / "agent" / "environment.toml").write_text("endpoint = true\nprocesses = 200\n")
+    async with await EnvironmentHost.start(tmp_path / "agent") as host:
+        greedy = await host.open("train", 0)
+        assert greedy.messages[-1]["content"] == str(errno.EAGAIN)
+        modest = [await host.open("train", 1) for _ in range(3)]
+        for opening in (greedy, *modest):
+            assert (await host.step(opening.episode, "4")).done
+            assert (await host.score(opening.episode)).reward == 1
+        assert not children(b"refused = 0") and not children(b"sleep\x00607")
 
 
 @pytest.mark.parametrize(
