@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from bench.gpu_results import Results
+from bench.gpu_runners import RUNNERS, SWITCH
 
 LIMITS_S = {
     "environment": 120,
@@ -65,6 +66,8 @@ def start_stage(name: str, out: Path, limit_s: float, *, cpu: bool) -> bool:
     if cpu:
         command.append("--cpu")
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if Results(out, "engine").read().get("runner") == "first":
+        environment[SWITCH] = RUNNERS["first"]
     started = time.monotonic()
     ended = "ok"
     with (out / f"{name}.log").open("wb") as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 from bench import step as bench_step
 from bench.gpu_place import GIB, RANK, Place, seconds_of
 from bench.gpu_results import Results
+from bench.gpu_runners import RUNNERS, SWITCH, SYNCS, chosen
 from bench.random_model import free
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.places import ROOT
@@ -104,46 +106,48 @@ def off(mine: Tensor, theirs: Tensor) -> float:
 
 # -- the engine ------------------------------------------------------------------------------------
 
-START = """
-import sys, time
-from worker.main import prepare_process
-prepare_process()
-from pathlib import Path
-started = time.monotonic()
-from worker.engine.vllm import VllmEngine
-engine = VllmEngine(Path(sys.argv[1]), max_length=1024, max_num_seqs=int(sys.argv[2]), lora_rank=32)
-print(time.monotonic() - started)
-"""
+MEASURE = "import sys; from bench.gpu_model import measure; measure(*sys.argv[1:])"
+INTERPRETED = "import tests.second_runner; "
 
 
 def engine(place: Place) -> None:
-    add = place.results.add
+    """Both model runners, each in a process of its own. One that fails is a finding."""
     model = place.model("0.6B")
-    most = 32 if place.cpu else 256
-    # On the CPU the engines below show that it starts.
-    starts = [] if place.cpu else ["cold", "warm"]
-    for name in starts:
-        command = [sys.executable, "-c", START, str(model), str(most)]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        add(**{f"{name}_start_s": float(done.stdout.split()[-1])})
+    for runner, value in RUNNERS.items():
+        code = (INTERPRETED if place.cpu and runner == "second" else "") + MEASURE
+        command = [sys.executable, "-c", code, runner, str(model), str(place.results.out)]
+        subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, SWITCH: value})
+    place.results.add(**chosen(place.results.read()))
+
+
+def measure(runner: str, folder: str, out: str) -> None:
+    """Figures of one runner with each sync."""
+    model = Path(folder)
     policy = load_policy(model, rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
     for name, weight in policy.named_parameters():
         if "lora_" in name:
             weight.data.normal_(std=0.01)
-    for sync in ("merged", "adapter"):
-        _sample(place, model, policy, sync, most)
+    for sync in SYNCS:
+        _sample(Results(Path(out), "engine"), model, policy, sync, f"{runner}_{sync}")
         free()
 
 
-def _sample(place: Place, model: Path, policy: Any, sync: Any, most: int) -> None:
+def _sample(results: Results, model: Path, policy: Any, sync: Any, label: str) -> None:
     from worker.engine.vllm import VllmEngine  # noqa: PLC0415
 
-    add = place.results.add
-    made = VllmEngine(model, max_length=1024, max_num_seqs=most, lora_rank=RANK, sync=sync)
-    add(**{f"{sync}_sync_ms": 1000 * seconds_of(lambda: made.load_policy(policy), 3)})
+    def add(figure: str, value: float) -> None:
+        results.add(**{f"{label}_{figure}": value})
+
+    on_card = torch.cuda.is_available()
+    started = time.monotonic()
+    made = VllmEngine(
+        model, max_length=1024, max_num_seqs=256 if on_card else 32, lora_rank=RANK, sync=sync
+    )
+    add("start_s", time.monotonic() - started)
+    add("sync_ms", 1000 * seconds_of(lambda: made.load_policy(policy), 3))
     prompt = list(range(40, 104))
-    length = 16 if place.cpu else 256
-    for count in (8,) if place.cpu else (64, 256):
+    length = 256 if on_card else 16
+    for count in (64, 256) if on_card else (8,):
         started = time.perf_counter()
         for number in range(count):
             made.submit(str(number), prompt, Sampling(length, seed=number))
@@ -153,23 +157,24 @@ def _sample(place: Place, model: Path, policy: Any, sync: Any, most: int) -> Non
         taken = time.perf_counter() - started
         tokens = sum(len(answer.token_ids) for answer in answers)
         rate = tokens / taken
-        add(**{f"{sync}_tokens_per_s_at_{count}": rate})
-        if copied := Results(place.results.out, "environment").read().get("copy_gb_per_s"):
+        add(f"tokens_per_s_at_{count}", rate)
+        if copied := Results(results.out, "environment").read().get("copy_gb_per_s"):
             # Each step of decoding reads every weight once; the cache is small beside them.
             weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
             bound = count * copied * 1e9 / weights
-            add(**{f"bound_tokens_per_s_at_{count}": bound})
-            add(**{f"{sync}_share_of_bound_at_{count}": rate / bound})
-    worst = max(_mismatch(policy, prompt, answer) for answer in answers[:8])
-    add(**{f"{sync}_largest_mismatch_nats": worst})
+            results.add(**{f"bound_tokens_per_s_at_{count}": bound})
+            add(f"share_of_bound_at_{count}", rate / bound)
+    off_T = torch.cat([_mismatch(policy, prompt, answer) for answer in answers[:8]])
+    add("mismatch_nats", off_T.mean().item())
+    add("largest_mismatch_nats", off_T.max().item())
 
 
-def _mismatch(policy: Any, prompt: list[int], answer: Any) -> float:
-    """The largest difference of the trainer's log-probabilities from the engine's."""
+def _mismatch(policy: Any, prompt: list[int], answer: Any) -> Tensor:
+    """(T,) differences of the trainer's log-probabilities from the engine's."""
     ids = torch.tensor([prompt + answer.token_ids], device=policy.device)
     trained = torch.ones(1, len(answer.token_ids), dtype=torch.long, device=policy.device)
     with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16):
         logps = packing.group_logps(
             policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0
         )[0][0]
-    return (torch.tensor(answer.logprobs) - logps.cpu()).abs().max().item()
+    return (torch.tensor(answer.logprobs) - logps.cpu()).abs()
