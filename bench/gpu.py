@@ -3,14 +3,18 @@
     scripts/gpu-check [--cpu] [--out FOLDER] [--only STAGE ...]
 
 Each stage is a process of its own with a time limit. It writes FOLDER/STAGE.json after each figure,
-so that a stage that fails or hangs leaves what it found, and the next one runs all the same. At the
-end FOLDER/report.md holds one table, to paste into an issue. With --cpu, the same stages run a tiny
+so that a stage that fails or hangs leaves what it found, and the next one runs all the same. With a
+FOLDER of an earlier time, only stages that did not come to their end run, or those that are named.
+At the end FOLDER/report.md holds all figures, to paste into an issue, and those that others
+published beside ours. With --cpu, the same stages run a tiny
 model on the CPU: that shows that the check works, and measures nothing."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,19 +22,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.gpu_results import Results
+from bench import gpu_published
+from bench.gpu_results import MODELS, Results
 from bench.gpu_runners import RUNNERS, SWITCH
 
 LIMITS_S = {
-    "environment": 120,
-    "trainer": 420,
-    "engine": 420,
-    "loop": 300,
-    "big": 420,
-    "serve": 240,
-    "tests": 300,
+    "environment": 60,
+    "trainer": 180,
+    "engine": 300,
+    "loop": 120,
+    "big": 240,
+    "serve": 120,
+    "tests": 60,
+    "peers": 120,
+    "gsm8k": 300,
 }
-"""Stages in order, and the most seconds that each may take."""
+"""Stages in order, and the most seconds that each may take: 25 minutes for all."""
 
 
 def main() -> int:
@@ -48,11 +55,13 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     if args.stage:
         return run_stage(args.stage, out, cpu=args.cpu)
+    missing = [name for name in LIMITS_S if Results(out, name).read().get("stage") != "ok"]
     failed = [
         name
-        for name in args.only or LIMITS_S
+        for name in args.only or missing
         if not start_stage(name, out.resolve(), LIMITS_S[name], cpu=args.cpu)
     ]
+    shutil.rmtree(out / MODELS, ignore_errors=True)
     text = report(out)
     (out / "report.md").write_text(text)
     sys.stdout.write(f"\n{text}\nPaste {out / 'report.md'} into an issue.\n")
@@ -100,14 +109,12 @@ def with_group(leader: int, number: signal.Signals) -> None:
 
 def run_stage(name: str, out: Path, *, cpu: bool) -> int:
     # Imported here: torch and vLLM are for the stages' own processes.
-    from bench import gpu_stages  # noqa: PLC0415
     from bench.gpu_place import Place  # noqa: PLC0415
 
-    stage = getattr(gpu_stages, name, None)
-    if stage is None:
-        from bench import gpu_model  # noqa: PLC0415
-
-        stage = getattr(gpu_model, name)
+    for module in ("gpu_stages", "gpu_model", "gpu_peers"):
+        stage = getattr(importlib.import_module(f"bench.{module}"), name, None)
+        if stage:
+            break
     with tempfile.TemporaryDirectory(prefix="flash-gpu-check-") as scratch:
         stage(Place(Path(scratch), Results(out, name), cpu=cpu))
     return 0
@@ -125,7 +132,7 @@ def report(out: Path) -> str:
         if figures.get("stage", "ok") != "ok":
             tail = (out / f"{name}.log").read_text(errors="replace")[-3000:]
             logs += ["", f"The end of {name}.log:", "", "```", tail, "```"]
-    return "\n".join([*lines, *logs]) + "\n"
+    return "\n".join([*lines, *gpu_published.table(out), *logs]) + "\n"
 
 
 if __name__ == "__main__":

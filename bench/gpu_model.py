@@ -60,22 +60,10 @@ def trainer(place: Place) -> None:
 def _train_step(place: Place, model: Path, label: str) -> None:
     groups, size, prompt, length = (2, 4, 40, 60) if place.cpu else (8, 8, 512, 1024)
     add = place.results.add
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rollouts = make_rollouts(tokenizer, groups, size, prompt, length)
-    fields: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": 2 * RANK, "steps": 1}
-    spec = resolve(RunSpec(environment="e", batch_size=groups, group_size=size, **fields)).spec
+    rollouts = make_rollouts(AutoTokenizer.from_pretrained(model), groups, size, prompt, length)
     work = memory.Workload(prompt, length, 1, prompt + length, size, 0, RANK)
     needs = memory.estimate(model, work, torch.bfloat16, memory.capacity_bytes())
-    policy = load_policy(model, rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
-    for name, weight in policy.named_parameters():
-        if "lora_B" in name:  # which starts at zero: no weight of lora_A would have a gradient
-            weight.data.normal_(std=0.01)
-    step = bench_step.Step(
-        bench_step.SYSTEMS["ours"](
-            policy, tokenizer, spec, output_dir=str(place.scratch), max_completion=length,
-            rollouts_of=lambda number: rollouts, callbacks=[],
-        )
-    )  # fmt: skip
+    step = make_step(place, model, rollouts, groups=groups)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     taken = seconds_of(step.run, 1)
@@ -98,6 +86,31 @@ def _train_step(place: Place, model: Path, label: str) -> None:
     finally:
         attention.can_flash = kept
         packing.can_flash = kept
+
+
+def make_step(
+    place: Place,
+    model: Path,
+    rollouts: list[Rollout],
+    *,
+    groups: int = 1,
+    rank: int = RANK,
+    **options: Any,
+) -> bench_step.Step:
+    """The step of a policy whose adapter has a gradient everywhere."""
+    fields: dict[str, Any] = {"lora_rank": rank, "lora_alpha": 2 * rank, "steps": 1}
+    fields |= {"batch_size": groups, "group_size": len(rollouts) // groups}
+    spec = resolve(RunSpec(environment="e", **fields)).spec
+    policy = load_policy(model, rank=rank, alpha=2 * rank, seed=0, dtype=torch.bfloat16)
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:  # which starts at zero: no weight of lora_A would have a gradient
+            weight.data.normal_(std=0.01)
+    longest = max(len(rollout.transcript.completion_ids) for rollout in rollouts)
+    trainer = bench_step.SYSTEMS["ours"](
+        policy, AutoTokenizer.from_pretrained(model), spec, output_dir=str(place.scratch),
+        max_completion=longest, rollouts_of=lambda number: rollouts, callbacks=[], **options,
+    )  # fmt: skip
+    return bench_step.Step(trainer)
 
 
 def off(mine: Tensor, theirs: Tensor) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_results import Results
+from bench.gpu_results import MODELS, Results
 
 GIB = 2**30
 RANK = 32
@@ -42,7 +42,10 @@ class Place:
             return self.tiny()
         from bench.random_model import make_model  # noqa: PLC0415
 
-        return make_model(self.scratch / size, size)
+        folder = self.results.out / MODELS / size
+        if not folder.is_dir():
+            make_model(folder.with_suffix(".new"), size).rename(folder)
+        return folder
 
 
 def synchronize() -> None:

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+MODELS = "models"
+"""The folder, beside the results, of models that several stages use."""
+
 
 class Results:
     """The figures of a stage, in a file that is whole after each of them."""

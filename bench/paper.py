@@ -23,8 +23,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
-from transformers import Qwen3Config
 
+from bench.random_model import config_of
 from worker.training import attention, kernels, memory, packing
 
 FLOPS = 600e12
@@ -35,8 +35,6 @@ CARD_GIB = 131
 """What an H200's driver leaves free."""
 GROUPS = 8
 WORK = memory.Workload(256, 512, 3, 2048, 8, 64, 32)
-SHAPES = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "8B": (4096, 12288, 36, 32)}
-"""Hidden size, intermediate size, layers and heads of Qwen3."""
 
 
 @dataclass
@@ -87,17 +85,19 @@ def _flash_flops(lengths: Sequence[int]) -> dict[Any, Any]:
     return {attention.FLASH_FORWARD: forward, attention.FLASH_BACKWARD: backward}
 
 
-def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Cost:
+def pass_cost(
+    folder: Path, layers: int, *, flash: bool, recomputed: bool, work: memory.Workload = WORK
+) -> Cost:
     """One pack's forward and backward pass."""
-    model = memory._without_storage(folder, torch.bfloat16, WORK, layers)
+    model = memory._without_storage(folder, torch.bfloat16, work, layers)
     if flash:
         norm = patch.object(kernels, "_fused_norm", lambda norm, hidden: _FusedNorm.apply(hidden))
         with norm:
             kernels.fuse_norms(model)
     device = torch.device("meta")  # tensors without storage, and PyTorch's rules for their shapes
-    lengths = [WORK.completion] * WORK.rows
+    lengths = [work.completion] * work.rows
     layout = attention.Layout(
-        WORK.prompt, lengths, torch.bfloat16, torch.device("cpu"), flash=flash
+        work.prompt, lengths, torch.bfloat16, torch.device("cpu"), flash=flash
     )
     total = len(layout.positions)
     segments = getattr(layout.mask, "segments", None)
@@ -112,9 +112,9 @@ def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Co
         layout.mask.blocks = [([0], dense)]
     causal_lm = model.get_base_model()
     packing.recompute(causal_lm, recomputed)
-    ids = torch.zeros(WORK.prompt + sum(lengths), dtype=torch.long, device=device)
+    ids = torch.zeros(work.prompt + sum(lengths), dtype=torch.long, device=device)
     counted = torch.zeros(sum(lengths), dtype=torch.long, device=device)
-    own = _flash_flops([WORK.prompt, *lengths])
+    own = _flash_flops([work.prompt, *lengths])
     with FlopCounterMode(display=False, custom_mapping=own) as flops, _Moved() as moved:
         hidden = packing.hidden_states(causal_lm, ids, layout)
         # kernels.token_logps also turns autocast off, which PyTorch has not for "meta".
@@ -140,13 +140,20 @@ class _FusedNorm(torch.autograd.Function):
         return gradient + hidden
 
 
-def step_cost(folder: Path, *, flash: bool, recomputed: bool) -> Cost:
+def step_cost(
+    folder: Path,
+    *,
+    flash: bool,
+    recomputed: bool,
+    work: memory.Workload = WORK,
+    groups: int = GROUPS,
+) -> Cost:
     """A whole step: layers are alike, so that two sizes tell what one adds."""
     layers = memory.config_of(folder).num_hidden_layers
-    few = pass_cost(folder, 1, flash=flash, recomputed=recomputed)
-    more = pass_cost(folder, 2, flash=flash, recomputed=recomputed)
+    few = pass_cost(folder, 1, flash=flash, recomputed=recomputed, work=work)
+    more = pass_cost(folder, 2, flash=flash, recomputed=recomputed, work=work)
     one = more.plus(few, -1)
-    packs = GROUPS * math.ceil(WORK.group_size / WORK.rows)
+    packs = groups * math.ceil(work.group_size / work.rows)
     return Cost().plus(few.plus(one, layers - 1), packs)
 
 
@@ -155,14 +162,10 @@ def main() -> None:
         "| model | activations of a group / a pack, GiB | before | after | of it matrix products |",
         "|---|---|---|---|---|",
     ]
-    for name, (hidden, inner, layers, heads) in SHAPES.items():
+    for name in ("0.6B", "1.7B", "8B"):
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            Qwen3Config(
-                vocab_size=151936, hidden_size=hidden, intermediate_size=inner, head_dim=128,
-                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-                tie_word_embeddings=hidden < 4096,
-            ).save_pretrained(folder)  # fmt: skip
+            config_of(name).save_pretrained(folder)
             # Those with the norms of transformers, which keep more.
             held, _ = memory._training_pass(folder, torch.bfloat16, WORK)
             model = memory._without_storage(folder, torch.bfloat16, WORK)

@@ -11,20 +11,26 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.tiny import make_tokenizer
 
 SIZES = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-             "num_attention_heads": 16, "tie_word_embeddings": True},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-           "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
-"""Shapes of Qwen3, without its weights."""
+    "0.6B": (1024, 3072, 28, 16),
+    "1.7B": (2048, 6144, 28, 16),
+    "4B": (2560, 9728, 36, 32),
+    "8B": (4096, 12288, 36, 32),
+}
+"""Hidden size, intermediate size, layers and heads of Qwen3."""
+
+
+def config_of(size: str) -> Qwen3Config:
+    hidden, inner, layers, heads = SIZES[size]
+    return Qwen3Config(
+        vocab_size=151936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=40960, tie_word_embeddings=hidden < 4096,
+    )  # fmt: skip
 
 
 def make_model(folder: Path, size: str) -> Path:
     """A model of random weights on the card."""
-    config = Qwen3Config(
-        vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
-        **SIZES[size],
-    )  # fmt: skip
+    config = config_of(size)
     tokenizer = make_tokenizer()
     config.bos_token_id = tokenizer.bos_token_id
     config.eos_token_id = tokenizer.eos_token_id
@@ -45,6 +51,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-# -- the trainer -----------------------------------------------------------------------------------

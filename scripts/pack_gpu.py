@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pack vLLM and the other packages of a worker for a GPU host that reaches no registry.
 
-    scripts/pack_gpu.py --out FOLDER [--part-mib 56]
+    scripts/pack_gpu.py --out FOLDER [--part-mib 56] [--peers FOLDER]
         here, where pip works: writes FOLDER/part-00, part-01, ... and FOLDER/MANIFEST
     mkdir -p ~/parts; cp FOLDER/part-00 ~/parts/
         for each part, sent to the host one at a time
@@ -9,7 +9,9 @@
         on the host; then `python -m bench.gpu` there
 
 The archive holds one folder, site/, for CPython 3.12 on x86-64 Linux. torch, transformers, triton,
-numba and the CUDA libraries are the host's own. Models are made there, of random weights."""
+numba and the CUDA libraries are the host's own. Models are made there, of random weights, but for
+that of the stage `gsm8k`: the folder of --peers holds model/ (Qwen2.5-0.5B-Instruct) and GSM8K's
+train.jsonl and test.jsonl (github.com/openai/grade-school-math), and comes out as ~/peers."""
 
 from __future__ import annotations
 
@@ -57,13 +59,15 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part-mib", type=int, default=56)
+    parser.add_argument("--peers", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     site = args.out / "site"
     shutil.rmtree(site, ignore_errors=True)
     install(requirements(), site)
     trim(site)
-    sys.stdout.write(pack(site, args.out, args.part_mib << 20))
+    folders = {"site": site} | ({"peers": args.peers} if args.peers else {})
+    sys.stdout.write(pack(folders, args.out, args.part_mib << 20))
     shutil.rmtree(site)
 
 
@@ -106,11 +110,12 @@ def trim(site: Path) -> None:
                 path.unlink()
 
 
-def pack(site: Path, out: Path, size: int) -> str:
+def pack(folders: dict[str, Path], out: Path, size: int) -> str:
     """Write the parts and the manifest, each with its checksum; the manifest's text."""
     archive = out / "site.tar.xz"
     with tarfile.open(archive, "w:xz", preset=3) as tar:
-        tar.add(site, arcname="site")
+        for name, folder in folders.items():
+            tar.add(folder, arcname=name)
     digest = hashlib.sha256()
     lines: list[str] = []
     with archive.open("rb") as stream:

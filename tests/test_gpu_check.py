@@ -13,6 +13,8 @@ import pytest
 
 from bench import gpu, gpu_runners
 from bench.gpu_results import Results
+from bench.gsm8k_environment import environment as gsm8k
+from environments import TaskExample
 from tests import conftest
 from tests.places import ROOT
 
@@ -40,12 +42,17 @@ def test_the_second_runner_is_used_unless_it_is_further_from_the_trainer(
     assert gpu_runners.chosen(figures)["runner"] == runner
 
 
+def program(folder: Path) -> str:
+    """In place of Python: it prints its variables."""
+    path = folder / "program"
+    path.write_text("#!/bin/sh\nenv\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_the_other_stages_use_the_runner_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Results(tmp_path, "engine").add(runner="first")
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nenv\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(gpu.sys, "executable", str(program))
+    monkeypatch.setattr(gpu.sys, "executable", program(tmp_path))
     assert gpu.start_stage("loop", tmp_path, 60, cpu=True)
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in (tmp_path / "loop.log").read_text().splitlines()
 
@@ -56,7 +63,7 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     """Without FLASH_SLOW, only the stages that no other test runs: those left out start attempts
     and servers.
     """
-    stages = ["environment", "trainer", "engine", "tests"]
+    stages = ["environment", "trainer", "engine", "tests", "peers", "gsm8k"]
     if os.environ.get("FLASH_SLOW"):
         stages += ["loop", "big", "serve"]
     chosen = [flag for name in stages for flag in ("--only", name)]
@@ -67,8 +74,34 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     assert figures["trainer"]["0.6B_gradient_off_masked"] < 0.01
     assert figures["engine"]["runner"] == "second", figures["engine"]
     assert max(figures["engine"][f"{runner}_adapter_largest_mismatch_nats"] for runner in gpu_runners.RUNNERS) < 0.1
+    assert figures["peers"]["4B_tokens_per_s"] < figures["peers"]["4B_tokens_per_s_bound"]
+    assert figures["gsm8k"]["steps"] == 2 and figures["gsm8k"]["success"] == 0
     assert "skipped" in figures["tests"]["outcome"]
     assert (tmp_path / "report.md").read_text() in done.stdout
+
+
+def test_a_folder_of_an_earlier_time_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in 25 minutes a card has done all."""
+    assert sum(gpu.LIMITS_S.values()) <= 25 * 60 and max(gpu.LIMITS_S.values()) <= 10 * 60
+    for name in gpu.LIMITS_S.keys() - {"peers"}:
+        Results(tmp_path, name).add(stage="ok")
+    Results(tmp_path, "peers").add(stage="ended after its limit of 120 s", **{"4B_mfu": 0.3, "4B_mfu_bound": 0.5})
+    monkeypatch.setattr(gpu.sys, "executable", program(tmp_path))
+    monkeypatch.setattr(gpu.sys, "argv", ["gpu-check", "--out", str(tmp_path)])
+    assert gpu.main() == 0
+    assert [log.name for log in tmp_path.glob("*.log")] == ["peers.log"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| prime-rl, Qwen3-4B, 16,384 tokens, MFU | 0.217 | 0.3 | 0.5 |" in report
+
+
+@pytest.mark.parametrize(("answer", "success"), [("6 * 3 = 18\n#### 1,018", True), ("1018", False), ("#### 8", False)])
+def test_gsm8k_is_scored_as_verl_scores_it(answer: str, success: bool) -> None:
+    example = TaskExample({}, input="What is it?", output="10 + 1008 = <<10+1008=1018>>1018\n#### 1018")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gsm8k, "load_dataset", lambda *_, **__: [example])
+        environment = gsm8k.load_environment()
+    result = environment.score_response(example, answer)
+    assert (result.score, result.success) == (float(success), success)
 
 
 @dataclass

@@ -44,7 +44,10 @@ def test_the_parts_make_the_packages_again(tmp_path: Path, monkeypatch: pytest.M
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(os.urandom(5000))
     pack_gpu.trim(site)
-    manifest = pack_gpu.pack(site, tmp_path, 16 << 10)
+    peers = tmp_path / "given"
+    peers.mkdir()
+    (peers / "train.jsonl").write_text("{}")
+    manifest = pack_gpu.pack({"site": site, "peers": peers}, tmp_path, 16 << 10)
 
     *lines, whole = [line.split() for line in manifest.splitlines()]
     assert manifest == (tmp_path / "MANIFEST").read_text()
@@ -57,5 +60,5 @@ def test_the_parts_make_the_packages_again(tmp_path: Path, monkeypatch: pytest.M
     assert whole == ["site.tar.xz", hashlib.sha256(data).hexdigest()]
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         names = set(tar.getnames())
-    assert {"site/anyio/__init__.py", "site/vllm/_C.so"} <= names
+    assert {"site/anyio/__init__.py", "site/vllm/_C.so", "peers/train.jsonl"} <= names
     assert not {"site/tests", "site/vllm/_moe_C.so", "site/bin"} & names

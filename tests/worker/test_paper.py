@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config
 
 from bench import paper, shapes
+from bench.random_model import config_of
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from worker.training import attention
@@ -34,10 +34,7 @@ def test_attention_is_counted_as_it_is_computed(prompt: int, lengths: list[int])
 
 
 def test_the_step_of_a_model_is_computed(tmp_path: Path) -> None:
-    Qwen3Config(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, head_dim=128, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True,
-    ).save_pretrained(tmp_path)  # fmt: skip
+    config_of("0.6B").save_pretrained(tmp_path)
     before = paper.step_cost(tmp_path, flash=False, recomputed=False)
     after = paper.step_cost(tmp_path, flash=True, recomputed=False)
     assert after.flops < before.flops and after.moved < before.moved
