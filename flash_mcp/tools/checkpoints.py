@@ -12,6 +12,7 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement.attempts import first_checkpoint
+from flash_mcp.judgement.health import WORSE_ELSEWHERE
 from flash_mcp.protocol import base_models, surroundings
 from flash_mcp.protocol.checkpoints import LATEST
 from flash_mcp.protocol.errors import FlashError
@@ -23,7 +24,14 @@ from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.exporting import Export, Exporter
 from flash_mcp.tools.shared.loading import check_logins
-from flash_mcp.tools.shared.next_steps import RunContext, going_on, next_of, waiting_for
+from flash_mcp.tools.shared.next_steps import (
+    LIKE_ITS_OWN,
+    RunContext,
+    going_on,
+    next_of,
+    waiting_for,
+)
+from flash_mcp.tools.shared.scores import elsewhere
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 
@@ -245,6 +253,8 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
         if better := better_than_newest(store, run, saved, evaluations):
             step, why = better
             serve = f"deploy(run_id={run_id!r}, step={step}) serves the best, {why}"
+        if elsewhere(store, run)[1]:
+            serve = f"{WORSE_ELSEWHERE}: status has the remedy; {serve} {LIKE_ITS_OWN}"
         next_step = f"{serve}; {going_on(run, step)} starts another run from it"
         link = Path(run.folder, LATEST)
         if link.is_symlink():

@@ -28,7 +28,7 @@ from flash_mcp.state.versions import digest_of
 from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import after_comparison, model_of, repeated
 from flash_mcp.tools.shared.resolve import differing_values
-from flash_mcp.tools.shared.scores import conversation, last_prompt, spread_of
+from flash_mcp.tools.shared.scores import conversation, elsewhere, last_prompt, spread_of
 from flash_mcp.tools.shared.tool_base import Result
 from flash_mcp.tools.shared.truncation import shorten, shorten_as_json, to_text
 
@@ -162,7 +162,10 @@ def compare(
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
     shown = better[:flips] + worse[:flips]
+    lost = _lost(store, pair.other)
     notes = [*_limits(pair, memory), *_trained(store, pair), *_spreads(store, pair)]
+    if lost:
+        notes.insert(0, f"{health.WORSE_ELSEWHERE}: other {lost}")
     if further:
         all_lines = f"each of the {count} comparisons with base is judged at 0.05 / {count}"
         notes.append(f"{all_lines}: chance calls any of equal ones better at most 5 times of 100")
@@ -179,7 +182,7 @@ def compare(
         no_longer=len(worse),
         flips=_flips(store, shown, pair, FLIP_CHARACTERS // (2 if further else 1)),
         notes=notes or None,
-        next=memory.remedy if memory else _next_step(store, pair, changes[metric], bool(shown)),
+        next=memory.remedy if memory else _next_step(store, pair, changes[metric], shown, lost),
     )
     for shown_side, side in ((result.base, pair.base), (result.other, pair.other)):
         shown_side.by_label = by_label(store, side.run, side.row.step, LABELS)
@@ -585,7 +588,15 @@ def _spreads(store: Store, pair: Pair) -> list[str]:
     return list(filter(None, map(functools.partial(spread_of, store), spreads.values())))
 
 
-def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str:
+def _lost(store: Store, side: Evaluated) -> str:
+    """How the run that trained the model got worse at other kinds of tasks, or ""."""
+    with suppress(FlashError):  # a base model, or its run was removed
+        said, is_worse = elsewhere(store, store.run(side.weights[1] or ""))
+        return said if is_worse else ""
+    return ""
+
+
+def _next_step(store: Store, pair: Pair, change: Change, flips: Sequence[str], lost: str) -> str:
     run = pair.other.run
     step = pair.other.row.step
     base = model_of(pair.base.run, pair.base.row.step)
@@ -597,8 +608,8 @@ def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str
         models = (base, model_of(run, step))
         size = references.split_size(store, run)
         measured = len(pair.other.tasks)
-        advice = after_comparison(change, models, run, pair.differing, measured, size)
-    if not has_flips:
+        advice = after_comparison(change, models, run, pair.differing, measured, size, bool(lost))
+    if not flips:
         return advice
     call = f"rollouts(run_id={run.id!r}, split='eval', step={step}, index=other_index)"
     return f"{advice}; {call} shows a flip whole"

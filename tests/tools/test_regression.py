@@ -79,6 +79,11 @@ async def test_what_was_forgotten_is_said_by_status_and_by_the_page(tmp_path: Pa
     assert body["run"]["outlook"].startswith(outlook)
     assert [flag["name"] for flag in body["run"]["flags"]] == ["worse_elsewhere"]
     assert body["next"].startswith("worse_elsewhere: train again") and ("deploy(" in body["next"]) == (solved == 90)
+    assert (await call("checkpoints", run_id=run.id))["next"].startswith("worse_elsewhere: ")
+    compared = await call("compare", base=run.id)
+    is_better = compared["verdict"] == "improved"
+    assert is_better == (solved == 90) and compared["notes"][0].startswith("worse_elsewhere: other regressed on 100")
+    assert compared["next"].startswith("worse_elsewhere: status(" if is_better else "claim no change")
     page = html(open_store(), run.id)
     assert "Elsewhere: regressed on 100 other tasks" in page and ", worse at other kinds of tasks" in page
 

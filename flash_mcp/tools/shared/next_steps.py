@@ -25,6 +25,7 @@ from flash_mcp.state.tournaments import Tournament
 from flash_mcp.tools.shared.playbook import ADDRESS
 from flash_mcp.tools.shared.preflight import Sample
 
+LIKE_ITS_OWN = "where all tasks are like its own"
 MOST_TRIES = 16
 """Attempts at a task beyond which only more tasks help."""
 
@@ -272,7 +273,7 @@ def _guessed(context: RunContext) -> str:
 def _forgot(context: RunContext) -> str:
     advice = f"{WORSE_ELSEWHERE}: train again with its remedy (see flags)"
     if _succeeded("improved")(context) and context.checkpoint is not None:
-        advice += f"; {_serving(context)} serves it where all tasks are like its own"
+        advice += f"; {_serving(context)} serves it {LIKE_ITS_OWN}"
     return advice
 
 
@@ -547,8 +548,11 @@ def after_comparison(
     differing: Sequence[str],
     measured: int,
     split_size: int | None,
+    is_worse: bool = False,
 ) -> str:
-    """`measured` tasks were compared; `split_size` is the number in the split, if it is known."""
+    """`measured` tasks were compared; `split_size` is the number in the split, if it is known.
+    `is_worse`: the second model got worse at other kinds of tasks.
+    """
     if change.outcome == "underpowered":
         more = _more(models, like, change, measured, split_size)
         return f"claim no change ({ADDRESS}/evaluate); {more}"
@@ -557,7 +561,11 @@ def after_comparison(
         return f"both are one model, so the change says nothing of training: it is of {names}"
     name, at, step = models[1].partition("@")
     if change.outcome == "improved" and at and int(step):
-        return f"deploy(run_id={name!r}, step={step}) serves it"
+        serves = f"deploy(run_id={name!r}, step={step}) serves it"
+        if is_worse:
+            remedy = f"status(run_id={name!r}) has the remedy"
+            return f"{WORSE_ELSEWHERE}: {remedy}; {serves} {LIKE_ITS_OWN}"
+        return serves
     return "change one thing and train again"
 
 

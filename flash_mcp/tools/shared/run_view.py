@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from environments.untrusted_text import quoted
@@ -16,7 +14,6 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import ACTIVE, Evaluation, Rollout, Run, RunState, StepMetrics
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, EvalSpec
@@ -29,7 +26,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.scores import Scores, scores_of, spread_of
+from flash_mcp.tools.shared.scores import Scores, elsewhere, scores_of, spread_of
 from flash_mcp.tools.shared.truncation import shorten, without_empty
 from flash_mcp.tools.shared.waiting import obstacles
 
@@ -249,7 +246,7 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
         overlap = overlap or part["overlap"]
     flags = health.flags(history)
     flags += mixture.flags_of([part["name"] for part in full.run.mixture], history, flags)
-    regression, is_worse = _regression(store, full.run)
+    regression, is_worse = elsewhere(store, full.run)
     if is_worse:
         flags.insert(0, health.worse_elsewhere(regression))
     if overlap:
@@ -283,37 +280,6 @@ def _mixture(store: Store, history: RunHistory, judged: Judgement) -> list[str]:
         share, is_active = part["ratio"] / total, run.state in ACTIVE
         lines.append(mixture.line(part, share, judged.history, rows, pairs, is_active))
     return lines
-
-
-def _regression(store: Store, run: Run) -> tuple[str, bool]:
-    """How the run changed at other kinds of tasks, in words, and whether it got worse; empty where
-    none were tried.
-    """
-    events = store.events(run.id, kinds=["regression"])
-    before: Mapping[str, bool] = {}
-    after: Mapping[str, bool] = {}
-    for event in events:
-        if event.data["step"]:
-            after = event.data["outcomes"]
-        else:
-            before = event.data["outcomes"]
-    tasks = comparison.shared(before, after)
-    if not tasks:
-        if before:
-            solved = fmean(before.values())
-            loss = percent(statistics.visible_loss(len(before), solved * len(before)))
-            text = f"{solved:.2f} of {len(before)} other tasks before training"
-            return f"{text}; a loss of {loss} of what it solves is seen", False
-        return "", False
-    pairs = [(float(before[task]), float(after[task])) for task in tasks]
-    old, new = zip(*pairs, strict=True)
-    change = comparison.compare_paired(old, new, effect=comparison.MIN_CHANGE)
-    lost = Counter(task.rpartition("-")[0] for task in tasks if before[task] and not after[task])
-    where = ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
-    text = f"{change.outcome} on {len(tasks)} other tasks, {fmean(old):.2f} -> {fmean(new):.2f}"
-    if where:
-        where = f"; no longer solved: {where}"
-    return f"{text}: {change.explanation}{where}", change.outcome == "regressed"
 
 
 def _held_out(history: RunHistory) -> list[Evaluation]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from flash_mcp.judgement import attempts, comparison, statistics
@@ -188,6 +188,8 @@ def spread_of(store: Store, run: Run) -> str | None:
                 shares.append(share)
         if verdict := verdict_of(store, other, evaluations):
             line += f", {verdict.outcome}"
+        if elsewhere(store, other)[1]:
+            line += ", worse elsewhere"
         lines.append(line)
     return f"{_in_words(shares, len(lines))}: {'; '.join(lines)}"
 
@@ -201,3 +203,34 @@ def _in_words(shares: Sequence[float], runs: int) -> str:
     interval = statistics.mean_interval(shares)
     low, high = max(0.0, interval.low), min(1.0, interval.high)
     return f"{text}, 95 % interval over seeds, on these tasks, {low:.3f} to {high:.3f}"
+
+
+def elsewhere(store: Store, run: Run) -> tuple[str, bool]:
+    """How the run changed at other kinds of tasks, in words, and whether it got worse; empty where
+    none were tried.
+    """
+    events = store.events(run.id, kinds=["regression"])
+    before: Mapping[str, bool] = {}
+    after: Mapping[str, bool] = {}
+    for event in events:
+        if event.data["step"]:
+            after = event.data["outcomes"]
+        else:
+            before = event.data["outcomes"]
+    tasks = comparison.shared(before, after)
+    if not tasks:
+        if before:
+            solved = fmean(before.values())
+            loss = percent(statistics.visible_loss(len(before), solved * len(before)))
+            text = f"{solved:.2f} of {len(before)} other tasks before training"
+            return f"{text}; a loss of {loss} of what it solves is seen", False
+        return "", False
+    pairs = [(float(before[task]), float(after[task])) for task in tasks]
+    old, new = zip(*pairs, strict=True)
+    change = comparison.compare_paired(old, new, effect=comparison.MIN_CHANGE)
+    lost = Counter(task.rpartition("-")[0] for task in tasks if before[task] and not after[task])
+    where = ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
+    text = f"{change.outcome} on {len(tasks)} other tasks, {fmean(old):.2f} -> {fmean(new):.2f}"
+    if where:
+        where = f"; no longer solved: {where}"
+    return f"{text}: {change.explanation}{where}", change.outcome == "regressed"
