@@ -119,12 +119,19 @@ def ui(arguments: Arguments) -> None:
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
     code = secrets.token_urlsafe()
-    address = f"http://{host}:{port}/ui?code={code}"
+    name, pages_at = host, ""
     by_token = f"It signs one browser in; in others paste {tokens.LOCAL_TOKEN} of FLASH_HOME."
+    if not arguments.by_number:
+        # Browsers send cookies to all ports of a host: only this one knows the name.
+        name = pages_at = f"flash-{secrets.token_hex(16)}.localhost"
+        by_token += " A browser that does not know names below localhost needs --by-number."
+    address = f"http://{name}:{port}/ui?code={code}"
     sys.stderr.write(f"Open {address}\n{by_token}\nCtrl-C ends it.\n")
     if not arguments.no_browser:
         webbrowser.open(address)
-    admission = http_server.Admission(authenticate=True, on_loopback=True, code=code)
+    admission = http_server.Admission(
+        authenticate=True, on_loopback=True, hosts=[name], code=code, pages_at=pages_at
+    )
     with supervised():
         http_server.serve(server, host, port, admission)
 
@@ -175,6 +182,7 @@ COMMANDS: dict[str, Command | Group] = {
         (
             option("--port", "port to listen on (default 8766)", type=int, default=8766),
             flag("--no-browser", "only print the address"),
+            flag("--by-number", "pages at 127.0.0.1: browsers send its cookies to every port"),
         ),
     ),
     "supervise": Command(

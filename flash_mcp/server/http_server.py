@@ -73,6 +73,8 @@ class Admission:
     limits: Limits = Limits()  # noqa: RUF009  frozen
     code: str = ""
     """Of `Sessions`."""
+    pages_at: str = ""
+    """The only name by which pages are shown, if there is one."""
     origins: Sequence[str] = ()
     """Pages and programs that may call MCP from a browser, as their Origin header names them."""
 
@@ -88,6 +90,7 @@ class Gate:
         self.settings = operator_settings(home()).server
         self.local = Caller(LOCAL_OWNER, secrets=frozenset(self.settings.secrets))
         self.origins = frozenset(admission.origins)
+        self.pages_at = admission.pages_at
         self.security = TransportSecurityMiddleware(security_of(hosts, self.origins))
         self.sessions = Sessions(admission.code)
         self.rate = Rate(self.limits.requests_per_minute)
@@ -158,6 +161,10 @@ class Gate:
             fix = "use a known name of this server, or start it with --allow-host NAME"
             host, what = request.headers.get("host"), bytes(refused.body).decode()
             raise FlashError("host_refused", what, host=host, fix=fix)
+        if ui.is_page(path) and self.pages_at not in ("", request.url.hostname):
+            what = "pages are shown at the name that `flash-mcp ui` printed, and at no other"
+            fix = "open that address, whose sessions go to no other port of this machine"
+            raise FlashError("host_refused", what, fix=fix)
         length = request.headers.get("content-length", "")
         limit = DEFAULT_MAX_REQUEST_BODY_SIZE
         too_large = length.isdecimal() and (len(length) > 12 or int(length) > limit)

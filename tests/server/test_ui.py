@@ -265,14 +265,19 @@ def test_the_command_prints_an_address_that_opens_the_pages(flash_home: Path) ->
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            address = server.stderr.readline().split()[1]
+            address = httpx.URL(server.stderr.readline().split()[1])
+            assert address.host.endswith(".localhost") and len(address.host) > 40, "no other port gets the session"
+            here = address.copy_with(host="127.0.0.1")
+            named = {"host": address.netloc.decode()}
             transport = httpx.HTTPTransport(retries=10)
-            with httpx.Client(trust_env=False, transport=transport, follow_redirects=True) as http:
-                page = http.get(address)
-            assert page.url.path == "/ui" and not page.url.query
-            assert "Runs" in page.text
-            with httpx.Client(trust_env=False, follow_redirects=True) as http:
-                assert http.get(address).status_code == 401, "the code is used up"
+            with httpx.Client(trust_env=False, transport=transport) as http:
+                assert http.get(here).status_code == 421 and "flash-mcp ui" in http.get(here).text
+                answer = http.get(here, headers=named)
+                assert (answer.status_code, answer.headers["location"]) == (303, "/ui")
+                assert "domain=" not in answer.headers["set-cookie"].lower()
+                assert "Runs" in http.get(here.join("/ui"), headers=named).text
+            with httpx.Client(trust_env=False) as http:
+                assert http.get(here, headers=named).status_code == 401, "the code is used up"
         finally:
             server.terminate()
             server.wait(WAIT_S)
