@@ -6,8 +6,7 @@ import os
 from types import SimpleNamespace
 
 from tests import forked
-from worker.imports import quick_imports
-from worker.process import prepare_process
+from worker.process import prepare_process, quick_imports
 
 prepare_process()
 with quick_imports():

@@ -30,8 +30,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from worker.heartbeat import Cancelled, Heartbeat
-from worker.ports import close_listening, listening
-from worker.process import CARDS
+from worker.process import CARDS, close_listening, listening
 
 if TYPE_CHECKING:
     from torch import Tensor

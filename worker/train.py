@@ -18,10 +18,9 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.capacity import share_machine
-from worker.deadline import deadline_of
 from worker.engine.fetch import ensure
 from worker.heartbeat import Cancelled, Heartbeat
-from worker.imports import quick_imports
+from worker.process import quick_imports
 from worker.ranks import ALONE, Ranks, check_devices
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
@@ -37,7 +36,7 @@ from worker.training.sft import (
     make_sft_trainer,
 )
 from worker.training.trackers import Trackers
-from worker.training_session import TrainingSession
+from worker.training_session import TrainingSession, deadline_of
 
 log = logging.getLogger("worker")
 GOLD_ERROR_SHARE = 0.05

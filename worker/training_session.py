@@ -20,8 +20,6 @@ from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError, first_of
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
-from worker.deadline import Deadline
-from worker.early_stopping import STEPS, EarlyStopping
 from worker.model import is_four_bit
 from worker.rollouts.metrics import of_environment, staleness, summarize, summarize_evaluation
 from worker.rollouts.scheduler import (
@@ -42,6 +40,9 @@ from worker.training.trackers import eval_metrics
 
 if TYPE_CHECKING:
     from worker.training.packing import Way
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 log = logging.getLogger("worker")
 REGRESSION_TOKENS = 32
@@ -85,7 +86,7 @@ class TrainingSession(Session[RunSpec]):
     def resume(self, step: int, folder: Path) -> None:
         self.resumed_at = self.reporter.saved_step = step
         if self._early_stopping and self.ranks.is_first:
-            for before in range(max(1, step - STEPS + 1), step + 1):
+            for before in range(max(1, step - LEARNT_STEPS + 1), step + 1):
                 if entry := self.writer.folder.metrics(before):
                     self._early_stopping.add(entry["metrics"])
         if self._choice:
@@ -378,7 +379,7 @@ class TrainingSession(Session[RunSpec]):
         if early and self.reporter.last:
             early.add(self.reporter.last)
         if early and early.is_due:
-            return step, f"nothing to learn was left in {STEPS} steps"
+            return step, f"nothing to learn was left in {LEARNT_STEPS} steps"
         if self.deadline:
             planned = self.deadline.steps(step, most, time.monotonic())
             return planned, f"finish_by={self.spec.finish_by}"
@@ -391,3 +392,79 @@ def last_begun(spec: RunSpec, step: int) -> int:
     assert spec.steps is not None
     ends = [-(-step // every) * every for every in (spec.save_every, spec.eval_every) if every]
     return min(step + spec.max_staleness, spec.steps, *ends)
+
+
+# -- the steps of a run that has to end in time (`finish_by`) --------------------------------------
+
+
+@dataclass
+class Deadline:
+    """Plans the steps at the pace so far, in which saves and evaluations between steps count."""
+
+    ends: float
+    """On the monotonic clock."""
+    last_attempts: int
+    """Steps' worth of held-out attempts that follow the last step, until one was measured."""
+    evaluation_s: float | None = None
+    """What an evaluation took."""
+    began: float = 0.0
+    steps_done: int = 0
+    """Steps since it began."""
+
+    def begin(self, now: float) -> None:
+        self.began = self.began or now
+
+    def steps(self, step: int, most: int, now: float) -> int:
+        """How many steps the run makes in all, after `step` of them; `most` at most."""
+        self.steps_done += 1
+        pace_s = (now - self.began) / self.steps_done
+        last_s = self.last_attempts * pace_s
+        if self.last_attempts and self.evaluation_s is not None:
+            last_s = self.evaluation_s
+        left_s = self.ends - now - last_s
+        return min(most, step + max(0, int(left_s / pace_s)))
+
+
+def deadline_of(job: Json, spec: RunSpec) -> Deadline | None:
+    """The job says when its run started, by the server's clock."""
+    if spec.finish_s is None:
+        return None
+    left_s = spec.finish_s - (time.time() - job["started"])
+    attempts = spec.eval_examples if spec.eval_after else 0
+    return Deadline(time.monotonic() + left_s, -(-attempts // spec.conversations_per_step))
+
+
+# -- the end of a run that has nothing left to learn (`early_stopping`) ----------------------------
+
+LEARNT_STEPS = 10
+LOSS_THRESHOLD = 0.001
+"""In nats per token, for SFT: each token of an answer has a probability of 0.999."""
+
+
+class EarlyStopping:
+    """Watches the metrics of the last LEARNT_STEPS steps. A resumed attempt adds those before its
+    checkpoint, so that the run ends at the same step however often it was killed.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        self._is_learnt = {"sft": _is_learnt, "grpo": _is_solved}.get(algorithm)
+        self._recent: deque[bool] = deque(maxlen=LEARNT_STEPS)
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Take the metrics of the next step."""
+        if self._is_learnt:
+            self._recent.append(self._is_learnt(metrics))
+
+    @property
+    def is_due(self) -> bool:
+        return sum(self._recent) == LEARNT_STEPS
+
+
+def _is_learnt(metrics: Mapping[str, float | None]) -> bool:
+    loss = metrics.get("loss")
+    return loss is not None and loss < LOSS_THRESHOLD
+
+
+def _is_solved(metrics: Mapping[str, float | None]) -> bool:
+    """Every rollout succeeded, and no reward differs from others of its group."""
+    return metrics.get("groups/uniform_share") == metrics.get("success/rate") == 1

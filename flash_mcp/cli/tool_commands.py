@@ -324,7 +324,7 @@ def _assigned(values: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
     """The values with `a.b=3` as {"b": 3}: tables only group fields, as in TOML, except those in
     VALUE_TABLES. Other values are text.
     """
-    from flash_mcp.tools.shared.configs import joined  # noqa: PLC0415
+    from flash_mcp.tools.shared.resolve import joined  # noqa: PLC0415
 
     for text in texts:
         name, equals, word = text.partition("=")

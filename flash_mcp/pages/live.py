@@ -24,7 +24,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.rollouts import shared_opening
 from flash_mcp.tools.shared.resolve import adapter_name, differing_values
-from flash_mcp.tools.shared.row_preview import preview_of
+from flash_mcp.tools.shared.rows import preview_of
 from flash_mcp.tools.shared.run_view import RunView, view_of
 
 SPARK_POINTS = 24

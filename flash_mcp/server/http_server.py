@@ -43,12 +43,19 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.frames import CheckedPosts
-from flash_mcp.server.sessions import Sessions
-from flash_mcp.server.shared_pages import SharedPages
+from flash_mcp.server.ui import Sessions, SharedPages
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
-from flash_mcp.state.operator_settings import operator_settings
-from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, NOBODY, Caller, Limits, acting_as, caller
+from flash_mcp.state.owners import (
+    LOCAL,
+    LOCAL_OWNER,
+    NOBODY,
+    Caller,
+    Limits,
+    acting_as,
+    caller,
+    operator_settings,
+)
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
 

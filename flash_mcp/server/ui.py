@@ -7,7 +7,12 @@ loads itself anew."""
 from __future__ import annotations
 
 import functools
+import hmac
+import secrets
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
@@ -22,10 +27,8 @@ from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.records import RunState
 from flash_mcp.protocol.result_model import ExportKind
-from flash_mcp.server.sessions import forget_cookie, keep_in_cookie
-from flash_mcp.server.shared_pages import SharedPages
 from flash_mcp.server.uploads import status_and_headers
-from flash_mcp.state.owners import refuse_reader
+from flash_mcp.state.owners import caller, refuse_reader
 from flash_mcp.state.queue import Label, label
 from flash_mcp.state.runs import RunKind, RunOrder
 from flash_mcp.state.schema import RolloutOrder
@@ -362,3 +365,143 @@ async def sign_out(request: Request) -> Response:
 
 async def _to_overview(request: Request) -> Response:
     return RedirectResponse(PATH, 303)
+
+
+# -- page sessions: what a browser holds instead of a token ----------------------------------------
+# A session is random, opens the pages alone, and is worth no more than the token it was started
+# with: the gate looks that up again with each request. Sessions end with the server.
+
+SESSION_S = 12 * 3600.0
+SESSIONS_PER_TOKEN = 20
+"""A further one ends the oldest."""
+
+
+@dataclass(frozen=True)
+class _Session:
+    token_digest: str
+    ends: float
+
+
+class Sessions:
+    def __init__(self, code: str = "") -> None:
+        """`code` signs the machine's own user in, once: see `takes_code`."""
+        self._sessions: dict[str, _Session] = {}
+        self._code = code
+
+    def start(self, token_digest: str) -> str:
+        now = time.monotonic()
+        self._sessions = {
+            name: session for name, session in self._sessions.items() if session.ends > now
+        }
+        own: list[str] = []
+        for name, session in self._sessions.items():
+            if session.token_digest == token_digest:
+                own.append(name)
+        for oldest in own[: max(0, len(own) - SESSIONS_PER_TOKEN + 1)]:
+            del self._sessions[oldest]
+        name = secrets.token_urlsafe(32)
+        self._sessions[name] = _Session(token_digest, now + SESSION_S)
+        return name
+
+    def token_of(self, request: Request) -> str:
+        """The digest of the token of the request's session; empty without one."""
+        session = self._sessions.get(request.cookies.get(_cookie(request), ""))
+        if session and session.ends > time.monotonic():
+            return session.token_digest
+        return ""
+
+    def end(self, request: Request) -> None:
+        """End the request's session, if it has one."""
+        self._sessions.pop(request.cookies.get(_cookie(request), ""), None)
+
+    def takes_code(self, code: str) -> bool:
+        """Whether this is the code of the address that `flash-mcp ui` printed. Nobody else knows
+        it, so that no link signs a visitor in as somebody else.
+        """
+        if not self._code or not hmac.compare_digest(code.encode(), self._code.encode()):
+            return False
+        self._code = ""
+        return True
+
+
+def keep_in_cookie(session: str, request: Request, answer: Response, path: str) -> None:
+    """Give the browser the session. A browser that came by https never sends it by http."""
+    origin = request.headers.get("origin", "")
+    answer.set_cookie(
+        _cookie(request),
+        session,
+        httponly=True,
+        samesite="strict",
+        path=path,
+        secure=request.url.scheme == "https" or origin.startswith("https://"),
+    )
+
+
+def forget_cookie(request: Request, answer: Response, path: str) -> None:
+    answer.delete_cookie(_cookie(request), path)
+
+
+def _cookie(request: Request) -> str:
+    """Cookies go to every port of a host: two servers need two names."""
+    return f"flash_session_{request.scope['server'][1]}"
+
+
+# -- pages that many browsers show at once: each is rendered once for a change and an owner --------
+
+MARK_S = 0.5
+"""Of streams. A look for changes is shared by those who ask within this time."""
+PAGE_S = 15.0
+"""A page is rendered anew after this time though nothing changed: it shows how long runs take."""
+MOST = 256
+"""Pages and marks that are kept."""
+
+
+@dataclass
+class _Shared:
+    """A value, and the lock of who makes it."""
+
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    mark: Any = None
+    value: Any = None
+    made_at: float = float("-inf")
+
+
+class SharedPages:
+    """The pages of one server. Owners share nothing."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[tuple[str, ...], _Shared] = OrderedDict()
+
+    async def mark(self, run_id: str | None, max_age_s: float = MARK_S) -> object:
+        """What differs once something about a run changed, or about anything of the caller's."""
+        requested_at = time.monotonic()
+        shared = self._of("mark", run_id or "")
+        async with shared.lock:
+            if requested_at - shared.made_at > max_age_s:
+                began = time.monotonic()
+                shared.value = await run_sync(lambda: open_store().change_mark(run_id))
+                shared.made_at = began
+            return shared.value
+
+    async def page(self, address: str, run_id: str | None, render: Callable[[], str]) -> bytes:
+        """The page at an address, which shows a run or several."""
+        shared = self._of("page", address)
+        # No older than the request: a page has to show what was there before it was opened.
+        mark = await self.mark(run_id, max_age_s=0.0)
+        async with shared.lock:
+            is_old = time.monotonic() - shared.made_at > PAGE_S
+            if is_old or shared.mark != mark:
+                # What changes meanwhile has another mark.
+                text = await run_sync(render)
+                shared.value = text.encode()
+                shared.mark, shared.made_at = mark, time.monotonic()
+            return shared.value
+
+    def _of(self, *key: str) -> _Shared:
+        # A token that only reads is shown no buttons.
+        name = (caller().owner, caller().access, *key)
+        shared = self._values.setdefault(name, _Shared())
+        self._values.move_to_end(name)
+        if len(self._values) > MOST:
+            self._values.popitem(last=False)
+        return shared

@@ -21,8 +21,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir, home
 from flash_mcp.protocol.records import Json
 from flash_mcp.state.disk import check_quota, size_of
-from flash_mcp.state.operator_settings import operator_settings
-from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.owners import LOCAL_OWNER, operator_settings
 from flash_mcp.state.versions import Version, digest_of, owner_dir, staged
 
 TRAIN, HOLDOUT, MANIFEST = "train.jsonl", "holdout.jsonl", "manifest.json"

@@ -10,9 +10,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from environments.settings import LOCAL_OWNER
+from environments.settings import FILE, LOCAL_OWNER, Settings, load_settings
 from flash_mcp.protocol.errors import FlashError
 
 Access = Literal["write", "read", "metrics"]
@@ -92,3 +93,20 @@ def refuse_server_side(what: str, fix: str = SENT_INSTEAD, **values: Any) -> Non
     if not caller().is_local:
         what = f"{what} of the server's machine cannot be named over HTTP"
         raise FlashError("local_only", what, fix=fix, **values)
+
+
+# -- settings.toml, with an error that says who can correct it -------------------------------------
+
+
+def operator_settings(base: Path) -> Settings:
+    """FlashError(invalid_argument) if the file cannot be used."""
+    try:
+        return load_settings(base)
+    except ValueError as error:
+        raise settings_error(base, error) from error
+
+
+def settings_error(base: Path, why: Exception) -> FlashError:
+    what = f"the settings of this server cannot be used: {why}"
+    fix = f"the server's operator corrects {base / FILE}"
+    return FlashError("invalid_argument", what, fix=fix)

@@ -22,8 +22,7 @@ from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Eval
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.database import marks
 from flash_mcp.state.locks import deleting
-from flash_mcp.state.removal import elsewhere, empty_away, move_away, own, run_folders
-from flash_mcp.state.removed_folders import add_removed
+from flash_mcp.state.removal import add_removed, elsewhere, empty_away, move_away, own, run_folders
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 

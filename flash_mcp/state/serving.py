@@ -25,9 +25,8 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
 from flash_mcp.state.costs import limit_error
-from flash_mcp.state.deployments import DEPLOYS
-from flash_mcp.state.operator_settings import operator_settings, settings_error
-from flash_mcp.state.owners import caller
+from flash_mcp.state.environments import DEPLOYS
+from flash_mcp.state.owners import caller, operator_settings, settings_error
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target

@@ -6,8 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from flash_mcp.protocol.paths import home
-from flash_mcp.state.deployments import DeploymentTable
-from flash_mcp.state.environments import EnvironmentTable
+from flash_mcp.state.environments import DeploymentTable, EnvironmentTable
 from flash_mcp.state.history import HistoryTables
 
 

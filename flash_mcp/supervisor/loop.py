@@ -21,7 +21,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT
 from flash_mcp.protocol.spec import LOCAL_TARGET
-from flash_mcp.state import removed_folders, tournaments
+from flash_mcp.state import removal, tournaments
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Launcher, Target
@@ -29,12 +29,14 @@ from flash_mcp.supervisor.launch.local import LocalLauncher, wait_for
 from flash_mcp.supervisor.maintenance import LocalMaintenance
 from flash_mcp.supervisor.process import PYTHON, LockOwner, Ticker, take_lock
 from flash_mcp.supervisor.reconciler import RunReconciler, is_of_the_machine
-from flash_mcp.supervisor.remote import TargetThread
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import LocalTarget, open_target
 
 if TYPE_CHECKING:
     from flash_mcp.supervisor.model_servers import ModelServers
+import threading
+
+from flash_mcp.protocol.storage import forget_stores
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +114,7 @@ class Supervisor(RunReconciler):
         """Keep a thread for each of these targets: one that does not answer delays no other. Others
         get one while there is something to clear up, and once an hour to look.
         """
-        targets |= removed_folders.targets_to_clear(self.store)
+        targets |= removal.targets_to_clear(self.store)
         if time.monotonic() >= self._clear_at:
             self._clear_at = time.monotonic() + CLEAR_EVERY_S
             targets |= self.store.recent_targets()
@@ -206,3 +208,63 @@ def main() -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     timeouts = Timeouts(idle_exit_s=arguments.idle_exit_s)
     supervise(arguments.home or home(), lambda base: Supervisor(base, timeouts=timeouts))
+
+
+# -- targets beyond this machine, each looked after on a thread of its own -------------------------
+# Their engines and stores may not answer for minutes. Then only the runs of that target wait.
+
+
+class TargetThread(threading.Thread):
+    """Looks after a target's runs until none is active, and clears up behind them."""
+
+    def __init__(
+        self, store: Store, name: str, reconciler_of: Callable[[str], RunReconciler], poll_s: float
+    ) -> None:
+        super().__init__(name=f"target {name}", daemon=True)
+        self.store = store
+        self.target = name
+        self.reconciler_of = reconciler_of
+        self.poll_s = poll_s
+        self.stopped = threading.Event()
+        self._reconciler: RunReconciler | None = None
+        self._trouble = ""
+
+    def run(self) -> None:
+        try:
+            while not self.stopped.is_set():
+                try:
+                    if not self._attend():
+                        return
+                    self._trouble = ""
+                except Exception as error:  # an engine that does not answer, a locked database
+                    if repr(error) != self._trouble:
+                        log.warning("target %s: %r", self.target, error)
+                    self._trouble = repr(error)
+                self._renew_keys()
+                self.stopped.wait(self.poll_s)
+        finally:
+            if self._reconciler:
+                self._reconciler.close()
+            self.store.close()
+
+    def _renew_keys(self) -> None:
+        """Begin again with the keys that a later shell has, if the store refuses those before."""
+        reconciler = self._reconciler
+        if reconciler is None or not reconciler.is_refused:
+            return
+        reconciler.is_refused = False
+        if reconciler.vault.take_store_keys():
+            log.warning("target %s: its store gets other keys", self.target)
+            forget_stores()
+            reconciler.close()
+            self._reconciler = None
+
+    def _attend(self) -> bool:
+        """Whether anything is left to do."""
+        self._reconciler = self._reconciler or self.reconciler_of(self.target)
+        if self.target not in self.store.active_targets():
+            self._reconciler.maintenance.clear()
+            return False
+        self._reconciler.attend(self.store.taken_runs(self.target))
+        self._reconciler.maintain()
+        return True

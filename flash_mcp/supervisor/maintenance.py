@@ -16,8 +16,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import retention
 from flash_mcp.state.disk import keep_reserve, size_of
-from flash_mcp.state.removal import exports_of
-from flash_mcp.state.removed_folders import due_folders, postpone, was_deleted
+from flash_mcp.state.removal import due_folders, exports_of, postpone, was_deleted
 from flash_mcp.state.retention import delete, drop_files, leftovers
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store

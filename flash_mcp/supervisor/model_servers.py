@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,15 @@ from flash_mcp.protocol.listening import Listening, free_port
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
-from flash_mcp.state.removed_folders import add_removed
+from flash_mcp.state.removal import add_removed
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import Store
+from flash_mcp.state.targets import find_target
+from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.process import PYTHON
 from flash_mcp.supervisor.server import Server, idle_error, idle_minutes, server_here
-from flash_mcp.supervisor.serving_access import ServingAccess, access_to
-from flash_mcp.supervisor.serving_health import EVERY_S, FAILURES, examine, idle_seconds
 
 log = logging.getLogger(__name__)
 
@@ -332,3 +335,124 @@ def _end_of(run: Run) -> FlashError:
         return FlashError.from_dict(run.error)
     what = f"its server on {run.target} ended by itself: for long it heard of nobody"
     return FlashError("deployment_failed", what, fix="call deploy again")
+
+
+# -- the way to model servers: those of this machine, and those on the nodes of a target -----------
+
+
+class ServingAccess:
+    """The way to the servers of this machine, and what differs for those elsewhere."""
+
+    is_shared = True
+    """Whether the deployments of a base model share a server."""
+
+    def ssh(self) -> str:
+        """The host through which the nodes are reached, or ""."""
+        return ""
+
+    def addresses(self, run: Run, listening: Listening) -> list[str]:
+        """The addresses that may be tried, of those that a server named."""
+        return listening.addresses
+
+    def log(self, run: Run) -> str | None:
+        """The file with what the server printed, if it is on this machine."""
+        return f"{run.folder}/log.{run.attempt}"
+
+    def unreachable(self, ways: str, seconds: float) -> FlashError:
+        """The error of a server that listens but could not be reached by `ways` in time."""
+        what = f"its server did not answer within {seconds:.0f} s: {ways}"
+        fix = "call deploy again; the machine may have too much to do, see catalog(kind='health')"
+        return FlashError("unresponsive", what, fix=fix)
+
+
+class TargetAccess(ServingAccess):
+    """The nodes of a target. Its settings are read when they are needed: they may change."""
+
+    is_shared = False
+
+    def __init__(self, home: Path, name: str) -> None:
+        self.home = home
+        self.name = name
+
+    def ssh(self) -> str:
+        return find_target(self.home, self.name).ssh
+
+    def addresses(self, run: Run, listening: Listening) -> list[str]:
+        """Those that the target's settings let a node name; without such settings those that the
+        engine knows of the node, which might name any.
+        """
+        settings = find_target(self.home, self.name)
+        allowed: Sequence[IPv4Network | str] | None = settings.nodes
+        if not allowed:
+            allowed = settings.launcher.of(settings).addresses_of(Handle.of(run))
+        if allowed is None:
+            return listening.addresses
+        networks = list(map(IPv4Network, allowed))
+        reachable: list[str] = []
+        for address in listening.addresses:
+            if any(IPv4Address(address) in network for network in networks):
+                reachable.append(address)
+        return reachable
+
+    def log(self, run: Run) -> str | None:
+        return None
+
+    def unreachable(self, ways: str, seconds: float) -> FlashError:
+        name = self.name
+        what = f"its server runs on a node of {name}, which cannot be reached from here: {ways}"
+        fix = (
+            f"name a host that reaches the nodes: ssh of {name} in targets.toml; if nodes is set "
+            "there, let it hold their network; or leave target out, and the checkpoint is served "
+            "on the server's machine"
+        )
+        return FlashError("target_refused", what, target=name, fix=fix)
+
+
+def access_to(home: Path, target: str) -> ServingAccess:
+    return ServingAccess() if target == LOCAL_TARGET else TargetAccess(home, target)
+
+
+# -- whether a model server answers, and how long nobody has used it -------------------------------
+
+EVERY_S = 20.0
+"""Between two checks of a server that answers."""
+PING_TIMEOUT_S = 10.0
+"""For a route that computes nothing."""
+TOKEN_TIMEOUT_S = 60.0
+"""For one token of a server that computes no other tokens meanwhile."""
+FAILURES = 2
+"""Checks that fail in a row until a server counts as hung: a machine may have been paused during
+one of them."""
+
+
+def examine(server: Server, deployment_id: str) -> float | None:
+    """Seconds since a user's request ended, if the server computes a token; None if it does not."""
+    try:
+        idle_s = idle_seconds(server)
+        before = _tokens(server)
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        log.warning("%s does not answer: %r", server.model, error)
+        return None
+    body = {"model": deployment_id, "prompt": "Hello", "max_tokens": 1}
+    try:
+        server.call("/completions", body, key=server.admin_key, timeout_s=TOKEN_TIMEOUT_S)
+        return idle_s
+    except httpx.HTTPError as error:
+        log.warning("%s computes no token: %r", server.model, error)
+    with suppress(httpx.HTTPError):
+        if _tokens(server) > before:  # it computes others' before ours
+            return 0.0
+    return None
+
+
+def idle_seconds(server: Server) -> float:
+    """Since the last user's request ended; 0 while one is under way."""
+    response = server.call("/idle", key=server.admin_key, timeout_s=PING_TIMEOUT_S)
+    # A server that refuses to say counts as busy: it must not be stopped as idle.
+    return float(response.json()["idle_s"]) if response.is_success else 0.0
+
+
+def _tokens(server: Server) -> float:
+    text = server.call(f"{server.root}/metrics", timeout_s=PING_TIMEOUT_S).text
+    counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", text, re.MULTILINE)
+    return sum(map(float, counts))

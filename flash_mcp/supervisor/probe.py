@@ -18,9 +18,8 @@ from flash_mcp.protocol.run_files import ProbeFile
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings
-from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher
-from flash_mcp.supervisor.targets import node_environment, on_node
+from flash_mcp.supervisor.targets import code_folder, node_environment, on_node
 
 PROBE_S = 120.0
 MAX_CLOCK_S = 300.0

@@ -21,7 +21,7 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import MAX_GPUS
 from flash_mcp.state import costs, queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
-from flash_mcp.state.removed_folders import add_removed
+from flash_mcp.state.removal import add_removed
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import STALE_S, Attempt, Timeouts, Trouble

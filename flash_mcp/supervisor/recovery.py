@@ -15,8 +15,8 @@ from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import environments_dir, runs_dir
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, final_result
+from flash_mcp.state.database import moved
 from flash_mcp.state.disk import size_of
-from flash_mcp.state.home_paths import moved
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.store import Store
 from flash_mcp.state.versions import DIGEST_LENGTH, digest_of

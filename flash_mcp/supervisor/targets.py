@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import hmac
+import io
 import json
 import math
 import os
 import shlex
 import subprocess
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from flash_mcp.protocol import base_models, node_code, sealing, surroundings
 from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import Order
+from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
@@ -26,7 +32,6 @@ from flash_mcp.protocol.surroundings import environment_for
 from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
-from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher, Target
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, need_of
@@ -201,3 +206,59 @@ def open_target(base: Path, name: str) -> Target:
     code = code_folder(base) if settings.setup == "uv" else None
     launcher = settings.launcher.of(settings, tag_of(base))
     return RemoteTarget(name, settings, launcher, key_of(base), code)
+
+
+# -- this very version of flash-mcp as a wheel, for nodes that do not have it (setup = "uv") -------
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("environments", "flash_mcp", "worker")
+PINS = ("constraints-cpu.txt", "constraints-gpu.txt")
+"""Of a checkout; an installed package has none, and uv takes the newest versions that fit."""
+OVERRIDES = "".join(
+    f"{name}; sys_platform == 'never'\n" for name in ("torchaudio", "torchcodec", "torchvision")
+)
+"""As [tool.uv] in pyproject.toml."""
+LONG_AGO = (1980, 1, 1, 0, 0, 0)
+"""So that the same files are the same bytes."""
+TAG = "Wheel-Version: 1.0\nGenerator: flash-mcp\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def code_folder(base: Path) -> Path:
+    """The folder in FLASH_HOME with the wheel and its pins, as they are now."""
+    folder = base / "code" / __version__
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {f"flash_mcp-{__version__}-py3-none-any.whl": _wheel()}
+    files["overrides.txt"] = OVERRIDES.encode()
+    for name in PINS:
+        if (ROOT / name).is_file():
+            files[name] = (ROOT / name).read_bytes()
+    for name, body in files.items():
+        path = folder / name
+        if not path.exists() or path.read_bytes() != body:
+            write_private(path, body, folder.parent)
+    return folder
+
+
+def _wheel() -> bytes:
+    files: dict[str, bytes] = {}
+    for path in sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files[path.relative_to(ROOT).as_posix()] = path.read_bytes()
+    info = f"flash_mcp-{__version__}.dist-info"
+    installed = metadata.distribution("flash-mcp")
+    files[f"{info}/WHEEL"] = TAG.encode()
+    for name in ("METADATA", "entry_points.txt"):
+        files[f"{info}/{name}"] = (installed.read_text(name) or "").encode()
+    record = f"{info}/RECORD"
+    lines = [_record_of(name, body) for name, body in files.items()]
+    files[record] = "".join([*lines, f"{record},,\n"]).encode()
+    created = io.BytesIO()
+    with zipfile.ZipFile(created, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in files.items():
+            archive.writestr(zipfile.ZipInfo(name, LONG_AGO), body, zipfile.ZIP_DEFLATED)
+    return created.getvalue()
+
+
+def _record_of(name: str, body: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()
+    return f"{name},sha256={digest},{len(body)}\n"

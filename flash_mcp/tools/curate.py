@@ -22,8 +22,7 @@ from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import loaded, read_held_out
 from flash_mcp.tools.shared.next_steps import passed_on
-from flash_mcp.tools.shared.row_preview import Preview, preview_of
-from flash_mcp.tools.shared.rows import is_rows
+from flash_mcp.tools.shared.rows import Preview, is_rows, preview_of
 from flash_mcp.tools.shared.table import keep_conversations, split_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten

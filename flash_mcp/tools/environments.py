@@ -44,8 +44,8 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import loading, preflight, replaying
-from flash_mcp.tools.shared.configs import env_files
 from flash_mcp.tools.shared.next_steps import after_sample, after_test, passed_on
+from flash_mcp.tools.shared.resolve import env_files
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
 from flash_mcp.tools.shared.truncation import shorten, to_text
 from flash_mcp.tools.source_texts import folder_texts

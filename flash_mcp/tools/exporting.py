@@ -17,8 +17,7 @@ from flash_mcp.protocol.result_model import Agreement, ExportKind, ResultModel
 from flash_mcp.protocol.surroundings import environment_for
 from flash_mcp.state.disk import check_quota, size_of
 from flash_mcp.state.locks import try_lock
-from flash_mcp.state.operator_settings import operator_settings
-from flash_mcp.state.owners import caller
+from flash_mcp.state.owners import caller, operator_settings
 from flash_mcp.state.store import Store
 
 

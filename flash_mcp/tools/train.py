@@ -22,12 +22,17 @@ from flash_mcp.state import queue
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.configs import ConfigFiles, Configs, read_configs
 from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
-from flash_mcp.tools.shared.resolve import adapter_name, changed_values
-from flash_mcp.tools.shared.row_preview import Preview, preview_of
+from flash_mcp.tools.shared.resolve import (
+    ConfigFiles,
+    Configs,
+    adapter_name,
+    changed_values,
+    read_configs,
+)
+from flash_mcp.tools.shared.rows import Preview, preview_of
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
 from flash_mcp.tools.shared.tool_base import Result, unwrapped
 from flash_mcp.tools.shared.waiting import look_after, tried_again

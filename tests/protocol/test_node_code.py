@@ -25,9 +25,8 @@ from flash_mcp.protocol.node_code import Order
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state.targets import TargetSettings
-from flash_mcp.supervisor import code_archive
-from flash_mcp.supervisor.code_archive import code_folder
-from flash_mcp.supervisor.targets import on_node
+from flash_mcp.supervisor import targets
+from flash_mcp.supervisor.targets import code_folder, on_node
 from tests.places import ROOT
 from tests.protocol.test_run_folder import BUCKET, ObjectStore
 from tests.waiting import WAIT_S, wait_for
@@ -78,7 +77,7 @@ class Node:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests have no index: flash-mcp is installed without the packages that it needs."""
-    monkeypatch.setattr(code_archive, "OVERRIDES", without_packages())
+    monkeypatch.setattr(targets, "OVERRIDES", without_packages())
 
 
 def without_packages() -> str:

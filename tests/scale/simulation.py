@@ -27,8 +27,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
 from flash_mcp.supervisor.launch.base import Handle, Launch
-from flash_mcp.supervisor.loop import Supervisor
-from flash_mcp.supervisor.remote import TargetThread
+from flash_mcp.supervisor.loop import Supervisor, TargetThread
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared.run_view import report_on
 from tests.memory_launcher import MemoryLauncher

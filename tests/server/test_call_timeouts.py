@@ -12,7 +12,7 @@ from mcp import Client
 
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.server import call_timeouts, mcp_server
+from flash_mcp.server import mcp_server
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import tool_base, waiting
@@ -27,7 +27,7 @@ CALL_S = 4.0
 @pytest.fixture
 def running(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run, RunWriter]]:
     monkeypatch.setattr(mcp_server, "CALL_TIMEOUT_S", CALL_S)
-    monkeypatch.setattr(call_timeouts, "CALL_TIMEOUT_S", CALL_S)
+    monkeypatch.setattr(mcp_server, "CALL_TIMEOUT_S", CALL_S)
     monkeypatch.setattr(tool_base, "ANSWER_S", 1.0)
     monkeypatch.setattr(waiting, "PROGRESS_S", 0.5)
     with supervised():
@@ -87,7 +87,7 @@ async def test_a_client_that_gave_up_gets_its_next_answer_before_it_gives_up_aga
         with anyio.move_on_after(2 * CALL_S):
             await waited(client, run.id, first["since"], progress_callback=ignore)
             pytest.fail("it waited for less than it may")
-        with anyio.fail_after(call_timeouts.LONG_CALL_S / 10):  # without what it learnt it would wait ten times as long
+        with anyio.fail_after(mcp_server.LONG_CALL_S / 10):  # without what it learnt it would wait ten times as long
             answer = await waited(client, run.id, first["since"], progress_callback=ignore)
         assert "now" in answer
 
@@ -96,17 +96,17 @@ def test_the_next_call_ends_before_the_time_after_which_its_client_gave_up(monke
     request = SimpleNamespace(meta={"progress_token": 1})
     client = SimpleNamespace(client_params=SimpleNamespace(client_info=SimpleNamespace(name="impatient")))
     context: Any = SimpleNamespace(request_context=request, session=client)
-    remembered = call_timeouts.CallTimeouts()
-    assert remembered.limit_s(context) == call_timeouts.LONG_CALL_S
+    remembered = mcp_server.CallTimeouts()
+    assert remembered.limit_s(context) == mcp_server.LONG_CALL_S
     remembered.gave_up(context, 300.0)
-    assert call_timeouts.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
+    assert mcp_server.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
     remembered.gave_up(context, 1.0)  # no call is that quick: its user stopped it
-    assert call_timeouts.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
+    assert mcp_server.CALL_TIMEOUT_S < remembered.limit_s(context) < 300.0
     with acting_as(Caller("another")):
-        assert remembered.limit_s(context) == call_timeouts.LONG_CALL_S, "nobody shortens another owner's calls"
-    monkeypatch.setattr(call_timeouts, "KEPT_S", 0.0)
+        assert remembered.limit_s(context) == mcp_server.LONG_CALL_S, "nobody shortens another owner's calls"
+    monkeypatch.setattr(mcp_server, "KEPT_S", 0.0)
     remembered.gave_up(context, 300.0)
-    assert remembered.limit_s(context) == call_timeouts.LONG_CALL_S
+    assert remembered.limit_s(context) == mcp_server.LONG_CALL_S
 
 
 async def test_waits_end_with_the_server(running: tuple[Run, RunWriter], server: Team) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flash_mcp.server import sessions
+from flash_mcp.server import ui
 from flash_mcp.state import datasets, tokens
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
@@ -103,14 +103,14 @@ def test_a_session_ends_with_its_token(team: Team) -> None:
 def test_a_token_has_a_few_sessions_and_they_end_after_a_day_s_work(team: Team, monkeypatch: pytest.MonkeyPatch):
     text = team.token("alice")
     with signed_in(team, text) as first:
-        for _ in range(sessions.SESSIONS_PER_TOKEN - 1):
+        for _ in range(ui.SESSIONS_PER_TOKEN - 1):
             with signed_in(team, text):
                 pass
         assert first.get("/ui").status_code == 200
         with signed_in(team, text) as last:
             assert first.get("/ui").status_code == 401
             assert last.get("/ui").status_code == 200
-    monkeypatch.setattr(sessions, "SESSION_S", 0.0)
+    monkeypatch.setattr(ui, "SESSION_S", 0.0)
     with signed_in(team, text) as http:
         assert http.get("/ui").status_code == 401
 

@@ -9,7 +9,7 @@ from flash_mcp.protocol.records import Checkpoint, Deployment, EnvironmentVersio
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.state.home_paths import PATH_COLUMNS
+from flash_mcp.state.database import PATH_COLUMNS
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import request
 from flash_mcp.state.sqlite import Database

@@ -6,7 +6,7 @@ import pytest
 
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.crew import Crew
-from flash_mcp.supervisor.remote import TargetThread
+from flash_mcp.supervisor.loop import TargetThread
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import removal
-from flash_mcp.state.removed_folders import add_removed, due_folders
+from flash_mcp.state.removal import add_removed, due_folders
 from flash_mcp.supervisor.launch.base import JobStatus
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.maintenance import Maintenance

@@ -35,7 +35,7 @@ from flash_mcp.state import queue, references
 from flash_mcp.state.owners import LOCAL, Caller, Limits, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import model_servers, serving_access, serving_health
+from flash_mcp.supervisor import model_servers
 from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import WORKER, Supervisor
@@ -528,8 +528,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_servers, "EVERY_S", 0.02)
     monkeypatch.setattr(model_servers, "LOOK_S", 0.02)
     monkeypatch.setattr(model_servers, "SILENT_S", 0.5)
-    monkeypatch.setattr(serving_health, "PING_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(serving_health, "TOKEN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(model_servers, "PING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(model_servers, "TOKEN_TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -581,7 +581,7 @@ def test_a_server_that_computes_others_tokens_first_does_not_hang(tmp_path: Path
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         (tmp_path / ADMIN_KEY).write_text("admin")
         server = Server(str(tmp_path), "toy", listening.server_port, "key")
-        assert serving_health.examine(server, "dep-1") is not None
+        assert model_servers.examine(server, "dep-1") is not None
         listening.shutdown()
 
 
@@ -829,9 +829,9 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
         assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == ("ready", None, None)
 
     # What the supervisor's checks read is there.
-    assert serving_health.examine(server, first.deployment) is not None
-    assert serving_health._tokens(server) > 20
-    assert 0 < serving_health.idle_seconds(server) < 600
+    assert model_servers.examine(server, first.deployment) is not None
+    assert model_servers._tokens(server) > 20
+    assert 0 < model_servers.idle_seconds(server) < 600
 
     # Another supervisor finds the server; a second adapter joins it and one that does not fit is
     # told.
@@ -949,6 +949,6 @@ def _group(pid: int) -> int | None:
 
 
 def test_a_server_of_this_machine_that_does_not_answer_is_slow_and_on_no_node() -> None:
-    error = serving_access.ServingAccess().unreachable("127.0.0.1, port 1", 60.0)
+    error = model_servers.ServingAccess().unreachable("127.0.0.1, port 1", 60.0)
     assert error.code == "unresponsive" and "did not answer" in error.what
     assert "targets.toml" not in error.fix and "ssh" not in error.fix

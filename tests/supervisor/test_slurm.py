@@ -26,7 +26,7 @@ from flash_mcp.state import queue, references, removal
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, new_target, remove_target, write_target
 from flash_mcp.state.versions import digest_of
-from flash_mcp.supervisor import code_archive
+from flash_mcp.supervisor import targets
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.maintenance import Maintenance
@@ -174,7 +174,7 @@ def test_attempts_bring_the_servers_code_to_a_node_that_does_not_have_it(
     hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node finds the other packages elsewhere: fetching them takes an index."""
-    monkeypatch.setattr(code_archive, "OVERRIDES", without_packages())
+    monkeypatch.setattr(targets, "OVERRIDES", without_packages())
     node = tmp_path / "node"
     uv = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "UV_OFFLINE": "1"}
     env = {**uv, "PYTHONPATH": sysconfig.get_path("purelib")}

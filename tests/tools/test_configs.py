@@ -11,8 +11,8 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.owners import LOCAL_OWNER, Caller, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import secrets
-from flash_mcp.tools.shared.configs import read_configs
 from flash_mcp.tools.shared.loading import secret_values
+from flash_mcp.tools.shared.resolve import read_configs
 from tests.calls import call, refused
 from tests.folders import environment_folder
 from tests.samples import push_echo, supervised

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.tools.shared.row_preview import preview_of
+from flash_mcp.tools.shared.rows import preview_of
 from tests.calls import call
 from tests.samples import push_echo
 

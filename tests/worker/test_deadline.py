@@ -8,7 +8,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import validate
 from tests.attempts import Attempt, make_run, messages_of
-from worker.deadline import Deadline
+from worker.training_session import Deadline
 
 
 def plan(*step_s: float, ends: float, most: int = 100, evaluation_s: float | None = None, attempts: int = 0) -> int:

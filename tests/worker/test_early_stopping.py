@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.attempts import Attempt, held, make_run, messages_of
-from worker.early_stopping import STEPS, EarlyStopping
+from worker.training_session import LEARNT_STEPS, EarlyStopping
 
 PAID = """
 class Paid(Held):
@@ -49,16 +49,16 @@ def is_due(algorithm: str, *steps: dict[str, float | None]) -> bool:
 
 def test_ten_steps_in_a_row_without_anything_to_learn_are_the_end() -> None:
     low, high = {"loss": 0.0005}, {"loss": 0.002}
-    assert is_due("sft", high, *[low] * STEPS)
-    assert not is_due("sft", *[low] * STEPS, high), "the last step had something to learn"
-    assert not is_due("sft", *[low] * (STEPS - 1))
-    assert not is_due("sft", *[{"loss": None}] * STEPS)
+    assert is_due("sft", high, *[low] * LEARNT_STEPS)
+    assert not is_due("sft", *[low] * LEARNT_STEPS, high), "the last step had something to learn"
+    assert not is_due("sft", *[low] * (LEARNT_STEPS - 1))
+    assert not is_due("sft", *[{"loss": None}] * LEARNT_STEPS)
     solved = {"success/rate": 1.0, "groups/uniform_share": 1.0, "loss": 0.0}
-    assert is_due("grpo", *[solved] * STEPS)
+    assert is_due("grpo", *[solved] * LEARNT_STEPS)
     for name in solved.keys() - {"loss"}:
-        assert not is_due("grpo", *[{**solved, name: 0.97}] * STEPS)
-    assert not is_due("grpo", *[{**solved, "success/rate": 0.0}] * STEPS), "all fail: that is no end"
-    assert not is_due("distill", *[{**solved, **low}] * STEPS)
+        assert not is_due("grpo", *[{**solved, name: 0.97}] * LEARNT_STEPS)
+    assert not is_due("grpo", *[{**solved, "success/rate": 0.0}] * LEARNT_STEPS), "all fail: that is no end"
+    assert not is_due("distill", *[{**solved, **low}] * LEARNT_STEPS)
 
 
 @pytest.mark.long
@@ -77,8 +77,8 @@ def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_
         attempt.process.wait()
     flag.unlink()
     result = Attempt(run, 2).ended()
-    assert result is not None and (result["state"], result["step"]) == ("succeeded", STEPS + 1)
-    assert run.checkpoints.newest_good() == STEPS + 1 and list(run.eval_steps()) == [STEPS + 1]
+    assert result is not None and (result["state"], result["step"]) == ("succeeded", LEARNT_STEPS + 1)
+    assert run.checkpoints.newest_good() == LEARNT_STEPS + 1 and list(run.eval_steps()) == [LEARNT_STEPS + 1]
     assert messages_of(run, "last_step") == ["nothing to learn was left in 10 steps: step 11 is the last, of up to 30"]
 
 
@@ -96,5 +96,5 @@ def test_fine_tuning_ends_once_its_answers_are_certain_unless_it_may_not(
     result = TinyAttempt(run).ended()
     assert result is not None and result["state"] == "succeeded"
     losses = [metrics["metrics"]["loss"] for step in run.metric_steps() if (metrics := run.metrics(step))]
-    assert max(losses[-STEPS:]) < 0.46, losses
+    assert max(losses[-LEARNT_STEPS:]) < 0.46, losses
     assert (result["step"] < 80) == bool(messages_of(run, "last_step")) == early_stopping

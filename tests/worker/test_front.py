@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.model_rows import make_model
 from worker.engine.front import Front
-from worker.ports import close_listening, listening
+from worker.process import close_listening, listening
 
 USER, ADMIN = {"authorization": "Bearer user"}, {"authorization": "Bearer admin"}
 

@@ -27,7 +27,7 @@ from worker.adapter import save_adapter
 from worker.model_files import check_shape
 from worker.ranks import Ranks
 from worker.rollouts.transcript import ChatTemplate
-from worker.training import memory, shards
+from worker.training import memory
 
 __all__ = ["exact_model"]
 pytestmark = pytest.mark.slow
@@ -38,12 +38,12 @@ def compare(rank: int, model: Path, out: Path) -> None:
     alone = {case: Step(model, out / "alone", Ranks(), case) for case in CASES if rank == 0}
     ranks = Ranks(rank, 2)
     ranks.connect(out)
-    mesh = shards.meet(ranks)
+    mesh = model.meet(ranks)
     whole = test_ranks.make_policy
 
     def shared_policy(path: Path) -> Any:
         policy = whole(path)
-        shards.share_layers(policy, mesh)
+        model.share_layers(policy, mesh)
         return policy
 
     test_ranks.make_policy = shared_policy

@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 from worker.engine.text_models import prepare_text_model
-from worker.imports import quick_imports
 from worker.model_files import config_of
+from worker.process import quick_imports
 
 with quick_imports():
     prepare_text_model(config_of(Path(sys.argv[sys.argv.index("--model") + 1])))

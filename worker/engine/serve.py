@@ -113,7 +113,7 @@ def server_command(
         # Not the model's own: by default, sample as training and evaluation do.
         "generation-config": "vllm",
         "middleware": "worker.engine.front.Front",
-        "worker-extension-cls": "worker.ports.PortClosing",
+        "worker-extension-cls": "worker.process.PortClosing",
     }
     for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from worker.ports import PortClosing
+from worker.process import PortClosing
 
 
 @dataclass

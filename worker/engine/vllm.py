@@ -24,10 +24,8 @@ from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
 from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
 from worker.engine.shares import SharesRecording, own_id
 from worker.engine.text_models import prepare_text_model
-from worker.imports import quick_imports
 from worker.model_files import checkpoint_prefix, config_of, has_state
-from worker.ports import close_listening, listening
-from worker.process import CARDS
+from worker.process import CARDS, close_listening, listening, quick_imports
 from worker.rollouts.turns import Completion, Sampling
 
 if TYPE_CHECKING:

@@ -43,9 +43,8 @@ from worker.ranks import ALONE, Ranks
 from worker.rollouts.metrics import thinking_penalties
 from worker.rollouts.scheduler import Rollout, groups_of
 from worker.training.checkpoints import trainer_arguments
-from worker.training.limits import PackLimits
+from worker.training.limits import PackLimits, Passes, combine, no_loss
 from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of
-from worker.training.parallel import Passes, combine, no_loss
 from worker.training.teacher import Teacher
 
 log = logging.getLogger("worker")

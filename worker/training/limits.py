@@ -1,4 +1,5 @@
-"""How much of a step is computed at once, and what is done when memory runs out all the same."""
+"""How much of a step is computed at once, what is done when memory runs out all the same, and how
+several ranks make one step."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 from worker.lack_of_memory import is_memory_error
+from worker.ranks import Ranks
 from worker.training.packing import Pack
 
 log = logging.getLogger("worker")
@@ -82,3 +85,73 @@ class PackLimits:
         trainer._metrics["train"].clear()
         results = [compute() for _ in range(parts)]
         return results[-1]
+
+
+# -- one step of several ranks, from the parts that each of them computed --------------------------
+
+
+def combine(trainer: Any, ranks: Ranks, loss: float) -> Tensor:
+    """Make the gradients and metrics of a TRL trainer those of all ranks; their summed loss.
+
+    Called on each rank after its backward passes of a step, and before gradients are clipped."""
+    trained: list[Tensor] = [p for p in trainer.model.parameters() if p.requires_grad]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    total = ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+    parts = torch.split(total, [weights.numel() for weights in trained])
+    for weights, gradient in zip(trained, parts, strict=True):
+        weights.grad = gradient.view_as(weights)
+    metrics: dict[str, list[float]] = trainer._metrics["train"]
+    result = ranks.gather((_fingerprint(trained), loss, dict(metrics)))
+    if len({fingerprint for fingerprint, _, _ in result}) > 1:
+        # Cards of two kinds may round a norm differently.
+        log.info("the ranks' adapters differ: all take that of the first")
+        for weights in trained:
+            ranks.copy(weights)
+    metrics.clear()
+    for _, _, part in result:
+        for name, values in part.items():
+            metrics[name] += values
+    return total.new_tensor(sum(item for _, item, _ in result))
+
+
+class Passes:
+    """Lets ranks that share the layers of `policy` (worker/model.py) make equally many
+    passes through them, whose collectives need all ranks. Before each pass a rank says so."""
+
+    def __init__(self, policy: PeftModel, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._model: Any = policy.get_base_model()
+        self._fills = False
+        self.is_shared = ranks.count > 1 and hasattr(self._model.model, "unshard")
+        if self.is_shared:
+            self._model.model.register_forward_pre_hook(self._announce, prepend=True)
+
+    def _announce(self, *_: Any) -> None:
+        if not self._fills:
+            self._ranks.gather(True)
+
+    def finish(self) -> None:
+        """After this rank's last pass, make passes that count nothing while other ranks make some:
+        forward, and backward where gradients are enabled."""
+        if not self.is_shared:
+            return
+        self._fills = True
+        while any(self._ranks.gather(False)):
+            token = torch.zeros(1, 1, dtype=torch.long, device=self._model.device)
+            hidden: Tensor = self._model.model(input_ids=token, use_cache=False).last_hidden_state
+            if torch.is_grad_enabled():
+                cast(Any, (hidden * 0.0).sum()).backward()
+        self._fills = False
+
+
+def _fingerprint(weights: Sequence[Tensor]) -> int:
+    """Of fp32 tensors. A sum of integers does not depend on the order of its terms."""
+    return sum(int(weight.detach().view(torch.int32).sum(dtype=torch.int64)) for weight in weights)
+
+
+def no_loss(model: Any) -> Tensor:
+    """A loss of 0. It keeps the graph that the optimizer loop expects, over all parameters, so that
+    Adam's momentum applies to each.
+    """
+    trained = [p.sum() for p in model.parameters() if p.requires_grad]
+    return torch.stack(trained).sum() * 0.0

@@ -72,7 +72,7 @@ class Workload:
     teacher: int = 0
     """Bytes of the weights of a teacher."""
     shards: int = 1
-    """Cards that share the base weights of the trainer (worker.training.shards) and the engine."""
+    """Cards that share the base weights of the trainer (worker.model) and the engine."""
 
     @property
     def completion(self) -> int:

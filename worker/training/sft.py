@@ -44,9 +44,8 @@ from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
-from worker.training.limits import PackLimits
+from worker.training.limits import PackLimits, Passes, combine, no_loss
 from worker.training.packing import Pack, Way, packs_of, paths_of
-from worker.training.parallel import Passes, combine, no_loss
 
 Row = dict[str, list[int]]
 COLUMNS = ("input_ids", "labels")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
+
+from pydantic import WithJsonSchema
 
 from environments.sandbox.needs import Needs
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
-from flash_mcp.protocol.base_models import ModelCard, parameters_in_name, unpinned
+from flash_mcp.protocol.base_models import NO_SAFETENSORS, ModelCard, parameters_in_name, unpinned
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.run_files import read_adapter_config
@@ -25,6 +28,7 @@ from flash_mcp.protocol.spec import (
     Source,
     check_adapter,
     default_of,
+    read_toml,
     resolve,
     validate,
 )
@@ -35,8 +39,6 @@ from flash_mcp.state.references import REGRESSION, RUN, Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import saved_adapter, served_model
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.adapter_weights import check_weights
-from flash_mcp.tools.shared.configs import Configs, joined
 from flash_mcp.tools.shared.rows import is_rows
 from flash_mcp.tools.shared.table import FROM_ROWS, keep_conversations
 from flash_mcp.tools.shared.truncation import without_empty
@@ -334,3 +336,111 @@ def adapter_name(adapter: Json | None) -> str | None:
     if run_id := adapter.get("run_id"):
         return f"{run_id}@{adapter['step']}"
     return str(adapter["path"])
+
+
+# -- the weights of an adapter's folder that another program may have written ----------------------
+
+LORA = re.compile(r"\.lora_[AB](\.\w+)?(\.weight)?$")
+NO_NUMBERS = {
+    "F32": (4, re.compile(rb"[\x7f\xff]"), 0x80),
+    "BF16": (2, re.compile(rb"[\x7f\xff]"), 0x80),
+    "F16": (2, re.compile(rb"[\x7c-\x7f\xfc-\xff]"), 0),
+}
+"""Of each type of numbers: its bytes, the last byte of infinity and NaN, and a bit that
+the byte before has then."""
+
+
+def check_weights(path: Path) -> None:
+    """FlashError(adapter_mismatch) unless the file holds the matrices of a LoRA adapter and nothing
+    else, and all of their numbers are finite."""
+    content = path.read_bytes()
+    try:
+        length = int.from_bytes(content[:8], "little")
+        header: dict[str, Any] = json.loads(content[8 : 8 + length])
+        header.pop("__metadata__", None)
+        numbers: dict[str, tuple[str, bytes]] = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            numbers[name] = (entry["dtype"], content[8 + length + start : 8 + length + end])
+            if len(numbers[name][1]) != end - start:
+                raise ValueError("it is cut short")
+    except NO_SAFETENSORS as error:
+        what = f"{path.name} cannot be read as safetensors: {error}"
+        raise _mismatch(path, what, "give the file as its writer saved it") from error
+    others = [name for name in numbers if not LORA.search(name)]
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        what = f"the adapter holds more than lora_A and lora_B: {', '.join(others[:3])}{more}"
+        fix = (
+            "merge it into its base model and train that, or save it again without them "
+            "(PEFT: save_pretrained(save_embedding_layers=False), no modules_to_save)"
+        )
+        raise _mismatch(path, what, fix)
+    for name, (dtype, data) in numbers.items():
+        if not _are_finite(dtype, data):
+            what = f"the adapter holds NaN or infinity in {name}"
+            raise _mismatch(path, what, "start from a checkpoint before its training diverged")
+
+
+def _are_finite(dtype: str, data: bytes) -> bool:
+    if dtype not in NO_NUMBERS:
+        return True
+    size, last, bit = NO_NUMBERS[dtype]
+    found = last.finditer(data[size - 1 :: size])
+    return not any(data[match.start() * size + size - 2] & bit == bit for match in found)
+
+
+def _mismatch(path: Path, what: str, fix: str) -> FlashError:
+    return FlashError("adapter_mismatch", what, folder=path.parent, fix=fix)
+
+
+# -- config files of a run: TOML files, of which a later one wins, and the `.env` beside each ------
+
+ConfigFiles = Annotated[
+    str | list[str] | None, WithJsonSchema({"type": "array", "items": {"type": "string"}})
+]
+"""One file may stand alone; the schema names the one form that it needs."""
+
+
+@dataclass(frozen=True)
+class Configs:
+    fields: Json
+    files: dict[str, str]
+    """{field: the last file that has it}"""
+    env_files: list[str]
+    """The files named .env, whose variables `secrets` may name; the last comes first."""
+
+
+def read_configs(config: ConfigFiles) -> Configs:
+    """The files' fields, `joined`. FlashError(invalid_argument) names the file."""
+    paths = [config] if isinstance(config, str) else config or []
+    fields: Json = {}
+    files: dict[str, str] = {}
+    variables: list[str] = []
+    for name in paths:
+        path = expanded(name)
+        later = read_toml(path)
+        if "seed" in later:
+            fields.pop("seeds", None)
+        fields = joined(fields, later)
+        files |= dict.fromkeys(later, name)
+        variables = [*env_files(path.parent), *variables]
+    return Configs(fields, files, variables)
+
+
+def joined(fields: Json, later: Json) -> Json:
+    """Both; the later value where both have one. Tables, such as environment_args, are joined key
+    by key.
+    """
+    result = dict(fields)
+    for name, value in later.items():
+        earlier = fields.get(name)
+        if isinstance(earlier, dict) and isinstance(value, dict):
+            value = joined(cast("Json", earlier), cast("Json", value))
+        result[name] = value
+    return result
+
+
+def env_files(*folders: Path) -> list[str]:
+    files = [folder.absolute() / ".env" for folder in folders]
+    return [str(file) for file in files if file.is_file()]

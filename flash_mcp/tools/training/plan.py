@@ -22,9 +22,9 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.configs import Configs
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
+from flash_mcp.tools.shared.resolve import Configs
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.estimate import (
     DiskNeed,

@@ -25,7 +25,7 @@ from flash_mcp.state import references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.loading import LOAD_TIMEOUT_S, loaded, read_held_out
-from flash_mcp.tools.shared.row_preview import CHARACTERS_PER_TOKEN
+from flash_mcp.tools.shared.rows import CHARACTERS_PER_TOKEN
 
 OPENINGS_S = 12.0
 """Time to open a few tasks. Tasks that take longer are no reason to refuse a run."""

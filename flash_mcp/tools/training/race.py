@@ -18,8 +18,7 @@ from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.tournaments import NAME_CHARACTERS, Tournament
-from flash_mcp.tools.shared.configs import read_configs
-from flash_mcp.tools.shared.resolve import TAKEN_FROM_RUN, resolve_eval
+from flash_mcp.tools.shared.resolve import TAKEN_FROM_RUN, read_configs, resolve_eval
 from flash_mcp.tools.training.plan import Plan, enqueue, plan_of
 
 
