@@ -28,7 +28,7 @@ from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
-from flash_mcp.protocol.spec import EvalSpec, RunSpec
+from flash_mcp.protocol.spec import MOST_AT_ONCE, EvalSpec, RunSpec
 from worker.engine.vllm import Sync, VllmEngine
 from worker.handshake import agreeing_engine, check_effect
 from worker.heartbeat import Cancelled, Heartbeat
@@ -192,7 +192,7 @@ class Session(Generic[S]):
     @property
     def _sequences(self) -> int:
         """Conversations that the engine advances at once, of those that are under way."""
-        return min(max(self._at_once, 32), 256)
+        return min(max(self._at_once, 32), MOST_AT_ONCE)
 
     def start_engine(self) -> tuple[VllmEngine, scheduler.Generator]:
         """The engine and the generator of its turns; made once."""

@@ -35,6 +35,8 @@ LOCAL_TARGET = "local"
 AUTO = "auto"
 """Stands for the cheapest target that can take the run."""
 MAX_GPUS = 64
+MOST_AT_ONCE = 256
+"""Conversations that an engine advances at once."""
 MOST_MIXED = 7
 """Environments beside the first."""
 RECIPES: dict[str, dict[str, Any]] = {
@@ -221,7 +223,7 @@ class RunSpec(BaseModel):
     env_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Seconds that one call into environment code may take."""
     env_concurrency: Annotated[int, Field(ge=1, le=4096)] = 32
-    """Concurrent environment calls."""
+    """Concurrent environment calls. Unset: as many as rollouts are under way, from 32 to 256."""
     max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of rollouts, and of tasks read first, that may fail in environment code; of gold
     answers 0.05."""
@@ -416,7 +418,8 @@ def resolve(
 
     `file_fields` names the fields that came from a TOML file, `adapter_fields` those from the
     adapter of a warm start; other given fields count as arguments. An unset `max_tokens` is at most
-    `max_length`, and an unset `learning_rate` that of a model with so many `parameters`."""
+    `max_length`, an unset `learning_rate` that of a model with so many `parameters`, and an unset
+    `env_concurrency` lets the calls of all rollouts run that the engine advances."""
     sources: dict[str, Source] = {}
     for name, value in spec:
         if value is None:
@@ -433,6 +436,11 @@ def resolve(
     if parameters and sources["learning_rate"] == "recipe":
         rate = {"learning_rate": default_learning_rate(spec.algorithm, parameters)}
         spec = spec.model_copy(update=rate)
+    if sources["env_concurrency"] == "recipe":
+        rollouts = spec.conversations_per_step * (1 + spec.max_staleness)
+        under_way = min(rollouts, MOST_AT_ONCE * spec.gpus)
+        calls = {"env_concurrency": max(spec.env_concurrency, under_way)}
+        spec = spec.model_copy(update=calls)
     return ResolvedSpec(spec=spec, sources=sources)
 
 

@@ -35,8 +35,8 @@ def test_a_recipe_fills_every_field_but_those_that_the_model_or_the_task_decide(
     spec = resolve(validate({"environment": "calculator", "algorithm": algorithm, **teacher})).spec
     empty = {name for name, value in spec.model_dump().items() if value is None}
     of_algorithm = {"grpo": {"epochs", "teacher"}, "sft": {"steps", "group_size", "teacher"}, "distill": {"epochs"}}
-    always = {"max_length", "init_from_adapter", "dataset", "max_hours", "max_cost", "finish_by", "slurm"}
-    assert empty == always | of_algorithm[algorithm]
+    always = "max_length init_from_adapter dataset question answer max_hours max_cost finish_by slurm"
+    assert empty == {*always.split()} | of_algorithm[algorithm]
 
 
 def test_values_from_a_file_are_told_from_arguments():
@@ -130,6 +130,15 @@ def test_a_toml_file_for_the_freesolo_sdk_is_understood(tmp_path: Path):
 def test_a_missing_toml_file_is_refused(tmp_path: Path):
     with pytest.raises(FlashError, match="cannot be read"):
         read_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [({}, 32), ({"batch_size": 16}, 128), ({"batch_size": 16, "max_staleness": 1}, 256), ({"batch_size": 99}, 256),
+     ({"batch_size": 16, "env_concurrency": 4}, 4)],
+)  # fmt: skip
+def test_the_calls_of_all_rollouts_that_the_engine_advances_may_run(fields: dict[str, int], calls: int) -> None:
+    assert resolve(RunSpec(environment="e", group_size=8, **fields)).spec.env_concurrency == calls
 
 
 @pytest.mark.parametrize(
