@@ -47,6 +47,7 @@ from flash_mcp.protocol.checkpoints import SAVED, Checkpoints, saved_by
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_files import (
     MAX_ROLLOUTS_BYTES,
+    MAX_SMALL_BYTES,
     AttemptLine,
     Beat,
     EvaluationFile,
@@ -194,7 +195,8 @@ class RunFolder(Storage):
         return self._versions("metrics", ".json")
 
     def metrics(self, step: int) -> Metrics | None:
-        return self.read_object(Metrics, self._newest("metrics", step, ".json"), step=step)
+        name = self._newest("metrics", step, ".json")
+        return self.read_object(Metrics, name, max_bytes=MAX_SMALL_BYTES, step=step)
 
     def rollout_steps(self) -> dict[int, str]:
         return self._versions("rollouts", ".jsonl")
@@ -224,7 +226,7 @@ class RunFolder(Storage):
         return sorted(name for name in names if EPOCH_FILE.fullmatch(name))
 
     def event(self, name: str) -> EventFile | None:
-        return self.read_object(EventFile, f"events/{name}")
+        return self.read_object(EventFile, f"events/{name}", max_bytes=MAX_SMALL_BYTES)
 
     def log_tail(self, epoch: int, size_bytes: int = 8192) -> str:
         """The end of the output of attempt `epoch`; empty if there is none that can be read."""

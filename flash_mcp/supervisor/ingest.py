@@ -22,6 +22,8 @@ Body = TypeVar("Body")
 Name = TypeVar("Name", int, str)
 Put = Callable[[], None]
 FILES_PER_COMMIT = 8  # few enough to let other writers in between
+MOST_FILES = 1000
+"""Of a kind are read of each run, or one for each of its steps: a node may leave any number."""
 
 
 class Reader:
@@ -81,16 +83,20 @@ class Reader:
         return has_saved
 
     def _take(self, kind: str, versions: Mapping[Name, str], fetch: Callable[[Name], Put]) -> bool:
-        news = [
-            name for name, version in versions.items() if self._seen.get((kind, name)) != version
-        ]
+        names = [*versions]
+        if len(names) > MOST_FILES:
+            sql = "SELECT max(coalesce(steps, 0) + 1, ?) FROM main.runs WHERE id = ?"
+            names = names[: max([MOST_FILES, *self.store.column(sql, [MOST_FILES, self.run_id])])]
+        if unread := len(versions) - len(names):
+            what = f"{unread} files more than a run of so many steps has: they are not read"
+            self.folder.damaged.setdefault(kind, what)
+        news = [name for name in names if self._seen.get((kind, name)) != versions[name]]
         # Files with rollouts may need much memory.
         count = 1 if kind in ("rollouts", "evals") else FILES_PER_COMMIT
         for start in range(0, len(news), count):
-            names = news[start : start + count]
             self._alive()
             puts: dict[Name, Put] = {}
-            for name in names:
+            for name in news[start : start + count]:
                 try:
                     puts[name] = fetch(name)
                 except Damaged:  # the folder has noted what is wrong

@@ -229,6 +229,25 @@ def test_a_checkpoint_that_was_replaced_later_is_not_the_one_that_the_run_saved(
 
 
 @pytest.mark.hostile("run folders")
+@pytest.mark.parametrize(("steps", "taken"), [(20, 1000), (2500, 2501)])
+def test_any_number_of_metrics_is_read_as_far_as_a_run_of_its_steps_has_them(
+    steps: int, taken: int, honest: Files, tmp_path: Path, flash_home: Path
+) -> None:
+    run = queued_run(tmp_path / "environment")
+    store = open_store()
+    store.execute("UPDATE main.runs SET steps = ?", [steps])
+    url, step = f"memory://{uuid4().hex}/{RUN_FOLDERS}/{run.id}", json.loads(honest["metrics/20.1.json"])
+    metrics = {f"metrics/{n}.1.json": json.dumps({**step, "step": n}).encode() for n in range(taken + 500)}
+    write({**honest, **metrics}, url)
+    folder = RunFolder(url)
+    Reader(store, run.id, folder).read()
+    assert store.column("SELECT count(*) FROM metrics") == [taken]
+    assert "500 files more" in folder.damaged["metrics"]
+    assert store.checkpoints(run.id), "what comes after them is read"
+    forget()
+
+
+@pytest.mark.hostile("run folders")
 def test_links_in_a_shared_folder_lead_nowhere(honest: Files, tmp_path: Path) -> None:
     root = tmp_path / "storage" / RUN_FOLDERS / RUN_ID
     write(honest, str(root))
