@@ -24,7 +24,13 @@ from environments.tools import text_of
 from flash_mcp.protocol.base_models import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.rollouts.patterns import with_valid_strings
-from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
+from worker.rollouts.rendering import (
+    RENDER_LIMIT_S,
+    ControlTokens,
+    TooLongError,
+    time_limit,
+    whole_of,
+)
 from worker.rollouts.tool_calls import CallReader, Turn, sample_call
 from worker.rollouts.turns import Completion, Grammar
 
@@ -62,13 +68,7 @@ class ChatTemplate:
             fix = "use an instruct model, or add chat_template.jinja to the model folder"
             raise _unsupported("the model's tokenizer has no chat template", fix)
         self.end_ids = _end_ids(tokenizer).union(end_ids)
-        # Matches the texts of special tokens, the longest first
-        tokens = {str(token) for token in tokenizer.all_special_tokens}
-        tokens.update(map(str, tokenizer.convert_ids_to_tokens(sorted(self.end_ids))))
-        for token in tokenizer.added_tokens_decoder.values():
-            if token.special:
-                tokens.add(token.content)
-        self._control = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+        self._control = ControlTokens(tokenizer, self.end_ids)
         self.tools: list[Json] = []
         self._glue: dict[str, list[int]] = {}
         self._starts: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ class ChatTemplate:
             ids = ids[: self._end_of_turn(ids) + 1]
         else:
             glue = self.glue_ids([{"role": "user", "content": ""}], ended=False)
-            ids = self._encode(text) + glue[: self._end_of_turn(glue) + 1]
+            ids = self._encode(self._control.apart(text)) + glue[: self._end_of_turn(glue) + 1]
         return Completion(ids, [0.0] * len(ids), "stop")
 
     def gold(self, message: ChatMessage) -> Completion:
@@ -163,12 +163,13 @@ class ChatTemplate:
             self._question = self._render([QUESTION])
         shown = self._render([QUESTION, message], prompts=False)
         written = shown.removeprefix(self._question)
-        if written == shown or not self._shows(message, written):
-            raise unlike_template(self._question, shown)
+        if written == shown or not self._shows(message, whole_of(written)):
+            raise unlike_template(self._question, whole_of(shown))
         glue = self.glue_ids([{"role": "user", "content": ""}], ended=False)
         end = glue[: self._end_of_turn(glue) + 1]
-        if written.startswith(message["content"] + self.tokenizer.decode(end)):
-            ids = self._encode(message["content"]) + end
+        text = self._control.apart(message["content"])
+        if written.startswith(text + self.tokenizer.decode(end)):
+            ids = self._encode(text) + end
         else:
             ids = self._encode(written)
             ends = [at for at, token in enumerate(ids) if token in self.end_ids]
@@ -253,8 +254,7 @@ class ChatTemplate:
     def control_token(self, message: ChatMessage) -> str | None:
         """A text in the message that the tokenizer would take for a control token, such as the end
         of a turn; None without any."""
-        found = self._control.search(text_of(message))
-        return found and found.group()
+        return self._control.found(text_of(message))
 
     def read(self, token_ids: Sequence[int], calls_before: int = 0) -> Turn:
         """What the model wrote in one turn; its calls are numbered on from `calls_before`.
@@ -345,13 +345,14 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[ChatMessage], *, prompts: bool = True) -> str:
         """The conversation as text, with the next generation prompt if `prompts`."""
-        return self._apply(list(map(self._for_template, messages)), prompts=prompts)
+        shown = self._control.apart(list(map(self._for_template, messages)))
+        return self._apply(shown, prompts=prompts)
 
     def _apply(self, messages: Sequence[ChatMessage], *, prompts: bool) -> str:
         options: Json = {}
         if self.tools:
             template = with_tools(self.tokenizer.chat_template)
-            options = {"tools": self.tools, "chat_template": template}
+            options = {"tools": self._control.apart(self.tools), "chat_template": template}
         try:
             with time_limit(RENDER_LIMIT_S):
                 return self.tokenizer.apply_chat_template(
@@ -400,7 +401,7 @@ class ChatTemplate:
         return None if is_same else unlike_template(ours, whole)
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._control.encode(text)
 
     def _check(self, turns: list[ChatMessage]) -> None:
         """An answer and a reply put together from pieces must read as the template renders them."""

@@ -120,6 +120,7 @@ class _GoldCalls(AgentCalls):
             return None
         template = call.transcript.template
         _check(self._name, gold, [], template)
+        _check_texts(self._name, [*call.transcript.messages, gold], template)
         return template.gold(gold)
 
 
@@ -386,11 +387,7 @@ def _rows(
     thought when the user speaks again. Then what follows is learnt in a row of its own, which shows
     the history as a deployment does.
     """
-    for number, message in enumerate([*prompt, *gold], start=1):
-        if token := template.control_token(message):
-            what = f"{name}: message {number} holds {token!r}, a control token of this model"
-            fix = "remove it from the text, or write it otherwise, such as with a space"
-            raise FlashError("dataset_invalid", what, fix=fix)
+    _check_texts(name, [*prompt, *gold], template)
     transcript = Transcript(template, prompt)
     finished: list[Transcript] = []
     between: list[Json] = []
@@ -417,6 +414,14 @@ def _rows(
             raise FlashError(error.code, f"{name}: {error.what}", fix=error.fix) from error
     learnt = [each for each in [*finished, transcript] if any(each.mask)]
     return list(map(_row, learnt or [transcript]))
+
+
+def _check_texts(name: str, messages: list[ChatMessage], template: ChatTemplate) -> None:
+    for number, message in enumerate(messages, start=1):
+        if token := template.control_token(message):
+            what = f"{name}: message {number} holds {token!r}, a control token of this model"
+            fix = "remove it from the text, or write it otherwise, such as with a space"
+            raise FlashError("dataset_invalid", what, fix=fix)
 
 
 def _row(transcript: Transcript) -> Row:
