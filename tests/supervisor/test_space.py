@@ -60,23 +60,29 @@ def bench(disk: Path) -> Iterator[Bench]:
     made.clean_up()
 
 
+def until_nothing_fits(write: Callable[[], object]) -> None:
+    """Writes again what fails for a while, as the heartbeat's next file gives the room of the last one back."""
+    for _ in range(20):
+        with contextlib.suppress(OSError):
+            while True:
+                write()
+        time.sleep(0.01)
+
+
 def fill(disk: Path, leave: int = 0) -> None:
     """Until `leave` bytes are free."""
     with (disk / "filler").open("wb", buffering=0) as stream:
         size = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - leave
-        try:
+        with contextlib.suppress(OSError):
             os.posix_fallocate(stream.fileno(), 0, size)
-            while not leave:
-                stream.write(bytes(4096))
-        except OSError:
-            pass
+        if not leave:
+            until_nothing_fits(lambda: stream.write(bytes(4096)))
 
 
 def use_up_inodes(disk: Path) -> None:
     (disk / "fillers").mkdir()
-    with contextlib.suppress(OSError):
-        for number in itertools.count():
-            (disk / "fillers" / str(number)).touch()
+    numbers = itertools.count()
+    until_nothing_fits(lambda: (disk / "fillers" / str(next(numbers))).touch())
 
 
 def free(disk: Path) -> None:
