@@ -13,11 +13,13 @@ import threading
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
+import psutil
+
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import LOOPBACK
 from flash_mcp.protocol.run_files import Json
 
-CLIENT = secrets.token_hex(8)
+CLIENT = f"{os.getpid()}-{secrets.token_hex(8)}"
 """This process, as the lineage of the runs that it creates names it."""
 IN_USE = threading.Event()
 """Set once this process has created a run."""
@@ -35,6 +37,12 @@ def client() -> str:
     """This process, from now on the creator of a run."""
     IN_USE.set()
     return CLIENT
+
+
+def has_ended(client: str) -> bool:
+    """Whether no such process is here. It may be in a container that shares the directory."""
+    pid = client.partition("-")[0]
+    return not pid.isdigit() or not psutil.pid_exists(int(pid))
 
 
 def of(variables: Mapping[str, str]) -> dict[str, str]:

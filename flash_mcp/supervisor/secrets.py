@@ -44,6 +44,8 @@ TIMEOUT_S = 5.0
 MAX_REQUEST_BYTES = 1 << 20
 SURROUNDINGS_S = 15.0
 """Time that the client of a run has to give its variables, before the supervisor's own are used."""
+ENDED_S = 1.0
+"""As `SURROUNDINGS_S`, where the client's process is not here any more."""
 STORE = "store"
 """In a request, in place of a run: the values are keys of the targets' stores."""
 SURROUNDINGS = "surroundings"
@@ -132,7 +134,8 @@ class Vault:
                 self._asked_at.pop(client, None)
                 return {**values, surroundings.WHOSE: surroundings.OF_CLIENT}
             asked_at = self._asked_at.setdefault(client, time.monotonic())
-        if time.monotonic() - asked_at < SURROUNDINGS_S:
+        wait_s = ENDED_S if surroundings.has_ended(client) else SURROUNDINGS_S
+        if time.monotonic() - asked_at < wait_s:
             return None
         own[surroundings.WHOSE] += ", for the client that started the run has ended"
         return own

@@ -71,7 +71,8 @@ class Bench:
     def train(self, script: dict[str, Any] | None = None, **fields: Any) -> Run:
         environment = self.store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
         spec = RunSpec(environment="calc", environment_args=script or {}, **fields)
-        return queue.enqueue(self.store, resolve(spec), environment)[0]
+        nobody = {"client": ""}  # no client has variables to give
+        return queue.enqueue(self.store, resolve(spec), environment, lineage=nobody)[0]
 
     def until(self, condition: Callable[[], object], *, supervisor: Supervisor | None = None) -> None:
         """Tick until the condition holds, and once more: the store has by then what the condition

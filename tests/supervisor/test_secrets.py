@@ -230,9 +230,11 @@ def test_the_supervisors_variables_are_used_where_the_client_is_gone(
     monkeypatch.setenv("HF_ENDPOINT", "http://supervisor")
     vault = secrets.Vault(flash_home)
     run = queued_run(tmp_path / "environment")
+    here = dataclasses.replace(run, lineage={"client": f"{os.getpid()}-another"})
     gone = dataclasses.replace(run, lineage={"client": "gone"})
-    assert vault.surroundings(gone) is None  # it may still give them
-    monkeypatch.setattr(secrets, "SURROUNDINGS_S", 0.0)
+    assert vault.surroundings(here) is vault.surroundings(gone) is None  # it may still give them
+    monkeypatch.setattr(secrets, "ENDED_S", 0.0)
+    assert vault.surroundings(here) is None
     monkeypatch.setattr("os.environ", {**os.environ, **(vault.surroundings(gone) or {})})
     used = ", with HF_ENDPOINT=http://supervisor of the supervisor, for the client that started the run has ended"
     assert surroundings.said("HF_ENDPOINT", "HF_TOKEN") == used
