@@ -24,6 +24,7 @@ from tests.samples import (
     evaluate,
     finished_run,
     learn,
+    push_echo,
     read_in,
     sample_rollout,
     save_adapter,
@@ -115,6 +116,43 @@ async def test_base_models_that_were_never_trained_are_compared_on_a_contaminate
     for base, other in (evaluated, (evaluated[0], f"{trained}@0")):
         compared = await call("compare", base=base, other=other)
         assert compared["verdict"] == "improved" and "CONTAMINATED" not in str(compared)
+
+
+async def test_a_destroyed_model_is_said_of_its_run_and_before_one_that_starts_from_it(tmp_path: Path):
+    values = {"algorithm": "sft", "learning_rate": 0.5}
+    run, writer = started_run(tmp_path / "environment", **values)
+    evaluate(writer, 0, 20)
+    known = {"frequencies/loss": 2.5}
+    learn(writer, range(1, 11), **known)
+    save_adapter(writer, 10, tmp_path)
+    learn(writer, range(11, 21), **known, loss=9.0)
+    save_adapter(writer, 20, tmp_path)
+    evaluate(writer, 20, 0)
+    end(writer, run.id, 20)
+    ended = (await call("status", run_id=run.id))["run"]
+    assert ended["verdict"]["outcome"] == "destroyed" and ended["outlook"].startswith("no: destroyed_model")
+    assert ended["verdict"]["explanation"].startswith("DESTROYED: the loss is 9, from 0.01: no better than")
+    for step, spoiled in ((10, False), (20, True)):
+        for start in (
+            {"init_from_adapter": f"{run.id}@{step}"},
+            {"algorithm": "distill", "teacher": f"{run.id}@{step}"},
+        ):
+            notes = (await call("train", environment="echo", steps=20, validate_only=True, **start))["notes"]
+            said = [
+                note for note in notes if note.startswith(f"{[*start][-1]}={run.id}@{step} is flagged destroyed_model")
+            ]
+            assert bool(said) == spoiled and all("take an earlier checkpoint" in note for note in said), notes
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(0.5, "1000 times the 0.0005"), (0.005, "10 times"), (0.0005, ""), (1e-7, "little will be learnt")],
+)
+async def test_a_rate_far_from_those_that_moved_models_is_said_before_the_run(tmp_path: Path, rate: float, said: str):
+    push_echo(tmp_path / "echo")
+    started = await call("train", environment="echo", algorithm="sft", learning_rate=rate, validate_only=True)
+    about = [note for note in started.get("notes", ()) if "learning_rate" in note]
+    assert [said in note for note in about] == [True] * bool(said), about
 
 
 async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
-from flash_mcp.judgement import statistics
+from flash_mcp.judgement import health, statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
+from flash_mcp.judgement.health import Metrics
 from flash_mcp.protocol.base_models import parameters_in_name
 from flash_mcp.protocol.numbers import percent, two_digits
 from flash_mcp.protocol.spec import default_learning_rate
@@ -34,8 +35,32 @@ LONG_S = 4 * 3600.0
 
 
 def notes_on(plan: Plan) -> list[str]:
-    notes = [*_of_earlier(plan), *_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
+    notes = [
+        *_of_start(plan),
+        *_of_earlier(plan),
+        *_of_tasks(plan),
+        *_of_steps(plan),
+        *_of_evaluations(plan),
+    ]
     return [*notes, *_of_machine(plan), *_of_gate(plan)]
+
+
+def _of_start(plan: Plan) -> list[str]:
+    """The adapter or teacher whose model was destroyed by then."""
+    notes: list[str] = []
+    for field, start in (("init_from_adapter", plan.adapter), ("teacher", plan.teacher)):
+        run_id = start and start.get("run_id")
+        if not start or not run_id:
+            continue
+        metrics: list[Metrics] = []
+        for row in plan.store.metrics(run_id):
+            if row.step <= start["step"]:
+                metrics.append({**row.metrics, "step": row.step})
+        for flag in health.flags(metrics):
+            if flag.name == health.DESTROYED:
+                what = f"{field}={run_id}@{start['step']} is flagged {flag.name}: {flag.evidence}"
+                notes.append(f"{what}; take an earlier checkpoint, or the base model")
+    return notes
 
 
 def _of_earlier(plan: Plan) -> list[str]:
