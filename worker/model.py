@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoTokenizer
 
+from environments.sandbox.needs import Needs
 from flash_mcp.protocol.base_models import commit_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
@@ -108,7 +109,7 @@ def load_model(
         return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards=cards)
     policy = adapter
     only = _only_way(spec, experts)
-    sync = only or default_sync(dtype)
+    sync = only or default_sync(dtype, _turn_tokens(job, spec) if trains else 0)
     if trains or (adapter and sync == "merged"):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
         smallest = memory.Workload(
@@ -173,6 +174,14 @@ def _precision(spec: RunSpec | EvalSpec, config: Any, path: Path, writer: RunWri
         name = name_of(dtype)
     writer.event("precision", f"the model is computed in {name}: {why}", precision=name)
     return name
+
+
+def _turn_tokens(job: Json, spec: RunSpec | EvalSpec) -> int:
+    """Those that a turn may have; 0 where agents may ask the base model, which a merge replaces."""
+    environments: list[Json] = job.get("mixture") or [job["environment"]]
+    folders = [Path(environment["path"]) for environment in environments]
+    has_agents = any(Needs.from_folder(folder).endpoint for folder in folders)
+    return 0 if has_agents else spec.max_tokens
 
 
 def _only_way(spec: RunSpec | EvalSpec, experts: bool) -> Sync | None:

@@ -10,8 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.spec import RunSpec, resolve
+from tests.places import AGENT_VOWELS, VOWELS
+from worker import model
 from worker.adapter import save_adapter
-from worker.engine.vllm import Sync, VllmEngine
+from worker.engine.vllm import Sync, VllmEngine, default_sync
 from worker.handshake import agreeing_engine, check_effect
 from worker.process import PROCESS_SETTINGS
 from worker.training.policy import load_policy
@@ -117,3 +120,18 @@ def test_an_adapter_whose_layers_have_other_names_is_refused_instead_of_ignored(
     save_file({name.replace("layers.", "blocks."): value for name, value in weights.items()}, path)
     with pytest.raises(FlashError, match="without effect"):
         check_effect(engines["adapter"], tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("environment", "tokens", "way"),
+    [(VOWELS, 512, "merged"), (VOWELS, 511, "adapter"), (AGENT_VOWELS, 512, "adapter")],
+)
+def test_a_card_gets_merged_weights_where_turns_make_up_for_the_merge(
+    environment: Path, tokens: int, way: Sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no agent may ask the base model."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spec = resolve(RunSpec.model_validate({"environment": "e", "max_tokens": tokens})).spec
+    turn_tokens = model._turn_tokens({"environment": {"path": str(environment)}}, spec)
+    assert default_sync(torch.bfloat16, turn_tokens) == way
+    assert default_sync(torch.float32, 0) == "merged"
