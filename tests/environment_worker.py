@@ -12,8 +12,7 @@ from typing import Any
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox.confinement import describe
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 
 
 async def play(job: dict[str, Any], writer: RunWriter) -> None:

@@ -3,7 +3,7 @@
 import gc
 
 import flash_mcp.cli.main
-import flash_mcp.protocol.run_writer
+import flash_mcp.protocol.run_folder
 import flash_mcp.server.http_server
 import flash_mcp.server.mcp_server
 import flash_mcp.supervisor.loop

@@ -13,12 +13,11 @@ from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import EnvironmentVersion, Run
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.attempt import Reader
 from flash_mcp.supervisor.process import take_lock
 
 ROLLOUTS = 8

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 
 ROLLOUTS_PER_STEP = 3
 

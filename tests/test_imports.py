@@ -19,7 +19,6 @@ FLOORS = (
         "environments.doors",
         "environments.faults",
         "environments.locks",
-        "environments.redaction",
         "environments.settings",
         "environments.task_cache",
         "environments.untrusted_text",

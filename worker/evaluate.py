@@ -16,7 +16,7 @@ import torch
 
 from flash_mcp.protocol import records
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import EvalSpec
 from worker.heartbeat import Heartbeat
 from worker.rollouts.metrics import summarize_evaluation

@@ -21,8 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from flash_mcp.protocol.errors import FlashError
-from worker.adapter import ADAPTER
-from worker.adapter_files import with_noise
+from worker.adapter import ADAPTER, with_noise
 from worker.engine.vllm import Sync, VllmEngine
 from worker.rollouts.turns import Sampling
 from worker.training.packing import at_rest, eagerly

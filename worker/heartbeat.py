@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from worker.process import sample_cards
 
 log = logging.getLogger("worker")

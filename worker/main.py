@@ -33,8 +33,7 @@ from flash_mcp.protocol.errors import FlashError, disk_error, first_of
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.paths import ANY_SCRATCH, scratch_prefix
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from flash_mcp.protocol.storage import RETRY_S

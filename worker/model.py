@@ -20,8 +20,7 @@ from flash_mcp.protocol.base_models import commit_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import read_adapter_config
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, Precision, RunSpec
 from worker.engine.fetch import ensure, log_progress
 from worker.engine.vllm import WAYS, Sync, can_share, default_sync

@@ -33,8 +33,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import use_own_home
 from flash_mcp.protocol.packages import missing_packages, nvidia_smi
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, final_result
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, RunWriter, final_result
 
 log = logging.getLogger("node")
 SHIP_EVERY_S = 5.0

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from environments.sandbox.kernel import die_with_parent, signal_name
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.process import CARDS, close_listening, listening
 

@@ -33,7 +33,7 @@ from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.protocol.listening import FREE_FIX, Listening, free_port, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import Precision
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.lack_of_memory import names_memory

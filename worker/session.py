@@ -27,7 +27,7 @@ from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import MOST_AT_ONCE, EvalSpec, RunSpec
 from worker.engine.vllm import Sync, VllmEngine
 from worker.handshake import agreeing_engine, check_effect

@@ -15,7 +15,7 @@ from peft import PeftModel
 from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.capacity import share_machine
 from worker.engine.fetch import ensure

@@ -40,7 +40,7 @@ from queue import SimpleQueue
 from typing import Any, Never, cast
 
 from environments import adapters, task_cache
-from environments.agents import programs
+from environments.agents import command
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, Usage
 from environments.base import (
     LARGEST_REWARD,
@@ -68,12 +68,12 @@ from environments.process.replies import (
     MAX_TASKS,
     MAX_TURNS,
 )
-from environments.redaction import Redactor
 from environments.same_task import MOST_TASKS, Task, gold_of, is_permuted, same_tasks, words_of
 from environments.sandbox import refusals
 from environments.sandbox.needs import Bounds
 from environments.sandbox.refusals import message_of
 from environments.tools import tool_calls_of, tool_schemas
+from environments.untrusted_text import Redactor
 
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
@@ -645,7 +645,7 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
     from environments.agents.endpoint import AgentEpisode  # noqa: PLC0415
     from environments.agents.server import Endpoint  # noqa: PLC0415
 
-    bounds = programs.bounds
+    bounds = command.bounds
     if bounds is not None and not bounds.needs.endpoint:
         what = "this environment calls the model's API, and its environment.toml"
         raise _invalid(f"{what} does not say endpoint = true")
@@ -828,7 +828,7 @@ def main() -> Never:
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
     refusals.explain_refusals(bounds)
-    programs.bounds = bounds
+    command.bounds = bounds
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.path.insert(0, bounds.folder)

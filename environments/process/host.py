@@ -34,7 +34,6 @@ from environments.base import ChatMessage, Json
 from environments.faults import EnvironmentFault
 from environments.process import requirements
 from environments.process.replies import ForgedError, Reader, parse, protections
-from environments.redaction import Redactor
 from environments.sandbox import scratch
 from environments.sandbox.kernel import signal_name
 from environments.sandbox.needs import FILE as NEEDS_FILE
@@ -42,7 +41,7 @@ from environments.sandbox.needs import READABLE_VARIABLE, WARDEN, Bounds, Needs
 from environments.sandbox.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
 from environments.settings import FILE as SETTINGS_FILE
 from environments.settings import LOCAL_OWNER, EnvironmentSettings, load_settings, state_directory
-from environments.untrusted_text import marked
+from environments.untrusted_text import Redactor, marked
 
 ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""

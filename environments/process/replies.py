@@ -14,8 +14,8 @@ from typing import Any, cast
 from environments import task_cache
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, CallOptions, finite_json
 from environments.base import ChatMessage, Environment, EnvironmentAgent, Json, reward_of
-from environments.redaction import Redactor
 from environments.tools import NAME
+from environments.untrusted_text import Redactor
 
 MAX_TASKS = 1_000_000
 """Tasks of one split. The host keeps a list of their ids."""

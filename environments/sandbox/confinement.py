@@ -9,7 +9,7 @@ TCP in an empty network namespace, where only the code's own processes listen. W
 container without CAP_SYS_ADMIN, Landlock lets it serve and reach one port of TCP (Linux 6.7).
 
 In any case seccomp allows the calls of system_calls.py alone. A program that the code starts for
-one rollout may get rules of its own within these (environments/agents/programs.py).
+one rollout may get rules of its own within these (environments/agents/command.py).
 """
 
 from __future__ import annotations

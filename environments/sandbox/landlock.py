@@ -1,7 +1,7 @@
 """Landlock: the files that environment code opens and the processes that it signals.
 
 Landlock needs no privileges, and its rules hold for all that a process starts. A program that the
-code starts for one rollout may get rules of its own within these (environments/agents/programs.py).
+code starts for one rollout may get rules of its own within these (environments/agents/command.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from flash_mcp.cli.output import visible
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import number, percent
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.ensure import ensure_supervised
+from flash_mcp.supervisor.process import ensure_supervised
 
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status

@@ -22,7 +22,7 @@ from flash_mcp.protocol.result_model import ExportKind
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.ensure import supervised
+from flash_mcp.supervisor.process import supervised
 from flash_mcp.tools.shared.truncation import shorten, utc
 
 QUESTION_CHARACTERS = 80

@@ -17,7 +17,7 @@ from flash_mcp.protocol.records import without_none
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.ensure import supervised
+from flash_mcp.supervisor.process import supervised
 
 PORT_FIX = "choose another --port, or end the program that holds this one"
 

@@ -20,8 +20,7 @@ from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import Checkpoints
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
-from flash_mcp.tools.shared.label_scores import ByLabel
-from flash_mcp.tools.shared.scores import Scores
+from flash_mcp.tools.shared.scores import ByLabel, Scores
 from flash_mcp.tools.status import RunLine, Status
 
 if TYPE_CHECKING:

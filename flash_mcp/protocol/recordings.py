@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from environments.base import reward_of
 from environments.locks import lock
-from environments.redaction import PatternRedactor
+from environments.untrusted_text import PatternRedactor
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json, Rollout
 
@@ -49,7 +49,7 @@ class Limits:
     max_bytes: int
     days: float
     redact: Sequence[str] = ()
-    """What is replaced in texts: names of environments.redaction.PATTERNS, or patterns."""
+    """What is replaced in texts: names of environments.untrusted_text.PATTERNS, or patterns."""
 
 
 class Recording:

@@ -35,7 +35,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.serving import request_stop
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.ensure import ensure_supervised
+from flash_mcp.supervisor.process import ensure_supervised
 from flash_mcp.tools.deploy import Deployed, describe, failure
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.scores import scores

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from environments.redaction import PatternRedactor
+from environments.untrusted_text import PatternRedactor
 from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError

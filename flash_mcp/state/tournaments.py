@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from flash_mcp.judgement.race import FINALISTS, Race
-from flash_mcp.judgement.tournament import Standing, round_size
+from flash_mcp.judgement.tournament import FINALISTS, Race, Standing, round_size
 from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Record, Run

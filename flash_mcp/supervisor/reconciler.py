@@ -16,17 +16,15 @@ from typing import Any
 from flash_mcp.protocol.errors import FULL, FlashError
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
-from flash_mcp.protocol.run_folder import RunFolder, final_result, read_beats
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter, final_result, read_beats
 from flash_mcp.protocol.spec import MAX_GPUS
 from flash_mcp.state import costs, queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.removal import add_removed
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.attempt import STALE_S, Attempt, Timeouts, Trouble
+from flash_mcp.supervisor.attempt import STALE_S, Attempt, Reader, Timeouts, Trouble
 from flash_mcp.supervisor.crew import Crew
-from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Target
 from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.secrets import Vault

@@ -20,7 +20,7 @@ from flash_mcp.state.disk import size_of
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.store import Store
 from flash_mcp.state.versions import DIGEST_LENGTH, digest_of
-from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.attempt import Reader
 from flash_mcp.supervisor.process import take_lock
 
 log = logging.getLogger(__name__)

@@ -33,8 +33,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher, Target
-from flash_mcp.supervisor.launch.devices import Device
-from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, need_of
+from flash_mcp.supervisor.launch.devices import WEIGHTS_SHARE, Device, need_of
 from flash_mcp.supervisor.process import PYTHON
 
 

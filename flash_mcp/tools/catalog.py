@@ -23,7 +23,7 @@ from flash_mcp.state.runs import LOOKED_AT
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch import devices as machine
-from flash_mcp.supervisor.launch.memory_need import memory_need
+from flash_mcp.supervisor.launch.devices import memory_need
 from flash_mcp.supervisor.server import idle_minutes
 from flash_mcp.tools.shared.machine import HEALTH, Finding, findings_of
 from flash_mcp.tools.shared.placing import Place, places

@@ -25,10 +25,16 @@ from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import digest_of
-from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import after_comparison, model_of, repeated
 from flash_mcp.tools.shared.resolve import differing_values
-from flash_mcp.tools.shared.scores import conversation, elsewhere, last_prompt, spread_of
+from flash_mcp.tools.shared.scores import (
+    ByLabel,
+    by_label,
+    conversation,
+    elsewhere,
+    last_prompt,
+    spread_of,
+)
 from flash_mcp.tools.shared.tool_base import Result
 from flash_mcp.tools.shared.truncation import shorten, shorten_as_json, to_text
 

@@ -10,8 +10,16 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement import curation
-from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
-from flash_mcp.judgement.task_filter import compile_filter
+from flash_mcp.judgement.curation import (
+    Attempt,
+    Counts,
+    Curated,
+    HeldOut,
+    Plan,
+    Select,
+    Source,
+    compile_filter,
+)
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.recordings import Recording

@@ -24,8 +24,8 @@ from flash_mcp.state import costs, serving
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import find_target
-from flash_mcp.supervisor.ensure import ensure_supervised
-from flash_mcp.supervisor.launch.memory_need import cards_for
+from flash_mcp.supervisor.launch.devices import cards_for
+from flash_mcp.supervisor.process import ensure_supervised
 from flash_mcp.supervisor.server import Server, check_serving_port, error_message, server_of
 from flash_mcp.supervisor.server import idle_minutes as idle_limit
 from flash_mcp.tools import snippets

@@ -27,12 +27,19 @@ from flash_mcp.state import queue, references
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor.launch.memory_need import need_of
+from flash_mcp.supervisor.launch.devices import need_of
 from flash_mcp.tools.shared import loading, resolve
-from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
-from flash_mcp.tools.shared.scores import FailedAttempt, Scores, scores, thoughts, worst_attempts
+from flash_mcp.tools.shared.scores import (
+    ByLabel,
+    FailedAttempt,
+    Scores,
+    by_label,
+    scores,
+    thoughts,
+    worst_attempts,
+)
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
 from flash_mcp.tools.shared.waiting import deadline_after, ended, submit, tried_again

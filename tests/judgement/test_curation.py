@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from environments.same_task import task_of
-from flash_mcp.judgement.curation import Attempt, Curated, HeldOut, Plan, Select, curate, is_held_back
-from flash_mcp.judgement.task_filter import compile_filter
+from flash_mcp.judgement.curation import Attempt, Curated, HeldOut, Plan, Select, compile_filter, curate, is_held_back
 from flash_mcp.state.datasets import dump_rows, load_rows
 
 NOTHING = HeldOut()

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from flash_mcp.judgement.race import FINALISTS, ROUNDS, Race
-from flash_mcp.judgement.tournament import Standing
+from flash_mcp.judgement.tournament import FINALISTS, ROUNDS, Race, Standing
 
 ARMS = 8
 Names = Mapping[int, Mapping[str, bool]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flash_mcp.judgement.curation import MAX_DEPTH, TaskScores, compile_filter
 from flash_mcp.judgement.statistics import pass_at_k
-from flash_mcp.judgement.task_filter import MAX_DEPTH, TaskScores, compile_filter
 from flash_mcp.protocol.errors import FlashError
 
 Meaning = Callable[[TaskScores], Any]

@@ -19,11 +19,10 @@ from flash_mcp.protocol.artifacts import RUN_FOLDERS, delete_run
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening
 from flash_mcp.protocol.run_files import read_adapter_config
-from flash_mcp.protocol.run_folder import RunFolder, read_beats
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter, read_beats
 from flash_mcp.protocol.sealing import Receiver, seal
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.attempt import Reader
 from flash_mcp.supervisor.probe import _checked
 from tests.samples import evaluate, learn, queued_run, save_adapter
 

@@ -22,8 +22,7 @@ from flash_mcp import __version__
 from flash_mcp.protocol import node_code
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.node_code import Order
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor import targets
 from flash_mcp.supervisor.targets import code_folder, on_node

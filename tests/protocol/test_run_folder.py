@@ -21,8 +21,7 @@ import fsspec
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, read_beats
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import LAUNCH, RunFolder, RunWriter, read_beats
 from tests.damage import DAMAGES
 from tests.places import TESTS
 from tests.ports import free_port

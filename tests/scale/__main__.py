@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flash_mcp.supervisor import ensure
+from flash_mcp.supervisor import process
 from tests.scale import checks, rehearsal, simulation
 from tests.scale.overhead import measure
 from tests.scale.rehearsal import ENGINES, Rehearsal
@@ -161,7 +161,7 @@ def main(words: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     session = Session(given.engine, console)
     parts = given.only or PARTS
-    with session.progress, rehearsal.running(given.engine) as made, ensure.supervised():
+    with session.progress, rehearsal.running(given.engine) as made, process.supervised():
         if "checks" in parts:
             session.check(made)
         if "overhead" in parts:

@@ -20,8 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, Limits, acting_as

@@ -11,7 +11,7 @@ import pytest
 from mcp import Client
 
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.server import mcp_server
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store

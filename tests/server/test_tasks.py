@@ -12,8 +12,7 @@ from mcp_types import CallToolResult, Request, RequestParams, Result
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.server.mcp_server import server
 from flash_mcp.server.tasks import IDENTIFIER
 from flash_mcp.state import queue

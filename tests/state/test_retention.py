@@ -12,8 +12,7 @@ import pytest
 from flash_mcp.protocol.checkpoints import OPTIMIZER, Checkpoints
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.storage import Storage
 from flash_mcp.state import queue, retention, serving
 from flash_mcp.state.disk import usage
@@ -120,7 +119,7 @@ import os, shutil, sys
 from pathlib import Path
 from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile"}
 base = Path(sys.argv[1])

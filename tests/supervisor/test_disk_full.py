@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import folder_files, staged
 from flash_mcp.tools.shared.waiting import obstacles

@@ -10,7 +10,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor import ensure, secrets
+from flash_mcp.supervisor import process, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.places import ROOT
 from tests.ports import free_port
@@ -29,8 +29,8 @@ def waiting_run(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def end_supervisors(base: Path) -> None:
-    for process in supervisors(base):
-        process.kill()
+    for one in supervisors(base):
+        one.kill()
     wait_for(lambda: not is_supervised(base))
 
 
@@ -38,7 +38,7 @@ def end_supervisors(base: Path) -> None:
 def test_it_starts_what_was_killed_and_hands_secrets_over(
     flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ensure.supervised(every_s=0.05):
+    with process.supervised(every_s=0.05):
         wait_for(lambda: is_supervised(flash_home))
         end_supervisors(flash_home)
         wait_for(lambda: is_supervised(flash_home))
@@ -49,7 +49,7 @@ def test_it_starts_what_was_killed_and_hands_secrets_over(
 
 def test_it_starts_nothing_where_nothing_is_to_be_done(flash_home: Path, tmp_path: Path) -> None:
     finished_run(tmp_path)
-    ensure.ensure_supervised(open_store())
+    process.ensure_supervised(open_store())
     assert not is_supervised(flash_home)
     assert not (flash_home / "supervisor.log").exists()
 
@@ -63,8 +63,8 @@ def test_it_goes_on_after_trouble_and_tells_it_once(
         tried.append(base)
         raise FlashError("internal", "the supervisor did not start")
 
-    monkeypatch.setattr(ensure, "ensure_supervisor", fail)
-    with ensure.supervised(every_s=0.01):
+    monkeypatch.setattr(process, "ensure_supervisor", fail)
+    with process.supervised(every_s=0.01):
         wait_for(lambda: len(tried) >= 3)
     assert caplog.text.count("no supervisor could be started: [internal] the supervisor did not start") == 1
     assert "Traceback" not in caplog.text

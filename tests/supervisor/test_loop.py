@@ -25,8 +25,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor import attempt as attempts
-from flash_mcp.supervisor.attempt import Timeouts
-from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.attempt import Reader, Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import Supervisor, supervise

@@ -28,8 +28,7 @@ from anyio.to_thread import run_sync
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Deployment
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue, references
 from flash_mcp.state.owners import LOCAL, Caller, Limits, acting_as

@@ -20,8 +20,7 @@ from anyio.to_thread import run_sync
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening, trust
 from flash_mcp.protocol.records import Deployment, Run
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.sealing import Receiver
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import costs, queue
@@ -31,8 +30,8 @@ from flash_mcp.state.targets import Cards, TargetSettings, find_target, key_of, 
 from flash_mcp.supervisor import model_servers
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
+from flash_mcp.supervisor.launch.devices import cards_for
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.launch.memory_need import cards_for
 from flash_mcp.supervisor.model_servers import ModelServers
 from flash_mcp.supervisor.reconciler import RunReconciler
 from flash_mcp.supervisor.secrets import Vault

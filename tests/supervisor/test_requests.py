@@ -13,8 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.targets import new_target, remove_target, write_target
 from flash_mcp.supervisor.launch.base import JobStatus

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from environments.redaction import Redactor
+from environments.untrusted_text import Redactor
 from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor import ensure, secrets
+from flash_mcp.supervisor import process, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
 from tests.places import ROOT, TESTS
@@ -94,14 +94,14 @@ def supervisor_of(flash_home: Path, worker: str) -> Generator[Path]:
     flash_home.mkdir(mode=0o700)
     log = flash_home / "supervisor.log"
     with log.open("wb") as stream:
-        process = subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-c", SUPERVISE, str(flash_home), worker], stdout=stream, stderr=stream,
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     wait_for(lambda: is_supervised(flash_home) and (flash_home / secrets.NAME).exists())
     yield log
-    process.kill()
-    process.wait()
+    child.kill()
+    child.wait()
 
 
 async def call(client: Client, tool: str, **arguments: Any) -> tuple[dict[str, Any], str]:
@@ -193,7 +193,7 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     still, _ = await call(client, "status", run_id=run_id)
     assert still["run"]["warnings"] == [warning]  # a reader hands nothing over
-    ensure.ensure_supervised(open_store())
+    process.ensure_supervised(open_store())
     assert "warnings" not in (await call(client, "status", run_id=run_id))[0]["run"]
     assert (await ended(client, run_id))[0]["run"]["state"] == "succeeded"
 
@@ -214,7 +214,7 @@ def test_a_run_uses_the_variables_of_the_client_that_created_it(
         for name, value in own.items():
             monkeypatch.setenv(name, value)
         queued_run(tmp_path / "environment", secrets=["OPENAI_API_KEY"])
-        ensure.ensure_supervised(open_store())
+        process.ensure_supervised(open_store())
         variables = wait_for(lambda: seen.exists() and json.loads(seen.read_text() or "{}"))
     assert (
         own | {"KEPT": "first", "FLASH_VARIABLES_OF": "the client that started the run"}

@@ -14,8 +14,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_files import Beat
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
@@ -23,8 +22,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, new_target, write_target
 from flash_mcp.supervisor import attempt as attempts
 from flash_mcp.supervisor import reconciler
-from flash_mcp.supervisor.attempt import Timeouts
-from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.attempt import Reader, Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Target
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.reconciler import RunReconciler

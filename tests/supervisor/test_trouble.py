@@ -18,7 +18,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import secrets
-from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.attempt import Reader
 from flash_mcp.supervisor.loop import supervise
 from flash_mcp.supervisor.process import LockOwner, ensure_supervisor
 from flash_mcp.tools import status

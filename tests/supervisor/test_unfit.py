@@ -15,7 +15,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.sqlite import sqlite3
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import ensure, process
+from flash_mcp.supervisor import process
 from flash_mcp.supervisor.process import LockOwner, ensure_supervisor, take_lock, unfit
 from flash_mcp.tools.shared import machine
 from flash_mcp.tools.shared.waiting import obstacle
@@ -63,7 +63,7 @@ def hold(base: Path, holders: list[subprocess.Popen[bytes]], version: str, *, is
 @pytest.mark.slow
 def test_a_stopped_supervisor_is_told_and_replaced(flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch):
     store = open_store()
-    ensure.ensure_supervised(store)
+    process.ensure_supervised(store)
     wait_for(lambda: LockOwner.read(flash_home))
     stopped = LockOwner.read(flash_home)
     assert stopped and not unfit(flash_home) and not ensure_supervisor(flash_home)
@@ -73,7 +73,7 @@ def test_a_stopped_supervisor_is_told_and_replaced(flash_home: Path, waiting_run
     level, detail, fix = machine.supervisor()
     assert level == "problem" and f"pid {stopped.pid}" in detail and "supervise" in fix
     assert "has done nothing" in str(obstacle(store))
-    ensure.ensure_supervised(store)
+    process.ensure_supervised(store)
     assert not is_running(stopped.pid)
     wait_for(lambda: LockOwner.read(flash_home) not in (None, stopped))
     assert not unfit(flash_home) and machine.supervisor()[0] == "ok"

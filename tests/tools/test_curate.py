@@ -14,8 +14,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir
 from flash_mcp.protocol.recordings import Limits, Recording
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server import mcp_server as server_module
 from flash_mcp.server.mcp_server import server

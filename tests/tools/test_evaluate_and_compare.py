@@ -15,7 +15,7 @@ from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor import ensure
+from flash_mcp.supervisor import process
 from flash_mcp.tools.training import run_time
 from tests.calls import call_over as call
 from tests.calls import refusal
@@ -60,7 +60,7 @@ async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Cli
     def no_room(base: Path) -> bool:
         raise FlashError("internal", "the supervisor did not start")
 
-    monkeypatch.setattr(ensure, "ensure_supervisor", no_room)
+    monkeypatch.setattr(process, "ensure_supervisor", no_room)
     body = await evaluated(client)
     assert "did not start" in body["next"] and f"status(run_id='{body['run_id']}')" in body["next"]
     sample = (await sampled(client, {"often": list(range(40))}))["sample"]

@@ -9,11 +9,10 @@ import pytest
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.attempt import Reader
 from flash_mcp.tools import news
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import tool_base

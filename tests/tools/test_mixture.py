@@ -8,7 +8,7 @@ import pytest
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.removal import remove
 from flash_mcp.state.store import open_store

@@ -13,8 +13,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.state.targets import new_target, write_target
-from flash_mcp.supervisor.launch.devices import Device
-from flash_mcp.supervisor.launch.memory_need import MemoryNeed, memory_need
+from flash_mcp.supervisor.launch.devices import Device, MemoryNeed, memory_need
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.placing import Place, choose
 from tests.samples import push_echo, supervised

@@ -9,8 +9,7 @@ import pytest
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.queue import code_version
 from flash_mcp.state.serving import request

@@ -10,7 +10,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state import queue, tournaments
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor import ensure
+from flash_mcp.supervisor import process
 from tests.calls import call as made
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
@@ -117,7 +117,7 @@ async def test_one_that_no_supervisor_looks_after_yet_is_no_error(client: Client
     def no_room(base: Path) -> bool:
         raise FlashError("internal", "the supervisor did not start")
 
-    monkeypatch.setattr(ensure, "ensure_supervisor", no_room)
+    monkeypatch.setattr(process, "ensure_supervisor", no_room)
     body = await call(client, "tournament", environment="echo", arms=[arm("all", ALL), arm("none", NONE)])
     assert body["created"] and "did not start" in body["next"]
     assert f"tournament(tournament_id={body['tournament_id']!r})" in body["next"]

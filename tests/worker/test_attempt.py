@@ -24,8 +24,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import env_push

@@ -29,7 +29,7 @@ from tests.tiny import CHATML
 from tests.virtual import FakeHost
 from worker.adapter import save_adapter
 from worker.capacity import kv_cache_bytes
-from worker.engine.options import LORA_RANKS, UTILIZATION, room_for_rank
+from worker.engine.text_models import LORA_RANKS, UTILIZATION, room_for_rank
 from worker.engine.vllm import Sync, VllmEngine
 from worker.model_files import config_of
 from worker.rollouts import transcript

@@ -9,8 +9,7 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec
 from flash_mcp.state.references import Subject
 from flash_mcp.tools.shared import resolve

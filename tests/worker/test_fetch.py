@@ -26,8 +26,7 @@ from flash_mcp.protocol.artifacts import Artifacts, placed
 from flash_mcp.protocol.base_models import MODELS, ModelCard, commit_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve, stored_spec
 from flash_mcp.protocol.surroundings import NO_HUB_LOGIN
 from flash_mcp.state import queue

@@ -14,8 +14,7 @@ import torch
 
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.supervisor.launch.devices import Device
-from flash_mcp.supervisor.launch.memory_need import memory_need
+from flash_mcp.supervisor.launch.devices import Device, memory_need
 from tests import reaper
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT, WHEELS

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from worker import precision
 from worker.model import _precision  # pyright: ignore[reportPrivateUsage]
 

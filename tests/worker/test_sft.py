@@ -16,11 +16,10 @@ from flash_mcp.judgement import health
 from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.schedules import is_measured, rate_factor
 from flash_mcp.protocol.spec import RunSpec, resolve
-from flash_mcp.tools.training.estimate import estimate_of
+from flash_mcp.tools.training.plan import estimate_of
 from flash_mcp.tools.training.probe import Probe
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR

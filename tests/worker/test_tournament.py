@@ -7,7 +7,7 @@ import pytest
 
 from flash_mcp.state.store import open_store
 from flash_mcp.state.tournaments import find_tournament
-from flash_mcp.supervisor import ensure
+from flash_mcp.supervisor import process
 from tests.calls import call
 from tests.crash import processes
 from tests.places import VOWELS
@@ -31,11 +31,11 @@ async def test_it_goes_on_after_its_supervisor_and_its_worker_were_killed(base: 
     store = open_store()
     first = find_tournament(store, body["tournament_id"]).run_ids[0]
     wait_for(lambda: store.run(first).state == "running")
-    killed = [process for kind in ("supervisor", "worker") for process in processes(base)[kind]]
-    for process in killed:
-        process.kill()
+    killed = [one for kind in ("supervisor", "worker") for one in processes(base)[kind]]
+    for one in killed:
+        one.kill()
     assert len(killed) == 2
-    with ensure.supervised(every_s=0.5):  # as a server does
+    with process.supervised(every_s=0.5):  # as a server does
         wait_for(lambda: store.run(first).state == "succeeded")
         wait_for(lambda: len(find_tournament(store, body["tournament_id"]).rounds) == 2)
         wait_for(lambda: find_tournament(store, body["tournament_id"]).state != "running")
@@ -75,9 +75,9 @@ async def test_arms_that_learn_are_trained_on_after_their_supervisor_and_a_worke
     quick, still = find_tournament(store, body["tournament_id"]).run_ids
     wait_for(lambda: store.run(quick).state == "running")
     for kind in ("supervisor", "worker"):
-        for process in processes(base)[kind]:
-            process.kill()
-    with ensure.supervised(every_s=0.5):
+        for one in processes(base)[kind]:
+            one.kill()
+    with process.supervised(every_s=0.5):
         for count in (2, 3, 4):  # each has a bound of its own
             wait_for(lambda count=count: len(find_tournament(store, body["tournament_id"]).rounds) == count)
         wait_for(lambda: find_tournament(store, body["tournament_id"]).state != "running")

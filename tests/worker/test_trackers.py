@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from tests.attempts import make_run, messages_of
 from tests.waiting import WAIT_S

@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from environments.settings import state_directory
-from worker.adapter_files import WEIGHTS, named_as, with_noise
+from worker.adapter import WEIGHTS, named_as, with_noise
 from worker.engine.recorder import RATINGS, ROUTES, Recorder
 from worker.model_files import checkpoint_prefix, config_of
 from worker.process import MODEL_FOLDER

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.base import Json
-from environments.redaction import Redactor
 from environments.tools import add_call_parts, as_list, as_object
+from environments.untrusted_text import Redactor
 from flash_mcp.protocol.recordings import TOKENS, Recording, rating_of
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.spec import Precision
 from worker.engine.fetch import ensure
-from worker.engine.options import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
+from worker.engine.text_models import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
 from worker.model_files import check_shape, config_of, weights_bytes
 from worker.process import CARDS, COMPUTES_IN, MODEL_FOLDER, spin_shortly
 

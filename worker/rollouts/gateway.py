@@ -42,7 +42,7 @@ from environments.base import (
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost, Opening, Score
 from environments.process.replies import ForgedError, Reader, parse
-from environments.redaction import Redactor
+from environments.untrusted_text import Redactor
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import GATEWAY_BASE_URL
 from flash_mcp.protocol.sealing import new_key

@@ -23,7 +23,6 @@ from environments.messages import THOUGHTS, thought_of
 from environments.tools import text_of
 from flash_mcp.protocol.base_models import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
-from worker.rollouts.patterns import with_valid_strings
 from worker.rollouts.rendering import (
     RENDER_LIMIT_S,
     ControlTokens,
@@ -31,7 +30,7 @@ from worker.rollouts.rendering import (
     time_limit,
     whole_of,
 )
-from worker.rollouts.tool_calls import CallReader, Turn, sample_call
+from worker.rollouts.tool_calls import CallReader, Turn, sample_call, with_valid_strings
 from worker.rollouts.turns import Completion, Grammar
 
 MOST_TOOL_SETS = 64

@@ -34,7 +34,7 @@ from environments.process.host import EnvironmentHost, Opening
 from environments.tools import problem_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.schedules import measured_of, steps_of
 from flash_mcp.protocol.spec import RunSpec
 from worker.ranks import ALONE, Ranks

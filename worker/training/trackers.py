@@ -17,7 +17,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils
 
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 
 CLOSING_S = 30.0

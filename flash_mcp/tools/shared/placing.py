@@ -16,9 +16,8 @@ from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, ResolvedEval, ResolvedSp
 from flash_mcp.state import costs
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import targets
-from flash_mcp.supervisor.launch.devices import Device, gpus, processor
+from flash_mcp.supervisor.launch.devices import WEIGHTS_SHARE, Device, MemoryNeed, gpus, processor
 from flash_mcp.supervisor.launch.local import find_gpus
-from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, MemoryNeed
 
 Resolved = TypeVar("Resolved", ResolvedSpec, ResolvedEval)
 NeedOn = Callable[[Device], MemoryNeed | None]

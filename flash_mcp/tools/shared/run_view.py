@@ -23,10 +23,9 @@ from flash_mcp.state.references import split_size
 from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.label_scores import ByLabel, by_label
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.scores import Scores, elsewhere, scores_of, spread_of
+from flash_mcp.tools.shared.scores import ByLabel, Scores, by_label, elsewhere, scores_of, spread_of
 from flash_mcp.tools.shared.truncation import shorten, without_empty
 from flash_mcp.tools.shared.waiting import obstacles
 

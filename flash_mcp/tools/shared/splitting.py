@@ -11,7 +11,7 @@ from environments.same_task import MOST_TASKS, Task, gold_of, same_tasks, words_
 from flash_mcp.judgement import labels
 from flash_mcp.judgement.labels import FEW_EVAL, Confusion
 from flash_mcp.protocol.result_model import ResultModel
-from flash_mcp.tools.shared.label_scores import said_of
+from flash_mcp.tools.shared.scores import said_of
 from flash_mcp.tools.shared.truncation import shorten
 
 EVAL_SHARE = 0.2

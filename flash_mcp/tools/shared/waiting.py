@@ -22,7 +22,7 @@ from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
 from flash_mcp.state.tournaments import Tournament
-from flash_mcp.supervisor import ensure, secrets
+from flash_mcp.supervisor import process, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
 from flash_mcp.tools.shared.tool_base import longest_wait_s, report
@@ -111,7 +111,7 @@ async def look_after(store: Store, run: Run | Tournament) -> FlashError | None:
     """
     if run.ended is None:
         try:
-            await run_sync(ensure.ensure_supervised, store)
+            await run_sync(process.ensure_supervised, store)
         except FlashError as error:
             return error
     return None

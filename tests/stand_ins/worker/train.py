@@ -12,7 +12,7 @@ from typing import Any
 
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.run_folder import RunWriter
 from worker.heartbeat import Heartbeat
 from worker.session import AsyncRunner
 
