@@ -84,7 +84,7 @@ CODES: dict[str, str] = {
     "hub_unreachable": "the source of a model that has to be fetched cannot be reached",
     "worker_failed": "an attempt of the run ended without a result",
     "held": "somebody ended an attempt by the commands of its engine; the run waits for a decision",
-    "preempted": "the target ended an attempt, or let it wait too long, for reasons of its own",
+    "preempted": "an attempt's machine was taken away, let it wait too long, or started anew",
     "unknown_target": "targets.toml has no target of that name",
     "targets_invalid": "targets.toml cannot be read, or has a wrong name or value",
     "target_unreachable": "the engine of a target does not answer",

@@ -556,7 +556,7 @@ def test_an_attempt_of_before_the_last_boot_is_gone(here: Harness) -> None:
     record = here.logs.parent / "records" / "run-1-1"
     slot, boot, stat = record.read_text().split(" ", 2)
     record.write_text(f"{slot} {boot[::-1]} {stat}")
-    assert state(launcher, handle) == "gone"
+    assert launcher.poll([handle])[handle.key] == JobStatus("gone", "the machine was started anew", is_preempted=True)
     record.write_text(f"{slot} {boot} {stat}")  # so that it is found again and ended
     assert state(launcher, handle) == "alive"
 

@@ -266,6 +266,32 @@ def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
     assert not Path(server.folder).exists() and not store.active_targets()
 
 
+def reboot(store: Store) -> Supervisor:
+    """End the processes as a machine's end does, with records of an earlier boot; the next supervisor."""
+    stop_all(store.base)
+    for record in (store.base / "attempts").glob("srv-*"):
+        slots, boot, stat = record.read_text().split(" ", 2)
+        record.write_text(f"{slots} {boot[::-1]} {stat}")
+    return new_supervisor(store.base)
+
+
+def test_a_deployment_goes_on_whenever_its_machine_starts_anew(
+    store: Store, deployments: Supervisor, tmp_path: Path
+) -> None:
+    row = request(store, make_run(store, "toy", {1: make_adapter(tmp_path / "a")}))
+    until(deployments, lambda: any((store.base / "attempts").glob("srv-*")))  # it does not listen yet
+    later = reboot(store)
+    server = server_for(store, settle(later, row.id, "ready"))
+    later = reboot(store)
+    until(later, lambda: store.deployment(row.id).server_attempt == 3)
+    row = settle(later, row.id, "ready")
+    assert server_for(store, row) == server, "with the same address and key"
+    assert store.server_run(str(row.server_run)).preemptions == 2
+    request_stop(store, row.id)
+    settle(reboot(store), row.id, "stopped")
+    assert not list((store.base / "servers").iterdir())
+
+
 @pytest.mark.usefixtures("unforked")  # what is left of its process group is ended
 def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_another(
     store: Store, deployments: Supervisor, tmp_path: Path

@@ -284,6 +284,8 @@ class LocalLauncher(Launcher):
         child, record = self._children.get(key), Record.read(self.records / key)
         if record.is_alive() if record else child and child.poll() is None:
             return JobStatus("alive")
+        if record and record.boot != boot_id():
+            return JobStatus("gone", "the machine was started anew", is_preempted=True)
         ended = child.poll() if child else None
         if ended is None:
             return JobStatus("gone")
