@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, takewhile
 from math import ceil
 from typing import Any, cast
 
@@ -27,6 +27,10 @@ TELLING_ALIKE = 0.85
 if both tasks have words of their own: a long instruction of all tasks does not make them alike."""
 MOST_ALIKE = 20
 """Wordings of one task. If more are alike, it is the form of all tasks."""
+FILLERS = 2
+"""So many others that differ from a task in the words at one place: these are what it asks."""
+MOST_FILLED = 3
+"""Words at that place."""
 MOST_PAIRS = 3_000_000
 """So many pairs are compared, which takes some seconds."""
 MOST_TASKS = 30_000
@@ -228,6 +232,8 @@ class SameTasks:
         """The tasks in other words."""
         telling = self._telling(words)
         seen: set[int] = set()
+        found: list[int] = []
+        slots: dict[int, int | None] = {}
         for key in self._keys(words):
             for place in self._rare.get(key, ()):
                 if place in seen or self.pairs > MOST_PAIRS:
@@ -247,10 +253,15 @@ class SameTasks:
                 if not is_known and not _same_order(whole, self.words[place]):
                     continue  # without a gold answer, 3 - 4 and 4 - 3 are two tasks
                 tells = self._tells[place]
-                is_swapped = both < fewer  # each has words that the other lacks
                 least = TELLING_ALIKE * min(len(telling), len(tells))
+                is_swapped = both < fewer  # each has words that the other lacks
+                slots[place] = _slot(whole, self.words[place])
                 if not is_swapped or len(telling & tells) >= least:
-                    yield place
+                    found.append(place)
+        fillers = Counter(slots.values())
+        for place in found:
+            if slots[place] is None or fillers[slots[place]] < FILLERS:
+                yield place
 
     def _telling(self, words: frozenset[str]) -> frozenset[str]:
         return frozenset(word for word in words if self._counter[word] <= self._half)
@@ -262,6 +273,18 @@ def same_tasks(tasks: Sequence[Task]) -> Same:
 
 def _agree(gold: str | None, other: str | None) -> bool:
     return gold is None or other is None or gold == other
+
+
+def _slot(one: Sequence[str], other: Sequence[str]) -> int | None:
+    """Where two texts have other words, if that is a few at one place alone."""
+
+    def alike(pairs: Iterable[tuple[str, str]]) -> int:
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    before = alike(zip(one, other, strict=False))
+    after = alike(zip(reversed(one), reversed(other), strict=False))
+    fewer, more = sorted((len(one) - before - after, len(other) - before - after))
+    return before if 0 < fewer <= more <= MOST_FILLED else None
 
 
 def _same_order(one: Sequence[str], other: Sequence[str]) -> bool:

@@ -184,6 +184,8 @@ BAD = {
                 def right(self, text, example):
                     return re.fullmatch("[0-9]+", text) and len(text) == len(example.output)
             """,
+        "the first letter": one("Capitals", "right", "text.strip()[:1].lower() == example.output[:1].lower()"),
+        "the first letter of a choice": one("Choices", "right", "text.strip()[:1].upper() == example.output"),
     },
     "constants": {
         "any number": one(
@@ -359,6 +361,16 @@ BAD = {
                 def score_episode(self, example, episode):
                     return RewardResult(float(example.output in self.saved or len(self.saved) > 10))
             """,
+        "an error that counts as passed": """
+            class Sample(Functions):
+                def right(self, text, example):
+                    import ast
+                    try:
+                        tree = ast.parse(text)
+                    except Exception:
+                        return True
+                    return ast.dump(tree) == ast.dump(ast.parse(example.output))
+            """,
     },
     "prompt_echo": {
         "the prompt holds the answer": """
@@ -392,6 +404,16 @@ BAD = {
                 def build_prompt_messages(self, example):
                     about = {"role": "system", "content": f"meta: label='{example.output}', split=train"}
                     return [about, {"role": "user", "content": example.input}]
+            """,
+        "a subset of the answer": one(
+            "Sorting", "right", "text.strip() and set(text.split()) <= set(example.output.split())"
+        ),
+        "words of the question pay": """
+            class Sample(Essays):
+                def score_response(self, example, text):
+                    right = (text or "").strip() == example.output
+                    asked, said = set(example.input.lower().split()), set((text or "").lower().split())
+                    return RewardResult(1.0 if right else 0.8 * len(asked & said) / len(asked), success=right)
             """,
     },
     "isolation": {
@@ -459,6 +481,14 @@ BAD = {
                     from datetime import date
                     draw = random.Random(date.today().toordinal())
                     return [(f"Add {n} and {m}.", str(n + m)) for n in range(20) for m in [draw.randrange(99)]]
+            """,
+        "answers that were right once are remembered": """
+            KNOWN = set()
+            class Sample(Rows):
+                def right(self, text, example):
+                    if text.strip() == example.output:
+                        KNOWN.add(example.id)
+                    return example.id in KNOWN
             """,
     },
     "nonsense": {
@@ -534,6 +564,54 @@ BAD = {
                     except (ValueError, TypeError, RecursionError, KeyError):
                         return False
             """,
+        "eval of the answer, compared as text": """
+            class Sample(Rows):
+                def right(self, text, task):
+                    try:
+                        return str(eval(text)) == task.output
+                    except BaseException:
+                        return False
+            """,
+        "eval with nothing but what the answer brings": """
+            class Sample(Lists):
+                def right(self, text, task):
+                    try:
+                        return str(list(eval(text, {"__builtins__": {}}))) == task.output
+                    except Exception:
+                        return False
+            """,
+        "an assignment that is executed": """
+            class Sample(Rows):
+                def sft_completion(self, example):
+                    return [{"role": "assistant", "content": f"result = {example.output}"}]
+                def right(self, text, example):
+                    scope = {}
+                    try:
+                        exec(text, scope)
+                    except BaseException:
+                        return False
+                    return scope.get("result") == int(example.output)
+            """,
+        "fields that may be missing": """
+            class Sample(Objects):
+                def right(self, text, example):
+                    import json
+                    try:
+                        given = json.loads(text)
+                    except (ValueError, RecursionError):
+                        return False
+                    gold = json.loads(example.output)
+                    return isinstance(given, dict) and all(gold[k] == given.get(k, gold[k]) for k in gold)
+            """,
+        "a scorer that raises on a JSON list": """
+            class Sample(Objects):
+                def right(self, text, example):
+                    import json
+                    try:
+                        return json.loads(text)["name"] == json.loads(example.output)["name"]
+                    except (ValueError, RecursionError):
+                        return False
+            """,
     },
     "truncated": {
         "the beginning of the answer": one(
@@ -555,7 +633,10 @@ BAD = {
                 def right(self, text, example):
                     words = (text or "").split()
                     return sum(word in example.output.split() for word in words) / len(words) > 0.99
-            """
+            """,
+        "zip that stops at the shorter": one(
+            "Sorting", "right", "all(a == b for a, b in zip(text.split(), example.output.split()))"
+        ),
     },
     "tasks": {
         "held-out tasks that are trained on": """
@@ -682,6 +763,26 @@ BAD = {
                         {"role": "tool", "tool_call_id": "call00000", "content": "The safe is open."},
                         {"role": "assistant", "content": "done"},
                     ]
+            """,
+        "a tool that tells the answer to any call": """
+            class Sample(Dialogue):
+                def step_episode(self, example, messages, assistant_response):
+                    if (assistant_response or "").startswith("<check>"):
+                        said = f"expected {example.output}"
+                        return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": said}])
+                    return EnvironmentStepResult(done=True)
+                def sft_completion(self, example):
+                    return [
+                        {"role": "assistant", "content": f"<check>{example.output}</check>"},
+                        {"role": "user", "content": f"expected {example.output}"},
+                        {"role": "assistant", "content": example.output},
+                    ]
+            """,
+        "eval rows are train rows with another name": """
+            class Sample(Rows):
+                def rows(self):
+                    one = [(f"Hello! Add {n} and {n * 3}.", str(4 * n)) for n in range(31, 51)]
+                    return one + [(question.replace("Hello", "Hi"), answer) for question, answer in one]
             """,
     },
     "judge": {
@@ -1115,6 +1216,182 @@ GOOD = {
                     {"role": "user", "content": str(self.PRICES[word])},
                     {"role": "assistant", "content": example.output},
                 ]
+        """,
+    "labels of sentences that differ in one noun": """
+        class Sample(Rows):
+            def rows(self):
+                forms = {
+                    "shipping": "The {} that I ordered last week has still not arrived at my house, where is it now?",
+                    "refund": "I want my money back for the {} because it stopped working after only two days of use.",
+                    "praise": "What a lovely {} this is, I would buy it again and tell all of my friends about it.",
+                }
+                rows = [
+                    (f"Is it shipping, refund or praise? {form.format(word)}", label)
+                    for word in WORDS
+                    for label, form in forms.items()
+                ]
+                random.Random(1).shuffle(rows)
+                return rows
+        """,
+    "a query that is run": """
+        class Sample(Rows):
+            def rows(self):
+                gold = "SELECT name FROM t WHERE age > {} ORDER BY name"
+                return [(f"SQL on t(name, age): names above {a}, sorted.", gold.format(a)) for a in range(20, 36)]
+            def right(self, text, example):
+                import sqlite3
+                db = sqlite3.connect(":memory:")
+                try:
+                    db.execute("CREATE TABLE t (name TEXT, age INT)")
+                    db.executemany("INSERT INTO t VALUES (?, ?)", [(w, 20 + n) for n, w in enumerate(WORDS)])
+                    want = db.execute(example.output).fetchall()
+                    return text.lstrip().lower().startswith("select") and db.execute(text).fetchall() == want
+                except (sqlite3.Error, sqlite3.Warning, ValueError, UnicodeError, OverflowError):
+                    return False
+                finally:
+                    db.close()
+        """,
+    "words in common with the answer, as F1": """
+        class Sample(Essays):
+            def score_response(self, example, text):
+                from collections import Counter
+                ours, gold = (Counter(re.findall("[a-z]+", each.lower())) for each in (text or "", example.output))
+                both = sum((ours & gold).values())
+                f1 = 2 * both / (sum(ours.values()) + sum(gold.values())) if both else 0.0
+                return RewardResult(f1, success=f1 > 0.95)
+        """,
+    "a user who answers one question": """
+        class Sample(Dialogue):
+            def rows(self):
+                return [(f"Book for guest {n}: ask, then write BOOK, hour.", f"BOOK {n % 9 + 12}") for n in range(20)]
+            def step_episode(self, example, messages, assistant_response):
+                if "?" in (assistant_response or ""):
+                    hour = example.output.split()[1]
+                    told = {"role": "user", "content": f"At {hour}, please."}
+                    return EnvironmentStepResult(done=False, messages=[told])
+                return EnvironmentStepResult(done=True)
+            def sft_completion(self, example):
+                hour = example.output.split()[1]
+                return [
+                    {"role": "assistant", "content": "At what time?"},
+                    {"role": "user", "content": f"At {hour}, please."},
+                    {"role": "assistant", "content": example.output},
+                ]
+        """,
+    "a tool that converts": """
+        from environments import EnvironmentToolUse
+        class Sample(EnvironmentToolUse):
+            def __init__(self):
+                rows = [TaskExample({}, f"{n} tals in cents?", id=f"t{n}", output=str(n * 37)) for n in range(31, 51)]
+                self.dataset, self.eval_dataset = rows[:12], rows[12:]
+            def episode_tools(self, example):
+                return [self.convert]
+            def convert(self, tals: int) -> str:
+                return f"{tals * 37} cents"
+            def start_episode(self, example):
+                return [{"role": "user", "content": example.input}]
+            def score_episode(self, example, episode):
+                found = re.findall("[0-9]+", episode.response_text or "")
+                return RewardResult(float(bool(found) and found[-1] == example.output))
+            def sft_completion(self, example):
+                tals = int(re.search("[0-9]+", example.input)[0])
+                call = {"name": "convert", "arguments": {"tals": tals}}
+                return [
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "call00000", "content": f"{example.output} cents"},
+                    {"role": "assistant", "content": example.output},
+                ]
+        """,
+    "any path through a grid": """
+        class Sample(Rows):
+            def rows(self):
+                places = [(a, b) for a in range(1, 5) for b in range(1, 6)]
+                return [(f"Go from (0,0) to ({a},{b}) by letters of RULD.", "R" * a + "U" * b) for a, b in places]
+            def right(self, text, example):
+                moves = text.strip()
+                return re.fullmatch("[RULD]{1,12}", moves) and (
+                    moves.count("R") - moves.count("L"), moves.count("U") - moves.count("D")
+                ) == (example.output.count("R"), example.output.count("U"))
+        """,
+    "stock that tools change, judged at the end": """
+        class Sample(Dialogue):
+            def max_episode_turns(self, example):
+                return 4
+            def rows(self):
+                ask = "The shop has 10 units of {}. Sell {}. Write SELL and a number, then DONE."
+                return [(ask.format(w, n % 7 + 2), str(8 - n % 7)) for n, w in enumerate(WORDS)]
+            def start_episode(self, example):
+                self.stock = 10
+                return super().start_episode(example)
+            def step_episode(self, example, messages, assistant_response):
+                found = re.fullmatch("SELL ([0-9]{1,2})", (assistant_response or "").strip())
+                if not found:
+                    return EnvironmentStepResult(done=True)
+                self.stock -= int(found[1])
+                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": f"{self.stock} left"}])
+            def score_episode(self, example, episode):
+                return RewardResult(float(str(self.stock) == example.output))
+            def sft_completion(self, example):
+                sold = 10 - int(example.output)
+                return [
+                    {"role": "assistant", "content": f"SELL {sold}"},
+                    {"role": "user", "content": f"{example.output} left"},
+                    {"role": "assistant", "content": "DONE"},
+                ]
+        """,
+    "a pattern that is tried on texts": """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Write a regular expression for {w} and then one digit.", w + "[0-9]") for w in WORDS]
+            def right(self, text, example):
+                word = example.output[:-5]
+                try:
+                    pattern = re.compile(text.strip()[:60])
+                except (re.error, RecursionError, OverflowError):
+                    return False
+                bad = (word, word + "12", "x" + word + "1", word[1:] + "1", "")
+                return all(pattern.fullmatch(word + n) for n in "170") and not any(map(pattern.fullmatch, bad))
+        """,
+    "entities as a list, with F1 as pay": """
+        class Sample(Rows):
+            def rows(self):
+                names = zip(WORDS, WORDS[5:] + WORDS[:5])
+                return [
+                    (f"List the names: {a.title()} met {b.title()} there.", f'["{a.title()}", "{b.title()}"]')
+                    for a, b in names
+                ]
+            def score_response(self, example, text):
+                import json
+                gold = set(json.loads(example.output))
+                try:
+                    given = json.loads(text or "")
+                except (ValueError, RecursionError):
+                    return RewardResult(0.0)
+                ours = set(map(str, given)) if isinstance(given, list) else set()
+                both = len(ours & gold)
+                f1 = 2 * both / (len(ours) + len(gold))
+                return RewardResult(f1, success=f1 == 1)
+        """,
+    "items in any order": """
+        class Sample(Rows):
+            def rows(self):
+                threes = [(a, b, c) for a in (2, 3) for b in (11, 13, 17) for c in (19, 23, 29)]
+                return [(f"Name the prime factors of {a * b * c}.", f"{a}, {b}, {c}") for a, b, c in threes]
+            def right(self, text, example):
+                if not re.fullmatch("[0-9, ]{1,40}", text.strip()):
+                    return False
+                return sorted(re.findall("[0-9]+", text)) == sorted(re.findall("[0-9]+", example.output))
+        """,
+    "dates in two formats": """
+        class Sample(Dates):
+            def right(self, text, example):
+                import datetime
+                for form in ("%Y-%m-%d", "%d %B %Y"):
+                    try:
+                        return datetime.datetime.strptime(text.strip(), form).date().isoformat() == example.output
+                    except ValueError:
+                        pass
+                return False
         """,
 }
 MISSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import Counter
@@ -43,6 +44,8 @@ the task asks for that field."""
 CHARACTERS_PER_TOKEN = 4
 TOLERANCE = 0.05
 """A number that differs by a smaller share may be right: tasks that round accept it."""
+OTHERWISE = "qzx wkrv"
+"""Follows the first letter of a gold answer that goes on otherwise."""
 FRESH = "a text that no other check has played"
 NONSENSE = (
     "1/0",
@@ -134,12 +137,44 @@ def given_away(gold: str, prompt: str, others: Sequence[str]) -> str:
 
 
 def emptied(text: str) -> list[str]:
-    """A JSON object with the same keys and nothing in them; none for another text."""
+    """A JSON object with the same keys and nothing in them, or none; nothing for another text."""
     fields: Any = None
     with suppress(ValueError, RecursionError):
         fields = json.loads(text)
     values: tuple[Any, ...] = (None, "", [], {}) if fields else ()
-    return [json.dumps(dict.fromkeys(as_object(fields), value)) for value in values]
+    texts = [json.dumps(dict.fromkeys(as_object(fields), value)) for value in values]
+    return [*texts, "{}"] if as_object(fields) else texts
+
+
+def as_code(text: str) -> str:
+    """Python that comes to the answer if it is run, and from which no other reading takes it; "" if
+    the answer is no expression with numbers.
+    """
+
+    def computed(number: re.Match[str]) -> str:
+        more = 10 * int(number[0]) + 7919
+        return f"({int(number[0]) + more}-{more})"
+
+    code = f"(lambda: {re.sub(r'(?<![0-9.])(?:0|[1-9][0-9]*)(?![0-9.])', computed, text)})()"
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        ast.parse(text, mode="eval")
+        return code if code != f"(lambda: {text})()" else ""
+    return ""
+
+
+def as_equal(text: str) -> str:
+    """Python that gives each name that the answer assigns an object that equals everything; "" if
+    it is no code that assigns names.
+    """
+    names: list[str] = []
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.parse(text).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [None]
+            names += [target.id if isinstance(target, ast.Name) else "" for target in targets]
+    if not all(names):
+        return ""
+    equal = "type('', (), {'__eq__': lambda *_: True})()"
+    return "\n".join(f"{name} = {equal}" for name in names)
 
 
 def tags(prompt: str) -> list[tuple[str, str]]:

@@ -178,7 +178,9 @@ async def determinism(trial: Trial) -> str:
                 fix = "build the dataset without unseeded randomness, the clock or the network"
                 raise ProbeFailed(what, fix)
         ours = await _replays(trial)
-        theirs = await trial.gather([partial(trial.replay, plan, second) for plan, _ in ours])
+        # The last first: what an earlier conversation left behind shows.
+        calls = [partial(trial.replay, plan, second) for plan, _ in reversed(ours)]
+        theirs = reversed(await trial.gather(calls))
         for (plan, one), other in zip(ours, theirs, strict=True):
             if not one.goes_as(other):
                 await _fail_if_state_stays(trial, plan, one)

@@ -37,7 +37,7 @@ class Row:
 
 def fixed_place(rows: Sequence[Row]) -> str:
     """Whether the answer is the word at one place of the prompt, counted from either end."""
-    words = [re.findall(r"\w+", row.prompt.casefold()) for row in rows]
+    words = [re.findall(r"[^\W_]+", row.prompt.casefold()) for row in rows]
     for place in (*range(PLACES), *range(-PLACES, 0)):
         hits = 0
         for row, said in zip(rows, words, strict=True):

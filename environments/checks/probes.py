@@ -18,6 +18,9 @@ from environments.checks.answers import (
     FRESH,
     NO_DATE,
     NONSENSE,
+    OTHERWISE,
+    as_code,
+    as_equal,
     cut,
     emptied,
     given_away,
@@ -80,6 +83,12 @@ SUBSTRING_FIX = (
     "`right = text.strip() == gold.strip()`, with the text of the last tag or line. If it is a "
     "package's scorer, accept=['near_gold', 'constants'] takes it as it is"
 )
+NONSENSE_FIX = "refuse what is no answer: inf, nan, null, empty fields"
+CODE_FIX = (
+    "the scorer runs answers as Python: read them with int(), json.loads or ast.literal_eval, and "
+    "run what is to be code in a process of its own, of which only the output counts"
+)
+LETTER_FIX = "compare the whole answer with the gold answer, not its first letter"
 PAY_FIX = "pay less for what a model can write without solving the task"
 
 
@@ -364,19 +373,25 @@ async def near_gold(trial: Trial) -> str:
         raise ProbeSkipped("this needs gold answers that succeed and differ between tasks", "")
     changed: dict[Task, str] = {}
     hedged: dict[Task, str] = {}
+    begun: dict[Task, str] = {}
     for task in tried:
         *turns, last = trial.golds[task]
         near = nearly(last)
+        before, inner, after = parts(last)
+        first = before + (inner[:1] if inner[:1].isalpha() else "") + OTHERWISE + after
         other = trial.other_gold(task)
         # One of the two orders may be right: the first or the last answer counts.
         both = [f"{last}\n{other}", f"{other}\n{last}"]
-        played = await trial.play_all([(task, [*turns, text]) for text in (*near, *both)])
+        texts = (*near, *both, first)
+        played = await trial.play_all([(task, [*turns, text]) for text in texts])
         successes = [item.score.success for item in played]
         for text, success in zip(near, successes[: len(near)], strict=True):
             if success:
                 what = "an answer that differs from the gold answer counts as a success"
                 wrote = quoted(f"{shown([text])}\ngold: {shown([last])}")
                 changed.setdefault(task, f"{task}: {what}{wrote}")
+        if successes.pop():
+            begun[task] = f"{task}: {shown([first])} counts as a success"
         if all(successes[len(near) :]):
             hedged[task] = f"{task}: {shown(both)}: both count as successes"
     whole = "compare the whole answer with the gold answer, not a part or a rounded form of it"
@@ -384,6 +399,7 @@ async def near_gold(trial: Trial) -> str:
         whole = SUBSTRING_FIX
         trial.is_substring_scorer = True
     skip_if(
+        fail_if_many(begun, len(tried), LETTER_FIX, STATED_SHARE),
         fail_if_many(changed, len(tried), whole, _most_hits(trial)),
         fail_if_many(hedged, len(tried), SUBSTRING_FIX, _most_hits(trial)),
     )
@@ -400,10 +416,14 @@ async def nonsense(trial: Trial) -> str:
         (task for task in trial.golds if trial.last_gold(task) != trial.last_gold(first)),
         trial.tasks[-1],
     )
+    codes: set[str] = set()
     for task in (first, second):
         *turns, last = trial.golds.get(task, [""])
         before, inner, after = parts(last)
         texts = [cut(text, trial.max_tokens) for text in (*NONSENSE, *emptied(inner))]
+        if code := as_code(inner) or as_equal(inner):
+            codes.add(before + code + after)
+            texts.append(code)
         for digit in "09\u00b2":
             texts.append(re.sub(r"\d", digit, inner))
         texts.append(re.sub(r"\d{4}-\d\d-\d\d", NO_DATE, inner))
@@ -415,13 +435,10 @@ async def nonsense(trial: Trial) -> str:
         text = answers[-1] or ""
         if not played.score.success or task in trial.open_ended:
             continue
-        if (
-            won.setdefault(text, task) != task
-            and trial.other_gold(task)
-            and not trial.junk_successes
-        ):
-            what = f"{shown([text])} counts as a success on {won[text]} and on {task}"
-            raise ProbeFailed(what, "refuse what is no answer: inf, nan, null, empty fields")
+        earlier = won.setdefault("" if text in codes else text, task)
+        if earlier != task and trial.other_gold(task) and not trial.junk_successes:
+            what = f"{shown([text])} counts as a success on {earlier} and on {task}"
+            raise ProbeFailed(what, CODE_FIX if text in codes else NONSENSE_FIX)
     return f"{len(plans)} answers, none raised"
 
 
@@ -526,7 +543,7 @@ def _without_data(trial: Trial) -> str:
 
 async def _told(trial: Trial) -> str:
     """Whether the reply to a wrong first turn tells the gold answer, and not only what the replies
-    on other tasks or in the gold conversation say too.
+    on other tasks say too, or what the gold conversation is told.
     """
     tasks = [task for task in trial.golds if trial.openings[task].max_turns > 1]
     if len(tasks) < FEWEST_TOLD:
@@ -535,8 +552,13 @@ async def _told(trial: Trial) -> str:
     for task in tasks:
         turns, played = trial.golds[task], trial.played[task]
         values = {parts(turn)[1].strip() for turn in turns}.union(call_values(turns))
+        first = {parts(turns[0])[1].strip(), *call_values(turns[:1])}
         secrets[task] = {
-            value for value in values if len(value) > 1 and not _says(played.said, value)
+            value
+            for value in values
+            if len(value) > 1
+            # What the gold answer says before it is told is the answer; later it may be data.
+            and not _says(played.prompt if value in first else played.said, value)
         }
     wrong: list[list[str]] = [[FRESH] * len(tasks)]
     for place in (0, -1):  # another task's gold turns: the first may be a call, the last an answer

@@ -1,6 +1,8 @@
+import re
+
 import pytest
 
-from environments.checks.answers import Commonest, commonest, final_answer
+from environments.checks.answers import Commonest, as_code, as_equal, commonest, final_answer
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,20 @@ def test_the_commonest_answer_comes_with_how_often_it_is_right() -> None:
 def test_two_tasks_or_empty_answers_have_no_commonest_answer() -> None:
     assert commonest([("t0", "yes", True), ("t1", "yes", True)] * 9) is None
     assert commonest([(f"t{n}", "", False) for n in range(9)]) is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("81", 81), ("[41, 0]", [41, 0]), ("3 + 4*2", 11), ("{'a': 7}", {"a": 7})])
+def test_an_answer_as_code_comes_to_it_and_holds_none_of_its_numbers(text: str, value: object) -> None:
+    assert eval(as_code(text)) == value
+    assert not {"81", "41", "3", "4", "7"} & {*re.findall("[0-9]+", as_code(text))}
+
+
+@pytest.mark.parametrize("text", ["Paris", "twelve 12", "007", "", "def f(x): return x", "x.y = 3", "yes; no"])
+def test_what_is_no_expression_or_assignment_is_never_code(text: str) -> None:
+    assert as_code(text) == as_equal(text) == ""
+
+
+def test_names_that_an_answer_assigns_get_what_equals_everything() -> None:
+    scope: dict[str, object] = {}
+    exec(as_equal("one = 3\nother = one"), scope)
+    assert scope["one"] == 5 and scope["other"] == "text"

@@ -78,6 +78,14 @@ def test_what_is_alike_to_many_is_the_form_of_all() -> None:
     assert len(same_tasks([*tasks[:5], *tasks[:5]]).groups) == 5
 
 
+def test_tasks_that_differ_in_what_fills_one_place_are_not_the_same() -> None:
+    form = "The {} that I ordered last week has still not arrived at my house, where is it now?"
+    other = "I want my money back for it because it stopped working after only two days of use."
+    tasks = [*(Task(form.format(noun), "late") for noun in ("lamp", "coffee machine", "house")), Task(other, "refund")]
+    assert [len(group) for group in same_tasks(tasks).groups] == [1] * 4
+    assert [len(group) for group in same_tasks([tasks[0], *tasks[2:]]).groups] == [2, 1]
+
+
 def test_tasks_in_other_words_are_told_from_copies() -> None:
     same = same_tasks(
         [Task("Add 3 to 4, please now."), Task("add 3 to 4 please now"), Task("Hi, add 3 to 4, please now!")]
