@@ -232,7 +232,7 @@ class SameTasks:
         """The tasks in other words."""
         telling = self._telling(words)
         seen: set[int] = set()
-        found: list[int] = []
+        alike: list[int] = []
         slots: dict[int, int | None] = {}
         for key in self._keys(words):
             for place in self._rare.get(key, ()):
@@ -257,9 +257,9 @@ class SameTasks:
                 is_swapped = both < fewer  # each has words that the other lacks
                 slots[place] = _slot(whole, self.words[place])
                 if not is_swapped or len(telling & tells) >= least:
-                    found.append(place)
+                    alike.append(place)
         fillers = Counter(slots.values())
-        for place in found:
+        for place in alike:
             if slots[place] is None or fillers[slots[place]] < FILLERS:
                 yield place
 
