@@ -107,7 +107,11 @@ async def test_secrets_come_from_the_file_beside_the_config_and_are_written_nowh
     env = written(folder / "configs/.env", f"# of the judge\nexport JUDGE_KEY='{SECRET}'\nOTHER_KEY=unnamed\n")
     with supervised():
         pushed = await call("env_push", name="keyed", folder=str(folder), secrets=["JUDGE_KEY"])
-        started = await call("train", config=config)
+        with monkeypatch.context() as hurry:
+            hurry.setattr(secrets, "TIMEOUT_S", 0.0)  # no supervisor takes them yet
+            started = await call("train", config=config)
+            arms = [{"model": f"{started['run_id']}@0", "top_p": mass} for mass in (0.5, 0.9)]
+            played = await call("tournament", environment="keyed", arms=arms, wait_s=0)
         run = open_store().run(started["run_id"])
         assert run.env_files == [env] and run.spec.secrets == ["JUDGE_KEY"]
         vault = secrets.Vault(flash_home)
@@ -118,8 +122,6 @@ async def test_secrets_come_from_the_file_beside_the_config_and_are_written_nowh
         finally:
             vault.close()
         shown = await call("status", run_id=run.id, detail="detailed")
-        arms = [{"model": f"{run.id}@0", "top_p": mass} for mass in (0.5, 0.9)]
-        played = await call("tournament", environment="keyed", arms=arms, wait_s=0)
         assert [open_store().run(arm["run_id"]).env_files for arm in played["arms"]] == [[env], [env]]
     assert holding(flash_home, "JUDGE_KEY") and not holding(flash_home, SECRET)
     assert SECRET not in json.dumps([pushed, started, shown]) and "JUDGE_KEY" not in os.environ
