@@ -137,7 +137,7 @@ class Bench:
         self.servers, self.reconciler = self.new_servers(), self.new_reconciler(self.engine)
 
     def new_reconciler(self, launcher: Launcher, **seconds: float) -> RunReconciler:
-        timeouts = Timeouts(**{"cancel_grace_s": 0.05, "retry_delay_s": 0.0, **seconds})
+        timeouts = Timeouts(**{"beat_stale_s": 0.3, "cancel_grace_s": 0.05, "retry_delay_s": 0.0, **seconds})
         return RunReconciler(self.store, self.target(launcher), Vault(self.home), timeouts)
 
     def run(self, row: Deployment) -> Run:

@@ -22,7 +22,8 @@ def forge(op):
     if ARGS["op"] == op:
         child = next(each for each in gc.get_objects() if type(each).__name__ == "Child")
         line = ARGS["line"].replace("NUMBER", str(max(child._tasks)))
-        os.write(int(sys.argv[3]), line.encode() + b"\\n")
+        with open(int(sys.argv[3]), "wb", closefd=False) as stream:
+            stream.write(line.encode() + b"\\n")
         time.sleep(20)
 
 class Tasks(list):
