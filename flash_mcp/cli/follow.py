@@ -26,7 +26,6 @@ ENDED = {"succeeded": 0, "failed": 3, "cancelled": 4}
 """Exit codes by how a run ended."""
 TIMED_OUT = 5
 INTERRUPTED = 130
-WAIT_S = 30.0
 
 
 def run(function: Callable[..., Awaitable[Found]], *arguments: Any) -> Found:
@@ -64,7 +63,7 @@ def until_ended(
             left = deadline - time.monotonic()
             if left <= 0:
                 return TIMED_OUT, report
-            wait_s = min(WAIT_S, left)
+            wait_s = min(show.wait_s, left)
     except KeyboardInterrupt:
         sys.stderr.write(
             f"\ndetached; the run goes on. Follow it again: flash-mcp status {run_id} --follow\n"
@@ -76,6 +75,7 @@ def until_ended(
 class Lines:
     """A line at every change, for logs and pipes."""
 
+    wait_s = 30.0
     _seen = ""
 
     def __call__(self, view: dict[str, Any]) -> None:
@@ -88,6 +88,8 @@ class Lines:
 class Screen:
     """The curve and the newest line below it, each drawn over the one before."""
 
+    wait_s = 5.0
+    """What changes between two waits, as while the curve is drawn, is seen after the next one."""
     _height = 0
 
     def __call__(self, view: dict[str, Any]) -> None:
