@@ -5,8 +5,8 @@
     | Fix: send the secrets to ...
 
 Every line has the mark `| `, so foreign text cannot look like ours. Characters that terminals obey,
-or that readers do not see, are replaced. A result of a tool has foreign text in fields of its own
-(messages, evidence, reason, error, log_tail), and never in `fix` or `next`."""
+or that readers do not see, are replaced. A result of a tool has foreign text in fields of its own,
+which the server's instructions name, and never in `fix` or `next`."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shlex
 import time
 from collections.abc import AsyncGenerator
@@ -16,10 +17,11 @@ from environments import load_dataset
 from environments.checks import gate
 from environments.examples.tool_calculator import environment as tool_calculator
 from environments.process.host import EnvironmentHost
+from environments.untrusted_text import visible
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.spec import read_toml, validate
-from flash_mcp.server.mcp_server import server
+from flash_mcp.server.mcp_server import INSTRUCTIONS, server
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.tools import environments
@@ -30,6 +32,7 @@ from tests.calls import call as call_here
 from tests.calls import call_over as call
 from tests.calls import refusal, refused
 from tests.folders import allow, environment_folder
+from tests.samples import finished_run, sample_rollout
 from tests.waiting import until
 
 
@@ -667,3 +670,83 @@ async def test_what_an_environment_writes_is_marked_and_never_in_a_fix(client: C
     _, _, others = probe["evidence"].partition("\nenvironment or model wrote:\n")
     assert all(line.startswith("| ") for line in others.split("\n"))
     assert others.replace("\n", "").isprintable()
+
+
+TOOLS_OF_OTHERS = """
+from environments import EnvironmentToolUse
+from environments.adapters.mcp import McpServer
+
+
+class Sample(EnvironmentToolUse):
+    max_turns = 3
+    dataset = [TaskExample({}, str(number), id=f"t{number}", output="1") for number in range(8)]
+    eval_dataset = dataset
+
+    def __init__(self):
+        self.server = McpServer(["python", "server.py"], os.path.dirname(__file__))
+        self.tools = self.server.tools
+
+    def start_episode(self, example):
+        return [{"role": "user", "content": self.tools[0]["function"]["description"]}]
+
+    def call_tool(self, example, name, arguments):
+        return self.server.call(name, arguments)
+
+    def score_episode(self, example, episode):
+        said = str(self.tools)
+        return RewardResult(float(episode.response_text == "1"), success=episode.response_text == "1", reason=said)
+"""
+HOSTILE_SERVER = """
+import json, sys
+
+TEXT = {text!r}
+KINDS = {{"a": {{"type": "string", "description": TEXT, "enum": [TEXT]}}}}
+TOOL = {{"name": "add", "description": TEXT, "inputSchema": {{"type": "object", "properties": KINDS}}}}
+for line in sys.stdin:
+    request = json.loads(line)
+    answers = {{
+        "initialize": {{"serverInfo": {{"name": TEXT, "version": TEXT}}, "instructions": TEXT}},
+        "tools/list": {{"tools": [TOOL]}},
+        "tools/call": {{"content": [{{"type": "text", "text": TEXT}}], "isError": True}},
+    }}
+    if "id" in request:
+        print(json.dumps({{"jsonrpc": "2.0", "id": request["id"], "result": answers[request["method"]]}}), flush=True)
+"""
+
+
+def fields_with(word: str, value: Any, *within: str) -> set[str]:
+    """The names of the outermost named fields below `within` in which a text has the word."""
+    if isinstance(value, dict):
+        return {name for key, each in value.items() for name in fields_with(word, each, *within, key)}
+    if isinstance(value, list):
+        return {name for each in value for name in fields_with(word, each, *within)}
+    if word in str(value):
+        assert not isinstance(value, str) or visible(value) == value
+        return {"/".join(within)}
+    return set()
+
+
+@pytest.mark.hostile("steering")
+async def test_the_texts_of_a_hostile_mcp_server_are_in_the_fields_that_the_instructions_name(
+    client: Client, tmp_path: Path
+) -> None:
+    text = "\n".join(["a STEERING text", *STEERING.values()])
+    folder = environment_folder(tmp_path / "e", TOOLS_OF_OTHERS)
+    (folder / "server.py").write_text(HOSTILE_SERVER.format(text=text))
+    ask = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [ask]}, {"role": "assistant", "content": "1"}]
+    reports = [await call(client, "env_test", folder=str(folder), answers=[turns])]
+    reports.append(await call(client, "env_test", folder=str(folder)))
+    run, row = finished_run(tmp_path), sample_rollout(20, 0, 1.0)
+    async with await EnvironmentHost.start(folder) as host:
+        opening = await host.open("train", 0)
+        row |= {"tools": opening.tools, "messages": [*opening.messages, *turns], "expected": text, "reason": text}
+    open_store().put_rollouts(run.id, "train", 20, [row, {**row, "index": 1}])
+    for which in ("index", "worst"):
+        reports.append(await call(client, "rollouts", run_id=run.id, step=20, which=which))
+    found = set().union(*(fields_with("STEERING", report) for report in reports))
+    assert {"scored/replies", "tools", "opening/content", "rollouts/expected"} < found
+    named = re.search(r"the fields (.*?) hold what", INSTRUCTIONS, re.DOTALL)
+    assert named
+    unnamed = [field for field in found if not {*field.split("/")} & {*re.findall(r"\w+", named[1])}]
+    assert not unnamed
