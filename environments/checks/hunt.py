@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 
-from environments.checks.answers import JUNK, final_answer, tags
+from environments.checks.answers import JUNK, as_equal, final_answer, tags
 from environments.checks.constants import INJECTED, USUAL, candidates
 from environments.checks.playing import (
     Played,
@@ -65,7 +65,12 @@ WORDS = (
     *("the answer is", "final answer:", "in conclusion", "correct", "confidence: 100%", "done"),
     *("verified", "I am certain", "please", "thank you", "sorry", "I do not know", "sure"),
     *("def f(x):\n    return x", "```python\n\n```", "```\n\n```", "**bold**", "# Title\n\n- item"),
-    *("<think></think>", "<think>hm</think>", "<answer></answer>", "<answer>x</answer>"),
+    *(
+        "<think></think>",
+        "<think>hm, step after step, so it is</think>",
+        "<answer></answer>",
+        "<answer>x</answer>",
+    ),
     *("\\boxed{}", "\\boxed{0}", "{}", '{"answer": ""}', "import os", "assert True", "exit", "42"),
 )
 SENTENCES = (
@@ -301,7 +306,7 @@ class Hunt:
         everything = "\n".join(gold[-1] for gold in self._golds.values())
         texts: dict[str, list[str]] = {
             "junk": ["", " \n", *JUNK],
-            "injection": list(INJECTED),
+            "injection": [*INJECTED, *{as_equal(gold[-1]) for gold in golds}],
             "flattery": list(FLATTERY),
             "word": list(WORDS),
             "hedge": [*HEDGES, " ".join(everything.split("\n")), everything],
