@@ -209,7 +209,7 @@ class Session(Generic[S]):
         policy = self.model.policy
         if self.model.is_shared or not isinstance(policy, PeftModel):
             return self._new_engine(self.model.sync)
-        return agreeing_engine(
+        engine = agreeing_engine(
             self._new_engine,
             self.model.ways,
             policy,
@@ -217,6 +217,10 @@ class Session(Generic[S]):
             self.limits.max_length,
             self.writer.event,
         )
+        if freed := engine.share_base(policy):
+            what = f"engine and trainer share {freed / 2**30:.2f} GiB of base weights"
+            self.writer.event("one_base", what)
+        return engine
 
     def _new_engine(self, sync: Sync | None) -> VllmEngine:
         self.heartbeat.enter("engine")

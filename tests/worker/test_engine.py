@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +138,25 @@ def fp32_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.fixture(scope="module")
+def tied_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With biases and a tied head, in fp32."""
+    folder = tmp_path_factory.mktemp("tied")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(weight, mean=1.0, std=0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def policy(tiny_model: Path) -> Any:
     return load_policy(tiny_model, rank=RANK, alpha=24, seed=0, dtype=torch.bfloat16)
@@ -204,23 +223,9 @@ def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_tok
     assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
 
 
-def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(
-    engines: Engines, tiny_model: Path, tmp_path: Path
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(weight, mean=1.0, std=0.5)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    policy = load_policy(tmp_path, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
-    engine = engine_of(engines, tmp_path, "merged", "float32")
+def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(engines: Engines, tied_model: Path) -> None:
+    policy = load_policy(tied_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    engine = engine_of(engines, tied_model, "merged", "float32")
     for step in range(3):
         train(policy, step)
         engine.load_policy(policy)
@@ -286,6 +291,38 @@ def test_the_base_model_answers_beside_the_policy_and_stays_as_it_was(by_adapter
         answers.append((trained, base))
     (one, base), (other, again) = answers
     assert base.token_ids == again.token_ids and one.token_ids != other.token_ids
+
+
+def test_engine_and_trainer_hold_the_base_weights_once(
+    engines: Engines, merged: VllmEngine, tied_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither changes them. A CPU's engine packs what a card's engine keeps as it is."""
+    from vllm.model_executor.layers import utils  # noqa: PLC0415
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    def storages(weights: Iterable[Tensor]) -> set[int]:
+        return {weight.untyped_storage().data_ptr() for weight in weights}
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
+    policy: Any = load_policy(tied_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    engine = engine_of(engines, tied_model, "adapter", "float32")
+    train(policy, 1)
+    expected = trainers_logprobs(policy, PROMPT, PROMPT)
+    frozen = {name: weight for name, weight in policy.named_parameters() if not weight.requires_grad}
+    base = {name: weight.clone() for name, weight in frozen.items()}
+    assert merged.share_base(policy) == 0
+    assert engine.share_base(policy) == sum(weight.nbytes for weight in base.values())
+    [kept] = engine._engine.apply_model(lambda model: storages(model.parameters()))
+    assert storages(frozen.values()) <= kept
+    assert trainers_logprobs(policy, PROMPT, PROMPT).equal(expected)
+    policy(input_ids=torch.tensor([PROMPT])).logits.sum().backward()
+    for step in (2, 3):
+        train(policy, step)
+        engine.load_policy(policy)
+        assert difference(policy, generate(engine, (PROMPT, Sampling(8, seed=step)))[0]) < 1e-4
+    assert all(weight.equal(base[name]) for name, weight in frozen.items())
 
 
 def test_a_base_model_that_a_policy_was_merged_into_cannot_be_asked(merged: VllmEngine, policy: Any) -> None:

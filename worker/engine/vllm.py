@@ -20,6 +20,7 @@ from torch import Tensor
 
 from worker.adapter import merged_weights, named_as, save_adapter
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
+from worker.engine.one_base import share_base
 from worker.engine.text_models import (
     CPU_LORA_WORKER,
     UTILIZATION,
@@ -363,6 +364,13 @@ class VllmEngine:
         self._check_idle()
         self._forget_prefixes()
         self._adapter = None
+
+    def share_base(self, policy: PeftModel) -> int:
+        """Let the policy have no copy of the base weights that this engine holds too, if it takes
+        adapters; the bytes that this frees."""
+        if self._sync != "adapter" or self.processes:
+            return 0
+        return cast(Any, self._engine).apply_model(functools.partial(share_base, policy=policy))[0]
 
     def close(self) -> None:
         """End the processes of an engine on several cards."""
