@@ -129,7 +129,7 @@ async def test_secrets_come_from_the_file_beside_the_config_and_are_written_nowh
 
 async def test_the_servers_own_variable_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = written(tmp_path / "a/.env", "ONE=a\nTWO=a\nTHREE=a\n")
-    later = written(tmp_path / "b/.env", "TWO=b\nTHREE=b\nMONEY=$ONE\n")
+    later = written(tmp_path / "b/.env", "\ufeffTWO=b\r\nTHREE=b\nMONEY=$ONE\n")  # as editors of Windows save it
     monkeypatch.setenv("THREE", "server")
     values = secrets.variables([later, first, str(tmp_path / "none")])
     assert [values[name] for name in ("ONE", "TWO", "THREE", "MONEY")] == ["a", "b", "server", "$ONE"]
