@@ -218,7 +218,7 @@ def variables(env_files: Sequence[str]) -> dict[str, str]:
     values = dict(os.environ)
     for file in env_files:
         try:
-            pairs = dotenv_values(file, interpolate=False, encoding="utf-8-sig")
+            pairs = dotenv_values(file, interpolate=False)
         except (OSError, ValueError):  # no UTF-8
             log.warning("%s cannot be read", file)
             continue
