@@ -20,6 +20,7 @@ from flash_mcp.server.http_server import Admission, application
 from flash_mcp.server.mcp_server import build_server
 from flash_mcp.state import references, tokens
 from flash_mcp.state.store import open_store
+from tests.forked import fork_of
 from tests.ports import free_port
 from tests.samples import queued_run, started_run, supervised
 from tests.server.test_mcp_server import body_of, serving
@@ -303,7 +304,7 @@ def test_a_thousand_strangers_fill_no_memory_and_shut_nobody_out(flash_home: Pat
         token = (flash_home / tokens.LOCAL_TOKEN).read_text().strip()
         http = stack.enter_context(team.http(token))
         assert http.get("/metrics").status_code == 200
-        process = psutil.Process(server.pid)
+        process = psutil.Process(fork_of(server.pid))
         idle = process.memory_info().rss
         half = [request(team, "POST", path, "content-length: 4000000") for path in ("/ui/sign-in", "/gateway/x/0/v1/y")]
         strangers: deque[socket.socket] = deque()
