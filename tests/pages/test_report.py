@@ -203,6 +203,15 @@ def test_an_evaluation_has_its_success_as_a_bar_and_its_scores_in_words(tmp_path
     assert "pass at1: 0.7, 2: 0.867, 4: 1" in Tags(page).text
 
 
+@pytest.mark.parametrize("solved", [0, 1])
+def test_a_page_never_says_that_nothing_warns_where_nothing_succeeded(tmp_path: Path, solved: int):
+    run, writer = started_run(tmp_path)
+    evaluate(writer, 0, solved, of=64)
+    read_in(open_store(), run.id)
+    page = html(open_store(), run.id)
+    assert ("No warning signs." in page, "Nothing succeeded." in page) == (bool(solved), not solved)
+
+
 def test_large_rewards_and_times_are_as_people_write_them(tmp_path: Path):
     run, writer = started_run(tmp_path)
     writer.rollouts(1, [sample_rollout(1, 0, 12345.0)])

@@ -394,6 +394,13 @@ def request_of(asked: str, said: str, finish: str = "stop") -> dict[str, Any]:
     }
 
 
+async def test_a_run_without_success_is_never_to_be_learnt_whole(client: Client) -> None:
+    run = recorded([answered(n, f"t{n}", "?", right=False) for n in range(4)])
+    body = await curated(client, runs=[run.id], dry_run=True)
+    for said in (body["next"], (await refused(client, runs=[run.id], name="none"))[1]):
+        assert "train(algorithm='sft', ...) learns from the tasks' gold answers" in said and "select=" not in said
+
+
 @pytest.mark.slow
 async def test_what_a_deployment_recorded_is_shown_and_learnt_but_for_eval_tasks(client: Client):
     recording = served(recorded(solved()))

@@ -156,6 +156,18 @@ async def test_a_warning_is_named_while_the_run_goes_on(tmp_path: Path):
     assert said.startswith("uniform_groups: rollouts(")
 
 
+async def test_a_rise_stands_before_its_problems_in_outlook_and_next(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    evaluate(writer, 0, 10)
+    learn(writer, range(1, 12), **{"rollouts/truncated_share": 0.6})
+    evaluate(writer, 11, 55)
+    read_in(open_store(), run.id)
+    body = await call("status", run_id=run.id)
+    assert body["run"]["verdict"]["outcome"] == "improved" and body["run"]["flags"][0]["severity"] == "problem"
+    assert body["run"]["outlook"].startswith("yes: the held-out success rose; mind truncation: 60 %")
+    assert body["next"].startswith("the held-out success rose; mind truncation: see") and "cancel" not in body["next"]
+
+
 async def test_a_split_that_has_no_more_tasks_is_measured_with_more_attempts(tmp_path: Path):
     run = underpowered(tmp_path)
     count_split(run)

@@ -200,6 +200,8 @@ def _problem(context: RunContext) -> str:
         seen = f"{DESTROYED}: its flag says what to change"
     if context.run.state == "succeeded":
         return f"{seen}; train again with its remedy"
+    if context.change and context.change.outcome == "improved":
+        return f"the held-out success rose; mind {seen}; {context.waiting}"
     return (
         f"{seen}; cancel(run_id={context.run.id!r}) if it is not worth its time; {context.waiting}"
     )
