@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.dates import FOLDER as DATES
-from flash_mcp.cli.demo import Session, watch
+from flash_mcp.cli.demo import DemoSession, watch
 
 Json = dict[str, Any]
 STARTERS = ("calculator", "sort_words")
@@ -22,7 +22,7 @@ TASKS = (*STARTERS, "dates", *PACKAGED)
 
 
 async def play(
-    session: Session,
+    session: DemoSession,
     folder: Path,
     seeds: int = 1,
     tasks: Sequence[str] = TASKS,
@@ -47,7 +47,7 @@ async def play(
     return {"rows": rows}
 
 
-async def _published(session: Session, task: str, folder: Path) -> str:
+async def _published(session: DemoSession, task: str, folder: Path) -> str:
     if task in PACKAGED:
         return f"reasoning-gym:{task}"
     source = str(DATES)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from flash_mcp.cli.demo import Session
+from flash_mcp.cli.demo import DemoSession
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.records import ACTIVE
@@ -54,7 +54,7 @@ JSON_PLAN = replace(PLAN, common={**PLAN.common, "max_tokens": 32})
 
 
 async def play(
-    session: Session, plan: Plan = PLAN, model: str | None = None, folder: Path = FOLDER
+    session: DemoSession, plan: Plan = PLAN, model: str | None = None, folder: Path = FOLDER
 ) -> Json:
     """{"task", "calls", "tokens", "by_tool", "table", "best", "export", "seconds"}."""
     name = folder.name.partition("_")[0]
@@ -87,7 +87,7 @@ async def play(
     }
 
 
-async def _trained(session: Session, name: str, wanted: Json) -> str:
+async def _trained(session: DemoSession, name: str, wanted: Json) -> str:
     """The run's id, once it has succeeded."""
     with session.timed(name.rpartition(" ")[2]):
         run_id = str((await session.call("train", **wanted, name=name))["run_id"])
@@ -100,20 +100,20 @@ async def _trained(session: Session, name: str, wanted: Json) -> str:
     return run_id
 
 
-async def _exported(session: Session, checkpoint: str, kind: str) -> Json:
+async def _exported(session: DemoSession, checkpoint: str, kind: str) -> Json:
     while True:
         export = (await session.call("checkpoints", run_id=checkpoint, export=kind))["export"]
         if export["state"] == "ready":
             return export
 
 
-def counted(session: Session) -> list[tuple[str, int]]:
+def counted(session: DemoSession) -> list[tuple[str, int]]:
     """(tool, tokens of its result) of every call, as the default model's tokenizer counts."""
     tokenizer = Tokenizer.from_file(str(models_dir() / DEFAULT_MODEL / "tokenizer.json"))
     return [(tool, len(tokenizer.encode(text).ids)) for tool, text in session.results]
 
 
-def _by_tool(session: Session) -> dict[str, tuple[int, int]]:
+def _by_tool(session: DemoSession) -> dict[str, tuple[int, int]]:
     """{tool: (calls, tokens of their results)}"""
     found: dict[str, tuple[int, int]] = {}
     for tool, tokens in counted(session):

@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from bench import whole
 from bench.rollouts import GROUP, MAX_LENGTH, REPLY, TOKENS, MeteredEngine, messages, rotated
 from environments.process.host import EnvironmentHost
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import AsyncRunner
 
@@ -261,9 +261,9 @@ def _rollouts(
     count: int,
 ) -> None:
     generator = Generator(engine, run_step=lambda: runner.call_waiting(engine.step))
-    tasks = [Task("train", n, n // GROUP, n, seed=n) for n in range(count)]
-    made: list[Rollout] = runner.run(
-        collect(tasks, host, generator, template, Limits(TOKENS, MAX_LENGTH))
+    tasks = [RolloutTask("train", n, n // GROUP, n, seed=n) for n in range(count)]
+    made: list[PlayedRollout] = runner.run(
+        collect(tasks, host, generator, template, TalkLimits(TOKENS, MAX_LENGTH))
     )
     runner.run(generator.aclose())
     assert all(rollout.turns == TURNS and not rollout.error for rollout in made)

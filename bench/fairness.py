@@ -24,7 +24,7 @@ from unittest.mock import patch
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.state.owners import Caller, Limits, acting_as
+from flash_mcp.state.owners import Caller, Quotas, acting_as
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import new_target, write_target
 from flash_mcp.supervisor.reconciler import CLAIM_S
@@ -77,7 +77,7 @@ class Simulation:
 
     def enqueue(self, owner: str, targets: Sequence[str]) -> None:
         """A run for each of the targets."""
-        caller = Caller(owner, limits=Limits(queued_runs=10**6))
+        caller = Caller(owner, limits=Quotas(queued_runs=10**6))
         with acting_as(caller), self.store.transaction():
             for target in targets:
                 spec = RunSpec.model_validate({"environment": "calc", "target": target})

@@ -20,7 +20,7 @@ from bench.gpu_runners import RUNNERS, SWITCH, SYNCS, chosen
 from bench.random_model import free
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.places import ROOT
-from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Sampling
 from worker.training import attention, memory, packing
@@ -29,7 +29,7 @@ from worker.training.policy import load_policy
 
 def make_rollouts(
     tokenizer: Any, groups: int, size: int, prompt: int, length: int
-) -> list[Rollout]:
+) -> list[PlayedRollout]:
     """Random tokens: the time and the memory of a step do not depend on them."""
     generator = torch.Generator().manual_seed(0)
     template = ChatTemplate(tokenizer)
@@ -38,15 +38,17 @@ def make_rollouts(
         return torch.randint(33, 126, (count,), generator=generator).tolist()
 
     prompts = [tokens(prompt) for _ in range(groups)]
-    rollouts: list[Rollout] = []
+    rollouts: list[PlayedRollout] = []
     for index in range(groups * size):
         transcript = Transcript(template, [{"role": "user", "content": ""}])
         transcript.prompt_ids = prompts[index // size]
         transcript.completion_ids = tokens(length)
         transcript.mask = [1] * length
         transcript.logprobs = [-5.0] * length
-        task = Task("train", index // size, index // size, index, seed=index)
-        rollouts.append(Rollout(task, str(index), transcript, reward=float(index % size == 0)))
+        task = RolloutTask("train", index // size, index // size, index, seed=index)
+        rollouts.append(
+            PlayedRollout(task, str(index), transcript, reward=float(index % size == 0))
+        )
     return rollouts
 
 
@@ -91,7 +93,7 @@ def _train_step(place: Place, model: Path, label: str) -> None:
 def make_step(
     place: Place,
     model: Path,
-    rollouts: list[Rollout],
+    rollouts: list[PlayedRollout],
     *,
     groups: int = 1,
     rank: int = RANK,

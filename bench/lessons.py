@@ -23,7 +23,7 @@ from typing import Any
 
 from mcp.types import TextResourceContents
 
-from flash_mcp.cli.demo import Session, watch
+from flash_mcp.cli.demo import DemoSession, watch
 
 Json = dict[str, Any]
 COMMON: Json = {"max_tokens": 32, "eval_before": True, "eval_after": True, "eval_examples": 200}
@@ -47,7 +47,7 @@ TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 
 
 async def distill(
-    session: Session, folder: Path, seeds: int = 1, quick: Json | None = None
+    session: DemoSession, folder: Path, seeds: int = 1, quick: Json | None = None
 ) -> Json:
     """{"rows": [{"seed", "base", "teacher", "student", "rollouts": [teacher's, student's]}]}.
     `quick`: values for a test that has no time for these."""
@@ -70,7 +70,9 @@ async def distill(
     return {"rows": rows}
 
 
-async def useful(session: Session, folder: Path, seeds: int = 1, quick: Json | None = None) -> Json:
+async def useful(
+    session: DemoSession, folder: Path, seeds: int = 1, quick: Json | None = None
+) -> Json:
     """{"rows": [{"task", "seed", "passes", "useful", "shares"}]}: the first two are curves of
     (rollouts, held-out success); `shares` are those of the rollouts to each target."""
     rows: list[Json] = []
@@ -88,7 +90,7 @@ async def useful(session: Session, folder: Path, seeds: int = 1, quick: Json | N
     return {"rows": sorted(rows, key=lambda row: TASKS.index(row["task"]))}
 
 
-async def _start(session: Session, folder: Path, task: str, seed: int, quick: Json) -> Json:
+async def _start(session: DemoSession, folder: Path, task: str, seed: int, quick: Json) -> Json:
     """The environment of both runs, and the adapter that they begin with."""
     if task not in REASONING:
         return {"environment": await _published(session, folder, task, TRAIN_TASKS)}
@@ -100,7 +102,7 @@ async def _start(session: Session, folder: Path, task: str, seed: int, quick: Js
 
 
 async def _published(
-    session: Session, folder: Path, task: str, train_tasks: int | None = None
+    session: DemoSession, folder: Path, task: str, train_tasks: int | None = None
 ) -> str:
     """The reference of a calculator with its first `train_tasks` tasks, or with all."""
     name = task.replace(" ", "-")
@@ -132,7 +134,7 @@ def _words(number: int) -> str:
     return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
 
 
-async def _trained(session: Session, fields: Json) -> Json:
+async def _trained(session: DemoSession, fields: Json) -> Json:
     started = await session.call("train", settings=fields)
     return {**await watch(session, started["run_id"]), "run_id": started["run_id"]}
 
@@ -141,7 +143,7 @@ def _last(run: Json) -> float:
     return run["held_out"][-1]["success"]
 
 
-async def _curve(session: Session, run: Json) -> list[tuple[int, float]]:
+async def _curve(session: DemoSession, run: Json) -> list[tuple[int, float]]:
     """Held-out success by the rollouts that the training had tried."""
     read = await session.client.read_resource(f"flash://runs/{run['run_id']}/metrics")
     contents = read.contents[0]

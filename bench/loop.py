@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import bare, dates, lessons, rows
-from flash_mcp.cli.demo import Session, connected, outcome, watch
+from flash_mcp.cli.demo import DemoSession, connected, outcome, watch
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
 
@@ -76,7 +76,7 @@ TASKS = {
 }
 
 
-async def play(session: Session, task: Task, model: str | None, folder: Path) -> Json:
+async def play(session: DemoSession, task: Task, model: str | None, folder: Path) -> Json:
     """The figures of one task: {"evaluations", "curated", "comparisons", "seconds"}."""
     session.seconds = {}
     common: Json = {
@@ -122,12 +122,12 @@ async def play(session: Session, task: Task, model: str | None, folder: Path) ->
     }
 
 
-async def _published(session: Session, folder: Path) -> str:
+async def _published(session: DemoSession, folder: Path) -> str:
     await session.call("env_setup", folder=str(folder), template="calculator")
     return (await session.call("env_push", folder=str(folder), name="calculator"))["environment"]
 
 
-async def _evaluated(session: Session, **wanted: Any) -> Json:
+async def _evaluated(session: DemoSession, **wanted: Any) -> Json:
     """{"run_id", and the evaluation's scores}, once it has ended."""
     made = await session.call("evaluate", **wanted)
     while made["state"] in ACTIVE:
@@ -144,7 +144,7 @@ async def _evaluated(session: Session, **wanted: Any) -> Json:
     return {"run_id": made["run_id"], **scores}
 
 
-async def _curated(session: Session, run_id: str) -> Json | None:
+async def _curated(session: DemoSession, run_id: str) -> Json | None:
     """A dataset of the right attempts; None where there are none, and sft learns the environment's
     gold answers.
     """
@@ -164,7 +164,7 @@ async def _curated(session: Session, run_id: str) -> Json | None:
         return None
 
 
-async def _compared(session: Session, base: Json, other: Json) -> Json:
+async def _compared(session: DemoSession, base: Json, other: Json) -> Json:
     found = await session.call("compare", base=base["run_id"], other=other["run_id"], flips=0)
     session.console.print(
         f"  [bold]{found['verdict']}[/]: {found['success']['explanation']}", highlight=False

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 from environments.process.host import NO_USAGE, Ended, Opening, Score, Step, Usage
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.vllm import VllmEngine
-from worker.rollouts.scheduler import Generator, Limits, Task, collect
+from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
 from worker.session import AsyncRunner
@@ -172,11 +172,12 @@ class Host:
 
 def ours(engine: MeteredEngine, template: ChatTemplate, work: Workload) -> None:
     tasks = [
-        Task("train", index, index // GROUP, index, seed=index) for index in range(len(work.turns))
+        RolloutTask("train", index, index // GROUP, index, seed=index)
+        for index in range(len(work.turns))
     ]
     with AsyncRunner() as runner:
         generator = Generator(engine, run_step=lambda: runner.call_waiting(engine.step))
-        runner.run(collect(tasks, Host(work), generator, template, Limits(TOKENS, MAX_LENGTH)))
+        runner.run(collect(tasks, Host(work), generator, template, TalkLimits(TOKENS, MAX_LENGTH)))
         runner.run(generator.aclose())
 
 

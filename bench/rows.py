@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.dates import ADAPTER, counted
-from flash_mcp.cli.demo import Session
+from flash_mcp.cli.demo import DemoSession
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
 
@@ -79,7 +79,11 @@ DAYS: dict[str, Callable[[random.Random], Iterator[Sequence[str]]]] = {
 
 
 async def play(
-    session: Session, folder: Path, train: Json = TRAIN, model: str | None = None, day: str = "rows"
+    session: DemoSession,
+    folder: Path,
+    train: Json = TRAIN,
+    model: str | None = None,
+    day: str = "rows",
 ) -> Json:
     """{"log": [[call, tokens of its result]], "success", "verdict", "seconds"}."""
     path = folder / f"{day}.csv"

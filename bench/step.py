@@ -34,7 +34,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from bench.rollouts import rotated
 from flash_mcp.protocol.spec import RunSpec, resolve
-from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training.checkpoints import trainer_arguments
 from worker.training.grpo import SCALED, RolloutsOf, Trainer
@@ -291,7 +291,7 @@ def make_policy(model_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     return policy
 
 
-def make_rollouts(policy: Any, tokenizer: Any, case: Case) -> list[Rollout]:
+def make_rollouts(policy: Any, tokenizer: Any, case: Case) -> list[PlayedRollout]:
     """Rollouts that the policy sampled after pieces of a text; log-probabilities are its own but
     for an engine's noise.
 
@@ -327,10 +327,10 @@ def make_rollouts(policy: Any, tokenizer: Any, case: Case) -> list[Rollout]:
         transcript.logprobs = [
             logp * mine for logp, mine in zip(noisy, transcript.mask, strict=True)
         ]
-        task = Task("train", index // case.size, index // case.size, index, seed=index)
+        task = RolloutTask("train", index // case.size, index // case.size, index, seed=index)
         # The first two of a group differ, so that no group is without advantage.
         reward = float(index % case.size) if index % case.size < 2 else rng.random()
-        rollouts.append(Rollout(task, f"t{index}", transcript, reward=reward))
+        rollouts.append(PlayedRollout(task, f"t{index}", transcript, reward=reward))
     return rollouts
 
 

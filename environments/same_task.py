@@ -56,7 +56,7 @@ NO_NAMES = re.compile(
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskTexts:
     """`text` is all that the model is shown but the system message. A gold of None is unknown."""
 
     text: str
@@ -75,7 +75,7 @@ class Same:
     """The tasks that are in a group by other words than its first."""
 
 
-def task_of(messages: Iterable[Mapping[str, Any]], gold: str | None = None) -> Task:
+def task_of(messages: Iterable[Mapping[str, Any]], gold: str | None = None) -> TaskTexts:
     """A conversation as a task: all turns that the model sees, with tool calls."""
     system: list[str] = []
     turns: list[str] = []
@@ -85,7 +85,7 @@ def task_of(messages: Iterable[Mapping[str, Any]], gold: str | None = None) -> T
         for call in cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ()):
             said += f"\n{json.dumps(call.get('function', call), ensure_ascii=False, default=str)}"
         (system if message.get("role") in ("system", "developer") else turns).append(said)
-    return Task("\n".join(turns), gold, "\n".join(system))
+    return TaskTexts("\n".join(turns), gold, "\n".join(system))
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _digest_of_form(prompt: str) -> str:
     return sha256(template_of(prompt).encode(errors="replace")).hexdigest()[:12]
 
 
-def is_permuted(one: Task, other: Task) -> bool:
+def is_permuted(one: TaskTexts, other: TaskTexts) -> bool:
     """Whether two tasks of one form have the same numbers in another order, as 3 + 4 and 4 + 3."""
     orders = [[word for word in words_of(task.text) if word[0].isdigit()] for task in (one, other)]
     return orders[0] != orders[1] and template_of(one.text) == template_of(other.text)
@@ -150,7 +150,7 @@ class SameTasks:
     Words are compared as sets. Two sets of which ALIKE is shared also share one of the rarest words
     of either, so only tasks with such a word in common, and the same numbers, are compared."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[TaskTexts]) -> None:
         self._systems: defaultdict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
         uses: defaultdict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
         parts = [(words_of(task.text), words_of(task.system)) for task in tasks]
@@ -180,7 +180,7 @@ class SameTasks:
     def is_whole(self) -> bool:
         return self.pairs <= MOST_PAIRS
 
-    def find(self, task: Task) -> list[int]:
+    def find(self, task: TaskTexts) -> list[int]:
         """The places of the tasks that are the same as this one, those in the same words first."""
         words, gold = self._words(words_of(task.text), words_of(task.system)), gold_of(task.gold)
         equal = [place for place in self._equal.get(words, ()) if _agree(gold, self.golds[place])]
@@ -267,7 +267,7 @@ class SameTasks:
         return frozenset(word for word in words if self._counter[word] <= self._half)
 
 
-def same_tasks(tasks: Sequence[Task]) -> Same:
+def same_tasks(tasks: Sequence[TaskTexts]) -> Same:
     return SameTasks(tasks).groups()
 
 

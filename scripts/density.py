@@ -1,5 +1,5 @@
-"""Checks that the packages use few names that say nothing of a value, and that flash_mcp is not
-denser than it was.
+"""Checks that the packages use few names that say nothing of a value, that no two classes have one
+name, and that flash_mcp is not denser than it was.
 
     scripts/density.py                      fails if a package exceeds a limit of LIMITS
     scripts/density.py FOLDER...            prints these figures, and how dense the code is
@@ -29,6 +29,8 @@ LIMITS = {
     "flash_mcp": {"vague names": 4.0, "conditional expressions": 14.0, "comprehensions": 24.0},
     "worker": {"vague names": 4.0},
 }
+HOMONYMS: set[str] = set()
+"""Names of two classes that stand anyway; none is to join them."""
 LEAST_COMMENTS = {"flash_mcp": 12.0}
 
 
@@ -72,6 +74,19 @@ def faults() -> Iterator[str]:
             yield f"{package}: {count}; say why where a reader would ask"
 
 
+def homonyms() -> Iterator[str]:
+    """Names that stand for several classes of the packages, as lines for people."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(path for package in LIMITS for path in (ROOT / package).rglob("*.py")):
+        if "examples" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    for name, files in places.items():
+        if (len(files) > 1) != (name in HOMONYMS):
+            yield f"{name} is a class in {' and '.join(files)}: one name, one meaning (HOMONYMS)"
+
+
 def main(folders: list[str]) -> int:
     """The exit status."""
     if folders:
@@ -79,7 +94,7 @@ def main(folders: list[str]) -> int:
             figures = densities(ROOT / folder).items()
             print(folder, ", ".join(f"{what} {value:.1f}" for what, value in figures))  # noqa: T201
         return 0
-    lines = list(faults())
+    lines = [*faults(), *homonyms()]
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     return 1 if lines else 0
 

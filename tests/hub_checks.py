@@ -17,7 +17,7 @@ from rich.console import Console
 
 from environments.checks import gate
 from environments.process import requirements
-from flash_mcp.cli.demo import Session, connected, watch
+from flash_mcp.cli.demo import DemoSession, connected, watch
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state import references
 from tests import docs
@@ -67,7 +67,7 @@ async def check_one(hub: Hub, name: str, scratch: Path) -> Checked:
     return result
 
 
-async def train_one(session: Session, hub: Hub, result: Checked, scratch: Path) -> None:
+async def train_one(session: DemoSession, hub: Hub, result: Checked, scratch: Path) -> None:
     name = f"reasoning-gym:{result.name}" if hub.names else result.name
     args = {} if hub.names else {"name": name}
     folder = hub.folder(name, scratch)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flash_mcp.cli.demo import Session, connected, watch
+from flash_mcp.cli.demo import DemoSession, connected, watch
 from flash_mcp.protocol.errors import FlashError
 from tests import docs
 from tests.hubs import FOLDERS
@@ -91,7 +91,7 @@ def _success(scores: Mapping[str, Any]) -> str:
     return f"{scores['success']:.2f} ({scores['low']:.2f} to {scores['high']:.2f})"
 
 
-async def learn(session: Session, lesson: Lesson) -> Learned:
+async def learn(session: DemoSession, lesson: Lesson) -> Learned:
     started = time.monotonic()
     args = {"name": lesson.name}
     folder = str(FOLDERS / lesson.hub)
@@ -106,7 +106,7 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
     return Learned(lesson, scores, (time.monotonic() - started) / 60)
 
 
-async def _begun(session: Session, tool: str, **wanted: Any) -> str:
+async def _begun(session: DemoSession, tool: str, **wanted: Any) -> str:
     """The id of a new run. Until the environment's packages are installed, and while others
     compute, it takes longer to load than a call may."""
     deadline = time.monotonic() + WAIT_S
@@ -119,7 +119,7 @@ async def _begun(session: Session, tool: str, **wanted: Any) -> str:
                 raise
 
 
-async def _trained(session: Session, lesson: Lesson, wanted: dict[str, Any]) -> list[Mapping[str, Any]]:
+async def _trained(session: DemoSession, lesson: Lesson, wanted: dict[str, Any]) -> list[Mapping[str, Any]]:
     """The scores before and after the training."""
     wanted = {**wanted, "steps": lesson.steps, "eval_before": True}
     view = await watch(session, await _begun(session, "train", **{**GRPO, **wanted}))

@@ -15,7 +15,7 @@ from mcp_types import CallToolResult
 from flash_mcp.server.http_server import Admission, HttpServer, application
 from flash_mcp.server.mcp_server import build_server
 from flash_mcp.state import tokens
-from flash_mcp.state.owners import NOBODY, Access, Limits, acting_as
+from flash_mcp.state.owners import NOBODY, Access, Quotas, acting_as
 from flash_mcp.state.store import open_store
 from tests.waiting import WAIT_S, wait_for
 
@@ -52,9 +52,9 @@ class Team:
 
 @contextmanager
 def team_server(
-    limits: Limits | None = None, *, authenticate: bool = True, origins: Sequence[str] = ()
+    limits: Quotas | None = None, *, authenticate: bool = True, origins: Sequence[str] = ()
 ) -> Generator[Team]:
-    admission = Admission(authenticate, limits=limits or Limits(requests_per_minute=1_000_000), origins=origins)
+    admission = Admission(authenticate, limits=limits or Quotas(requests_per_minute=1_000_000), origins=origins)
     gate = application(build_server(), "127.0.0.1", admission)
     server = HttpServer(gate, "127.0.0.1", 0)
 

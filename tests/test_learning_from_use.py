@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from bench.loop import _evaluated
-from flash_mcp.cli.demo import Session, connected, watch
+from flash_mcp.cli.demo import DemoSession, connected, watch
 from flash_mcp.cli.main import main
 from tests.folders import environment_folder
 
@@ -40,7 +40,7 @@ def liking(text: str) -> float:
     return max(0.0, 1 - len(text) / 40) if text else 0.0
 
 
-async def deployed(session: Session, **arguments: Any) -> dict[str, Any]:
+async def deployed(session: DemoSession, **arguments: Any) -> dict[str, Any]:
     while True:
         deployment = await session.call("deploy", **arguments)
         if deployment["state"] != "starting":
@@ -77,7 +77,7 @@ async def use(deployment: dict[str, Any]) -> dict[str, float]:
     return rated
 
 
-async def learns_from_use(session: Session, folder: Path, model: str) -> None:
+async def learns_from_use(session: DemoSession, folder: Path, model: str) -> None:
     pushed = await session.call("env_push", folder=str(folder), name="short")
     common = {"environment": pushed["environment"], "max_tokens": 48}
     first = {**common, **SHAPE, "model": model, "steps": 1, "batch_size": 2, "group_size": 2}

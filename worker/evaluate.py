@@ -20,8 +20,8 @@ from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import EvalSpec
 from worker.heartbeat import Heartbeat
 from worker.rollouts.metrics import summarize_evaluation
-from worker.rollouts.scheduler import Rollout, mixed_seed, task_groups
-from worker.rollouts.task_choice import Example
+from worker.rollouts.scheduler import PlayedRollout, mixed_seed, task_groups
+from worker.rollouts.task_choice import TaskPlace
 from worker.session import Session, check_errors
 
 log = logging.getLogger("worker")
@@ -43,7 +43,7 @@ def evaluate(
     # The seeds do not depend on the model, so that two models are sampled alike.
     tasks = task_groups(
         spec.split,
-        map(Example, spec.tasks),
+        map(TaskPlace, spec.tasks),
         spec.attempts,
         lambda number, index, attempt: mixed_seed(spec.seed, number, attempt),
     )
@@ -52,7 +52,7 @@ def evaluate(
         created = [records.Rollout.from_row(row) for row in result["rollouts"]]
         check_errors(created, spec.max_error_share)
         return len(tasks)
-    recorder = Recorder(writer, heartbeat, spec.step)
+    recorder = EvalRecorder(writer, heartbeat, spec.step)
     constant: dict[str, float] = {}
     missing = [task for task in tasks if task.index not in recorder.rows]
     if missing:
@@ -84,7 +84,7 @@ def evaluate(
     return len(tasks)
 
 
-class Recorder:
+class EvalRecorder:
     """Rows of attempts by index: those recorded earlier, and new ones, which it writes in shards.
 
     It writes on its own thread, so that calls into the environment do not time out while a remote
@@ -114,7 +114,7 @@ class Recorder:
     def start(self) -> None:
         self._started = self._written = time.monotonic()
 
-    def add(self, rollout: Rollout) -> None:
+    def add(self, rollout: PlayedRollout) -> None:
         row = rollout.record(self.step)
         self.rows[row.index] = row
         self.heartbeat.step = len(self.rows)

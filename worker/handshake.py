@@ -46,7 +46,7 @@ TROUBLE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreed:
     """Mean absolute differences of log-probabilities in nats: those of engine and trainer with the
     policy as it is, those with noise in its adapter, and what the noise changed."""
 
@@ -71,7 +71,7 @@ class Agreement:
         )
 
 
-def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int) -> Agreement:
+def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int) -> Agreed:
     """Compare the two. Afterwards the engine has a policy with noise; `policy` is as it was.
 
     Raises what the engine raises where it cannot take the policy."""
@@ -83,7 +83,7 @@ def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int
             effect = _scale_noise(policy, prompt, scaled)
             engine.load_policy(policy)
             noisy = _difference(engine, policy, prompt)
-    return Agreement(base, noisy, effect, _limit(policy))
+    return Agreed(base, noisy, effect, _limit(policy))
 
 
 def differing_layers(

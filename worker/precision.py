@@ -29,29 +29,29 @@ MARGIN = 1.15
 """fp32 is chosen only if it is so many times as fast as bf16: its weights take twice the memory."""
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     dtype: torch.dtype
     why: str
 
 
-def precision_of(config: Any, model_path: Path, rows: tuple[int, ...] = RUN_ROWS) -> Choice:
+def precision_of(config: Any, model_path: Path, rows: tuple[int, ...] = RUN_ROWS) -> Chosen:
     """fp32 if the model's own files are fp32, as those of tests are, or if this CPU has room for it
     and computes products of so many `rows` clearly faster in it; else bf16.
     """
     is_whole = config.dtype == torch.float32
     if torch.cuda.is_available():
-        return Choice(torch.float32, OWN) if is_whole else Choice(torch.bfloat16, "on a GPU")
+        return Chosen(torch.float32, OWN) if is_whole else Chosen(torch.bfloat16, "on a GPU")
     if has_state(config):
-        return Choice(torch.bfloat16, STATEFUL)
+        return Chosen(torch.bfloat16, STATEFUL)
     if is_whole:
-        return Choice(torch.float32, OWN)
+        return Chosen(torch.float32, OWN)
     if COPIES * _whole_bytes(model_path) > WHOLE_SHARE * capacity_bytes():
-        return Choice(torch.bfloat16, "fp32 weights would take more than half of the memory")
+        return Chosen(torch.bfloat16, "fp32 weights would take more than half of the memory")
     if not has_bf16_products():
-        return Choice(torch.float32, "this CPU has no fast products in bf16")
+        return Chosen(torch.float32, "this CPU has no fast products in bf16")
     ratio = bf16_over_fp32(min(PROBE_WIDTH, config.get_text_config().hidden_size), rows)
     measured = f"products in bf16 take {ratio:.2g} times those in fp32 on this CPU"
-    return Choice(torch.float32 if ratio > MARGIN else torch.bfloat16, measured)
+    return Chosen(torch.float32 if ratio > MARGIN else torch.bfloat16, measured)
 
 
 OWN = "the model's files are in fp32"

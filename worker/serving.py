@@ -91,7 +91,7 @@ def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> 
         child.stop()
 
 
-class _Child:
+class _ServerChild:
     """The server's process; its output goes into this process's own."""
 
     def __init__(self, command: list[str], environment: dict[str, str], port: int) -> None:
@@ -192,7 +192,7 @@ def _early_error(text: str) -> FlashError | None:
     return None
 
 
-def _start(job: Json, port: int, scratch: Path) -> _Child:
+def _start(job: Json, port: int, scratch: Path) -> _ServerChild:
     command = [sys.executable, *COMMAND, "--model", job["model"], "--port", str(port)]
     request = job["serve"]
     command += ["--max-lora-rank", str(request["rank"]), "--name", request["name"]]
@@ -200,7 +200,7 @@ def _start(job: Json, port: int, scratch: Path) -> _Child:
         command += ["--precision", request["precision"]]
     if "port" not in request:
         command += ["--tls", str(scratch)]
-    return _Child(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)}, port)
+    return _ServerChild(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)}, port)
 
 
 def _answers(client: httpx.Client) -> bool:

@@ -37,7 +37,7 @@ from worker.precision import name_of
 from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
 from worker.rollouts.gateway import POLL_S, Gateway
-from worker.rollouts.scheduler import Limits, Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits
 
 T = TypeVar("T")
 S = TypeVar("S", bound=RunSpec | EvalSpec)
@@ -126,7 +126,7 @@ class Session(Generic[S]):
         self.runner = runner
         self._at_once = at_once * len(model.cards)
         self._constants: dict[str, dict[str, float]] = {}
-        self.limits = Limits(
+        self.limits = TalkLimits(
             max_tokens=spec.max_tokens,
             max_length=model.max_length,
             temperature=spec.temperature,
@@ -276,10 +276,10 @@ class Session(Generic[S]):
 
     def collect(
         self,
-        tasks: list[Task],
-        limits: Limits,
-        on_done: Callable[[Rollout], None] = lambda rollout: None,
-    ) -> list[Rollout]:
+        tasks: list[RolloutTask],
+        limits: TalkLimits,
+        on_done: Callable[[PlayedRollout], None] = lambda rollout: None,
+    ) -> list[PlayedRollout]:
         """One rollout per task under the policy that was synced last; calls `on_done` with each as
         it ends. Raises Cancelled.
         """
@@ -287,12 +287,12 @@ class Session(Generic[S]):
 
     async def collecting(
         self,
-        tasks: list[Task],
-        limits: Limits,
-        on_done: Callable[[Rollout], None] = lambda rollout: None,
+        tasks: list[RolloutTask],
+        limits: TalkLimits,
+        on_done: Callable[[PlayedRollout], None] = lambda rollout: None,
         host: EnvironmentHost | None = None,
         open_at_once: int | None = None,
-    ) -> list[Rollout]:
+    ) -> list[PlayedRollout]:
         """`collect` on the event loop, for a session whose engine runs; `host` is another
         environment than the run's.
         """
@@ -300,7 +300,7 @@ class Session(Generic[S]):
             assert not tasks
             return []
 
-        def done(rollout: Rollout) -> None:
+        def done(rollout: PlayedRollout) -> None:
             self.heartbeat.advance()
             on_done(rollout)
 
@@ -323,7 +323,7 @@ class Session(Generic[S]):
             waiting.cancel()
 
     def collect_each(
-        self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]
+        self, tasks: list[RolloutTask], limits: TalkLimits, on_done: Callable[[PlayedRollout], None]
     ) -> None:
         """`collect` with at most about OPEN_AT_ONCE open episodes, without keeping the rollouts."""
         self.wait(self.collecting(tasks, limits, on_done, open_at_once=OPEN_AT_ONCE))

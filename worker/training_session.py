@@ -23,16 +23,16 @@ from flash_mcp.protocol.spec import RunSpec
 from worker.model import is_four_bit
 from worker.rollouts.metrics import of_environment, staleness, summarize, summarize_evaluation
 from worker.rollouts.scheduler import (
-    Limits,
-    Rollout,
+    PlayedRollout,
+    RolloutTask,
     StepsAhead,
-    Task,
+    TalkLimits,
     grouped,
     groups_of,
     mixed_seed,
     task_groups,
 )
-from worker.rollouts.task_choice import REFILLS, Example, Source, TaskChoice, examples_of
+from worker.rollouts.task_choice import REFILLS, Source, TaskChoice, TaskPlace, examples_of
 from worker.session import PLACE_TIMEOUT_S, Session, check_errors
 from worker.training import memory
 from worker.training.checkpoints import Reporter
@@ -146,7 +146,7 @@ class TrainingSession(Session[RunSpec]):
             self.writer.event("warning", warning)
         return self.ranks.share(math.inf if keep_tokens is None else keep_tokens)
 
-    def rollouts(self, step: int) -> list[Rollout]:
+    def rollouts(self, step: int) -> list[PlayedRollout]:
         """This rank's rollouts of optimizer step `step`: G for each of its examples. The trainer
         calls this.
         """
@@ -166,14 +166,16 @@ class TrainingSession(Session[RunSpec]):
         groups = groups_of(every, spec.rollouts_per_prompt)[: spec.batch_size]
         return list(itertools.chain.from_iterable(self.ranks.mine(groups)))
 
-    def _refilled(self, step: int, every: list[Rollout], choice: TaskChoice) -> list[Rollout]:
+    def _refilled(
+        self, step: int, every: list[PlayedRollout], choice: TaskChoice
+    ) -> list[PlayedRollout]:
         """The rollouts of a step. Where no group of it teaches, other tasks are tried instead, and
         theirs come first. The first `batch_size` groups are trained."""
         from worker.training.grpo import turn_advantages  # noqa: PLC0415  only GRPO needs TRL's
 
         spec = self.spec
         size = spec.rollouts_per_prompt
-        tried: list[Rollout] = []
+        tried: list[PlayedRollout] = []
         useful = 0
         for turn in range(REFILLS + 1):
             for group in groups_of(every, size):
@@ -187,17 +189,17 @@ class TrainingSession(Session[RunSpec]):
                 break
             without = {rollout.task.example for rollout in tried}
             examples = choice.draw(step, spec.batch_size, turn=turn + 1, without=without)
-            own = self._own_tasks(step, list(map(Example, examples)), len(tried) // size)
+            own = self._own_tasks(step, list(map(TaskPlace, examples)), len(tried) // size)
             self.heartbeat.enter("rollout", of=len(own))
             every = self._from_all(self.collect(own, self.limits))
         self._next_choice = choice
         self.reporter.pending = {"groups/useful": useful, "groups/tried": len(tried) // size}
         return tried
 
-    def _tasks(self, step: int) -> list[Task]:
+    def _tasks(self, step: int) -> list[RolloutTask]:
         spec = self.spec
         if self._choice:
-            examples = list(map(Example, self._choice.draw(step, spec.batch_size)))
+            examples = list(map(TaskPlace, self._choice.draw(step, spec.batch_size)))
         else:
             sources: dict[str, Source] = {}
             for name, host in self.hosts.items():
@@ -205,7 +207,9 @@ class TrainingSession(Session[RunSpec]):
             examples = examples_of(step, spec.batch_size, sources, spec.seed)
         return self._own_tasks(step, examples)
 
-    def _own_tasks(self, step: int, examples: Sequence[Example], before: int = 0) -> list[Task]:
+    def _own_tasks(
+        self, step: int, examples: Sequence[TaskPlace], before: int = 0
+    ) -> list[RolloutTask]:
         """This rank's, of groups that `before` others precede in the step."""
         spec = self.spec
         first = before * spec.rollouts_per_prompt
@@ -219,17 +223,17 @@ class TrainingSession(Session[RunSpec]):
         # A group stays on one rank: its advantages need all its rewards.
         return list(itertools.chain.from_iterable(self.own(grouped(tasks))))
 
-    def _from_all(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def _from_all(self, rollouts: list[PlayedRollout]) -> list[PlayedRollout]:
         """The rollouts of all ranks, in the order of the step."""
         if self.ranks.count == 1:
             return rollouts
         parts = self.ranks.gather([rollout.packed() for rollout in rollouts])
         template = self.model.template
-        every = [Rollout.unpacked(item, template) for part in parts for item in part]
+        every = [PlayedRollout.unpacked(item, template) for part in parts for item in part]
         return sorted(every, key=lambda entry: entry.task.index)
 
     def _report_rollouts(
-        self, step: int, rollouts: list[Rollout], rollout_s: float, sync_s: float
+        self, step: int, rollouts: list[PlayedRollout], rollout_s: float, sync_s: float
     ) -> None:
         """Write a step's rollouts and leave their metrics to the reporter."""
         from worker.training.grpo import advantages_of  # noqa: PLC0415  only GRPO needs TRL's
@@ -259,10 +263,10 @@ class TrainingSession(Session[RunSpec]):
 
     def evaluate(self, step: int) -> None:
         """Greedy rollouts of the eval split under the policy after `step` steps."""
-        examples: list[Example] = []
+        examples: list[TaskPlace] = []
         for name, host in self.hosts.items():
             total = min(self.spec.eval_examples, host.splits.get("eval", 0))
-            examples += [Example(number, name) for number in range(total)]
+            examples += [TaskPlace(number, name) for number in range(total)]
         if not examples:
             what = "the environment declares no eval split; the evaluation was left out"
             self.writer.event("warning", what)
@@ -275,7 +279,7 @@ class TrainingSession(Session[RunSpec]):
         mine = self.own(tasks)
         self.heartbeat.enter("eval", step, of=len(mine))
         ours = self.limits
-        limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
+        limits = TalkLimits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
         own: list[records.Rollout] = []
         self.collect_each(mine, limits, lambda rollout: own.append(rollout.record(step)))
@@ -292,7 +296,7 @@ class TrainingSession(Session[RunSpec]):
         log.info("step %s: eval %s", step, summary)
 
     def _summary(
-        self, rows: Sequence[records.Rollout], examples: Sequence[Example], seconds: float
+        self, rows: Sequence[records.Rollout], examples: Sequence[TaskPlace], seconds: float
     ) -> Json:
         """Of an evaluation; in a mixture also of each environment. `examples` are of `rows`."""
         summary = summarize_evaluation(rows, seconds=seconds)
@@ -339,7 +343,7 @@ class TrainingSession(Session[RunSpec]):
         self.regression = None
         self.writer.event("warning", f"the regression split was not tried: {why}")
 
-    async def _regression(self, split: Json) -> list[Rollout]:
+    async def _regression(self, split: Json) -> list[PlayedRollout]:
         owner = split.get("owner", LOCAL_OWNER)
         host = await EnvironmentHost.start(
             Path(split["path"]),
@@ -349,11 +353,11 @@ class TrainingSession(Session[RunSpec]):
         )
         async with host:
             wanted = split.get("tasks", 100)  # which runs that an older version queued do not name
-            examples = map(Example, range(min(host.splits.get("eval", 0), wanted)))
+            examples = map(TaskPlace, range(min(host.splits.get("eval", 0), wanted)))
             tasks = task_groups("eval", examples, 1, lambda number, index, attempt: index)
             # A model that thinks needs the run's own room.
             room = self.limits.max_tokens if self.spec.thinking else REGRESSION_TOKENS
-            limits = Limits(room, self.limits.max_length, temperature=0.0)
+            limits = TalkLimits(room, self.limits.max_length, temperature=0.0)
             return await self.collecting(tasks, limits, host=host)
 
     def _before_step(self, step: int, steps: int) -> None:

@@ -50,7 +50,7 @@ CHARACTERS_PER_TOKEN = 3
 
 
 @dataclass(frozen=True)
-class Answer:
+class TurnToSend:
     """The model's turn, a message of role assistant, for one request."""
 
     turn: ChatMessage
@@ -175,10 +175,10 @@ class Dialect:
     def choices(self, body: Json) -> int:
         return 1
 
-    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+    def whole(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Json:
         raise NotImplementedError
 
-    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
+    def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
         raise NotImplementedError
 
     def error(self, error: ApiError, request_id: str | None = None) -> Json:
@@ -292,7 +292,7 @@ def _chosen(value: Any) -> Json:
 # -- OpenAI's chat completions ---------------------------------------------------------------------
 
 
-class Chat(Dialect):
+class ChatCompletions(Dialect):
     ends_with = "[DONE]"
     replies = "chatcmpl-"
     honoured = _words(
@@ -340,7 +340,7 @@ class Chat(Dialect):
     def choices(self, body: Json) -> int:
         return _number(body, "n", MOST_CHOICES) or 1
 
-    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+    def whole(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Json:
         choices: list[Json] = []
         for index, answer in enumerate(answers):
             message = {**answer.turn, "refusal": None}
@@ -357,7 +357,7 @@ class Chat(Dialect):
         created = {"created": request.created, "model": request.model}
         return {"id": request.identity, **created, "object": kind}
 
-    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
+    def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
         frame = self._frame(request, ".chunk")
         options = as_object(request.body.get("stream_options"))
         with_usage = bool(options.get("include_usage"))
@@ -374,7 +374,7 @@ class Chat(Dialect):
         if with_usage:
             yield None, {**frame, "choices": [], "usage": _usage_of(answers)}
 
-    def _deltas(self, answer: Answer) -> Iterator[Json]:
+    def _deltas(self, answer: TurnToSend) -> Iterator[Json]:
         yield {"role": "assistant", "content": None if answer.calls else ""}
         if answer.text:
             yield {"content": answer.text}
@@ -385,12 +385,12 @@ class Chat(Dialect):
             yield {"tool_calls": [{"index": index, "function": arguments}]}
 
 
-def _usage_of(answers: Sequence[Answer]) -> Json:
+def _usage_of(answers: Sequence[TurnToSend]) -> Json:
     written = sum(answer.usage.completion_tokens for answer in answers)
     return Usage(answers[0].usage.prompt_tokens, written).fields()
 
 
-def _tokens(answer: Answer) -> list[Json]:
+def _tokens(answer: TurnToSend) -> list[Json]:
     """The sampled tokens as OpenAI's APIs write them."""
     tokens: list[Json] = []
     for text, logprob in answer.usage.logprobs:
@@ -399,7 +399,7 @@ def _tokens(answer: Answer) -> list[Json]:
     return tokens
 
 
-def _logprobs(answer: Answer) -> Json:
+def _logprobs(answer: TurnToSend) -> Json:
     return {"content": _tokens(answer), "refusal": None}
 
 
@@ -460,11 +460,11 @@ class Responses(Dialect):
             **_chosen(body.get("tool_choice")),
         )
 
-    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+    def whole(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Json:
         answer = answers[0]
         return self._response(answer, request, self._items(answer, request), "completed")
 
-    def _items(self, answer: Answer, request: ApiRequest) -> list[Json]:
+    def _items(self, answer: TurnToSend, request: ApiRequest) -> list[Json]:
         items: list[Json] = []
         name = request.identity.removeprefix("resp_")
         done = {"status": "completed"}
@@ -485,7 +485,7 @@ class Responses(Dialect):
         return items
 
     def _response(
-        self, answer: Answer, request: ApiRequest, items: list[Json], status: str
+        self, answer: TurnToSend, request: ApiRequest, items: list[Json], status: str
     ) -> Json:
         usage = None
         details = None
@@ -527,11 +527,11 @@ class Responses(Dialect):
         said = {name: value for name, value in self._said(error).items() if name != "type"}
         return "error", {"type": "error", "code": error.code, **said, "sequence_number": 0}
 
-    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
+    def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
         for number, (name, data) in enumerate(self._numbered(answers[0], request)):
             yield name, {"type": name, "sequence_number": number, **data}
 
-    def _numbered(self, answer: Answer, request: ApiRequest) -> Iterator[tuple[str, Json]]:
+    def _numbered(self, answer: TurnToSend, request: ApiRequest) -> Iterator[tuple[str, Json]]:
         begun = self._response(answer, request, [], "in_progress")
         yield "response.created", {"response": begun}
         yield "response.in_progress", {"response": begun}
@@ -667,7 +667,7 @@ class Messages(Dialect):
         what = f"{name:.80}: Extra inputs are not permitted"
         return ApiError(400, "unknown_parameter", what, name[:80])
 
-    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+    def whole(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Json:
         answer = answers[0]
         used = answer.usage
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
@@ -690,7 +690,7 @@ class Messages(Dialect):
             },
         }
 
-    def _blocks(self, answer: Answer) -> Iterator[Json]:
+    def _blocks(self, answer: TurnToSend) -> Iterator[Json]:
         if answer.text or not answer.calls:
             yield {"type": "text", "text": answer.text}
         for call in answer.calls:
@@ -701,7 +701,7 @@ class Messages(Dialect):
             call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
             yield {"type": "tool_use", "id": call["id"], **call_part}
 
-    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
+    def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
         message = self.whole(answers, request)
         usage = message["usage"]
         begun: Json = {"content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
@@ -814,7 +814,7 @@ def count_tokens(request: ApiRequest) -> Json:
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "/chat/completions": Chat(),
+    "/chat/completions": ChatCompletions(),
     "/responses": Responses(),
     "/messages": Messages(),
 }

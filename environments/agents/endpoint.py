@@ -28,7 +28,7 @@ from typing import Any
 from environments.agents.calls import ANSWER_ROLES, NO_OPTIONS, NO_USAGE, AgentCall, Usage
 from environments.agents.dialects import MODEL, ApiError
 from environments.agents.server import Endpoint
-from environments.agents.session import Session, at_most
+from environments.agents.session import AgentSession, at_most
 from environments.base import (
     ChatMessage,
     EnvironmentAgent,
@@ -63,7 +63,7 @@ class AgentEpisode(EnvironmentMultiTurn):
         self._endpoint = endpoint
         self._call = call
         named = {"key": key} if key else {}
-        self._session = Session(agent.max_calls, agent.max_tokens, agent.max_seconds, **named)
+        self._session = AgentSession(agent.max_calls, agent.max_tokens, agent.max_seconds, **named)
         self._running: asyncio.Task[Any] | None = None
         self._tools: list[Json] = []
         self.options = NO_OPTIONS

@@ -46,7 +46,7 @@ statuses: dict[int, int] = {}
 """{pid: wait status} of what has ended."""
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
@@ -113,7 +113,7 @@ def _listen(calls: list[int]) -> int:
         steps.append((EQUAL, len(calls) - place, 0, number))
     steps += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ASK)]
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
-    program = ctypes.byref(_Program(len(steps), code))
+    program = ctypes.byref(_FilterProgram(len(steps), code))
     for flags in (NEW_LISTENER | WAIT_KILLABLE, NEW_LISTENER):  # the second one is of Linux 5.19
         number = SECCOMP[os.uname().machine]
         result = libc.syscall(number, SECCOMP_SET_MODE_FILTER, flags, program)

@@ -21,16 +21,16 @@ from environments.agents.calls import finite_json
 from environments.agents.dialects import (
     DIALECTS,
     MODEL,
-    Answer,
     ApiError,
     ApiRequest,
     Dialect,
     Event,
+    TurnToSend,
     count_tokens,
     in_role,
     invalid,
 )
-from environments.agents.session import Call, Client, Session
+from environments.agents.session import AgentSession, Peer, SessionCall
 from environments.base import Json
 from environments.tools import as_object
 
@@ -69,7 +69,7 @@ class Endpoint:
         exchange: Callable[..., Exchange] | None = None,
     ) -> None:
         """OSError if the port is not to be had. `exchange` makes an Exchange of a connection."""
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, AgentSession] = {}
         self._exchange = exchange or Exchange
         listening = socket.create_server(("127.0.0.1", port), backlog=128)
         self.port = listening.getsockname()[1]
@@ -111,7 +111,7 @@ class Endpoint:
 
 @dataclass(eq=False)
 class Exchange:
-    _sessions: dict[str, Session]
+    _sessions: dict[str, AgentSession]
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
 
@@ -122,10 +122,10 @@ class Exchange:
         self._content = b""
         self._refusal: ApiError | None = None
         """Why the request cannot be read."""
-        self.client = Client(self._reader, self._writer)
+        self.client = Peer(self._reader, self._writer)
         self._streams = False
         """Whether the head of a stream has been sent."""
-        self.calls: list[Call] = []
+        self.calls: list[SessionCall] = []
         """Those that answer this request."""
         self._id = f"req_{secrets.token_hex(12)}"
 
@@ -231,7 +231,7 @@ class Exchange:
         what = f"there is no {request}; POST goes to {', '.join(DIALECTS)}"
         return ApiError(404, "unknown_url", what)
 
-    async def _ask(self, session: Session) -> None:
+    async def _ask(self, session: AgentSession) -> None:
         dialect = self._dialect
         if dialect is None:
             raise self._unknown()
@@ -283,7 +283,7 @@ class Exchange:
             while await self._reader.read(1 << 16):
                 pass
 
-    async def _awaited(self, request: ApiRequest) -> list[Answer]:
+    async def _awaited(self, request: ApiRequest) -> list[TurnToSend]:
         """The model's answers. ConnectionError if the client leaves before: it may ask again."""
         answers = [call.answer for call in self.calls]
         pending = set(answers)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.agents.calls import ANSWER_ROLES, NO_OPTIONS, AgentCall, CallOptions, Usage
-from environments.agents.dialects import Answer, ApiError
+from environments.agents.dialects import ApiError, TurnToSend
 from environments.base import ChatMessage, Json
 
 MOST_AT_ONCE = 8
@@ -36,7 +36,7 @@ Asks = tuple[list[Any], list[Json], CallOptions]
 """What makes two requests the same: the essence of each message, the tools and the options."""
 
 
-class Client:
+class Peer:
     """The other end of a connection, as the kernel knows it: the event loop may learn later."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -74,15 +74,15 @@ class Client:
 
 
 @dataclass(eq=False)
-class Call:
+class SessionCall:
     request: AgentCall
     messages: list[ChatMessage]
     """All of its conversation, without the answer."""
     asks: Asks
     said: list[Any]
     """The essence of each message of its conversation, with the answer once there is one."""
-    answer: asyncio.Future[Answer]
-    clients: list[Client] = field(default_factory=list[Client])
+    answer: asyncio.Future[TurnToSend]
+    clients: list[Peer] = field(default_factory=list[Peer])
     """Those whose connections are open."""
     is_sent: bool = False
     """Whether the answer was written to a client."""
@@ -104,13 +104,13 @@ class Call:
         has_failed = self.answer.done() and self.answer.exception() is not None
         return not self.is_waiting and not is_read and not has_failed
 
-    def leave(self, client: Client) -> None:
+    def leave(self, client: Peer) -> None:
         self.clients.remove(client)
         self.is_read |= client.is_read
 
 
 @dataclass(eq=False)
-class Session:
+class AgentSession:
     """The calls of one rollout. Only the event loop uses it."""
 
     max_calls: int
@@ -134,24 +134,24 @@ class Session:
         self.connections = 0
         self._started = time.monotonic()
         self._tokens = 0
-        self._calls: list[Call] = []
+        self._calls: list[SessionCall] = []
 
     def ask(
         self,
-        client: Client,
+        client: Peer,
         messages: list[ChatMessage],
         tools: list[Json],
         options: CallOptions = NO_OPTIONS,
         *,
         choices: int = 1,
         is_retry: bool = False,
-    ) -> list[Call]:
+    ) -> list[SessionCall]:
         """The calls that answer a request, one for each of its `choices`. Raises ApiError.
 
         A request that is sent again joins the call of the first, whose clients have left. While
         they wait, an equal request is a second sample."""
         asks = [*map(_essence, messages)], tools, options
-        calls: list[Call] = []
+        calls: list[SessionCall] = []
         try:
             for _ in range(choices):
                 call = self._sent_before(asks, calls, is_retry=is_retry)
@@ -164,7 +164,9 @@ class Session:
             raise
         return calls
 
-    def _sent_before(self, asks: Asks, taken: Collection[Call], *, is_retry: bool) -> Call | None:
+    def _sent_before(
+        self, asks: Asks, taken: Collection[SessionCall], *, is_retry: bool
+    ) -> SessionCall | None:
         """The call that this request sends again: one whose clients left without an answer, or, if
         the client says that it tries again, the last one that was answered.
         """
@@ -175,7 +177,7 @@ class Session:
         answered = [call for call in same if call.is_answered and not call.is_waiting]
         return answered[-1] if is_retry and answered else None
 
-    def _added(self, messages: list[ChatMessage], asks: Asks) -> Call:
+    def _added(self, messages: list[ChatMessage], asks: Asks) -> SessionCall:
         if self.refusal is None:
             self.limit = self._limit()
         if error := self.refusal or self.limit:
@@ -190,7 +192,7 @@ class Session:
         number = parent.request.number if parent else None
         request = AgentCall(len(self._calls), number, messages[start:], tools, options)
         answer = asyncio.get_running_loop().create_future()
-        call = Call(request, messages, asks, essences, answer)
+        call = SessionCall(request, messages, asks, essences, answer)
         self._calls.append(call)
         self.requests.put_nowait(request)
         return call
@@ -209,7 +211,7 @@ class Session:
 
     def _parent_of(
         self, messages: list[ChatMessage], essences: list[Any], tools: list[Json]
-    ) -> Call | None:
+    ) -> SessionCall | None:
         """The call whose conversation this one goes on with: the longest, and then the newest."""
         best = None
         for call in self._calls:
@@ -234,7 +236,7 @@ class Session:
             essence = (essence, usage.stopped_by)
         call.said = [*call.said, essence]
         self._tokens += usage.completion_tokens
-        call.answer.set_result(Answer(turn, usage))
+        call.answer.set_result(TurnToSend(turn, usage))
 
     def fail(self, number: int, error: ApiError) -> None:
         call = self._calls[number]
@@ -265,7 +267,7 @@ class Session:
         """Whether an answer was written to no client, and its request was not repeated."""
         return any(map(self._is_lost, self._calls))
 
-    def _is_lost(self, call: Call) -> bool:
+    def _is_lost(self, call: SessionCall) -> bool:
         if not call.is_answered or call.is_sent or call.is_waiting:
             return False
         # An equal request that came while this one's client lived has an answer of its own.

@@ -16,9 +16,9 @@ from environments.checks.answers import FRESH, INJECTION, JUNK
 from environments.checks.playing import (
     CALL_ID,
     Answers,
+    GivenTurn,
     Played,
     Task,
-    Turn,
     bad_turns,
     interleave,
     play_group,
@@ -124,7 +124,7 @@ async def tool_calls(trial: Trial) -> str:
             what = f"{task}: {shown([turn])} counts as a success"
             raise ProbeFailed(f"{what}, with {score_text(played.score)}", SUCCESS_FIX)
         answered = {message.get("tool_call_id") for message in played.replies}
-        if isinstance(turn, Turn) and played.replies and CALL_ID not in answered:
+        if isinstance(turn, GivenTurn) and played.replies and CALL_ID not in answered:
             what = f"{task}: no message answers the call {shown([turn])}"
             fix = "answer each call with {'role': 'tool', 'tool_call_id': its id, ...}"
             raise ProbeFailed(what, fix)
@@ -140,7 +140,7 @@ def _check_gold_calls(trial: Trial) -> None:
                 raise ProbeSkipped(what, "make the tool work, or correct the gold call")
     with_tools = [turns for task, turns in trial.golds.items() if trial.openings[task].tools]
     turns = chain.from_iterable(with_tools)
-    if with_tools and not any(isinstance(turn, Turn) and turn.tool_calls for turn in turns):
+    if with_tools and not any(isinstance(turn, GivenTurn) and turn.tool_calls for turn in turns):
         what = f"the gold messages of {len(with_tools)} tasks with tools call none"
         fix = "write the calls into sft_completion: `sft` would teach the model to call no tool"
         raise ProbeSkipped(what, fix)

@@ -23,7 +23,7 @@ from environments.tools import as_list, as_object, call_id
 T = TypeVar("T")
 
 
-class Turn(str):
+class GivenTurn(str):
     """The text of a model's turn, with the tool calls that go with it."""
 
     tool_calls: list[Json]
@@ -44,7 +44,7 @@ class Turn(str):
 
 def call_values(turns: Sequence[str]) -> list[str]:
     """The texts and numbers that the calls of these turns pass."""
-    calls = [call for turn in turns if isinstance(turn, Turn) for call in turn.tool_calls]
+    calls = [call for turn in turns if isinstance(turn, GivenTurn) for call in turn.tool_calls]
     values: list[Any] = []
     for call in calls:
         with suppress(ValueError, RecursionError):
@@ -115,11 +115,11 @@ class Conversation:
     async def take_turn(self) -> None:
         episode = self.opening.episode
         text = self.answers[min(self.taken, len(self.answers) - 1)]
-        if isinstance(text, Turn) and text.task_id == self.opening.task_id:
+        if isinstance(text, GivenTurn) and text.task_id == self.opening.task_id:
             gold = await self.host.gold_turn(episode, self.taken)
-            text = text if gold is None else Turn.from_message(gold)
+            text = text if gold is None else GivenTurn.from_message(gold)
         self.taken += 1
-        calls = text.tool_calls if isinstance(text, Turn) else []
+        calls = text.tool_calls if isinstance(text, GivenTurn) else []
         step = await self.watch("step_episode", self.host.step(episode, text, calls))
         self.replies += step.messages
         self.is_done = step.done
@@ -221,7 +221,7 @@ async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     messages = [message for message in gold if message["role"] == "assistant"]
     # A turn without calls is a plain text: probes compare and cut it.
     return tuple(
-        Turn.from_message(message) if message.get("tool_calls") else message["content"]
+        GivenTurn.from_message(message) if message.get("tool_calls") else message["content"]
         for message in messages
     )
 
@@ -232,7 +232,7 @@ async def _played_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     turns: list[str] = []
     try:
         while gold := await host.gold_turn(opening.episode, len(turns)):
-            turns.append(Turn.from_message(gold, task_id=opening.task_id))
+            turns.append(GivenTurn.from_message(gold, task_id=opening.task_id))
             step = await host.step(opening.episode, gold["content"], gold.get("tool_calls", []))
             if step.done or len(turns) >= opening.max_turns:
                 break
@@ -278,9 +278,9 @@ def bad_turns(tools: Sequence[Json]) -> list[str]:
     return turns
 
 
-def _turn(name: str, arguments: str) -> Turn:
+def _turn(name: str, arguments: str) -> GivenTurn:
     function = {"name": name, "arguments": arguments}
-    return Turn("", [{"id": CALL_ID, "type": "function", "function": function}])
+    return GivenTurn("", [{"id": CALL_ID, "type": "function", "function": function}])
 
 
 def _odd_value(schema: Any) -> Any:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from environments.base import ChatMessage
-from environments.checks.playing import Conversation, Task, Turn, together
+from environments.checks.playing import Conversation, GivenTurn, Task, together
 from environments.faults import EnvironmentFault
 from environments.process.host import Ended, EnvironmentHost, Score
 from environments.tools import text_of
@@ -20,7 +20,7 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Attempt:
+class StoredConversation:
     """A conversation as it was stored."""
 
     split: str
@@ -48,7 +48,7 @@ GONE = "the task is gone"
 
 
 async def replay(
-    host: EnvironmentHost, attempts: Sequence[Attempt], deadline: float
+    host: EnvironmentHost, attempts: Sequence[StoredConversation], deadline: float
 ) -> dict[int, Replayed]:
     """What each attempt earns now, by its place in `attempts`. Those for which there was no time
     until `deadline` (of time.monotonic) are left out.
@@ -80,7 +80,7 @@ async def replay(
 
 
 async def _play_group(
-    host: EnvironmentHost, tasks: Sequence[Task], attempts: Sequence[Attempt]
+    host: EnvironmentHost, tasks: Sequence[Task], attempts: Sequence[StoredConversation]
 ) -> list[Replayed]:
     """Play the group, and score it as training does: together, where the environment scores groups,
     without those that failed.
@@ -134,11 +134,11 @@ def _is_turn(message: ChatMessage) -> bool:
     return message["role"] == "assistant"
 
 
-def _turn(message: ChatMessage) -> Turn:
-    return Turn(message.get("content") or "", message.get("tool_calls") or [])
+def _turn(message: ChatMessage) -> GivenTurn:
+    return GivenTurn(message.get("content") or "", message.get("tool_calls") or [])
 
 
-def _difference(attempt: Attempt, played: Conversation) -> str:
+def _difference(attempt: StoredConversation, played: Conversation) -> str:
     """How the conversation goes another way; empty if the model read what it read before."""
     before = [text_of(item) for item in attempt.messages[: attempt.prompt] if _is_asked(item)]
     if before != [text_of(item) for item in played.opening.messages if _is_asked(item)]:

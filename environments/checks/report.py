@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from environments.base import Environment, EnvironmentSingleTurn
-from environments.checks.playing import Answers, Played, Turn
+from environments.checks.playing import Answers, GivenTurn, Played
 from environments.faults import FIXES, EnvironmentFault, remedy
 from environments.process import requirements
 from environments.process.host import Score
@@ -169,7 +169,7 @@ def reward_range(rewards: Sequence[float]) -> str:
 def shown(answers: Answers) -> str:
     texts: list[str | None] = []
     for answer in answers:
-        if isinstance(answer, Turn):
+        if isinstance(answer, GivenTurn):
             texts.append(text_of({"content": str(answer), "tool_calls": answer.tool_calls}))
         else:
             texts.append(answer)

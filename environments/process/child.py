@@ -68,7 +68,7 @@ from environments.process.replies import (
     MAX_TASKS,
     MAX_TURNS,
 )
-from environments.same_task import MOST_TASKS, Task, gold_of, is_permuted, same_tasks, words_of
+from environments.same_task import MOST_TASKS, TaskTexts, gold_of, is_permuted, same_tasks, words_of
 from environments.sandbox import refusals
 from environments.sandbox.needs import Bounds
 from environments.sandbox.refusals import message_of
@@ -769,16 +769,16 @@ def _expected(example: TaskExample) -> str | None:
     return None
 
 
-def _as_task(example: TaskExample) -> Task:
+def _as_task(example: TaskExample) -> TaskTexts:
     """Without a gold answer, the rest of the row but its id tells tasks apart as one would."""
     gold: Any = example.output
     if isinstance(gold, str):
-        return Task(example.input, gold_of(gold))
+        return TaskTexts(example.input, gold_of(gold))
     if gold is None:
         record = {**example.record, "id": None}
         rest = {name: value for name, value in record.items() if value != example.input}
         gold = [rest, dict(example.metadata)]
-    return Task(example.input, json.dumps(gold, sort_keys=True, default=_lasting))
+    return TaskTexts(example.input, json.dumps(gold, sort_keys=True, default=_lasting))
 
 
 def _lasting(value: object) -> str:

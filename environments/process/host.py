@@ -33,7 +33,7 @@ from environments.agents.calls import NO_OPTIONS, NO_USAGE, AgentCall, CallOptio
 from environments.base import ChatMessage, Json
 from environments.faults import EnvironmentFault
 from environments.process import requirements
-from environments.process.replies import ForgedError, Reader, parse, protections
+from environments.process.replies import ForgedError, ReplyReader, parse, protections
 from environments.sandbox import scratch
 from environments.sandbox.kernel import signal_name
 from environments.sandbox.needs import FILE as NEEDS_FILE
@@ -612,7 +612,7 @@ class _Child(asyncio.SubprocessProtocol):
         self._last_number = 0
         self._rest = bytearray()
         self._redactor = redactor
-        self._reader = Reader(redactor)
+        self._reader = ReplyReader(redactor)
         self._declared = declared
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unprinted = ""

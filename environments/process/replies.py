@@ -67,7 +67,7 @@ def protections(line: bytes) -> dict[str, str]:
     return {name: _string(why) for name, why in _mapping(json.loads(line)).items()}
 
 
-class Reader:
+class ReplyReader:
     """Checks values and removes secrets from their texts."""
 
     def __init__(self, redactor: Redactor) -> None:

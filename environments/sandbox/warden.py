@@ -125,7 +125,9 @@ def _be_first(child: int, ending: int) -> NoReturn:
 # -- the warden ------------------------------------------------------------------------------------
 
 
-def _watch(first: int, own: Own, group: Group | None, memory_bytes: int, ended: int) -> NoReturn:
+def _watch(
+    first: int, own: Own, group: MemoryGroup | None, memory_bytes: int, ended: int
+) -> NoReturn:
     """Wait for environment code, end all that it started, and end as it did."""
     try:
         _let_go_of_pipes()
@@ -166,7 +168,7 @@ def _let_go_of_pipes() -> None:
         os.dup2(null, descriptor)
 
 
-def _wait(first: int, group: Group | None, memory_bytes: int) -> int | None:
+def _wait(first: int, group: MemoryGroup | None, memory_bytes: int) -> int | None:
     """None once the first process has ended, else the status with which it is to be ended."""
     next_check = time.monotonic() + CHECK_EVERY_S
     while True:
@@ -301,7 +303,7 @@ PREFIX = "flash-environment-"
 
 
 @dataclass(frozen=True)
-class Group:
+class MemoryGroup:
     """A cgroup of version 1 or 2."""
 
     folder: Path
@@ -328,7 +330,7 @@ class Group:
             self.folder.rmdir()
 
 
-def make_group(limit_bytes: int) -> Group | None:
+def make_group(limit_bytes: int) -> MemoryGroup | None:
     """A new group with this limit; None where none can be made."""
     for parent, limit, events in _parents():
         # Remove the groups of wardens that were killed
@@ -336,7 +338,7 @@ def make_group(limit_bytes: int) -> Group | None:
             if not Path("/proc", folder.name.removeprefix(PREFIX)).exists():
                 with suppress(OSError):
                     folder.rmdir()
-        group = Group(parent / f"{PREFIX}{os.getpid()}", events)
+        group = MemoryGroup(parent / f"{PREFIX}{os.getpid()}", events)
         with suppress(OSError):
             group.folder.mkdir()
             try:

@@ -42,7 +42,7 @@ SIDE = ("tasks", "success", "low", "high")
 
 
 @dataclass
-class Session:
+class DemoSession:
     """Calls tools, shows calls and results, and measures the time."""
 
     client: Client
@@ -146,7 +146,7 @@ async def run(
         }
 
 
-async def _prepare(session: Session, folder: Path, environment: str | None) -> str:
+async def _prepare(session: DemoSession, folder: Path, environment: str | None) -> str:
     """Write and publish the calculator, unless there is an environment, and check it."""
     catalog = await session.call("catalog")
     names = [entry["name"] for entry in catalog.get("models", [])]
@@ -160,7 +160,7 @@ async def _prepare(session: Session, folder: Path, environment: str | None) -> s
     return environment
 
 
-async def _train(session: Session, requested: Json) -> Json:
+async def _train(session: DemoSession, requested: Json) -> Json:
     estimate = (await session.call("train", **requested, validate_only=True))["estimate"]
     of = "rollouts" if "rollouts" in estimate else "examples"
     session.console.print(f"  {estimate['steps']} steps, {estimate[of]} {of}")
@@ -213,17 +213,17 @@ def _show_success(console: Console, of: str, row: Json, tasks: int) -> None:
 
 
 @asynccontextmanager
-async def connected(console: Console) -> AsyncGenerator[Session]:
+async def connected(console: Console) -> AsyncGenerator[DemoSession]:
     """A session with a server of its own, a child process, over stdin and stdout."""
     command = StdioServerParameters(
         command=sys.executable, args=["-P", "-m", "flash_mcp.cli", "serve"], env=dict(os.environ)
     )
     with tempfile.TemporaryFile("w+") as log:
         async with Client(stdio_client(command, errlog=cast(TextIO, log))) as client:
-            yield Session(client, console)
+            yield DemoSession(client, console)
 
 
-async def watch(session: Session, run_id: str) -> Json:
+async def watch(session: DemoSession, run_id: str) -> Json:
     """Follow the run to its end with a progress bar."""
     bar = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
     session.console.print(
@@ -257,7 +257,7 @@ def _show_verdict(console: Console, outcome: str, explanation: str) -> None:
     console.print(f"  [bold]{outcome}[/]: {_escaped(explanation)}", highlight=False)
 
 
-async def _show_rollout(session: Session, run_id: str) -> None:
+async def _show_rollout(session: DemoSession, run_id: str) -> None:
     requested: Json = {"run_id": run_id, "which": "best", "limit": 1, "max_characters": 2000}
     for rollout in (await session.call("rollouts", **requested))["rollouts"]:
         for message in rollout["messages"][-4:]:
@@ -269,7 +269,7 @@ def _show_said(console: Console, who: str, text: str) -> None:
     console.print(f"  {who:>9}  {visible(text)}", markup=False, highlight=False)
 
 
-async def _draw(session: Session, run_id: str, path: Path) -> None:
+async def _draw(session: DemoSession, run_id: str, path: Path) -> None:
     session.console.print()
     say(curve.terminal(open_store().curve(run_id)))  # rich would wrap it
     try:
@@ -283,7 +283,7 @@ async def _draw(session: Session, run_id: str, path: Path) -> None:
     session.console.print(f"  the same as a picture: {path}", highlight=False)
 
 
-async def _deploy(session: Session, run_id: str, arguments: Json) -> str:
+async def _deploy(session: DemoSession, run_id: str, arguments: Json) -> str:
     requested: Json = {"run_id": run_id}
     if "target" in arguments:
         requested["target"] = arguments["target"]
@@ -295,7 +295,7 @@ async def _deploy(session: Session, run_id: str, arguments: Json) -> str:
     return deployed["deployment"]
 
 
-async def _chat(session: Session, run_id: str, deployment: str) -> Json:
+async def _chat(session: DemoSession, run_id: str, deployment: str) -> Json:
     """Ask base and adapter a held-out question as the environment asks it."""
     requested: Json = {"run_id": run_id, "split": "eval", "which": "index", "limit": 2}
     shown = await session.call("rollouts", quiet=True, **requested)
@@ -310,7 +310,7 @@ async def _chat(session: Session, run_id: str, deployment: str) -> Json:
     return talk
 
 
-async def _cancel_another(session: Session, requested: Json) -> None:
+async def _cancel_another(session: DemoSession, requested: Json) -> None:
     """Start a second run and cancel it; it ends as cancelled from any state."""
     run_id = (await session.call("train", **requested, seed=1))["run_id"]
     state = (await session.call("cancel", run_id=run_id))["state"]

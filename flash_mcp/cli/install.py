@@ -243,7 +243,7 @@ def _variables(server: Json) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Client:
+class CodingAgent:
     """A coding agent: where its configuration is, under which key, and how an entry is written."""
 
     locate: Callable[[], Path]
@@ -258,7 +258,7 @@ class Client:
 
 
 CLIENTS = {
-    "claude": Client(
+    "claude": CodingAgent(
         _claude,
         shape=_typed("stdio"),
         command=_by_claude,
@@ -267,25 +267,25 @@ CLIENTS = {
             Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude") / "skills"
         ),
     ),
-    "cursor": Client(
+    "cursor": CodingAgent(
         lambda: Path.home() / ".cursor" / "mcp.json",
         skills=lambda: Path.home() / ".cursor" / "skills",
     ),
-    "codex": Client(
+    "codex": CodingAgent(
         _codex,
         "mcp_servers",
         command=_by_codex,
         remote=partial(_renamed, headers="http_headers"),
         skills=lambda: _codex().parent / "skills",
     ),
-    "opencode": Client(
+    "opencode": CodingAgent(
         lambda: settings_home() / "opencode" / "opencode.json",
         "mcp",
         _as_opencode,
         remote=_typed("remote"),
         skills=lambda: settings_home() / "opencode" / "skills",
     ),
-    "vscode": Client(
+    "vscode": CodingAgent(
         _vscode,
         "servers",
         _typed("stdio"),
@@ -293,12 +293,12 @@ CLIENTS = {
         remote=_typed("http"),
         skills=lambda: Path.home() / ".copilot" / "skills",
     ),
-    "windsurf": Client(
+    "windsurf": CodingAgent(
         lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json",
         remote=partial(_renamed, url="serverUrl"),
     ),
-    "zed": Client(lambda: settings_home() / "zed" / "settings.json", "context_servers"),
-    "gemini": Client(
+    "zed": CodingAgent(lambda: settings_home() / "zed" / "settings.json", "context_servers"),
+    "gemini": CodingAgent(
         lambda: Path.home() / ".gemini" / "settings.json",
         command=_by_gemini,
         remote=partial(_renamed, url="httpUrl"),

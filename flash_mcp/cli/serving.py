@@ -15,7 +15,7 @@ from flash_mcp.protocol.listening import LOOPBACK, check_port, in_url
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import without_none
 from flash_mcp.state import tokens
-from flash_mcp.state.owners import Limits
+from flash_mcp.state.owners import Quotas
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import supervised
 
@@ -73,7 +73,7 @@ def _serve_http(arguments: Arguments) -> None:
     if authenticate and on_loopback:
         note += where_token_is(store.base)
     sys.stderr.write(f"flash-mcp listens on http://{in_url(host)}:{port}/mcp\n{note}\n")
-    limits = Limits(
+    limits = Quotas(
         arguments.requests_per_minute,
         arguments.queued_runs,
         arguments.environment_mib << 20,
@@ -95,7 +95,7 @@ def _check_admission(arguments: Arguments) -> None:
             raise FlashError("invalid_argument", "a Host is no URL", allow_host=name, fix=fix)
     if (limit := arguments.requests_per_minute) < 1:
         what = "every request would be refused"
-        fix = f"allow at least 1; by default it is {Limits.requests_per_minute}"
+        fix = f"allow at least 1; by default it is {Quotas.requests_per_minute}"
         raise FlashError("invalid_argument", what, requests_per_minute=limit, fix=fix)
 
 
@@ -169,11 +169,11 @@ COMMANDS: dict[str, Command | Group] = {
             flag("--unauthenticated", "ask for no token: anyone who reaches HOST runs code as you"),
             repeated("--allow-host", "another Host to accept, such as a reverse proxy's", "NAME"),
             repeated("--allow-origin", "an Origin that may call /mcp in a browser", "ORIGIN"),
-            _limit("--requests-per-minute", Limits.requests_per_minute, "for each token"),
-            _limit("--queued-runs", Limits.queued_runs, "for each owner"),
-            _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),
-            _limit("--deployments", Limits.deployments, "for each owner"),
-            _limit("--chats", Limits.chats, "at once for each owner"),
+            _limit("--requests-per-minute", Quotas.requests_per_minute, "for each token"),
+            _limit("--queued-runs", Quotas.queued_runs, "for each owner"),
+            _limit("--environment-mib", Quotas.environment_bytes >> 20, "MiB for each owner"),
+            _limit("--deployments", Quotas.deployments, "for each owner"),
+            _limit("--chats", Quotas.chats, "at once for each owner"),
         ),
     ),
     "ui": Command(

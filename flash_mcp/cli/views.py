@@ -17,7 +17,7 @@ from flash_mcp.cli.output import render, say, to_json, visible
 from flash_mcp.pages.headline import headline
 from flash_mcp.protocol.numbers import duration, number, percent
 from flash_mcp.state.disk import in_words
-from flash_mcp.tools.checkpoints import Checkpoints
+from flash_mcp.tools.checkpoints import CheckpointList
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
 from flash_mcp.tools.shared.scores import ByLabel, Scores
@@ -155,7 +155,7 @@ def _page_of(result: BaseModel) -> str | None:
             page.prose(tool, "dim", label="tool       ")
         for row in result.rollouts:
             _rollout(page, row)
-    elif isinstance(result, Checkpoints) and not result.export:
+    elif isinstance(result, CheckpointList) and not result.export:
         _checkpoints(page, result)
     elif isinstance(result, EnvTest) and result.probes:
         verdicts: dict[bool | None, tuple[str, Style]] = {
@@ -408,7 +408,7 @@ def _rollout(page: Page, row: RolloutView) -> None:
         page.prose(", ".join(filter(None, text)), "dim", label=f"call {call.number}".ljust(ROLE))
 
 
-def _checkpoints(page: Page, result: Checkpoints) -> None:
+def _checkpoints(page: Page, result: CheckpointList) -> None:
     rows = result.checkpoints
     if not rows:
         page.line(f"No checkpoints of {result.run_id}, {result.state}", "bold")

@@ -190,7 +190,7 @@ PROVENANCE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt(Rollout):
+class StoredAttempt(Rollout):
     """A rollout of a run, or one conversation of it: `key` identifies it."""
 
     run_id: str
@@ -232,7 +232,7 @@ class Attempt(Rollout):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CurationPlan:
     """What to read and what to keep; filter and selection share `success_threshold`."""
 
     source: Source | None = None
@@ -246,7 +246,7 @@ class Plan:
     deduplicate: bool = True
     allow_eval_tasks: bool = False
 
-    def is_correct(self, attempt: Attempt) -> bool:
+    def is_correct(self, attempt: StoredAttempt) -> bool:
         """As the environment judged it, or by its reward where a threshold is given."""
         if self.success_threshold is None:
             return attempt.success
@@ -309,18 +309,18 @@ class Counts(BaseModel):
 
 @dataclass(frozen=True)
 class Curated:
-    train: list[Attempt]
-    holdout: list[Attempt]
+    train: list[StoredAttempt]
+    holdout: list[StoredAttempt]
     counts: Counts
-    left_out: list[Attempt]
+    left_out: list[StoredAttempt]
     """An attempt at each eval task."""
 
 
-def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curated:
+def curate(attempts: Iterable[StoredAttempt], plan: CurationPlan, held_out: HeldBack) -> Curated:
     """The attempts to learn from, by task, and what became of the others."""
     counts = Counts()
     tasks, eval_tasks = _by_task(attempts, plan, held_out, counts)
-    learnable: dict[Task, list[Attempt]] = {}
+    learnable: dict[Task, list[StoredAttempt]] = {}
     for task in sorted(tasks):
         if _passes(tasks[task], plan, counts):
             learnable[task] = []
@@ -334,7 +334,7 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
         # Whole attempts first: what is selected among them has to differ.
         learnable = _without_duplicates(learnable)
         counts.duplicates = left - _size(learnable)
-    selected: dict[Task, list[Attempt]] = {}
+    selected: dict[Task, list[StoredAttempt]] = {}
     for task, candidates in learnable.items():
         selected[task] = []
         for item in _select(candidates, plan):
@@ -343,8 +343,8 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
         left = _size(selected)
         selected = _without_duplicates(selected)
         counts.duplicates += left - _size(selected)
-    train: list[Attempt] = []
-    holdout: list[Attempt] = []
+    train: list[StoredAttempt] = []
+    holdout: list[StoredAttempt] = []
     for task, chosen in selected.items():
         if not chosen:
             counts.unselected += 1
@@ -359,7 +359,7 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
     return Curated(train, holdout, counts, list(eval_tasks.values()))
 
 
-def _size(tasks: Mapping[Task, list[Attempt]]) -> int:
+def _size(tasks: Mapping[Task, list[StoredAttempt]]) -> int:
     """The conversations that can be learnt from."""
     return sum(len(item.learnable) for attempts in tasks.values() for item in attempts)
 
@@ -370,7 +370,7 @@ def is_held_back(task_id: str, share: float) -> bool:
     return int.from_bytes(digest[:8]) < share * 2**64
 
 
-def scores_of(attempts: list[Attempt], plan: Plan) -> TaskScores:
+def scores_of(attempts: list[StoredAttempt], plan: CurationPlan) -> TaskScores:
     """What the attempts at one task came to; at least one with a reward."""
     rewards = [attempt.reward for attempt in attempts if attempt.is_scored]
     correct = sum(map(plan.is_correct, attempts))
@@ -378,17 +378,17 @@ def scores_of(attempts: list[Attempt], plan: Plan) -> TaskScores:
 
 
 def _by_task(
-    attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut, counts: Counts
-) -> tuple[dict[Task, list[Attempt]], dict[Task, Attempt]]:
+    attempts: Iterable[StoredAttempt], plan: CurationPlan, held_out: HeldBack, counts: Counts
+) -> tuple[dict[Task, list[StoredAttempt]], dict[Task, StoredAttempt]]:
     """The attempts that count, each once, by task and in an order that depends on them alone; and
     one at each eval task."""
-    results: dict[Key, Attempt] = {}
+    results: dict[Key, StoredAttempt] = {}
     for attempt in attempts:
         counts.attempts += 1
         results.setdefault(attempt.key, attempt)
     counts.repeated = counts.attempts - len(results)
-    tasks: dict[Task, list[Attempt]] = {}
-    eval_tasks: dict[Task, Attempt] = {}
+    tasks: dict[Task, list[StoredAttempt]] = {}
+    eval_tasks: dict[Task, StoredAttempt] = {}
     for key in sorted(results):
         attempt = results[key]
         is_held_out = held_out.holds(attempt)
@@ -406,7 +406,7 @@ def _by_task(
     return tasks, eval_tasks
 
 
-def _passes(attempts: list[Attempt], plan: Plan, counts: Counts) -> bool:
+def _passes(attempts: list[StoredAttempt], plan: CurationPlan, counts: Counts) -> bool:
     if not any(attempt.is_scored for attempt in attempts):
         counts.unrated += 1
         counts.insufficient += plan.keep is not None
@@ -428,20 +428,20 @@ def _passes(attempts: list[Attempt], plan: Plan, counts: Counts) -> bool:
     return verdict is True
 
 
-def _without_duplicates(tasks: dict[Task, list[Attempt]]) -> dict[Task, list[Attempt]]:
+def _without_duplicates(tasks: dict[Task, list[StoredAttempt]]) -> dict[Task, list[StoredAttempt]]:
     """Of attempts with the same words, at any tasks, keep the one with the best reward."""
-    first: dict[str, Attempt] = {}
+    first: dict[str, StoredAttempt] = {}
     for attempt in sorted(itertools.chain.from_iterable(tasks.values()), key=_best_first):
         words = [item.row()["messages"] for item in attempt.learnable]
         first.setdefault(_digest(words), attempt)
     kept = {attempt.key for attempt in first.values()}
-    results: dict[Task, list[Attempt]] = {}
+    results: dict[Task, list[StoredAttempt]] = {}
     for task, attempts in tasks.items():
         results[task] = [attempt for attempt in attempts if attempt.key in kept]
     return results
 
 
-def _select(attempts: list[Attempt], plan: Plan) -> list[Attempt]:
+def _select(attempts: list[StoredAttempt], plan: CurationPlan) -> list[StoredAttempt]:
     """In the order of preference; a hash breaks ties, without regard to step or length."""
     correct = list(filter(plan.is_correct, attempts))
     match plan.select:
@@ -455,11 +455,11 @@ def _select(attempts: list[Attempt], plan: Plan) -> list[Attempt]:
             return sorted(attempts, key=lambda attempt: _digest(attempt.key))[: plan.max_per_task]
 
 
-def _best_first(attempt: Attempt) -> tuple[float, str]:
+def _best_first(attempt: StoredAttempt) -> tuple[float, str]:
     return -attempt.reward, _digest(attempt.key)
 
 
-def _shortest_first(attempt: Attempt) -> tuple[int, str]:
+def _shortest_first(attempt: StoredAttempt) -> tuple[int, str]:
     """By characters: attempts of models with different tokenizers may be pooled."""
     size = 0
     for item in attempt.conversations:
@@ -471,7 +471,7 @@ def _shortest_first(attempt: Attempt) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldBack:
     """What an environment holds back for evaluation, so that a task can be told by its id, its
     question or its prompt.
 
@@ -481,11 +481,11 @@ class HeldOut:
 
     ids: frozenset[str] = frozenset()
     questions: frozenset[str] = frozenset()
-    prompts: Sequence[same_task.Task] = ()
+    prompts: Sequence[same_task.TaskTexts] = ()
     train_questions: Mapping[str, str] = field(default_factory=dict[str, str])
     total: int = 0
 
-    def holds(self, attempt: Attempt) -> bool:
+    def holds(self, attempt: StoredAttempt) -> bool:
         """Whether it is an attempt at a task of the eval split, under whatever name."""
         question = self.train_questions.get(attempt.task_id)
         return (
@@ -495,7 +495,7 @@ class HeldOut:
             or self.prompt_like(attempt) is not None
         )
 
-    def prompt_like(self, attempt: Attempt) -> same_task.Task | None:
+    def prompt_like(self, attempt: StoredAttempt) -> same_task.TaskTexts | None:
         """The eval task that asks what the prompt of one of its conversations asks, if one does."""
         for item in attempt.conversations:
             task = same_task.task_of(item.messages[: item.prompt_messages])
@@ -511,7 +511,7 @@ class HeldOut:
         return same_task.SameTasks(self.prompts)
 
     @cached_property
-    def _found(self) -> dict[same_task.Task, same_task.Task | None]:
+    def _found(self) -> dict[same_task.TaskTexts, same_task.TaskTexts | None]:
         """What was found for a prompt: a task has many attempts."""
         return {}
 

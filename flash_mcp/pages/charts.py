@@ -65,7 +65,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A series in the picture's coordinates: `points` are joined, `whiskers` stand alone."""
 
     name: str
@@ -81,7 +81,7 @@ class Chart:
     """A chart ready to be drawn, in the coordinates of the picture."""
 
     title: str
-    lines: list[Line]
+    lines: list[ChartLine]
     value_ticks: list[tuple[float, str]]
     step_ticks: list[tuple[float, int, str]]
     width: int = 400
@@ -204,18 +204,18 @@ def spark(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
     return [(x(step), y(value)) for step, value in points]
 
 
-def _line(colour: int, series: Series, x: Axis, y: Axis) -> Line:
+def _line(colour: int, series: Series, x: Axis, y: Axis) -> ChartLine:
     first = series.points[0][1]
     last = series.points[-1][1]
     summary = f"{series.name} from {number(first)} to {number(last)}"
     points = [(x(step), y(value)) for step, value in series.points]
     if not series.intervals:
-        return Line(series.name, colour, summary, points, [])
+        return ChartLine(series.name, colour, summary, points, [])
     whiskers: list[tuple[float, float, float, float]] = []
     for (step, value), interval in zip(series.points, series.intervals, strict=True):
         inside = min(max(x(step), Chart.left + 4), Chart.right - 4)
         whiskers.append((inside, y(interval.high), y(value), y(interval.low)))
-    return Line(series.name, colour, summary, [], whiskers)
+    return ChartLine(series.name, colour, summary, [], whiskers)
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -121,7 +121,7 @@ def _label(run: Run) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Selection:
     split: str = "train"
     step: int | None = None
     """None: of all steps."""
@@ -130,7 +130,7 @@ class Choice:
     page: int = 0
 
 
-def transcripts(store: Store, run_id: str, choice: Choice) -> str:
+def transcripts(store: Store, run_id: str, choice: Selection) -> str:
     """Transcripts of a run, some of them side by side. FlashError(unknown_run)."""
     run = store.run(run_id)
     split = "eval" if run.algorithm == "eval" else choice.split

@@ -91,7 +91,7 @@ def _buttons(store: Store, run: Run) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRollouts:
     """Rollouts of one step, each with its failure mode where it has one."""
 
     name: str
@@ -101,7 +101,7 @@ class Step:
     """The messages that all of them begin with."""
 
 
-def _steps(store: Store, run_id: str) -> list[Step]:
+def _steps(store: Store, run_id: str) -> list[StepRollouts]:
     train = _spread(store.rollout_steps(run_id, "train"), TRAIN_STEPS)
     held_out = _spread(store.rollout_steps(run_id, "eval"), EVAL_STEPS)
     return [
@@ -117,7 +117,7 @@ def _spread(steps: Sequence[int], count: int) -> list[int]:
     return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
 
 
-def _step(store: Store, run_id: str, split: str, step: int) -> Step:
+def _step(store: Store, run_id: str, split: str, step: int) -> StepRollouts:
     total = store.rollout_count(run_id, split, step)
     solved = store.rollout_count(run_id, split, step, success=True)
     name = f"Step {step}" if split == "train" else f"Held out, step {step}"
@@ -132,7 +132,7 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Step:
     for place in _spread(range(total), SHOWN_ROLLOUTS):
         shown += store.rollouts(run_id, split, step, "best", limit=1, offset=place)
     rows = list(zip(shown, failure_modes(shown, sample), strict=True))
-    return Step(name, summary, rows, nodes_of(shared_opening(shown)))
+    return StepRollouts(name, summary, rows, nodes_of(shared_opening(shown)))
 
 
 def _lineage(run: Run, view: RunView) -> dict[str, str | None]:
@@ -161,7 +161,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Example:
+class BeforeAndAfter:
     """One held-out task, answered before and after training."""
 
     task_id: str
@@ -185,7 +185,7 @@ def changed(store: Store, run_id: str, first: int, last: int) -> list[tuple[Try,
     return pairs
 
 
-def examples(store: Store, run_id: str) -> list[Example]:
+def examples(store: Store, run_id: str) -> list[BeforeAndAfter]:
     """A few of the tasks that changed; if none did, the first ones. Empty for a run without two
     held-out evaluations.
     """
@@ -195,13 +195,13 @@ def examples(store: Store, run_id: str) -> list[Example]:
     pairs = changed(store, run_id, steps[0], steps[-1])
     stored = {row.index for row in store.tries(run_id, steps[0])}
     rows = [after for _, after in pairs] or store.tries(run_id, steps[-1])
-    shown: list[Example] = []
+    shown: list[BeforeAndAfter] = []
     for index in map(attrgetter("index"), rows):
         if index not in stored or len(shown) == SHOWN:
             continue
         before = store.transcript(run_id, steps[0], index)
         after = store.transcript(run_id, steps[-1], index)
-        example = Example(
+        example = BeforeAndAfter(
             task_id=after.task_id,
             question=last_prompt(after),
             before=conversation(before),

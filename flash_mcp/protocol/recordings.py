@@ -43,7 +43,7 @@ DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class RecordingLimits:
     """How much of a deployment's requests is kept."""
 
     max_bytes: int
@@ -60,7 +60,7 @@ class Recording:
         self._part: Path | None = None
         self._begun = 0.0
 
-    def start(self, limits: Limits) -> None:
+    def start(self, limits: RecordingLimits) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(self.folder / LIMITS, json.dumps(asdict(limits)))
 
@@ -76,7 +76,7 @@ class Recording:
         is longer than a part. Raises OSError.
         """
         try:
-            limits = Limits(**json.loads((self.folder / LIMITS).read_text()))
+            limits = RecordingLimits(**json.loads((self.folder / LIMITS).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return
         redacted = _redactor(tuple(limits.redact)).value(line)
@@ -100,7 +100,7 @@ class Recording:
             lock(file)
             yield
 
-    def _write(self, text: bytes, most: int, limits: Limits) -> None:
+    def _write(self, text: bytes, most: int, limits: RecordingLimits) -> None:
         part = self._part
         is_old = time.time() - self._begun > DAY_S
         if part is None or is_old or _size(part) + len(text) > most:

@@ -108,7 +108,7 @@ class ErrorBody(File):
     values: dict[str, Any]
 
 
-class Result(File):
+class RunResult(File):
     """result.N.json"""
 
     epoch: Count
@@ -119,13 +119,13 @@ class Result(File):
     retryable: NotRequired[bool]
 
 
-class FinalResult(Result):
+class FinalResult(RunResult):
     """A result that ends the run."""
 
     state: Literal["succeeded", "failed", "cancelled"]  # type: ignore[misc]
 
 
-class Metrics(File):
+class MetricsFile(File):
     """metrics/STEP.N.json"""
 
     epoch: Count

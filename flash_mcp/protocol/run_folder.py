@@ -60,10 +60,10 @@ from flash_mcp.protocol.run_files import (
     KeyFile,
     ListeningFile,
     Manifest,
-    Metrics,
+    MetricsFile,
     ProbeFile,
-    Result,
     RolloutLine,
+    RunResult,
     number,
 )
 from flash_mcp.protocol.storage import RETRY_S, Storage, dump, read_of_all, this_process
@@ -165,11 +165,11 @@ class RunFolder(Storage):
     def beat(self) -> Beat | None:
         return self.read_object(Beat, "beat.json")
 
-    def result(self) -> Result | None:
+    def result(self) -> RunResult | None:
         """The result of the owning attempt. A result of an earlier attempt does not count."""
         newest = self.newest_epoch()
         name = f"result.{newest}.json"
-        result = self.read_object(Result, name) if name in self.names() else None
+        result = self.read_object(RunResult, name) if name in self.names() else None
         if result and result["epoch"] == newest:
             return result
         return None
@@ -197,9 +197,9 @@ class RunFolder(Storage):
         """{step: version}; the version changes when the file is replaced."""
         return self._versions("metrics", ".json")
 
-    def metrics(self, step: int) -> Metrics | None:
+    def metrics(self, step: int) -> MetricsFile | None:
         name = self._newest("metrics", step, ".json")
-        return self.read_object(Metrics, name, max_bytes=MAX_SMALL_BYTES, step=step)
+        return self.read_object(MetricsFile, name, max_bytes=MAX_SMALL_BYTES, step=step)
 
     def rollout_steps(self) -> dict[int, str]:
         return self._versions("rollouts", ".jsonl")

@@ -51,7 +51,7 @@ from flash_mcp.state.owners import (
     LOCAL_OWNER,
     NOBODY,
     Caller,
-    Limits,
+    Quotas,
     acting_as,
     caller,
     operator_settings,
@@ -77,7 +77,7 @@ class Admission:
     """Whether tokens.LOCAL_TOKEN admits the machine's own user."""
     hosts: Sequence[str] = ()
     """Names by which it may be called, besides those of its address."""
-    limits: Limits = Limits()  # noqa: RUF009  frozen
+    limits: Quotas = Quotas()  # noqa: RUF009  frozen
     code: str = ""
     """Of `Sessions`."""
     pages_at: str = ""

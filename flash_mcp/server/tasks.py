@@ -48,7 +48,7 @@ POLL_INTERVAL_MS = 5_000
 
 
 @dataclass(frozen=True)
-class Job:
+class TaskState:
     """The state of a task, with Unix seconds; `result` is set once it is completed."""
 
     status: Literal["working", "completed", "cancelled"]
@@ -67,7 +67,7 @@ class Jobs(Protocol):
         """Store what a task needs; the id of the unfinished work, or None if nothing is left."""
         ...
 
-    async def look(self, task_id: str) -> Job: ...
+    async def look(self, task_id: str) -> TaskState: ...
 
     async def cancel(self, task_id: str) -> None: ...
 
@@ -140,7 +140,9 @@ class Tasks(Extension):
         await self._find(ctx, params.task_id)
         return {"resultType": "complete"}
 
-    async def _find(self, ctx: ServerRequestContext[Any, Any], task_id: str) -> tuple[Jobs, Job]:
+    async def _find(
+        self, ctx: ServerRequestContext[Any, Any], task_id: str
+    ) -> tuple[Jobs, TaskState]:
         require_client_extension(ctx, IDENTIFIER)
         # Only requests over HTTP have headers.
         if ctx.request is not None and ctx.request.headers.get("mcp-name") != task_id:
@@ -161,7 +163,7 @@ def _understands(ctx: ServerRequestContext[Any, Any]) -> bool:
     return IDENTIFIER in declared and ctx.protocol_version in MODERN_PROTOCOL_VERSIONS
 
 
-def _wire(task_id: str, job: Job) -> Json:
+def _wire(task_id: str, job: TaskState) -> Json:
     task = {
         "resultType": "complete",
         "taskId": task_id,
@@ -230,9 +232,9 @@ class Runs:
         store.put_event(run_id, "task", kept)
         return store.run(run_id).state in ACTIVE
 
-    async def look(self, task_id: str) -> Job:
+    async def look(self, task_id: str) -> TaskState:
         run, tool, result = await run_sync(self._read, task_id)
-        job = functools.partial(Job, created=run.created, updated=run.updated)
+        job = functools.partial(TaskState, created=run.created, updated=run.updated)
         if run.state in ACTIVE:
             blocked = await run_sync(obstacles, open_store(), run)
             at = f"{run.state}, step {run.step} of {run.steps or '?'}"
@@ -268,9 +270,9 @@ class Deployments:
             return result["deployment"]
         return None
 
-    async def look(self, task_id: str) -> Job:
+    async def look(self, task_id: str) -> TaskState:
         row, result = await run_sync(self._read, task_id)
-        job = functools.partial(Job, created=row.created, updated=row.updated)
+        job = functools.partial(TaskState, created=row.created, updated=row.updated)
         match row.state:
             case "starting":
                 blocked = await run_sync(obstacle, open_store())

@@ -150,7 +150,7 @@ def _transcripts(request: Request) -> str:
     order = _chosen(wish, get_args(RolloutOrder), None)
     if order is None:
         raise FlashError("invalid_argument", "there is no such order", order=wish, fix="use worst")
-    choice = live.Choice(
+    choice = live.Selection(
         split="eval" if query.get("split") == "eval" else "train",
         step=_number(query.get("step", "")),
         order=order,

@@ -21,7 +21,7 @@ Access = Literal["write", "read", "metrics"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class Quotas:
     """What one owner may take of the machine over HTTP."""
 
     requests_per_minute: int = 240
@@ -42,7 +42,7 @@ class Caller:
     owner: str
     access: Access = "write"
     secrets: frozenset[str] | None = frozenset()
-    limits: Limits = Limits()
+    limits: Quotas = Quotas()
     token_id: str | None = None
 
     @property

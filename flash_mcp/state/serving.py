@@ -11,7 +11,7 @@ from environments.untrusted_text import PatternRedactor
 from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.recordings import Limits, Recording
+from flash_mcp.protocol.recordings import Recording, RecordingLimits
 from flash_mcp.protocol.records import (
     LIVE_DEPLOYMENT,
     Checkpoint,
@@ -163,7 +163,7 @@ def _record(store: Store, deployment_id: str, *, is_on: bool) -> None:
         PatternRedactor(redact)
     except re.error as error:
         raise settings_error(store.base, error) from error
-    recording.start(Limits(int(settings.record_mib * 2**20), settings.record_days, redact))
+    recording.start(RecordingLimits(int(settings.record_mib * 2**20), settings.record_days, redact))
 
 
 def served_model(store: Store, run: Run) -> str:

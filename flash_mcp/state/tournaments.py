@@ -25,7 +25,7 @@ from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Record, Run
 from flash_mcp.protocol.spec import ResolvedEval
 from flash_mcp.state import queue
-from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, Caller, Limits, acting_as, caller
+from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, Caller, Quotas, acting_as, caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import saved_adapter
 from flash_mcp.state.store import Store
@@ -168,7 +168,7 @@ def advance_all(store: Store) -> None:
         owner = LOCAL
         if row.owner != LOCAL_OWNER:
             # What the server allows its owners was checked as it began.
-            limits = Limits(queued_runs=sys.maxsize)
+            limits = Quotas(queued_runs=sys.maxsize)
             owner = Caller(row.owner, limits=limits, secrets=frozenset(row.spec["secrets"]))
         with acting_as(owner):
             try:

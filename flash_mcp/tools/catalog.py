@@ -45,7 +45,7 @@ RARER = ("ledger", "whoami", "health")
 """Kinds that are read only where they are named."""
 
 
-class Model(ResultModel):
+class ModelView(ResultModel):
     """A base model. Hub ids (owner/name) and local folders work as well."""
 
     name: str
@@ -63,7 +63,7 @@ class Model(ResultModel):
     unchecked: str | None = None
 
 
-class Environment(ResultModel):
+class EnvironmentView(ResultModel):
     """A published environment; its newest version."""
 
     name: str
@@ -74,7 +74,7 @@ class Environment(ResultModel):
     about: dict[str, Any] | None = None
 
 
-class Dataset(ResultModel):
+class DatasetView(ResultModel):
     """A curated dataset; one version."""
 
     name: str
@@ -84,7 +84,7 @@ class Dataset(ResultModel):
     created: str
 
 
-class Device(ResultModel):
+class DeviceView(ResultModel):
     """A GPU, or the machine's processor."""
 
     kind: str
@@ -97,7 +97,7 @@ class Device(ResultModel):
     step: str | None = None
 
 
-class Target(ResultModel):
+class TargetView(ResultModel):
     """A place beyond the server's machine where runs may train."""
 
     name: str
@@ -110,7 +110,7 @@ class Target(ResultModel):
     step: str | None = None
 
 
-class Deployment(ResultModel):
+class DeploymentView(ResultModel):
     """A model that is being served."""
 
     deployment: str
@@ -143,21 +143,31 @@ class Whoami(ResultModel):
     quotas: dict[str, str] | None = None
 
 
-Entry = Model | Environment | Dataset | Device | Target | Deployment | Spent | Whoami | Finding
+Entry = (
+    ModelView
+    | EnvironmentView
+    | DatasetView
+    | DeviceView
+    | TargetView
+    | DeploymentView
+    | Spent
+    | Whoami
+    | Finding
+)
 
 
 class Catalog(Result):
     """Models, environments, datasets, devices, targets and deployments."""
 
-    models: list[Model] | None = None
+    models: list[ModelView] | None = None
     not_fitting: dict[str, list[str]] | None = None
     """Models that run neither here nor on a target, by what hinders them; `contains` shows each."""
     default_model: str | None = None
-    environments: list[Environment] | None = None
-    datasets: list[Dataset] | None = None
-    devices: list[Device] | None = None
-    targets: list[Target] | None = None
-    deployments: list[Deployment] | None = None
+    environments: list[EnvironmentView] | None = None
+    datasets: list[DatasetView] | None = None
+    devices: list[DeviceView] | None = None
+    targets: list[TargetView] | None = None
+    deployments: list[DeploymentView] | None = None
     ledger: list[Spent] | None = None
     """By day, then by name."""
     whoami: list[Whoami] | None = None
@@ -229,13 +239,13 @@ def catalog(
 
 
 def _name(entry: Entry) -> str:
-    if isinstance(entry, Model):
+    if isinstance(entry, ModelView):
         return f"{entry.name} {entry.source}".lower()
-    name = entry.deployment if isinstance(entry, Deployment) else entry.name
+    name = entry.deployment if isinstance(entry, DeploymentView) else entry.name
     return name.lower()
 
 
-def _models(store: Store, contains: str, steps: ReadSteps) -> list[Model]:
+def _models(store: Store, contains: str, steps: ReadSteps) -> list[ModelView]:
     """The models of the catalog, and the hub model or folder that `contains` names."""
     cards = dict(MODELS)
     if "/" in contains:
@@ -246,9 +256,9 @@ def _models(store: Store, contains: str, steps: ReadSteps) -> list[Model]:
     return [_model(card, machines, steps()) for card in cards.values()]
 
 
-def _fitting(models: Sequence[Any]) -> tuple[list[Model], dict[str, list[str]] | None]:
+def _fitting(models: Sequence[Any]) -> tuple[list[ModelView], dict[str, list[str]] | None]:
     """Those that fit somewhere, and the names of the others by reason; all of them if none fits."""
-    fitting: list[Model] = []
+    fitting: list[ModelView] = []
     refused: dict[str, list[str]] = {}
     for model in models:
         if model.fits.startswith("no:") and "; " not in model.fits:
@@ -261,7 +271,7 @@ def _fitting(models: Sequence[Any]) -> tuple[list[Model], dict[str, list[str]] |
     return fitting or list(models), refused if fitting and refused else None
 
 
-def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> Model:
+def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> ModelView:
     is_ready = (models_dir() / card.name / "config.json").is_file()
     facts: dict[str, Any] = {**vars(card), "ready": is_ready or None}
     facts |= {"thinking": card.thinking or None, "notes": card.notes or None}
@@ -286,7 +296,7 @@ def _model(card: ModelCard, places: Sequence[Place], steps: Steps) -> Model:
     for place in others:
         if not place.refusal(need_on, 1):
             fits += f"; {place.name}: yes"
-    return Model(**facts, fits=fits, step=_steps_text(steps, model=card.name))
+    return ModelView(**facts, fits=fits, step=_steps_text(steps, model=card.name))
 
 
 def _billions(parameters: float) -> str:
@@ -327,10 +337,10 @@ def _steps_text(steps: Steps, model: str | None = None, target: str | None = Non
     return "; ".join(measured) or None
 
 
-def _devices(store: Store, steps: ReadSteps) -> list[Device]:
+def _devices(store: Store, steps: ReadSteps) -> list[DeviceView]:
     price = costs.price_of_hour(store.base).price_per_hour or None
     step = _steps_text(steps(), target=LOCAL_TARGET)
-    build = partial(Device, price_per_hour=price, step=step)
+    build = partial(DeviceView, price_per_hour=price, step=step)
     return [build(**vars(device)) for device in machine.devices()]
 
 
@@ -361,11 +371,11 @@ def _health(store: Store) -> list[Finding]:
     return findings
 
 
-def _targets(store: Store, steps: ReadSteps) -> list[Target]:
+def _targets(store: Store, steps: ReadSteps) -> list[TargetView]:
     counts = store.counts_by_target()
-    results: list[Target] = []
+    results: list[TargetView] = []
     for name, settings in targets(store.base).items():
-        target = Target(
+        target = TargetView(
             name=name,
             engine=settings.engine,
             cards=settings.cards and str(settings.cards),
@@ -395,11 +405,11 @@ def _another(owner: str) -> str | None:
     return owner if owner != caller().owner else None
 
 
-def _environments(store: Store) -> list[Environment]:
+def _environments(store: Store) -> list[EnvironmentView]:
     versions: dict[tuple[str, str], list[EnvironmentVersion]] = {}
     for row in store.environments():
         versions.setdefault((row.owner, row.name), []).append(row)
-    environments: list[Environment] = []
+    environments: list[EnvironmentView] = []
     for (owner, name), rows in versions.items():
         newest = rows[0]
         about: dict[str, Any] = {}
@@ -407,7 +417,7 @@ def _environments(store: Store) -> list[Environment]:
             if isinstance(value, (str, int, float, dict)):
                 about[key] = value
         environments.append(
-            Environment(
+            EnvironmentView(
                 name=name,
                 owner=_another(owner),
                 digest=newest.digest,
@@ -419,11 +429,11 @@ def _environments(store: Store) -> list[Environment]:
     return environments
 
 
-def _datasets(store: Store) -> list[Dataset]:
-    results: list[Dataset] = []
+def _datasets(store: Store) -> list[DatasetView]:
+    results: list[DatasetView] = []
     for dataset in datasets.newest_first(store.base):
         manifest = dataset.manifest
-        result = Dataset(
+        result = DatasetView(
             name=dataset.reference,
             rows=manifest["counts"]["train_rows"],
             holdout=manifest["counts"]["holdout_rows"],
@@ -443,10 +453,10 @@ def _ledger(store: Store) -> list[Spent]:
     return lines
 
 
-def _deployments(store: Store) -> list[Deployment]:
-    results: list[Deployment] = []
+def _deployments(store: Store) -> list[DeploymentView]:
+    results: list[DeploymentView] = []
     for row in store.deployments(LIVE_DEPLOYMENT):
-        deployment = Deployment(
+        deployment = DeploymentView(
             deployment=row.id,
             owner=_another(row.owner),
             state=row.state,

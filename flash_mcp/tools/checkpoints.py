@@ -179,7 +179,7 @@ class Cancel(Result):
     """Steps made after it, which were lost as the attempt had to be killed."""
 
 
-class Checkpoint(ResultModel):
+class CheckpointView(ResultModel):
     """An adapter saved during a run, in PEFT format."""
 
     step: int
@@ -194,14 +194,14 @@ class Checkpoint(ResultModel):
     saved: str
 
 
-class Checkpoints(Result):
+class CheckpointList(Result):
     """Checkpoints of a run, newest first."""
 
     run_id: str
     """The run."""
     state: str
     """The run's state."""
-    checkpoints: list[Checkpoint]
+    checkpoints: list[CheckpointView]
     """Newest first."""
     has_more: bool
     """Whether older ones follow."""
@@ -281,7 +281,7 @@ async def checkpoints(
     push_to: str | None = None,
     limit: Annotated[int, Field(ge=1, le=30)] = 10,
     cursor: str | None = None,
-) -> Checkpoints:
+) -> CheckpointList:
     """List a run's checkpoints, newest first: step, metrics, size, digest and folder. Each is a
     PEFT adapter. With export, write one as files for other programs.
 
@@ -342,7 +342,7 @@ async def _exported(exporter: Exporter) -> Export:
     return result
 
 
-def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkpoints:
+def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> CheckpointList:
     run = store.run(run_id)
     before = page_offset(cursor, "checkpoints")
     saved = store.checkpoints(run_id)
@@ -351,9 +351,9 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
         rows = [row for row in rows if row.step < before]
     evaluations = [row for row in store.evals(run_id) if row.can_be_judged]
     evaluated = {row.step: row.summary["success"] for row in evaluations}
-    results: list[Checkpoint] = []
+    results: list[CheckpointView] = []
     for row in rows[:limit]:
-        listed = Checkpoint(
+        listed = CheckpointView(
             step=row.step,
             reward=rounded(row.metrics.get("reward/mean"), 4),
             success=rounded(row.metrics.get("success/rate"), 4),
@@ -384,7 +384,7 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
         next_step = first_checkpoint(run)
     has_more = len(rows) > limit
     more = str(results[-1].step) if has_more else None
-    return Checkpoints(
+    return CheckpointList(
         run_id=run_id,
         state=run.state,
         checkpoints=results,

@@ -81,7 +81,7 @@ class Flip(ResultModel):
     other_text: str
 
 
-class Line(ResultModel):
+class ComparisonLine(ResultModel):
     """One of several evaluations, compared with base."""
 
     run_id: str
@@ -121,7 +121,7 @@ class Compare(Result):
     """Paired tasks with more successes than before."""
     no_longer: int
     """Paired tasks with fewer."""
-    table: list[Line] | None = None
+    table: list[ComparisonLine] | None = None
     """With more: all of them, base first."""
     best: str | None = None
     """With more: which is best on `metric`, and whether it differs from the next."""
@@ -208,8 +208,10 @@ def _flips(store: Store, tasks: list[str], pair: Pair, room: int) -> list[Flip] 
     return [_flip(store, task, pair, room // len(tasks)) for task in tasks] or None
 
 
-def _lines(store: Store, pairs: Sequence[Pair], metric: Metric, effect: float) -> list[Line]:
-    lines: list[Line] = []
+def _lines(
+    store: Store, pairs: Sequence[Pair], metric: Metric, effect: float
+) -> list[ComparisonLine]:
+    lines: list[ComparisonLine] = []
     for pair in pairs:
         change = pair.change(metric, effect, 1 + len(pairs))
         lines.append(_line(pair.other, _judged(pair, change, _memory(store, pair)), change))
@@ -224,10 +226,12 @@ def _judged(pair: Pair, change: Change, memory: Flag | None) -> Judged:
     return change.outcome
 
 
-def _line(side: Evaluated, verdict: Judged | None = None, change: Change | None = None) -> Line:
+def _line(
+    side: Evaluated, verdict: Judged | None = None, change: Change | None = None
+) -> ComparisonLine:
     shown = _side(side)
-    common = Line.model_fields.keys() & Side.model_fields.keys()
-    line = Line(**shown.model_dump(include=common), verdict=verdict)
+    common = ComparisonLine.model_fields.keys() & Side.model_fields.keys()
+    line = ComparisonLine(**shown.model_dump(include=common), verdict=verdict)
     if change:
         line.change = change.change
         line.change_low = change.low

@@ -11,13 +11,13 @@ from pydantic import Field
 
 from flash_mcp.judgement import curation
 from flash_mcp.judgement.curation import (
-    Attempt,
     Counts,
     Curated,
-    HeldOut,
-    Plan,
+    CurationPlan,
+    HeldBack,
     Select,
     Source,
+    StoredAttempt,
     compile_filter,
 )
 from flash_mcp.protocol.errors import FlashError
@@ -41,7 +41,7 @@ LEFT_OUT_CHARACTERS = 120
 KEEP = "curate again with a name and without dry_run keeps it"
 
 
-class Example(ResultModel):
+class Selected(ResultModel):
     """A conversation that was selected."""
 
     part: Literal["train", "holdout"]
@@ -75,7 +75,7 @@ class Curate(Result):
     preview: Preview | None = None
     """With rows and dry_run: the shortest row, a typical one and the longest, with what is learnt.
     """
-    examples: list[Example]
+    examples: list[Selected]
     """A few of the conversations."""
 
 
@@ -121,7 +121,7 @@ async def curate(
         allow_eval_tasks: Learn eval tasks too, which spoils the split for judging.
         dry_run: Show counts and examples and write nothing.
     """
-    plan = Plan(
+    plan = CurationPlan(
         source=source,
         since_step=since_step,
         keep=compile_filter(filter) if filter is not None else None,
@@ -148,13 +148,17 @@ async def curate(
 
 
 def _of_rows(
-    runs: Sequence[str], plan: Plan, name: str | None, question: str | None, answer: str | None
+    runs: Sequence[str],
+    plan: CurationPlan,
+    name: str | None,
+    question: str | None,
+    answer: str | None,
 ) -> Curate:
     """The rows of a file, kept under `name`; with None, their counts."""
     if len(runs) > 1:
         fix = "pass one file and nothing else in runs"
         raise FlashError("invalid_argument", "rows of a file are curated alone", fix=fix)
-    defaults = Plan(holdout=plan.holdout).to_dict()
+    defaults = CurationPlan(holdout=plan.holdout).to_dict()
     unused = [option for option, value in plan.to_dict().items() if value != defaults[option]]
     if unused:
         what = f"{', '.join(unused)} apply to attempts, not to rows of a file: every row is kept"
@@ -182,7 +186,7 @@ def _of_rows(
     )
 
 
-async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
+async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) -> Curate:
     """The dataset, kept under `name`; with None, what it would be."""
     store = open_store()
     # Reads are left to themselves when the call is: they may take longer than it has.
@@ -211,7 +215,12 @@ async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
 
 
 def _keep(
-    store: Store, result: Curate, name: str, runs: Mapping[str, Run], curated: Curated, plan: Plan
+    store: Store,
+    result: Curate,
+    name: str,
+    runs: Mapping[str, Run],
+    curated: Curated,
+    plan: CurationPlan,
 ) -> None:
     """Register the dataset, and say so in the result. `runs` are by what the caller named."""
     rows = list(runs.values())
@@ -268,7 +277,7 @@ def _secrets_of(rows: Sequence[Run]) -> list[str]:
     return []
 
 
-async def _held_out(store: Store, row: Run) -> HeldOut:
+async def _held_out(store: Store, row: Run) -> HeldBack:
     spec = row.spec
     environment = await run_sync(
         store.environment, row.environment_reference, abandon_on_cancel=True
@@ -283,13 +292,15 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
         return await read_held_out(host)
 
 
-def _select(iterables: Iterable[Iterable[Attempt]], plan: Plan, held_out: HeldOut) -> Curated:
+def _select(
+    iterables: Iterable[Iterable[StoredAttempt]], plan: CurationPlan, held_out: HeldBack
+) -> Curated:
     every = itertools.chain.from_iterable(iterables)
     attempts = (attempt for attempt in every if attempt.step >= plan.since_step)
     return curation.curate(attempts, plan, held_out)
 
 
-def _attempts_of(store: Store, reference: str, source: Source | None) -> Iterator[Attempt]:
+def _attempts_of(store: Store, reference: str, source: Source | None) -> Iterator[StoredAttempt]:
     if not reference.startswith("dep-"):
         yield from read_attempts(store.run(reference), source)
     elif source in (None, "recordings"):
@@ -297,7 +308,7 @@ def _attempts_of(store: Store, reference: str, source: Source | None) -> Iterato
             yield _attempt(reference, "recordings", 0, row.fields())
 
 
-def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
+def read_attempts(run: Run, source: Source | None = None) -> Iterator[StoredAttempt]:
     """Every attempt that a run has left in its folder so far."""
     folder = folder_of(run)
     if source in (None, "rollouts"):
@@ -310,11 +321,11 @@ def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
                 yield _attempt(run.id, "evaluations", step, {"split": "eval", **row})
 
 
-def _attempt(run_id: str, source: Source, step: int, row: Json) -> Attempt:
-    return Attempt.from_row({**row, "run_id": run_id, "source": source, "step": step})
+def _attempt(run_id: str, source: Source, step: int, row: Json) -> StoredAttempt:
+    return StoredAttempt.from_row({**row, "run_id": run_id, "source": source, "step": step})
 
 
-def _manifest(named: Mapping[str, Run], curated: Curated, plan: Plan) -> Json:
+def _manifest(named: Mapping[str, Run], curated: Curated, plan: CurationPlan) -> Json:
     """Where a dataset came from. Nothing in it depends on when it is made."""
     rows = list(named.values())
     runs: list[Json] = []
@@ -339,7 +350,7 @@ def _manifest(named: Mapping[str, Run], curated: Curated, plan: Plan) -> Json:
     return {"environment": environment, "runs": runs, **plan.to_dict(), "counts": counts}
 
 
-def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
+def _notes(curated: Curated, plan: CurationPlan, held_out: HeldBack) -> list[str]:
     counts = curated.counts
     notes: list[str] = []
     tasks = f"{counts.eval_tasks} tasks of the eval split"
@@ -365,7 +376,7 @@ def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
     return notes
 
 
-def _left_out(attempt: Attempt, held_out: HeldOut) -> str:
+def _left_out(attempt: StoredAttempt, held_out: HeldBack) -> str:
     """The end of its prompt, and that of the eval task if it is another."""
     asked = text_of(attempt.messages[attempt.prompt_messages - 1])
     said = f"{shorten(asked, LEFT_OUT_CHARACTERS)!r}"
@@ -375,16 +386,16 @@ def _left_out(attempt: Attempt, held_out: HeldOut) -> str:
     return f"{said}, which asks what eval's {shorten(found.text, LEFT_OUT_CHARACTERS)!r} asks"
 
 
-def _examples(curated: Curated) -> list[Example]:
+def _examples(curated: Curated) -> list[Selected]:
     """The first of each part, and more of those to train on."""
     held_back = [_example("holdout", attempt) for attempt in curated.holdout[:1]]
     count = EXAMPLES - len(held_back)
     return [*(_example("train", attempt) for attempt in curated.train[:count]), *held_back]
 
 
-def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
+def _example(part: Literal["train", "holdout"], attempt: StoredAttempt) -> Selected:
     question = text_of(attempt.messages[attempt.prompt_messages - 1])
-    return Example(
+    return Selected(
         part=part,
         task_id=attempt.task_id,
         run_id=attempt.run_id,

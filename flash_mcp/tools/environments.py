@@ -19,7 +19,7 @@ from pydantic import Field
 from environments.checks import gate
 from environments.checks import hunt as hunting
 from environments.checks.hunt import HUNT
-from environments.checks.playing import Task, Turn, play
+from environments.checks.playing import GivenTurn, Task, play
 from environments.checks.report import Probe as GateProbe
 from environments.checks.report import Report as GateReport
 from environments.checks.splits import Overlap, overlap
@@ -90,7 +90,7 @@ class EnvPush(Result):
     """What env_test last found of these files: passed, failed with its checks, or never run."""
 
 
-class Probe(ResultModel):
+class CheckView(ResultModel):
     """One check."""
 
     name: str
@@ -128,7 +128,7 @@ class EnvTest(Result):
     """Rows of the eval split; 0 if there is none."""
     seconds: float
     """Seconds that all checks took."""
-    probes: list[Probe]
+    probes: list[CheckView]
     """Every check, in order."""
     sandbox: str | None = None
     """What of this machine is protected from the environment's code, and what is not; absent if
@@ -462,18 +462,18 @@ async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
     return hunting.probe(result)
 
 
-def _turns(answer: str | list[Json]) -> list[Turn]:
+def _turns(answer: str | list[Json]) -> list[GivenTurn]:
     """The model's turns of an answer. FlashError(invalid_argument) if it has none."""
     if isinstance(answer, str):
-        return [Turn(answer, [])]
-    turns: list[Turn] = []
+        return [GivenTurn(answer, [])]
+    turns: list[GivenTurn] = []
     try:
         for message in answer:
             fields: Json = {"role": "assistant", "content": "", "tool_calls": [], **message}
             role, text, calls = map(fields.pop, ("role", "content", "tool_calls"))
             if role != "assistant" or fields or not isinstance(text, str | None):
                 raise ValueError(f"a turn has content and tool_calls, got {message!r:.100}")
-            turns.append(Turn(text or "", tool_calls_of(calls or [])))
+            turns.append(GivenTurn(text or "", tool_calls_of(calls or [])))
         if not turns:
             raise ValueError("an answer has no turns")
     except ValueError as error:
@@ -666,10 +666,10 @@ def _without_repeats(probes: Sequence[GateProbe]) -> list[GateProbe]:
     return kept
 
 
-def _shown(probe: GateProbe) -> Probe:
+def _shown(probe: GateProbe) -> CheckView:
     limit = EVIDENCE_CHARACTERS if probe.passed is False else EVIDENCE_CHARACTERS // 3
     evidence = shorten(probe.evidence, limit)
-    shown = Probe(name=probe.name, evidence=evidence, fix=probe.fix or None)
+    shown = CheckView(name=probe.name, evidence=evidence, fix=probe.fix or None)
     if not probe.passed:
         shown.result = "open" if probe.passed is None else "failed"
     return shown

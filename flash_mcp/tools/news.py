@@ -21,7 +21,7 @@ from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.next_steps import next_of, waiting_for
-from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, report_on
+from flash_mcp.tools.shared.run_view import Failure, HeldOut, RunReport, report_on
 from flash_mcp.tools.shared.scores import Scores
 
 Until = Literal["news", "end"]
@@ -99,7 +99,7 @@ class NewsCursor:
         letter = _letter(flag)
         return letter in self.flags or letter.upper() in self.flags
 
-    def after(self, report: Report) -> NewsCursor:
+    def after(self, report: RunReport) -> NewsCursor:
         """What a caller has been told once it saw this report."""
         return NewsCursor(
             run=self.run,
@@ -110,10 +110,10 @@ class NewsCursor:
             flags=self.flags + "".join(map(_letter, self.new_flags(report))),
         )
 
-    def new_flags(self, report: Report) -> list[Flag]:
+    def new_flags(self, report: RunReport) -> list[Flag]:
         return [flag for flag in report.context.flags if not self.has(flag)]
 
-    def misses(self, report: Report, until: Until) -> bool:
+    def misses(self, report: RunReport, until: Until) -> bool:
         run = report.history.run
         is_blocked = bool(report.blocked) and not self.blocked
         if run.ended is not None or _lost(run) > self.lost or is_blocked:
@@ -140,20 +140,20 @@ def _lost(run: Run) -> int:
 
 async def wait_for_news(
     store: Store, run_id: str, cursor: NewsCursor, until: Until, wait_s: float
-) -> Report:
+) -> RunReport:
     """The report as soon as it has what the caller waits for, or as it is after `wait_s`."""
     start_s = await run_sync(lambda: store.usual_start_s(store.run(run_id)))
 
     @functools.lru_cache(maxsize=1)
-    def report_at(mark: object) -> Report:
+    def report_at(mark: object) -> RunReport:
         """The report, made anew whenever something about the run changed."""
         return report_on(store, run_id)
 
-    def read() -> Report:
+    def read() -> RunReport:
         run = store.run(run_id)
         return report_at((*waiting.fingerprint(store, run), *waiting.obstacles(store, run)))
 
-    def progress(report: Report) -> tuple[str, float | None]:
+    def progress(report: RunReport) -> tuple[str, float | None]:
         return waiting.progress_of(report.history.run, report.view.step_s, start_s)
 
     deadline = waiting.deadline_after(wait_s)
@@ -162,7 +162,7 @@ async def wait_for_news(
     )
 
 
-def one_line(report: Report) -> str:
+def one_line(report: RunReport) -> str:
     view = report.view
     parts = [f"step {view.step}" + (f"/{view.steps}" if view.steps else "")]
     is_counted = view.phase is not None and view.phase.startswith("eval ")
@@ -179,7 +179,7 @@ def one_line(report: Report) -> str:
     return ", ".join(parts)
 
 
-def news_of(report: Report, cursor: NewsCursor) -> News:
+def news_of(report: RunReport, cursor: NewsCursor) -> News:
     """The parts of the report that the caller was not told."""
     view = report.view
     is_over = report.history.run.ended is not None
@@ -209,7 +209,7 @@ def news_of(report: Report, cursor: NewsCursor) -> News:
     return news
 
 
-def next_call(report: Report, cursor: NewsCursor, until: Until, since: str) -> str:
+def next_call(report: RunReport, cursor: NewsCursor, until: Until, since: str) -> str:
     """What to do after a look: what is new decides, and the look again comes last."""
     wait = waiting_for(report.history.run.id, until, since)
     flags = report.context.flags if report.history.run.ended else cursor.new_flags(report)

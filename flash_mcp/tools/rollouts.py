@@ -41,7 +41,7 @@ RESULT_FRAME = 900
 """Characters of the result besides its rows."""
 
 
-class Message(ResultModel):
+class ShownMessage(ResultModel):
     """One message of a conversation."""
 
     number: int | None = None
@@ -81,7 +81,7 @@ class RolloutView(ResultModel):
     expected: str | None = None
     error: str | None = None
     refused: dict[str, int] | None = None
-    messages: list[Message]
+    messages: list[ShownMessage]
     messages_in_all: int | None = None
     calls: list[CallView] | None = None
 
@@ -95,7 +95,7 @@ class Rollouts(Result):
     failures: dict[str, int] | None = None
     """Failed transcripts of the step by mode, counted in at most 256 random ones; absent with
     step=-1."""
-    opening: list[Message] | None = None
+    opening: list[ShownMessage] | None = None
     """The first messages of all transcripts shown."""
     tools: list[str] | None = None
     """The tools that the model could call in these, each as name(argument: type) description."""
@@ -266,13 +266,13 @@ def _result(
     return page
 
 
-def _opening(rows: list[Rollout]) -> list[Message]:
+def _opening(rows: list[Rollout]) -> list[ShownMessage]:
     shared = shared_opening(rows)
     texts = list(map(text_of, shared))
     allowed = share_out(OPENING_CHARACTERS, list(map(json_characters, texts)))
-    messages: list[Message] = []
+    messages: list[ShownMessage] = []
     for message, text, limit in zip(shared, texts, allowed, strict=True):
-        messages.append(Message(role=message["role"], content=_excerpt(text, limit, "")))
+        messages.append(ShownMessage(role=message["role"], content=_excerpt(text, limit, "")))
     return messages
 
 
@@ -405,7 +405,7 @@ def _within(
                 refused=_refused(row),
                 error=error_text(row.error, 600),
                 messages=[
-                    Message(
+                    ShownMessage(
                         role=messages[opening + number]["role"],
                         content=text,
                         number=None if is_whole else opening + number,

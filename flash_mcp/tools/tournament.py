@@ -86,7 +86,7 @@ class ArmView(ResultModel):
     run_id: str | None = None
 
 
-class Tournament(Result):
+class TournamentView(Result):
     """A tournament, finished or under way."""
 
     tournament_id: str
@@ -130,7 +130,7 @@ async def tournament(
     target: Annotated[str | None, Field(min_length=1)] = None,
     idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     wait_s: Annotated[float, Field(ge=0, le=3600)] = 35.0,
-) -> Tournament:
+) -> TournamentView:
     """Find the best of several prompts, checkpoints, models or samplings, or of several ways to
     train.
 
@@ -257,7 +257,7 @@ def _progress(row: tournaments.Tournament) -> tuple[str, float]:
 
 def _view(
     store: Store, row: tournaments.Tournament, created: bool, trouble: FlashError | None
-) -> Tournament:
+) -> TournamentView:
     standing = row.standing
     leader = standing.leader
     names = [arm["name"] for arm in row.spec["arms"]]
@@ -274,7 +274,7 @@ def _view(
     if trouble:
         call = f"tournament(tournament_id={row.id!r})"
         following = f"{trouble} The server tries again every few seconds; {call} follows it"
-    return Tournament(
+    return TournamentView(
         tournament_id=row.id,
         state=row.state,
         verdict=("winner" if one else "no_difference") if is_over else None,

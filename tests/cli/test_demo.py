@@ -61,7 +61,7 @@ async def test_a_call_waits_while_packages_of_an_environment_are_installed(monke
         return {"tries": len(tries)}
 
     async with Client(server) as client:
-        session = demo.Session(client, Console(file=io.StringIO()))
+        session = demo.DemoSession(client, Console(file=io.StringIO()))
         assert (await session.call("train", environment="slow"))["tries"] == 3
         with pytest.raises(FlashError, match="requirements_failed"):
             await session.call("train", environment="broken")

@@ -50,7 +50,7 @@ from pydantic import BaseModel, Field
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.mcp_server import FlashServer, build_server
-from flash_mcp.server.tasks import Job, completed, failed
+from flash_mcp.server.tasks import TaskState, completed, failed
 
 PNG = base64.b64encode(
     bytes.fromhex(
@@ -333,11 +333,11 @@ class Sleepers:
         self.known[task_id] = time.time(), sleeping
         return task_id if sleeping.until > time.time() else None
 
-    async def look(self, task_id: str) -> Job:
+    async def look(self, task_id: str) -> TaskState:
         if task_id not in self.known:
             raise FlashError("unknown_run", "nobody sleeps under this id", task_id=task_id)
         created, sleeping = self.known[task_id]
-        job = functools.partial(Job, created=created, updated=time.time())
+        job = functools.partial(TaskState, created=created, updated=time.time())
         if task_id in self.cancelled:
             return job("cancelled")
         if time.time() < sleeping.until:

@@ -7,19 +7,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from environments.same_task import task_of
-from flash_mcp.judgement.curation import Attempt, Curated, HeldOut, Plan, Select, compile_filter, curate, is_held_back
+from flash_mcp.judgement.curation import (
+    Curated,
+    CurationPlan,
+    HeldBack,
+    Select,
+    StoredAttempt,
+    compile_filter,
+    curate,
+    is_held_back,
+)
 from flash_mcp.state.datasets import dump_rows, load_rows
 
-NOTHING = HeldOut()
+NOTHING = HeldBack()
 FAILURE = {"code": "env_error", "what": "it raised"}
 
 
-def attempt(index: int, task_id: str = "t0", reward: float = 1.0, said: str | None = None, **values: Any) -> Attempt:
+def attempt(
+    index: int, task_id: str = "t0", reward: float = 1.0, said: str | None = None, **values: Any
+) -> StoredAttempt:
     """An attempt at a one-turn task; correct from a reward of 1 on."""
     answer = f"answer {index}" if said is None else said
     messages = [{"role": "user", "content": f"do {task_id}"}, {"role": "assistant", "content": answer}]
     fields = {"step": 1, "success": reward >= 1, "messages": messages, "turns": 1, **values}
-    return Attempt(
+    return StoredAttempt(
         run_id=fields.pop("run_id", "run-a"), source="rollouts", index=index, task_id=task_id, reward=reward, **fields
     )
 
@@ -39,7 +50,7 @@ attempts = st.lists(
     max_size=40,
 )
 plans = st.builds(
-    Plan,
+    CurationPlan,
     keep=st.sampled_from([None, "solved", "pass@3 > 0.3", "n >= 2 and avg < 1"]).map(
         lambda text: compile_filter(text) if text else None
     ),
@@ -56,13 +67,13 @@ def keys(curated: Curated) -> tuple[list[Any], list[Any]]:
     return [each.key for each in curated.train], [each.key for each in curated.holdout]
 
 
-def told_apart(some: list[Attempt]) -> list[Attempt]:
+def told_apart(some: list[StoredAttempt]) -> list[StoredAttempt]:
     """One attempt for each key."""
     return list({each.key: each for each in some}.values())
 
 
 @given(attempts, plans)
-def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan: Plan):
+def test_every_attempt_and_every_task_is_accounted_for(some: list[StoredAttempt], plan: CurationPlan):
     distinct = told_apart(some)
     curated = curate([*distinct, *distinct[:3]], plan, NOTHING)
     counts, rows = curated.counts, curated.train + curated.holdout
@@ -88,7 +99,9 @@ def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan
 
 @pytest.mark.slow
 @given(attempts, plans, st.randoms())
-def test_neither_order_nor_repetition_changes_the_result(some: list[Attempt], plan: Plan, chance: random.Random):
+def test_neither_order_nor_repetition_changes_the_result(
+    some: list[StoredAttempt], plan: CurationPlan, chance: random.Random
+):
     some = told_apart(some)
     shuffled = [*some, *some]
     chance.shuffle(shuffled)
@@ -98,8 +111,8 @@ def test_neither_order_nor_repetition_changes_the_result(some: list[Attempt], pl
 
 
 @given(attempts, st.sampled_from([0.0, 0.2, 0.7]))
-def test_a_task_stays_on_its_side_when_attempts_are_added(some: list[Attempt], share: float):
-    plan = Plan(select="all", holdout=share)
+def test_a_task_stays_on_its_side_when_attempts_are_added(some: list[StoredAttempt], share: float):
+    plan = CurationPlan(select="all", holdout=share)
     some = told_apart(some)
     before, after = (curate(part, plan, NOTHING) for part in (some[: len(some) // 2], some))
     assert {each.task for each in before.holdout} <= {each.task for each in after.holdout}
@@ -131,44 +144,44 @@ def test_each_selection_takes_what_it_says(select: Select, max_per_task: int | N
     some = [
         attempt(n, reward=reward, said=text or "x") for n, (reward, text) in enumerate(zip(rewards, texts, strict=True))
     ]
-    curated = curate(some, Plan(select=select, max_per_task=max_per_task), NOTHING)
+    curated = curate(some, CurationPlan(select=select, max_per_task=max_per_task), NOTHING)
     assert {each.index for each in curated.train} == chosen
 
 
 def test_one_threshold_decides_for_the_filter_and_for_the_selection():
     some = [attempt(0, reward=0.6), attempt(1, reward=0.4), attempt(2, "t1", reward=0.4)]
-    assert not curate(some, Plan(keep=compile_filter("solved")), NOTHING).train
-    curated = curate(some, Plan(keep=compile_filter("solved"), success_threshold=0.5), NOTHING)
+    assert not curate(some, CurationPlan(keep=compile_filter("solved")), NOTHING).train
+    curated = curate(some, CurationPlan(keep=compile_filter("solved"), success_threshold=0.5), NOTHING)
     assert [each.index for each in curated.train] == [0]
     assert (curated.counts.filtered, curated.counts.sometimes_solved) == (1, 1)
 
 
 def test_an_attempt_that_the_environment_failed_counts_neither_for_nor_against_its_task():
     some = [attempt(0), attempt(1, reward=0.0, error=FAILURE)]
-    curated = curate(some, Plan(keep=compile_filter("avg == 1 and n == 1")), NOTHING)
+    curated = curate(some, CurationPlan(keep=compile_filter("avg == 1 and n == 1")), NOTHING)
     assert (len(curated.train), curated.counts.errors) == (1, 1)
 
 
 def test_too_few_attempts_for_pass_at_k_are_counted_and_do_not_pass():
     some = [attempt(n) for n in range(3)] + [attempt(n, "t1") for n in range(3, 7)]
-    curated = curate(some, Plan(keep=compile_filter("pass@4 > 0")), NOTHING)
+    curated = curate(some, CurationPlan(keep=compile_filter("pass@4 > 0")), NOTHING)
     assert {each.task_id for each in curated.train} == {"t1"}
     assert (curated.counts.insufficient, curated.counts.filtered) == (1, 0)
 
 
 def test_an_answer_that_was_cut_off_counts_for_its_task_and_is_not_learnt():
     some = [attempt(0), attempt(1, truncated=True), attempt(2, said=" ")]
-    curated = curate(some, Plan(keep=compile_filter("n == 3")), NOTHING)
+    curated = curate(some, CurationPlan(keep=compile_filter("n == 3")), NOTHING)
     assert [each.index for each in curated.train] == [0]
     assert curated.counts.truncated == 2
 
 
 def test_the_same_words_are_kept_once_and_those_rewarded_best():
     some = [attempt(0, reward=1.0, said="same"), attempt(1, reward=2.0, said="same"), attempt(2)]
-    curated = curate(some, Plan(), NOTHING)
+    curated = curate(some, CurationPlan(), NOTHING)
     assert {each.index for each in curated.train} == {1, 2}
     assert curated.counts.duplicates == 1
-    assert len(curate(some, Plan(deduplicate=False), NOTHING).train) == 3
+    assert len(curate(some, CurationPlan(deduplicate=False), NOTHING).train) == 3
 
 
 # -- agents ----------------------------------------------------------------------------------------
@@ -180,7 +193,7 @@ def said(*texts: str) -> list[dict[str, Any]]:
 
 def team(
     index: int, task_id: str = "t0", *, works: str = "worked", cut: tuple[int, ...] = (), **values: Any
-) -> Attempt:
+) -> StoredAttempt:
     """A merger's conversation, with a planner's and a worker's beside it; the worker has a tool."""
     calls = [
         {"number": number, "conversation": conversation, "finish": "length" if conversation in cut else "stop"}
@@ -196,7 +209,7 @@ def team(
 
 
 def test_every_conversation_of_an_agents_attempt_is_a_row_with_its_own_turns_and_tools():
-    curated = curate([team(0)], Plan(), NOTHING)
+    curated = curate([team(0)], CurationPlan(), NOTHING)
     rows = [item.row() for item in curated.train]
     assert [(row["messages"][0]["content"], row["prompt_messages"]) for row in rows] == [
         ("merge t0", 1),
@@ -213,32 +226,32 @@ def test_a_branch_is_learnt_from_its_own_first_turn_on():
     branch = {"after": 2, "turns": 1, "messages": said("again", "b"), "tools": []}
     calls = [{"number": number, "conversation": number == 1, "finish": "stop"} for number in range(3)]
     some = attempt(0, messages=said("q", "a", "on", "c"), branches=[branch], calls=calls, turns=3)
-    rows = [item.row() for item in curate([some], Plan(), NOTHING).train]
+    rows = [item.row() for item in curate([some], CurationPlan(), NOTHING).train]
     assert rows[0]["messages"] == said("q", "a", "on", "c") and rows[0]["prompt_messages"] == 1
     assert rows[1]["messages"] == said("q", "a", "again", "b") and rows[1]["prompt_messages"] == 3
 
 
 def test_conversations_that_repeat_are_learnt_once_and_those_cut_off_not_at_all():
     some = [team(0), team(1, reward=2.0), team(2, "t1", cut=(2,))]
-    curated = curate(some, Plan(), NOTHING)
+    curated = curate(some, CurationPlan(), NOTHING)
     seen = [(item.index, item.conversation) for item in curated.train]
     # The plan and the work of attempt 1, which earned most; attempt 2's plan is the same.
     assert sorted(seen) == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
     counts = curated.counts
     assert (counts.conversations, counts.truncated, counts.duplicates) == (9, 1, 3)
-    all_of_them = curate(some, Plan(deduplicate=False), NOTHING)
+    all_of_them = curate(some, CurationPlan(deduplicate=False), NOTHING)
     assert (all_of_them.counts.train_rows, all_of_them.counts.duplicates) == (8, 0)
 
 
 def test_the_best_attempt_keeps_what_a_better_one_of_another_task_does_not_teach():
     some = [team(0, reward=2.0, success=False), team(1)]
-    curated = curate(some, Plan(), NOTHING)
+    curated = curate(some, CurationPlan(), NOTHING)
     assert sorted((item.index, item.conversation) for item in curated.train) == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_an_eval_prompt_in_any_conversation_keeps_the_attempt_out():
-    held_out = HeldOut(prompts=[task_of([{"content": "Work"}])])
-    curated = curate([team(0), attempt(1)], Plan(), held_out)
+    held_out = HeldBack(prompts=[task_of([{"content": "Work"}])])
+    curated = curate([team(0), attempt(1)], CurationPlan(), held_out)
     assert [item.index for item in curated.train] == [1]
     assert curated.counts.eval_attempts == 1
 
@@ -249,26 +262,26 @@ def test_an_eval_prompt_in_any_conversation_keeps_the_attempt_out():
 @pytest.mark.parametrize(
     ("held_out", "split", "refused"),
     [
-        (HeldOut(), "train", False),
-        (HeldOut(), "eval", True),
-        (HeldOut(ids=frozenset({"t0"})), "train", True),
-        (HeldOut(ids=frozenset({"t0"}), train_questions={"t0": "another"}), "train", False),
-        (HeldOut(questions=frozenset({"q"}), train_questions={"t0": "q"}), "train", True),
-        (HeldOut(prompts=[task_of([{"content": " DO  t0\n"}])]), "train", True),
-        (HeldOut(prompts=[task_of([{"content": "do t00"}])]), "train", False),
+        (HeldBack(), "train", False),
+        (HeldBack(), "eval", True),
+        (HeldBack(ids=frozenset({"t0"})), "train", True),
+        (HeldBack(ids=frozenset({"t0"}), train_questions={"t0": "another"}), "train", False),
+        (HeldBack(questions=frozenset({"q"}), train_questions={"t0": "q"}), "train", True),
+        (HeldBack(prompts=[task_of([{"content": " DO  t0\n"}])]), "train", True),
+        (HeldBack(prompts=[task_of([{"content": "do t00"}])]), "train", False),
     ],
     ids=["other", "its split", "its id", "numbered alike", "its question", "its prompt", "a longer prompt"],
 )
-def test_a_task_of_the_eval_split_is_known_by_any_of_its_marks(held_out: HeldOut, split: str, refused: bool):
-    curated = curate([attempt(0, split=split)], Plan(), held_out)
+def test_a_task_of_the_eval_split_is_known_by_any_of_its_marks(held_out: HeldBack, split: str, refused: bool):
+    curated = curate([attempt(0, split=split)], CurationPlan(), held_out)
     assert (len(curated.train), curated.counts.eval_tasks) == (int(not refused), int(refused))
-    allowed = curate([attempt(0, split=split)], Plan(allow_eval_tasks=True), held_out)
+    allowed = curate([attempt(0, split=split)], CurationPlan(allow_eval_tasks=True), held_out)
     assert (len(allowed.train), allowed.counts.eval_tasks) == (1, int(refused))
 
 
 def test_tasks_of_two_splits_with_one_id_are_two_tasks():
     some = [attempt(0, reward=0.0), attempt(1, split="eval")]
-    curated = curate(some, Plan(select="all", allow_eval_tasks=True), NOTHING)
+    curated = curate(some, CurationPlan(select="all", allow_eval_tasks=True), NOTHING)
     assert (curated.counts.never_solved, curated.counts.always_solved) == (1, 1)
 
 
@@ -294,6 +307,6 @@ def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
 
 
 @given(st.lists(st.builds(attempt, st.integers(0, 9), st.text(max_size=5), said=st.text(max_size=9).map("{}.".format))))
-def test_rows_survive_being_written_and_read_whatever_they_say(some: list[Attempt]):
+def test_rows_survive_being_written_and_read_whatever_they_say(some: list[StoredAttempt]):
     rows = [each.row() for each in some]
     assert list(load_rows(dump_rows(rows))) == rows

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.protocol.recordings import Limits, Recording, parts, prune_all, pseudonym, rating_of
+from flash_mcp.protocol.recordings import Recording, RecordingLimits, parts, prune_all, pseudonym, rating_of
 from tests.places import ROOT
 
 WRITER = """
@@ -27,7 +27,7 @@ for number in range(10**9):
 
 def started(home: Path, max_bytes: int = 1 << 20, days: float = 30.0) -> Recording:
     recording = Recording(home, "dep-1")
-    recording.start(Limits(max_bytes, days))
+    recording.start(RecordingLimits(max_bytes, days))
     return recording
 
 
@@ -97,7 +97,7 @@ def test_what_matches_is_deleted_with_its_ratings_while_others_are_written(tmp_p
 
 def test_what_nobody_should_learn_is_replaced_and_its_tokens_are_not_kept(tmp_path: Path) -> None:
     recording = Recording(tmp_path, "dep-1")
-    recording.start(Limits(1 << 20, 30.0, ("mail", "card", "key", r"PO-\d+")))
+    recording.start(RecordingLimits(1 << 20, 30.0, ("mail", "card", "key", r"PO-\d+")))
     said = "Mail ann@example.org, card 4111 1111 1111 1111, not 4111111111111112, key sk-proj-0123456789abcdef, PO-17"
     recording.append(line(said, user="ann@example.org", prompt_tokens=3))
     recording.append(line("plain", user="ann"))
@@ -111,7 +111,7 @@ def test_what_nobody_should_learn_is_replaced_and_its_tokens_are_not_kept(tmp_pa
 
 def test_an_id_that_a_pattern_matches_stays_and_can_be_rated(tmp_path: Path) -> None:
     recording = Recording(tmp_path, "dep-1")
-    recording.start(Limits(1 << 20, 30.0, (r"\d{7,}",)))
+    recording.start(RecordingLimits(1 << 20, 30.0, (r"\d{7,}",)))
     recording.append(line("plain", id="chatcmpl-ab12345678cdef90"))
     assert recording.rate("chatcmpl-ab12345678cdef90", 1.0)
     (answer,) = recording.answers()

@@ -23,7 +23,7 @@ from typing import Any
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.state.owners import Caller, Limits, acting_as
+from flash_mcp.state.owners import Caller, Quotas, acting_as
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
 from flash_mcp.supervisor.launch.base import Handle, Launch
 from flash_mcp.supervisor.loop import Supervisor, TargetThread
@@ -98,7 +98,7 @@ class Simulation:
         environment = self.store.add_environment(name="vowels", digest="abcdef123456", path=str(VOWELS), size_bytes=1)
         spec = resolve(RunSpec.model_validate({"environment": "vowels", "target": "lab"}))
         for owner in OWNERS:
-            with acting_as(Caller(owner, limits=Limits(queued_runs=10**6))), self.store.transaction():
+            with acting_as(Caller(owner, limits=Quotas(queued_runs=10**6))), self.store.transaction():
                 for _ in range((runs + queued) // len(OWNERS)):
                     queue.enqueue(self.store, spec, environment)
 

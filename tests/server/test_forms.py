@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from flash_mcp.state.owners import Limits
+from flash_mcp.state.owners import Quotas
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.tools.evaluate import evaluate
@@ -158,7 +158,7 @@ def test_transcripts_are_chosen_by_the_form(page: Any, team: Team, tmp_path: Pat
 
 
 def test_what_is_refused_is_a_page_and_never_json(flash_home: Path) -> None:
-    with supervised(), team_server(Limits(requests_per_minute=3)) as team:
+    with supervised(), team_server(Quotas(requests_per_minute=3)) as team:
         headers = {"authorization": f"Bearer {team.token('alice')}"}
         with team.http() as http:
             answers = [

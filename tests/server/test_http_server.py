@@ -25,7 +25,7 @@ from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import tokens
-from flash_mcp.state.owners import Caller, Limits, acting_as
+from flash_mcp.state.owners import Caller, Quotas, acting_as
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import inline_files
@@ -521,7 +521,7 @@ def test_what_clients_look_for_before_a_login_is_not_found(team: Team):
 
 @pytest.mark.hostile("requests")
 async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: Path, mode: str):
-    with team_server(Limits(requests_per_minute=12)) as team:
+    with team_server(Quotas(requests_per_minute=12)) as team:
         async with team.client(team.token("alice"), mode) as alice:
             with pytest.raises(Exception, match=r"\[rate_limited retry_after_s=[1-5]\].*try again in"):
                 for _ in range(20):
@@ -543,7 +543,7 @@ def test_a_body_that_is_too_large_is_refused_with_the_way_to_send_it(team: Team)
 
 
 async def test_queued_runs_and_stored_bytes_have_a_limit_for_each_owner(flash_home: Path):
-    with supervised(), team_server(Limits(queued_runs=1, environment_bytes=2 * len(ENVIRONMENT))) as team:
+    with supervised(), team_server(Quotas(queued_runs=1, environment_bytes=2 * len(ENVIRONMENT))) as team:
         for owner in ("alice", "bob"):
             async with team.client(team.token(owner)) as client:
                 for number in (0, 1, 1):
@@ -566,7 +566,7 @@ def test_deployments_have_a_limit_for_each_owner_here_and_on_targets(
     (flash_home / "targets.toml").write_text(f'[lab]\nengine = "slurm"\nstorage = "{tmp_path}"\n')
     for owner, number in (("alice", 2), ("bob", 2), ("local", 3)):
         (tmp_path / owner).mkdir()
-        with acting_as(Caller(owner, limits=Limits(deployments=2), secrets=None)):
+        with acting_as(Caller(owner, limits=Quotas(deployments=2), secrets=None)):
             run = finished_run(tmp_path / owner)
             made = [request(store, run.id, name=f"{owner}-{n}", target=target) for n in range(number)]
             assert request(store, run.id, name=f"{owner}-0", target=target).id == made[0].id
@@ -577,9 +577,9 @@ def test_deployments_have_a_limit_for_each_owner_here_and_on_targets(
 
 
 def test_the_local_owner_has_no_quota(tmp_path: Path):
-    for _ in range(Limits().queued_runs + 1):
+    for _ in range(Quotas().queued_runs + 1):
         queued_run(tmp_path / "environment")
-    assert open_store().run_counts() == {"queued": Limits().queued_runs + 1}
+    assert open_store().run_counts() == {"queued": Quotas().queued_runs + 1}
 
 
 def test_metrics_count_ones_own_and_with_a_metrics_token_everything(team: Team, things: dict[str, dict[str, str]]):

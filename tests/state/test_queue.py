@@ -22,7 +22,7 @@ from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import ResolvedSpec, RunSpec, resolve
 from flash_mcp.state import costs, queue
-from flash_mcp.state.owners import Caller, Limits, acting_as
+from flash_mcp.state.owners import Caller, Quotas, acting_as
 from flash_mcp.state.store import Store
 from tests.waiting import WAIT_S
 
@@ -51,7 +51,7 @@ def claim(store: Store) -> Run:
 
 
 def enqueue_as(owner: str, store: Store, count: int = 1) -> list[str]:
-    with acting_as(Caller(owner, limits=Limits(queued_runs=1000))):
+    with acting_as(Caller(owner, limits=Quotas(queued_runs=1000))):
         return [enqueue(store)[0].id for _ in range(count)]
 
 
@@ -114,7 +114,7 @@ def test_the_same_key_with_another_request_is_a_conflict_and_makes_nothing(store
 
 
 def test_a_caller_queues_no_more_runs_than_the_limit(store: Store) -> None:
-    with acting_as(Caller("ann", limits=Limits(queued_runs=1))):
+    with acting_as(Caller("ann", limits=Quotas(queued_runs=1))):
         enqueue(store)
         with pytest.raises(FlashError, match="quota_exceeded"):
             enqueue(store)
@@ -434,7 +434,7 @@ def test_what_an_owner_uses_on_one_target_is_no_share_of_another(store: Store, c
 
 
 def test_shares_count_gpus_and_not_the_time_that_runs_waited_for_a_machine(store: Store, clock: Clock) -> None:
-    with acting_as(Caller("alice", limits=Limits(queued_runs=1000))):
+    with acting_as(Caller("alice", limits=Quotas(queued_runs=1000))):
         for _ in range(3):
             enqueue(store, gpus=2)
     enqueue_as("bob", store, 4)

@@ -17,7 +17,7 @@ from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.launch.base import Handle
-from flash_mcp.supervisor.launch.local import LocalLauncher, Record, devices_in_use
+from flash_mcp.supervisor.launch.local import LocalLauncher, ProcessRecord, devices_in_use
 from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
 from tests.supervisor.test_launcher import local, state
@@ -100,7 +100,7 @@ def test_a_slot_is_free_when_the_other_state_directorys_attempt_ends(folder: Pat
     try:
         assert device_locks.users(UUID, other) == [f"the state directory {tmp_path / 'here'}"]
         assert launcher.capacity == 1  # its own attempt is counted elsewhere
-        record = Record.read(tmp_path / "here" / "records" / "run-1-1")
+        record = ProcessRecord.read(tmp_path / "here" / "records" / "run-1-1")
         assert record
     finally:
         launcher.cancel(handle)
@@ -139,7 +139,7 @@ def four(folder: Path) -> list[str]:
 
 
 def cards_of(record: Path) -> str:
-    process = Record.read(record)
+    process = ProcessRecord.read(record)
     assert process
     environ = Path(f"/proc/{process.pid}/environ")
     prefix = b"CUDA_VISIBLE_DEVICES="

@@ -22,7 +22,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.api import ApiLauncher
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
-from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
+from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, ProcessRecord
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.sky import SkyLauncher
 from flash_mcp.supervisor.launch.slurm import LIST_EVERY_S, Queue, SlurmLauncher, with_gpus
@@ -594,7 +594,7 @@ print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({st
     ]
     let_go_at_once(starters)
     pids = {starter.communicate(timeout=WAIT_S)[0].strip() for starter in starters}
-    record = Record.read(here.logs.parent / "records" / "run-1-1")
+    record = ProcessRecord.read(here.logs.parent / "records" / "run-1-1")
     assert record and pids == {str(record.pid)}
     assert record.is_alive()
     wait_for(lambda: len(list((here.logs.parent / "records").iterdir())) == 1)
@@ -639,7 +639,7 @@ wait
     command = [*refusing("link,linkat"), "/bin/sh", "-c", script, REGISTER_AND_EXEC]
     done = subprocess.run([*command, str(tmp_path / "record")], cwd=ROOT, capture_output=True, text=True, check=True)
     (pid,) = done.stdout.split()
-    record = Record.read(tmp_path / "record")
+    record = ProcessRecord.read(tmp_path / "record")
     assert record and record.pid == int(pid)
     assert [path.name for path in tmp_path.iterdir()] == ["record"]
 

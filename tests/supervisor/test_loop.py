@@ -27,7 +27,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.supervisor import attempt as attempts
 from flash_mcp.supervisor.attempt import Reader, Timeouts
 from flash_mcp.supervisor.launch.base import Handle, JobStatus
-from flash_mcp.supervisor.launch.local import LocalLauncher, Record
+from flash_mcp.supervisor.launch.local import LocalLauncher, ProcessRecord
 from flash_mcp.supervisor.loop import Supervisor, supervise
 from flash_mcp.supervisor.process import PYTHON, LockOwner, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
@@ -86,7 +86,7 @@ class Bench:
         return self.store.run(run.id)
 
     def pid(self, run: Run, attempt: int = 1) -> int:
-        record = Record.read(self.base / "attempts" / f"{run.id}-{attempt}")
+        record = ProcessRecord.read(self.base / "attempts" / f"{run.id}-{attempt}")
         assert record
         return record.pid
 
@@ -374,7 +374,7 @@ def test_a_run_of_several_cards_waits_for_them_and_is_not_overtaken(
     assert [bench.store.run(run.id).state for run in (wide, narrow)] == ["queued", "queued"]
     Path(first.folder, "go").touch()
     bench.until(lambda: bench.store.run(wide.id).attempt == 1, supervisor=supervisor)
-    record = Record.read(bench.base / "attempts" / f"{wide.id}-1")
+    record = ProcessRecord.read(bench.base / "attempts" / f"{wide.id}-1")
     assert record and set(record.slots) == {0, 1}
     assert bench.finish(narrow, supervisor=supervisor).state == "succeeded"
 

@@ -31,12 +31,12 @@ from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue, references
-from flash_mcp.state.owners import LOCAL, Caller, Limits, acting_as
+from flash_mcp.state.owners import LOCAL, Caller, Quotas, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import model_servers
 from flash_mcp.supervisor.launch.base import Handle
-from flash_mcp.supervisor.launch.local import LocalLauncher, Record
+from flash_mcp.supervisor.launch.local import LocalLauncher, ProcessRecord
 from flash_mcp.supervisor.loop import WORKER, Supervisor
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.supervisor.server import ADMIN_KEY, Server, check_serving_port, idle_minutes, server_of
@@ -135,7 +135,7 @@ def server_for(store: Store, row: Deployment) -> Server:
 
 def leader(store: Store, row: Deployment) -> int:
     """The first process of the attempt that serves it."""
-    record = Record.read(store.base / "attempts" / f"{row.server_run}-{row.server_attempt}")
+    record = ProcessRecord.read(store.base / "attempts" / f"{row.server_run}-{row.server_attempt}")
     assert record
     return fork_of(record.pid)
 
@@ -692,7 +692,7 @@ async def test_chats_of_one_owner_leave_the_model_servers_to_others(store: Store
             with acting_as(who):
                 await chat(deployment, message="hello", raw=True)
 
-        alice, bob = (Caller(owner, limits=Limits(chats=2)) for owner in ("alice", "bob"))
+        alice, bob = (Caller(owner, limits=Quotas(chats=2)) for owner in ("alice", "bob"))
         async with anyio.create_task_group() as group:
             for who in (alice, alice, bob, LOCAL, LOCAL, LOCAL):
                 group.start_soon(say, who, "dep-bob" if who is bob else "dep-alice")

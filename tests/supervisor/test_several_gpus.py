@@ -12,7 +12,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import Timeouts
-from flash_mcp.supervisor.launch.local import LocalLauncher, Record
+from flash_mcp.supervisor.launch.local import LocalLauncher, ProcessRecord
 from flash_mcp.supervisor.loop import Supervisor
 from tests.places import CALCULATOR, VOWELS
 from tests.waiting import wait_for
@@ -54,7 +54,7 @@ class Place:
         return self.until(run, lambda: self.now(run).ended)
 
     def second_process(self, run: Run) -> psutil.Process:
-        record = Record.read(self.home / "attempts" / f"{run.id}-1")
+        record = ProcessRecord.read(self.home / "attempts" / f"{run.id}-1")
         assert record
         children = psutil.Process(record.pid).children()
         (found,) = [child for child in children if "--rank" in child.cmdline()]

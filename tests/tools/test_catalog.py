@@ -12,7 +12,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.supervisor.launch.devices import Device
-from flash_mcp.tools.catalog import Model, catalog
+from flash_mcp.tools.catalog import ModelView, catalog
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from tests.samples import finished_run
 
@@ -25,7 +25,7 @@ def test_every_card_says_what_a_user_has_to_know() -> None:
         assert card.name == card.name.lower()
         assert (card.active or 0) < card.parameters
         if card.unchecked:
-            assert set(card.unchecked.split(", ")) <= set(Model.model_fields)
+            assert set(card.unchecked.split(", ")) <= set(ModelView.model_fields)
 
 
 def test_the_catalog_shows_each_model_and_what_of_it_was_not_checked_within_one_result() -> None:

@@ -12,7 +12,7 @@ from mcp import Client
 from flash_mcp.protocol import storage
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir
-from flash_mcp.protocol.recordings import Limits, Recording
+from flash_mcp.protocol.recordings import Recording, RecordingLimits
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import resolve, validate
@@ -376,7 +376,7 @@ def served(run: Run, **values: Any) -> Recording:
     store = open_store()
     store.add_deployment({"id": "dep-1", **row, **values})
     recording = Recording(store.base, "dep-1")
-    recording.start(Limits(1 << 20, 30.0))
+    recording.start(RecordingLimits(1 << 20, 30.0))
     return recording
 
 

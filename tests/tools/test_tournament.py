@@ -8,7 +8,7 @@ from mcp import Client
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state import queue, tournaments
-from flash_mcp.state.owners import Caller, Limits, acting_as
+from flash_mcp.state.owners import Caller, Quotas, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import process
 from tests.calls import call as made
@@ -142,7 +142,7 @@ async def test_an_arm_that_cannot_run_ends_it_with_the_reason(client: Client):
 async def test_the_rounds_of_an_owner_are_theirs_and_wait_for_a_place_in_their_queue(tmp_path: Path):
     arms = [arm("a", HALF), arm("b", {**HALF, "say": "b"})]
     open_store()
-    with acting_as(Caller("ann", limits=Limits(queued_runs=2))):
+    with acting_as(Caller("ann", limits=Quotas(queued_runs=2))):
         push_echo(tmp_path / "ann", ECHO)
         body = await made("tournament", environment="echo", arms=arms)
         assert body["verdict"] == "no_difference"

@@ -12,7 +12,7 @@ from tests.folders import environment_folder
 from tests.places import AGENT_CALCULATOR
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
-from worker.rollouts.scheduler import Generator, Limits, Task, collect
+from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.sft import IGNORED, Row, gold_rows
@@ -110,8 +110,8 @@ async def test_sft_learns_the_prompts_of_rollouts_and_no_others(name: str, team:
         learnt = [row for task in rows for row in task]
         engine = Learnt(learnt)
         generator = Generator(engine, run_step=engine.run_step)
-        plan = [Task("train", number, number, number, number) for number in range(tasks)]
-        rollouts = await collect(plan, host, generator, TEMPLATE, Limits(LENGTH, LENGTH))
+        plan = [RolloutTask("train", number, number, number, number) for number in range(tasks)]
+        rollouts = await collect(plan, host, generator, TEMPLATE, TalkLimits(LENGTH, LENGTH))
         await generator.aclose()
     assert [rollout.reward for rollout in rollouts] == [1.0] * tasks
     assert engine.asked == contexts(learnt)

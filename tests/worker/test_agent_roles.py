@@ -11,7 +11,7 @@ from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
-from worker.rollouts.scheduler import Generator, Limits, Task, collect
+from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
@@ -72,7 +72,7 @@ async def played(folder: Path, engine: Recorder):
     async with await EnvironmentHost.start(folder) as host:
         generator = Generator(engine, run_step=engine.run_step)
         template = ChatTemplate(make_tokenizer())
-        (rollout,) = await collect([Task("train", 0, 0, 0, 0)], host, generator, template, Limits(6, 400))
+        (rollout,) = await collect([RolloutTask("train", 0, 0, 0, 0)], host, generator, template, TalkLimits(6, 400))
         await generator.aclose()
     return rollout
 

@@ -18,7 +18,7 @@ from tests.folders import environment_folder
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
 from tests.waiting import wait_for
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
@@ -77,16 +77,16 @@ async def programs(folder: Path) -> AsyncGenerator[EnvironmentHost]:
         yield host
 
 
-async def rollouts_of(host: EnvironmentHost, engine: FakeEngine, first: int = 0) -> list[Rollout]:
+async def rollouts_of(host: EnvironmentHost, engine: FakeEngine, first: int = 0) -> list[PlayedRollout]:
     generator = Generator(engine, run_step=engine.run_step)
     template = ChatTemplate(make_tokenizer())
-    tasks = [Task("train", first + n, n, n, n) for n in range(SESSIONS)]
-    found = await collect(tasks, host, generator, template, Limits(max_tokens=8, max_length=400))
+    tasks = [RolloutTask("train", first + n, n, n, n) for n in range(SESSIONS)]
+    found = await collect(tasks, host, generator, template, TalkLimits(max_tokens=8, max_length=400))
     await generator.aclose()
     return found
 
 
-def heard(rollout: Rollout) -> bool:
+def heard(rollout: PlayedRollout) -> bool:
     """Whether the agent asked its own question and heard what the model said to it. Raises if it
     heard anything else.
     """

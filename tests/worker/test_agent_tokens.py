@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from environments.agents.calls import NO_USAGE
-from environments.agents.dialects import DIALECTS, Answer, ApiError
+from environments.agents.dialects import DIALECTS, ApiError, TurnToSend
 from environments.agents.endpoint import AgentEpisode
-from environments.agents.session import Client, Session
+from environments.agents.session import AgentSession, Peer
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
 from environments.faults import EnvironmentFault
 from environments.process.host import Opening, Score
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, run_virtually
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Sampling
 from worker.training.packing import paths_of
@@ -39,7 +39,7 @@ class Fuzzer(EnvironmentAgent):
     max_calls = 6
 
     def __init__(self) -> None:
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, AgentSession] = {}
         self.left: set[int] = set()
 
     async def run(self, example: TaskExample, base_url: str, api_key: str, model: str) -> Any:
@@ -73,10 +73,10 @@ class Fuzzer(EnvironmentAgent):
                 await asyncio.sleep(1)
         return RewardResult(1.0)
 
-    async def _ask_again(self, session: Session, bodies: Sequence[Any], found: Sequence[Any]) -> None:
+    async def _ask_again(self, session: AgentSession, bodies: Sequence[Any], found: Sequence[Any]) -> None:
         """Send the last request again, as a client does whose answer was lost."""
         first = [each for body, each in zip(bodies, found, strict=True) if body == bodies[-1]]
-        if isinstance(first[-1], Answer):
+        if isinstance(first[-1], TurnToSend):
             again = await ask(session, bodies[-1], is_retry=True)
             assert again in first
 
@@ -147,7 +147,7 @@ class InProcess:
             await found[0].close_episode()
 
 
-class Attentive(Client):
+class Attentive(Peer):
     """A client that does not leave, and reads every answer."""
 
     has_left = left_unread = False
@@ -156,7 +156,7 @@ class Attentive(Client):
         self.is_sent = False
 
 
-async def ask(session: Session, body: Any, *, is_retry: bool = False) -> Answer:
+async def ask(session: AgentSession, body: Any, *, is_retry: bool = False) -> TurnToSend:
     asked = DIALECTS["/chat/completions"].read(body, {})
     client = Attentive()
     (call,) = session.ask(client, asked.messages, asked.tools, is_retry=is_retry)
@@ -191,10 +191,10 @@ def test_the_trained_ids_of_agents_are_those_that_were_sampled(caplog: pytest.Lo
         agent = Fuzzer()
         engine = Recorder()
 
-        async def play(agent: Fuzzer, engine: Recorder, first: int) -> list[Rollout]:
+        async def play(agent: Fuzzer, engine: Recorder, first: int) -> list[PlayedRollout]:
             generator = Generator(engine, run_step=engine.run_step)
-            tasks = [Task("train", first + n, n, n, first + n) for n in range(AT_ONCE)]
-            limits = Limits(max_tokens=6, max_length=150)
+            tasks = [RolloutTask("train", first + n, n, n, first + n) for n in range(AT_ONCE)]
+            limits = TalkLimits(max_tokens=6, max_length=150)
             host: Any = InProcess(agent)
             rollouts = await collect(tasks, host, generator, template, limits)
             await generator.aclose()
@@ -212,7 +212,7 @@ def test_the_trained_ids_of_agents_are_those_that_were_sampled(caplog: pytest.Lo
     assert min(outcomes.values()) > 20 and forks > CONVERSATIONS, (outcomes, forks)
 
 
-def check(rollout: Rollout, engine: Recorder) -> None:
+def check(rollout: PlayedRollout, engine: Recorder) -> None:
     """Each of the rollout's own turns was sampled after exactly the tokens on its path before it,
     and is trained once.
     """

@@ -35,7 +35,7 @@ from tests.waiting import wait_for
 from tests.watch import is_running, listening_ports
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model
-from worker.rollouts.scheduler import Limits, Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits
 from worker.rollouts.task_choice import Source, examples_of
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import OPEN_AT_ONCE
@@ -81,12 +81,14 @@ def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_pa
     run = make_run(tmp_path / "run", tmp_path, steps=1, eval_examples=of)
     bounds: list[int | None] = []
 
-    async def collecting(tasks: list[Task], limits: Limits, on_done: Any, *, open_at_once: int | None = None) -> None:
+    async def collecting(
+        tasks: list[RolloutTask], limits: TalkLimits, on_done: Any, *, open_at_once: int | None = None
+    ) -> None:
         bounds.append(open_at_once)
         assert heartbeat.shown == f"eval 0/{of}"
         for task in reversed(tasks):
             heartbeat.advance()
-            on_done(Rollout(task, f"v{task.index}"))
+            on_done(PlayedRollout(task, f"v{task.index}"))
 
     heartbeat, host = Heartbeat(RunWriter(run, 1)), SimpleNamespace(splits={"eval": 5000})
     nothing: Any = None

@@ -33,7 +33,7 @@ from worker.engine.text_models import LORA_RANKS, UTILIZATION, room_for_rank
 from worker.engine.vllm import Sync, VllmEngine
 from worker.model_files import config_of
 from worker.rollouts import transcript
-from worker.rollouts.scheduler import Finished, Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Finished, Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, trained
 from worker.rollouts.turns import Completion, Grammar, Sampling
 from worker.training import packing
@@ -454,14 +454,14 @@ def test_a_turn_ends_with_its_stop_string_or_with_its_budget(engine: VllmEngine,
 @pytest.mark.cpu
 def test_rollouts_of_an_asynchronous_core_are_those_of_a_synchronous_one(engines: Engines, fp32_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    tasks = [Task("train", index, index // 4, index, seed=index) for index in range(12)]
+    tasks = [RolloutTask("train", index, index // 4, index, seed=index) for index in range(12)]
 
-    async def roll(engine: VllmEngine) -> list[Rollout]:
+    async def roll(engine: VllmEngine) -> list[PlayedRollout]:
         async def run_step() -> Finished:
             return await asyncio.to_thread(engine.step)
 
         generator = Generator(engine, run_step=run_step)
-        limits = Limits(max_tokens=12, max_length=400)
+        limits = TalkLimits(max_tokens=12, max_length=400)
         return await collect(tasks, FakeHost(), generator, ChatTemplate(tokenizer), limits)
 
     policy = load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)

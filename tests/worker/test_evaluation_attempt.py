@@ -16,9 +16,9 @@ from flash_mcp.tools.shared import resolve
 from tests.attempts import VOWELS, Attempt
 from tests.model_rows import make_model
 from tests.waiting import WAIT_S
-from worker.evaluate import Recorder
+from worker.evaluate import EvalRecorder
 from worker.heartbeat import Heartbeat
-from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 
 
 def make_evaluation(
@@ -143,8 +143,8 @@ def test_the_attempts_of_a_task_are_scored_together_also_those_of_a_resumed_eval
     (environment / "environment.py").write_text(grouped)
     run = make_evaluation(tmp_path / "run", tiny_model, environment=environment, tasks=[2, 0], attempts=3)
     writer = RunWriter(run, 1)
-    task = Task("eval", 2, 0, 1, seed=0, attempt=1)
-    writer.attempts(0, [Rollout(task, "v2", reward=9.0).record(0).fields()])
+    task = RolloutTask("eval", 2, 0, 1, seed=0, attempt=1)
+    writer.attempts(0, [PlayedRollout(task, "v2", reward=9.0).record(0).fields()])
     with Attempt(run, 2) as attempt:
         rows = finish(run, attempt)["rollouts"]
     # The attempt that was recorded before the interruption is made again with the two others.
@@ -163,15 +163,15 @@ def test_attempts_end_while_a_shard_of_them_is_being_written(tmp_path: Path, mon
         RunWriter.attempts(writer, step, rows)
 
     monkeypatch.setattr(writer, "attempts", slowly)
-    recorder = Recorder(writer, Heartbeat(writer), 0)
+    recorder = EvalRecorder(writer, Heartbeat(writer), 0)
     for index in range(3):
-        recorder.add(Rollout(Task("eval", index, index, index, seed=0), f"v{index}"))
+        recorder.add(PlayedRollout(RolloutTask("eval", index, index, index, seed=0), f"v{index}"))
     assert not shards, "nobody waits for the store"
     is_back.set()
     recorder.flush()
     assert shards == [1, 2] and [row["index"] for row in run.attempts(0)] == [0, 1, 2]
     RunWriter(run, 2)
-    recorder.add(Rollout(Task("eval", 3, 3, 3, seed=0), "v3"))
+    recorder.add(PlayedRollout(RolloutTask("eval", 3, 3, 3, seed=0), "v3"))
     with pytest.raises(FlashError, match="fenced"):
         recorder.flush()
 

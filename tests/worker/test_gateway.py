@@ -23,11 +23,11 @@ import pytest
 from rich.console import Console
 
 from environments.process.host import EnvironmentHost
-from flash_mcp.cli.demo import Session, connected, watch
+from flash_mcp.cli.demo import DemoSession, connected, watch
 from flash_mcp.protocol.records import Json
 from flash_mcp.state import tokens
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.launch.local import Record
+from flash_mcp.supervisor.launch.local import ProcessRecord
 from tests.folders import environment_folder
 from tests.places import ROOT, VOWELS
 from tests.ports import free_port
@@ -38,7 +38,7 @@ from tests.waiting import WAIT_S
 from worker.rollouts import gateway as gateway_module
 from worker.rollouts.gateway import Gateway
 from worker.rollouts.scheduler import Generator as Turns
-from worker.rollouts.scheduler import Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_agents_of_a_user_play_a_training_run_over_http(tiny_model: Path, tmp_pa
     reader = tokens.create(open_store(), "mallory", "read")[1]
     refused = [("nothing", "tasks", 401), (stranger, "tasks", 404), (reader, "tasks", 403)]
 
-    async def train(session: Session) -> str:
+    async def train(session: DemoSession) -> str:
         await session.call("env_push", folder=str(folder), name="vowels")
         shape: dict[str, Any] = {"steps": 2, "batch_size": 2, "group_size": 4, "max_tokens": 16, "lora_rank": 4}
         wanted = {"environment": "vowels", "model": str(tiny_model), **shape, "learning_rate": 1e-3}
@@ -250,7 +250,7 @@ def test_what_a_killed_worker_gave_out_is_given_out_again(
                 body = {"model": "policy", "messages": task["messages"], "max_tokens": 4}
                 own = {"authorization": f"Bearer {task['api_key']}"}
                 assert (await http.post(f"{task['base_url']}/chat/completions", headers=own, json=body)).is_success
-                record = Record.read(flash_home / "attempts" / f"{run_id}-1")
+                record = ProcessRecord.read(flash_home / "attempts" / f"{run_id}-1")
                 assert record
                 os.kill(record.pid, signal.SIGKILL)
                 code, result, errors = await played(run_id, agent)
@@ -276,13 +276,13 @@ async def gateway(folder: Path, timeout_s: float) -> AsyncGenerator[Gateway]:
             await opened.endpoint.aclose()
 
 
-async def rollouts(opened: Gateway) -> list[Rollout]:
+async def rollouts(opened: Gateway) -> list[PlayedRollout]:
     engine = FakeEngine(step_s=0.0)
     turns = Turns(engine, run_step=engine.run_step)
     player: Any = opened
     try:
         return await collect(
-            [Task("train", 0, 0, 0, seed=0)], player, turns, TEMPLATE, Limits(max_tokens=12, max_length=400)
+            [RolloutTask("train", 0, 0, 0, seed=0)], player, turns, TEMPLATE, TalkLimits(max_tokens=12, max_length=400)
         )
     finally:
         await turns.aclose()
@@ -312,7 +312,7 @@ async def test_a_task_that_is_taken_late_and_not_brought_back_is_dropped_as_soon
 
 async def test_an_agent_may_score_itself_and_sends_what_breaks_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path, timeout_s=60) as opened:
-        played: list[Rollout] = []
+        played: list[PlayedRollout] = []
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{opened.endpoint.port}", trust_env=False) as http:
 
             async def post(path: str, key: str, body: bytes) -> tuple[int, Any]:

@@ -8,12 +8,12 @@ from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect, task_groups
-from worker.rollouts.task_choice import Example
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect, task_groups
+from worker.rollouts.task_choice import TaskPlace
 from worker.rollouts.transcript import ChatTemplate
 
 TEMPLATE = ChatTemplate(make_tokenizer())
-LIMITS = Limits(max_tokens=12, max_length=400)
+LIMITS = TalkLimits(max_tokens=12, max_length=400)
 RANKED = """
     class Sample(Addition):
         def step_episode(self, example, messages, assistant_response):
@@ -52,8 +52,8 @@ AGENTS = """
 """
 
 
-async def rolled(tasks: list[Task], host: FakeHost | EnvironmentHost) -> list[Rollout]:
-    told: list[Rollout] = []
+async def rolled(tasks: list[RolloutTask], host: FakeHost | EnvironmentHost) -> list[PlayedRollout]:
+    told: list[PlayedRollout] = []
     engine = FakeEngine()
     generator = Generator(engine, run_step=engine.run_step)
     try:
@@ -64,17 +64,17 @@ async def rolled(tasks: list[Task], host: FakeHost | EnvironmentHost) -> list[Ro
     return rollouts
 
 
-def said(rollout: Rollout) -> str:
+def said(rollout: PlayedRollout) -> str:
     assert rollout.transcript
     return rollout.transcript.messages[-1]["content"]
 
 
 @pytest.mark.slow
 async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
-    tasks = task_groups("train", map(Example, [0, 1, 2, 0]), 6, lambda example, index, attempt: index)
+    tasks = task_groups("train", map(TaskPlace, [0, 1, 2, 0]), 6, lambda example, index, attempt: index)
     async with await EnvironmentHost.start(environment_folder(tmp_path, RANKED)) as host:
         rollouts = await rolled(tasks, host)
-        alone = await rolled([Task("train", 0, 0, 0, seed=5)], host)
+        alone = await rolled([RolloutTask("train", 0, 0, 0, seed=5)], host)
     groups = [rollouts[at : at + 6] for at in range(0, 24, 6)]
     # The two groups of one task are two groups; the second one has rollouts that failed.
     for group, failed in zip(groups, (False, True, True, False), strict=True):
@@ -96,12 +96,12 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.linux
 async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
-    tasks = task_groups("train", map(Example, [0, 1]), 6, lambda example, index, attempt: index)
+    tasks = task_groups("train", map(TaskPlace, [0, 1]), 6, lambda example, index, attempt: index)
     folder = environment_folder(tmp_path, AGENTS)
     (folder / "environment.toml").write_text("endpoint = true\n")
     async with await EnvironmentHost.start(folder) as host:
         rollouts = await rolled(tasks, host)
-        alone = await rolled([Task("train", 0, 0, 0, seed=5)], host)
+        alone = await rolled([RolloutTask("train", 0, 0, 0, seed=5)], host)
     texts = sorted(map(said, rollouts[:6]))
     assert [r.reward for r in rollouts[:6]] == [texts.index(said(r)) / 6 for r in rollouts[:6]]
     assert len({r.reward for r in rollouts[:6]}) > 2
@@ -119,7 +119,7 @@ def test_a_group_waits_for_its_last_and_for_no_other_group() -> None:
         return "environment_error" if (call, example) == ("step", 9) else None
 
     examples = [(1, 0), (1, 0), (1, 1), (3, 1), (9, 1), (1, 1), (9, 2), (1, 2)]
-    tasks = [Task("train", example, group, index, seed=index) for index, (example, group) in enumerate(examples)]
+    tasks = [RolloutTask("train", example, group, index, seed=index) for index, (example, group) in enumerate(examples)]
     host = FakeHost(lambda: 0.1, fault, scores_groups=True)
     rollouts, _ = run_virtually(rolled(tasks, host))
     # The number of turns of all that were scored together; one that is alone gets `score`.

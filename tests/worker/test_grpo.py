@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
-from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training import attention, memory, packing
 from worker.training.checkpoints import Reporter
@@ -33,7 +33,7 @@ from worker.training.policy import load_policy
 GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
 
 
-def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2, groups: int = GROUPS) -> list[Rollout]:
+def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2, groups: int = GROUPS) -> list[PlayedRollout]:
     """`groups` x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little
     off.
     """
@@ -48,8 +48,8 @@ def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2, groups: int 
             transcript.completion_ids += ids
             transcript.mask += [1] * len(ids)
             transcript.logprobs += [-4.5 + rng.gauss(0, 0.5) for _ in ids]
-        task = Task("train", index // SIZE, index // SIZE, index, seed=index)
-        rollouts.append(Rollout(task, f"t{index}", transcript, reward=rng.choice([0.0, 0.3, 1.0])))
+        task = RolloutTask("train", index // SIZE, index // SIZE, index, seed=index)
+        rollouts.append(PlayedRollout(task, f"t{index}", transcript, reward=rng.choice([0.0, 0.3, 1.0])))
     return rollouts
 
 
@@ -71,7 +71,7 @@ def our_gradients(
     policy: Any,
     tokenizer: Any,
     spec: RunSpec,
-    rollouts: list[Rollout],
+    rollouts: list[PlayedRollout],
     out: Path,
     keep_tokens: float = math.inf,
     metrics: dict[str, list[float]] | None = None,
@@ -90,7 +90,9 @@ def our_gradients(
     return gradients(policy)
 
 
-def trl_gradients(policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[Rollout], out: Path) -> dict[str, Tensor]:
+def trl_gradients(
+    policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[PlayedRollout], out: Path
+) -> dict[str, Tensor]:
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         transcripts = [r.transcript for r in rollouts if r.transcript]
         return {
@@ -135,7 +137,9 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-def both(model: Path, tmp_path: Path, rollouts: list[Rollout], dtype: torch.dtype, **fields: Any) -> tuple[Any, Any]:
+def both(
+    model: Path, tmp_path: Path, rollouts: list[PlayedRollout], dtype: torch.dtype, **fields: Any
+) -> tuple[Any, Any]:
     tokenizer, spec = AutoTokenizer.from_pretrained(model), settings_of(**fields)
     ours = our_gradients(make_policy(model, dtype), tokenizer, spec, rollouts, tmp_path)
     theirs = trl_gradients(make_policy(model, dtype), tokenizer, spec, copy.deepcopy(rollouts), tmp_path)
@@ -430,7 +434,7 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(fp32_model
     tokenizer, folder = AutoTokenizer.from_pretrained(fp32_model), RunFolder(tmp_path / "run")
     folder.create({})
 
-    def rollouts_of(step: int) -> list[Rollout]:
+    def rollouts_of(step: int) -> list[PlayedRollout]:
         rollouts = make_rollouts(tokenizer, seed=step)
         rollouts[0].reward = math.inf if step == 2 else 1.0
         return rollouts
@@ -466,7 +470,9 @@ def test_a_pack_is_the_same_computed_as_one_block(fp32_model: Path, monkeypatch:
 
 
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
-    group = [Rollout(Task("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))]
+    group = [
+        PlayedRollout(RolloutTask("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))
+    ]
     group[2].error = {"code": "environment_error", "what": "boom"}
     assert advantages_of(group, settings_of()) == [0.5, -0.5, 0.0]
     group[1].error = group[2].error
@@ -476,13 +482,13 @@ def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1 / 3])
 @pytest.mark.parametrize("size", [3, 8, 13])
 def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(reward: float, size: int) -> None:
-    group = [Rollout(Task("train", 0, 0, index, 0), "t", reward=reward) for index in range(size)]
+    group = [PlayedRollout(RolloutTask("train", 0, 0, index, 0), "t", reward=reward) for index in range(size)]
     assert not any(advantages_of(group, settings_of(loss_type="grpo")))
 
 
 def test_what_rounding_leaves_of_a_return_is_no_reward() -> None:
     """0.1 + 0.25 + 0.3 is less than the exact sum of these three numbers."""
-    group = [Rollout(Task("train", 0, 0, index, 0), "t") for index in range(2)]
+    group = [PlayedRollout(RolloutTask("train", 0, 0, index, 0), "t") for index in range(2)]
     for rollout, last in zip(group, (0.0, 0.5), strict=True):
         rollout.turn_rewards = list(enumerate((0.1, 0.25, 0.3, last), start=1))
         rollout.reward = 0.1 + 0.25 + 0.3 + last

@@ -18,7 +18,7 @@ from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
 from worker.rollouts.calls import Call, merged
 from worker.rollouts.metrics import length_correlation, repeated_share, staleness, summarize, thinking_penalties
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.grpo import advantages_of
@@ -28,11 +28,11 @@ TEMPLATE = ChatTemplate(TOKENIZER)
 LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
 
 
-def rollout(text: str, reward: float, *, success: bool = False, failed: bool = False) -> Rollout:
+def rollout(text: str, reward: float, *, success: bool = False, failed: bool = False) -> PlayedRollout:
     transcript = Transcript(TEMPLATE, [{"role": "user", "content": "?"}])
     transcript.add_answer(TEMPLATE.answer(text))
     error = {"code": "environment_error", "what": "boom"} if failed else None
-    return Rollout(Task("train", 0, 0, 0, 0), "t", transcript, reward=reward, success=success, error=error)
+    return PlayedRollout(RolloutTask("train", 0, 0, 0, 0), "t", transcript, reward=reward, success=success, error=error)
 
 
 def test_groups_are_counted_by_what_they_can_teach():
@@ -167,15 +167,15 @@ class Scorer(FakeHost):
         return Score(*self.judge(self.opened[episode][1]), {}, None, None)
 
 
-async def one_step(step: int, engine: FakeEngine, host: FakeHost) -> list[list[Rollout]]:
+async def one_step(step: int, engine: FakeEngine, host: FakeHost) -> list[list[PlayedRollout]]:
     tasks = [
-        Task("train", group, group, 8 * group + member, step * 100 + 8 * group + member)
+        RolloutTask("train", group, group, 8 * group + member, step * 100 + 8 * group + member)
         for group in range(4)
         for member in range(8)
     ]
     generator = Generator(engine, run_step=engine.run_step)
     try:
-        rollouts = await collect(tasks, host, generator, TEMPLATE, Limits(max_tokens=100, max_length=400))
+        rollouts = await collect(tasks, host, generator, TEMPLATE, TalkLimits(max_tokens=100, max_length=400))
     finally:
         await generator.aclose()
     return [rollouts[at : at + 8] for at in range(0, 32, 8)]

@@ -25,7 +25,7 @@ from tests.watch import listening_ports
 from tests.worker.test_grpo import MAX_COMPLETION, SIZE, make_policy, make_rollouts, settings_of
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.ranks import Ranks, variables
-from worker.rollouts.scheduler import Rollout
+from worker.rollouts.scheduler import PlayedRollout
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training.grpo import Trainer
@@ -209,7 +209,7 @@ def test_a_rollout_travels_as_json_and_arrives_whole() -> None:
     first.metrics = {"part": 1 / 3}
     second.error = {"code": "environment_error", "what": "it fell"}
     for rollout in (first, second):
-        arrived = Rollout.unpacked(json.loads(json.dumps(rollout.packed())), template)
+        arrived = PlayedRollout.unpacked(json.loads(json.dumps(rollout.packed())), template)
         assert arrived.record(3, 0.5) == rollout.record(3, 0.5)
         assert arrived.task == rollout.task and arrived.error == rollout.error
         assert arrived.transcript and rollout.transcript

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flash_mcp.protocol.recordings import TOKENS, Limits, Recording
+from flash_mcp.protocol.recordings import TOKENS, Recording, RecordingLimits
 from worker.engine.front import Front
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -68,7 +68,7 @@ async def events() -> Any:
 @pytest.fixture
 def recording(tmp_path: Path) -> Recording:
     recording = Recording(tmp_path, "dep-1")
-    recording.start(Limits(1 << 20, 30.0))
+    recording.start(RecordingLimits(1 << 20, 30.0))
     return recording
 
 

@@ -23,7 +23,7 @@ from worker.adapter import save_adapter
 from worker.model import Model
 from worker.ranks import Ranks
 from worker.rollouts.calls import Call, merged
-from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training import packing
@@ -32,7 +32,7 @@ from worker.training.policy import load_policy
 from worker.training.teacher import load_teacher
 
 GROUPS, SIZE = 3, 4
-Group = list[tuple[Rollout, list[Call]]]
+Group = list[tuple[PlayedRollout, list[Call]]]
 
 
 def make_groups(tokenizer: Any, *, failed: bool = False) -> list[Group]:
@@ -44,9 +44,9 @@ def make_groups(tokenizer: Any, *, failed: bool = False) -> list[Group]:
         rows: Group = []
         for index in range(group * SIZE, (group + 1) * SIZE):
             calls = make_calls(template, rng, f"question {group}")[: rng.choice([1, 9])]
-            task = Task("train", group, group, index, seed=index)
+            task = RolloutTask("train", group, group, index, seed=index)
             reward = rng.choice([0.0, 0.3, 1.0])
-            rows.append((Rollout(task, f"t{index}", merged(calls), reward=reward), calls))
+            rows.append((PlayedRollout(task, f"t{index}", merged(calls), reward=reward), calls))
         groups.append(rows)
     if failed:
         for rollout, _ in groups[1]:
@@ -59,7 +59,7 @@ def make_groups(tokenizer: Any, *, failed: bool = False) -> list[Group]:
     return groups
 
 
-def advantages_of(rollouts: list[Rollout], loss: str) -> list[float]:
+def advantages_of(rollouts: list[PlayedRollout], loss: str) -> list[float]:
     valid = [rollout.reward for rollout in rollouts if not rollout.error]
     mean = sum(valid) / len(valid)
     spread = math.sqrt(sum((reward - mean) ** 2 for reward in valid) / (len(valid) - 1))
@@ -69,10 +69,10 @@ def advantages_of(rollouts: list[Rollout], loss: str) -> list[float]:
     return [0.0 if rollout.error else (rollout.reward - mean) / by for rollout in rollouts]
 
 
-def turn_advantages_of(rollouts: list[Rollout], loss: str) -> list[list[float]]:
+def turn_advantages_of(rollouts: list[PlayedRollout], loss: str) -> list[list[float]]:
     """For each rollout the advantage of each turn: reward to go, less its mean among those that came so far."""
 
-    def to_go(rollout: Rollout, turn: int) -> float:
+    def to_go(rollout: PlayedRollout, turn: int) -> float:
         return rollout.reward - sum(reward or 0.0 for _, reward in rollout.turn_rewards[:turn])
 
     def standing(value: float, others: list[float]) -> float:
@@ -429,7 +429,7 @@ def test_turns_that_are_rewarded_have_the_gradient_of_the_dense_reference(fp32_m
         rows: Group = []
         for index in range(group * SIZE, (group + 1) * SIZE):
             transcript = Transcript(template, [{"role": "user", "content": f"question {group}"}])
-            rollout = Rollout(Task("train", group, group, index, seed=index), f"t{index}", transcript)
+            rollout = PlayedRollout(RolloutTask("train", group, group, index, seed=index), f"t{index}", transcript)
             calls: list[Call] = []
             for turn in range(4 if index == 1 else rng.randint(1, 3)):  # one alone has a fourth turn
                 if turn:
@@ -453,7 +453,7 @@ def test_turns_that_are_rewarded_have_the_gradient_of_the_dense_reference(fp32_m
 
     reference.token_terms = by_turn
 
-    def advantages(rollouts: list[Rollout]) -> Any:
+    def advantages(rollouts: list[PlayedRollout]) -> Any:
         if rollouts[0].task.group < 2:
             return turn_advantages_of(rollouts, loss)
         pairs = zip(rollouts, advantages_of(rollouts, loss), strict=True)

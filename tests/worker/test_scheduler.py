@@ -13,21 +13,25 @@ from environments.process.host import Score, Step
 from environments.same_task import kind_of
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
-from worker.rollouts.scheduler import Generator, Limits, Rollout, StepsAhead, Task, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, StepsAhead, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
 TEMPLATE = ChatTemplate(make_tokenizer())
-LIMITS = Limits(max_tokens=12, max_length=400)
+LIMITS = TalkLimits(max_tokens=12, max_length=400)
 
 
-def tasks(count: int) -> list[Task]:
-    return [Task("train", index, index // 4, index, seed=index) for index in range(count)]
+def tasks(count: int) -> list[RolloutTask]:
+    return [RolloutTask("train", index, index // 4, index, seed=index) for index in range(count)]
 
 
 async def roll(
-    wanted: list[Task], host: FakeHost, engine: FakeEngine, limits: Limits = LIMITS, template: ChatTemplate = TEMPLATE
-) -> list[Rollout]:
+    wanted: list[RolloutTask],
+    host: FakeHost,
+    engine: FakeEngine,
+    limits: TalkLimits = LIMITS,
+    template: ChatTemplate = TEMPLATE,
+) -> list[PlayedRollout]:
     generator = Generator(engine, run_step=engine.run_step)
     try:
         return await collect(wanted, host, generator, template, limits)
@@ -35,7 +39,7 @@ async def roll(
         await generator.aclose()
 
 
-def essence(rollouts: list[Rollout]) -> list[object]:
+def essence(rollouts: list[PlayedRollout]) -> list[object]:
     return [(r.task, r.task_id, r.finish, r.reward, r.transcript and r.transcript.ids) for r in rollouts]
 
 
@@ -117,10 +121,12 @@ def test_the_rollouts_of_a_group_render_their_prompt_once(monkeypatch: pytest.Mo
 )
 def test_a_system_prompt_stands_in_place_of_the_environments(text: str | None, roles: list[str]) -> None:
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
-    shown = Limits(1, 1, system_prompt=text).prompted(messages)
+    shown = TalkLimits(1, 1, system_prompt=text).prompted(messages)
     assert [message["role"] for message in shown] == roles
     assert shown[0]["content"] == {None: "system", "x": "x", "": "user"}[text]
-    assert Limits(1, 1, system_prompt="x").prompted(messages[1:]) == Limits(1, 1, system_prompt="x").prompted(messages)
+    assert TalkLimits(1, 1, system_prompt="x").prompted(messages[1:]) == TalkLimits(1, 1, system_prompt="x").prompted(
+        messages
+    )
     assert len(messages) == 4
 
 
@@ -139,7 +145,7 @@ def fault(call: str, example: int) -> str | None:
 def test_masks_align_and_budgets_hold_whatever_fails(seed: int, max_length: int) -> None:
     rng = random.Random(seed)
     host, engine = FakeHost(rng.random, fault), FakeEngine()
-    rollouts, _ = run_virtually(roll(tasks(20), host, engine, Limits(12, max_length)))
+    rollouts, _ = run_virtually(roll(tasks(20), host, engine, TalkLimits(12, max_length)))
     assert [r.task.index for r in rollouts] == list(range(20))
     assert host.closed == set(host.opened) and not engine.running
     for rollout in rollouts:
@@ -167,7 +173,7 @@ def test_no_rollout_waits_for_another() -> None:
     """
     wanted = tasks(512)
     started = time.process_time()
-    limits, host = Limits(12, 4096), lambda: FakeHost(lambda: 1.0, max_turns=20)
+    limits, host = TalkLimits(12, 4096), lambda: FakeHost(lambda: 1.0, max_turns=20)
     alone = max(run_virtually(roll([task], host(), FakeEngine(), limits))[1] for task in wanted[19::20])
     rollouts, together = run_virtually(roll(wanted, host(), FakeEngine(), limits))
     assert len(rollouts) == 512 and max(r.turns for r in rollouts) == 20
@@ -184,10 +190,10 @@ def test_a_window_bounds_the_open_episodes_and_nobody_waits_for_its_slowest() ->
     host, engine, ended = FakeHost(latency), FakeEngine(), list[int]()
     open_ones = list[int]()
 
-    async def scenario() -> list[Rollout]:
+    async def scenario() -> list[PlayedRollout]:
         generator = Generator(engine, run_step=engine.run_step)
 
-        def done(rollout: Rollout) -> None:
+        def done(rollout: PlayedRollout) -> None:
             ended.append(rollout.task.index)
             open_ones.append(len(host.opened) - len(host.closed))
 
@@ -221,7 +227,7 @@ def test_a_cancelled_collection_leaves_no_request_and_no_episode_behind() -> Non
 @settings(max_examples=25)
 @given(st.integers(0, 2**16), st.floats(0, 1.5))
 def test_a_cancel_at_any_moment_leaks_nothing_and_the_generator_goes_on(seed: int, moment: float) -> None:
-    async def scenario() -> list[Rollout]:
+    async def scenario() -> list[PlayedRollout]:
         rng, engine = random.Random(seed), FakeEngine()
         host, generator = (FakeHost(lambda: rng.random() / 10, fault), Generator(engine, run_step=engine.run_step))
         running = asyncio.create_task(collect(tasks(16), host, generator, TEMPLATE, LIMITS))
@@ -250,7 +256,7 @@ def test_each_rollout_is_scored_and_told_as_soon_as_its_conversation_ends() -> N
             scored[episode] = asyncio.get_running_loop().time()
             return await super().score(episode, latency_ms=latency_ms, total_tokens=total_tokens)
 
-    async def scenario() -> list[Rollout]:
+    async def scenario() -> list[PlayedRollout]:
         generator = Generator(engine := FakeEngine(), run_step=engine.run_step)
         clock = asyncio.get_running_loop().time
         return await collect(
@@ -259,7 +265,7 @@ def test_each_rollout_is_scored_and_told_as_soon_as_its_conversation_ends() -> N
 
     done: dict[int, float] = {}
     scored: dict[int, float] = {}
-    told: list[tuple[float, Rollout]] = []
+    told: list[tuple[float, PlayedRollout]] = []
     rollouts, _ = run_virtually(scenario())
     assert scored == done and len(done) == 24
     assert [r.task.index for r in rollouts] == list(range(24)) != [r.task.index for _, r in told]
@@ -278,9 +284,9 @@ def test_steps_that_begin_ahead_have_the_rollouts_of_their_own_tasks_and_wait_le
         host, generator = FakeHost(lambda: rng.random()), Generator(engine, run_step=engine.run_step)
         under_way: list[int] = []
 
-        async def of_step(step: int) -> list[Rollout]:
+        async def of_step(step: int) -> list[PlayedRollout]:
             under_way.append(step)
-            wanted = [Task("train", 4 * step + index, 0, index, seed=4 * step + index) for index in range(4)]
+            wanted = [RolloutTask("train", 4 * step + index, 0, index, seed=4 * step + index) for index in range(4)]
             return await collect(wanted, host, generator, TEMPLATE, LIMITS)
 
         clock, waited, taken, most = asyncio.get_running_loop().time, 0.0, [], []
@@ -328,7 +334,7 @@ def test_nothing_is_submitted_while_the_policy_changes() -> None:
             assert not self.changes
             return super().step()
 
-    async def scenario() -> list[Rollout]:
+    async def scenario() -> list[PlayedRollout]:
         engine = Watched()
         generator = Generator(engine, run_step=engine.run_step)
 
@@ -389,7 +395,7 @@ def test_an_abandoned_turn_is_aborted_and_the_others_go_on() -> None:
 
 
 def test_a_prompt_without_room_for_an_answer_is_an_error_of_that_rollout() -> None:
-    rollouts, _ = run_virtually(roll(tasks(2), FakeHost(), FakeEngine(), Limits(12, 8)))
+    rollouts, _ = run_virtually(roll(tasks(2), FakeHost(), FakeEngine(), TalkLimits(12, 8)))
     assert [r.error and r.error["code"] for r in rollouts] == ["prompt_too_long"] * 2
 
 

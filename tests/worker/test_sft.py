@@ -20,7 +20,7 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.schedules import is_measured, rate_factor
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.tools.training.plan import estimate_of
-from flash_mcp.tools.training.probe import Probe
+from flash_mcp.tools.training.probe import Probed
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
@@ -222,7 +222,7 @@ def test_the_estimate_says_the_steps_that_run_and_measures_less_than_it_learns(
 ) -> None:  # fmt: skip
     """Also where a conversation is learnt in several rows."""
     spec = resolve(RunSpec(environment="e", algorithm="sft", eval_after=True, **fields)).spec
-    said = estimate_of(spec, Probe({"train": conversations, "eval": held_out}, 1, [], 0), None)
+    said = estimate_of(spec, Probed({"train": conversations, "eval": held_out}, 1, [], 0), None)
     assert (said.steps, said.passes) == (steps, passes)
     assert said.held_out_examples == (sample * len(measured_at) or None)
     assert sample * len(measured_at) <= (said.examples or 0)

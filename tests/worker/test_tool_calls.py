@@ -20,7 +20,7 @@ from tests.places import ROOT, TOOL_CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine
 from worker.rollouts.metrics import summarize
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.sft import IGNORED, dataset_rows, gold_rows
@@ -190,7 +190,7 @@ class Scripted(FakeEngine):
         self.wanted[request_id] = written(self.chat, text)
 
 
-async def roll(*turns: str, text: str = CHATML) -> Rollout:
+async def roll(*turns: str, text: str = CHATML) -> PlayedRollout:
     chat = template(text)
     engine = Scripted(chat, turns)
 
@@ -200,8 +200,8 @@ async def roll(*turns: str, text: str = CHATML) -> Rollout:
 
     async with await EnvironmentHost.start(TOOL_CALCULATOR) as host:
         generator = Generator(engine, run_step=run_step)
-        limits = Limits(max_tokens=400, max_length=4000)
-        (rollout,) = await collect([Task("train", 0, 0, 0, 0)], host, generator, chat, limits)
+        limits = TalkLimits(max_tokens=400, max_length=4000)
+        (rollout,) = await collect([RolloutTask("train", 0, 0, 0, 0)], host, generator, chat, limits)
         await generator.aclose()
     return rollout
 

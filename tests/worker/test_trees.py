@@ -21,7 +21,7 @@ from tests.worker.test_grpo import (
     settings_of,
 )
 from worker.rollouts.calls import Call, merged
-from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training import packing
@@ -49,20 +49,20 @@ def make_calls(template: ChatTemplate, rng: random.Random, question: str) -> lis
     return calls
 
 
-def make_trees(tokenizer: Any) -> list[tuple[Rollout, list[Call]]]:
+def make_trees(tokenizer: Any) -> list[tuple[PlayedRollout, list[Call]]]:
     rng = random.Random(4)
     template = ChatTemplate(tokenizer)
-    found: list[tuple[Rollout, list[Call]]] = []
+    found: list[tuple[PlayedRollout, list[Call]]] = []
     for index in range(GROUPS * SIZE):
         calls = make_calls(template, rng, f"question {index // SIZE}")
-        task = Task("train", index // SIZE, index // SIZE, index, seed=index)
+        task = RolloutTask("train", index // SIZE, index // SIZE, index, seed=index)
         reward = rng.choice([0.0, 0.3, 1.0])
-        found.append((Rollout(task, f"t{index}", merged(calls), reward=reward), calls))
+        found.append((PlayedRollout(task, f"t{index}", merged(calls), reward=reward), calls))
     assert sum(len(rollout.transcript.forks) for rollout, _ in found if rollout.transcript) > 10
     return found
 
 
-def path_gradients(policy: Any, trees: list[tuple[Rollout, list[Call]]], loss: str) -> Tensor:
+def path_gradients(policy: Any, trees: list[tuple[PlayedRollout, list[Call]]], loss: str) -> Tensor:
     """The gradients of every call by itself, with the model's own forward pass."""
     policy.train()
     for group in range(GROUPS):
@@ -138,7 +138,7 @@ def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_m
     deepest = 0
     for _ in range(50):
         calls = make_calls(template, rng, "question")
-        rollout = Rollout(Task("train", 0, 0, 0, 0), "t", merged(calls), turns=len(calls))
+        rollout = PlayedRollout(RolloutTask("train", 0, 0, 0, 0), "t", merged(calls), turns=len(calls))
         record = rollout.record(1)
         last = calls[-1]
         start = len(record.messages) - 2 * len(last.line) + 1

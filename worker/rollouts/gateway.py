@@ -30,7 +30,7 @@ from environments.agents.calls import AgentCall, Usage
 from environments.agents.dialects import invalid
 from environments.agents.endpoint import AgentEpisode
 from environments.agents.server import Endpoint, Exchange
-from environments.agents.session import Session
+from environments.agents.session import AgentSession
 from environments.base import (
     LARGEST_REWARD,
     EnvironmentAgent,
@@ -41,7 +41,7 @@ from environments.base import (
 )
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost, Opening, Score
-from environments.process.replies import ForgedError, Reader, parse
+from environments.process.replies import ForgedError, ReplyReader, parse
 from environments.untrusted_text import Redactor
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import GATEWAY_BASE_URL
@@ -93,10 +93,10 @@ class Gateway:
         self._asked_at = 0.0
         """When a program last asked for a task, or the newest task came."""
         self._rollouts: dict[int, tuple[_Outside, AgentEpisode]] = {}
-        self._reader = Reader(Redactor(()))
+        self._reader = ReplyReader(Redactor(()))
         self._loop = asyncio.get_running_loop()
         self.endpoint = Endpoint(self._loop, exchange=partial(_Exchange, self))
-        self.endpoint.sessions[self.key] = Session(0)
+        self.endpoint.sessions[self.key] = AgentSession(0)
 
     # -- the program outside -----------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class _Exchange(Exchange):
         super().__init__(*connection)
         self._gateway = gateway
 
-    async def _ask(self, session: Session) -> None:
+    async def _ask(self, session: AgentSession) -> None:
         path = self._path
         if path == "/result":
             self._gateway.end(session.key, self._body())

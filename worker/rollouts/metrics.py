@@ -14,7 +14,7 @@ from typing import Any
 from environments.agents.calls import THREAD_UNSUPPORTED
 from environments.checks.answers import commonest
 from flash_mcp.protocol import records
-from worker.rollouts.scheduler import Rollout
+from worker.rollouts.scheduler import PlayedRollout
 from worker.rollouts.transcript import Transcript
 
 MOST_REFUSED = 8
@@ -23,7 +23,9 @@ LEAST_FREEDOM = 6
 """The fewest degrees of freedom (numbers minus subtracted means) for a correlation."""
 
 
-def summarize(groups: Sequence[Sequence[Rollout]], thinking_coef: float = 0.0) -> dict[str, Any]:
+def summarize(
+    groups: Sequence[Sequence[PlayedRollout]], thinking_coef: float = 0.0
+) -> dict[str, Any]:
     """The metrics of one step's groups; means leave out what the environment failed."""
     total = sum(map(len, groups))
     passed = [[rollout for rollout in group if not rollout.error] for group in groups]
@@ -52,7 +54,7 @@ def summarize(groups: Sequence[Sequence[Rollout]], thinking_coef: float = 0.0) -
     }
 
 
-def thinking_penalties(group: Sequence[Rollout], coef: float) -> list[float]:
+def thinking_penalties(group: Sequence[PlayedRollout], coef: float) -> list[float]:
     """What each rollout of a group pays for its tokens of thinking: `coef` a token, times the share
     of the group that succeeds. While a task is unsolved, brevity is worth nothing."""
     solved = mean(rollout.success for rollout in group if not rollout.error) or 0.0
@@ -61,7 +63,7 @@ def thinking_penalties(group: Sequence[Rollout], coef: float) -> list[float]:
 
 
 def _thinking(
-    transcripts: Sequence[Transcript], groups: Sequence[Sequence[Rollout]], coef: float
+    transcripts: Sequence[Transcript], groups: Sequence[Sequence[PlayedRollout]], coef: float
 ) -> dict[str, float | None]:
     """How much the model thinks and pays for it, and how often it was cut off while it did."""
     thinking = [transcript.thinking for transcript in transcripts]
@@ -80,7 +82,7 @@ def _thinking(
     return metrics
 
 
-def staleness(rollouts: Sequence[Rollout], policy: int) -> dict[str, float]:
+def staleness(rollouts: Sequence[PlayedRollout], policy: int) -> dict[str, float]:
     """By how much the number of the trained policy is above the numbers of those that sampled."""
     counts = Counter[int]()
     for rollout in rollouts:
@@ -114,7 +116,7 @@ def _under_schema(transcripts: Sequence[Transcript]) -> dict[str, float]:
     return {"schema/answers": float(len(tokens)), "schema/untrained": float(tokens.count(0))}
 
 
-def _refusals(rollouts: Sequence[Rollout | records.Rollout]) -> dict[str, float]:
+def _refusals(rollouts: Sequence[PlayedRollout | records.Rollout]) -> dict[str, float]:
     """What the API refused to agents or left out: how often the most frequent kinds, and in which
     share of the rollouts. A refused thread does not count in the share: it costs nothing, as the
     package then sends the whole conversation.
@@ -130,7 +132,7 @@ def _refusals(rollouts: Sequence[Rollout | records.Rollout]) -> dict[str, float]
     return {"rollouts/refused_share": refused / len(rollouts), **metrics}
 
 
-def _reward_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def _reward_parts(rollouts: Sequence[PlayedRollout]) -> dict[str, Any]:
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
@@ -138,7 +140,9 @@ def _reward_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
-def _group_shares(groups: Sequence[Sequence[Rollout]], thinking_coef: float) -> dict[str, Any]:
+def _group_shares(
+    groups: Sequence[Sequence[PlayedRollout]], thinking_coef: float
+) -> dict[str, Any]:
     """Shares of groups, without the rollouts that the environment failed. A group that is empty
     without them is uniform and counts in no other share. What thinking costs teaches too.
     """
@@ -192,7 +196,7 @@ def of_environment(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}:{metric}": value for metric, value in metrics.items()}
 
 
-def repeated_share(groups: Sequence[Sequence[Rollout]]) -> float | None:
+def repeated_share(groups: Sequence[Sequence[PlayedRollout]]) -> float | None:
     """Share of rollouts that repeat an earlier one of their group token for token."""
     count = 0
     distinct = 0
@@ -203,7 +207,7 @@ def repeated_share(groups: Sequence[Sequence[Rollout]]) -> float | None:
     return 1 - distinct / count if count else None
 
 
-def length_correlation(groups: Sequence[Sequence[Rollout]]) -> float | None:
+def length_correlation(groups: Sequence[Sequence[PlayedRollout]]) -> float | None:
     """Pearson's r between tokens written and reward, among rollouts of one prompt with the same
     success.
 

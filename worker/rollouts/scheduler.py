@@ -34,7 +34,7 @@ from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from worker.rollouts.calls import Call, merged
-from worker.rollouts.task_choice import Example
+from worker.rollouts.task_choice import TaskPlace
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, RolloutEngine, Sampling
 
@@ -68,7 +68,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True)
-class Task:
+class RolloutTask:
     """What one rollout works on. `group` and `index` place it in its step; `seed` decides its
     sampling.
 
@@ -92,19 +92,19 @@ class Task:
 
 
 def task_groups(
-    split: str, examples: Iterable[Example], size: int, seed_of: Callable[[int, int, int], int]
-) -> list[Task]:
+    split: str, examples: Iterable[TaskPlace], size: int, seed_of: Callable[[int, int, int], int]
+) -> list[RolloutTask]:
     """`size` tasks for each example in a row, with seeds `seed_of(number, index, attempt)`."""
-    tasks: list[Task] = []
+    tasks: list[RolloutTask] = []
     for group, (number, environment) in enumerate(examples):
         for attempt in range(size):
             index = len(tasks)
             seed = seed_of(number, index, attempt)
-            tasks.append(Task(split, number, group, index, seed, attempt, environment))
+            tasks.append(RolloutTask(split, number, group, index, seed, attempt, environment))
     return tasks
 
 
-def grouped(tasks: Sequence[Task]) -> list[list[Task]]:
+def grouped(tasks: Sequence[RolloutTask]) -> list[list[RolloutTask]]:
     """The tasks of each group. Those of a group must be next to each other."""
     return [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
 
@@ -114,7 +114,7 @@ def mixed_seed(seed: int, major: int, minor: int) -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TalkLimits:
     """Sampling and budgets. `max_tokens` is of one turn, `max_length` of the whole conversation."""
 
     max_tokens: int
@@ -136,11 +136,11 @@ class Limits:
 
 
 @dataclass
-class Rollout:
+class PlayedRollout:
     """A conversation while it is made. `transcript` is None if the environment failed at its
     start. `seconds` is the time that it took, without a wait for the others of its group."""
 
-    task: Task
+    task: RolloutTask
     task_id: str
     transcript: Transcript | None = None
     finish: Finish = "done"
@@ -170,7 +170,7 @@ class Rollout:
     @classmethod
     def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
         """The inverse of `packed`. `template` is the model's."""
-        task = Task(**packed["task"])
+        task = RolloutTask(**packed["task"])
         arguments = packed["transcript"]
         transcript = Transcript.unpacked(arguments, template) if arguments else None
         fields: Json = {**packed, "task": task, "transcript": transcript}
@@ -214,7 +214,7 @@ class Rollout:
         )
 
 
-def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
+def groups_of(rollouts: Sequence[PlayedRollout], size: int) -> list[Sequence[PlayedRollout]]:
     """The rollouts of each group, of so many that are next to each other."""
     return [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
 
@@ -336,11 +336,11 @@ class StepsAhead:
     A step always has the rollouts of its own tasks: one that waited for whatever ends first would
     train the short ones first."""
 
-    def __init__(self, collect: Callable[[int], Coroutine[Any, Any, list[Rollout]]]) -> None:
+    def __init__(self, collect: Callable[[int], Coroutine[Any, Any, list[PlayedRollout]]]) -> None:
         self._collect = collect
-        self._under_way: dict[int, asyncio.Task[list[Rollout]]] = {}
+        self._under_way: dict[int, asyncio.Task[list[PlayedRollout]]] = {}
 
-    async def take(self, step: int, last: int) -> list[Rollout]:
+    async def take(self, step: int, last: int) -> list[PlayedRollout]:
         """The rollouts of `step`. Those of the steps up to `last` begin."""
         for number in range(step, last + 1):
             if number not in self._under_way:
@@ -355,15 +355,15 @@ class StepsAhead:
 
 
 async def collect(
-    tasks: Sequence[Task],
+    tasks: Sequence[RolloutTask],
     hosts: Host | Mapping[str, Host],
     generator: Generator,
     template: ChatTemplate,
-    limits: Limits,
+    limits: TalkLimits,
     *,
-    on_done: Callable[[Rollout], None] = lambda rollout: None,
+    on_done: Callable[[PlayedRollout], None] = lambda rollout: None,
     open_at_once: int | None = None,
-) -> list[Rollout]:
+) -> list[PlayedRollout]:
     """One rollout per task, in the order of `tasks`; those of a group are next to each other. If
     the environment fails, the rollout has an error. `hosts` are those of a mixture, by name.
 
@@ -391,7 +391,7 @@ async def collect(
         under_way -= len(talks)
         has_ended.set()
 
-    rollouts: list[Rollout] = []
+    rollouts: list[PlayedRollout] = []
     async with asyncio.TaskGroup() as running:
         for group in grouped(tasks):
             while open_at_once is not None and under_way >= open_at_once:
@@ -401,7 +401,9 @@ async def collect(
             host = hosts
             if isinstance(host, Mapping):
                 host = host[group[0].environment]
-            begun = [Rollout(task, task.named(f"{task.split}/{task.example}")) for task in group]
+            begun = [
+                PlayedRollout(task, task.named(f"{task.split}/{task.example}")) for task in group
+            ]
             talks = [_Conversation(rollout, host, generator, template, limits) for rollout in begun]
             if open_at_once is None:
                 rollouts += begun
@@ -436,11 +438,11 @@ async def _score(ended: Sequence[_Conversation], host: Host) -> None:
 class _Conversation:
     """A rollout in the making. `episode` is its open episode."""
 
-    rollout: Rollout
+    rollout: PlayedRollout
     host: Host
     generator: Generator
     template: ChatTemplate
-    limits: Limits
+    limits: TalkLimits
     episode: int | None = None
 
     async def converse(self) -> None:
@@ -540,12 +542,12 @@ class _Conversation:
             log.warning("closing an episode: [%s] %s", fault.code, fault.shown)
 
 
-def _sampling(budget: int, limits: Limits, key: str) -> Sampling:
+def _sampling(budget: int, limits: TalkLimits, key: str) -> Sampling:
     seed = zlib.crc32(key.encode()) & 0x7FFFFFFF
     return Sampling(budget, limits.temperature, limits.top_p, limits.stop, seed)
 
 
-def _too_long(transcript: Transcript, limits: Limits) -> EnvironmentFault:
+def _too_long(transcript: Transcript, limits: TalkLimits) -> EnvironmentFault:
     what = f"a prompt of {len(transcript)} tokens leaves no room in {limits.max_length}"
     return EnvironmentFault("prompt_too_long", what)
 
@@ -554,7 +556,7 @@ class AgentCalls:
     """Answers the calls of one agent, as many at once as it makes. `complete` says with what."""
 
     def __init__(
-        self, rollout: Rollout, template: ChatTemplate, host: Host, limits: Limits
+        self, rollout: PlayedRollout, template: ChatTemplate, host: Host, limits: TalkLimits
     ) -> None:
         self._rollout = rollout
         self._template = template
@@ -691,11 +693,11 @@ class _SampledCalls(AgentCalls):
 
     def __init__(
         self,
-        rollout: Rollout,
+        rollout: PlayedRollout,
         template: ChatTemplate,
         host: Host,
         generator: Generator,
-        limits: Limits,
+        limits: TalkLimits,
     ) -> None:
         super().__init__(rollout, template, host, limits)
         self._generator = generator

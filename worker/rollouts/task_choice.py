@@ -43,14 +43,14 @@ class Source(NamedTuple):
     ratio: float = 1.0
 
 
-class Example(NamedTuple):
+class TaskPlace(NamedTuple):
     number: int
     """Its place in the split."""
     environment: str = ""
     """Its environment's name in a mixture."""
 
 
-def examples_of(step: int, count: int, sources: Mapping[str, Source], seed: int) -> list[Example]:
+def examples_of(step: int, count: int, sources: Mapping[str, Source], seed: int) -> list[TaskPlace]:
     """The `count` examples of step 1, 2, ...: those of each source pass through its tasks again and
     again, each time in another order.
 
@@ -59,13 +59,13 @@ def examples_of(step: int, count: int, sources: Mapping[str, Source], seed: int)
     names = list(sources)
     shares = _shares(tuple(source.ratio for source in sources.values()))
     counts = Counter(number for number, _ in shares)
-    examples: list[Example] = []
+    examples: list[TaskPlace] = []
     for place in range((step - 1) * count, step * count):
         cycle, at = divmod(place, CYCLE)
         number, before = shares[at]
         total = sources[names[number]].total
         epoch, rest = divmod(cycle * counts[number] + before, total)
-        examples.append(Example(_order(epoch, total, seed)[rest], names[number]))
+        examples.append(TaskPlace(_order(epoch, total, seed)[rest], names[number]))
     return examples
 
 

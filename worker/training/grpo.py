@@ -41,14 +41,14 @@ from flash_mcp.protocol.schedules import decayed
 from flash_mcp.protocol.spec import LossType, RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.metrics import thinking_penalties
-from worker.rollouts.scheduler import Rollout, groups_of
+from worker.rollouts.scheduler import PlayedRollout, groups_of
 from worker.training.checkpoints import trainer_arguments
 from worker.training.limits import PackLimits, Passes, combine, no_loss
 from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of
 from worker.training.teacher import Teacher
 
 log = logging.getLogger("worker")
-RolloutsOf = Callable[[int], list[Rollout]]
+RolloutsOf = Callable[[int], list[PlayedRollout]]
 """Step, from 1 -> its rollouts, those of a group next to each other."""
 
 
@@ -153,7 +153,7 @@ class Trainer(GRPOTrainer):
         self._begun.clear()
         return count
 
-    def _tensors(self, group: Sequence[Rollout]) -> dict[str, Any]:
+    def _tensors(self, group: Sequence[PlayedRollout]) -> dict[str, Any]:
         """One group: its longest prompt has P tokens, its longest completion C. A rollout is one
         row, also if it is a tree.
         """
@@ -252,7 +252,7 @@ class Trainer(GRPOTrainer):
         known_GC = inputs.get("known_logps")
         if known_GC is None and self._needs_whole_rows(packs):
             known_GC = self._known_logps(inputs)
-        metrics = Metrics()
+        metrics = TokenMeans()
 
         def loss(pack: Pack, logps_N: Tensor, entropies_N: Tensor) -> Tensor:
             metrics.add("entropy", entropies_N.detach(), 1)
@@ -285,7 +285,7 @@ class Trainer(GRPOTrainer):
 
 
 @dataclass
-class Metrics:
+class TokenMeans:
     """Means over the tokens of a group's packs."""
 
     sums: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
@@ -311,7 +311,7 @@ def loss_of(
     inputs: dict[str, Any],
     logps_N: Tensor,  # with a gradient
     known_GC: Tensor | None,
-    metrics: Metrics,
+    metrics: TokenMeans,
 ) -> Tensor:
     """The loss of a pack's tokens: weights first, then fixed coefficients times `logps_N`.
     `known_GC` are the log-probabilities of all rollouts, where `pack` lacks some of one."""
@@ -381,7 +381,7 @@ Turns = list[tuple[int | None, float]]
 """(end in the completion, None for the last, and advantage) of each turn of a rollout, in order."""
 
 
-def advantages_of(group: Sequence[Rollout], spec: RunSpec) -> list[float]:
+def advantages_of(group: Sequence[PlayedRollout], spec: RunSpec) -> list[float]:
     """The advantage of each rollout; with a teacher, 1 or 0 for one that the environment failed:
     the factor of its tokens' advantages."""
     if spec.algorithm == "distill":
@@ -389,7 +389,7 @@ def advantages_of(group: Sequence[Rollout], spec: RunSpec) -> list[float]:
     return relative(_rewards(group, spec.thinking_length_penalty_coef), spec.loss_type)
 
 
-def turn_advantages(group: Sequence[Rollout], spec: RunSpec) -> list[Turns]:
+def turn_advantages(group: Sequence[PlayedRollout], spec: RunSpec) -> list[Turns]:
     """The advantages of each rollout's turns: one for all turns, unless the environment rewards
     them. Then what turn k is worth is its return, R(k) = r(k) + r(k+1) + ... + final score, and its
     advantage is that relative to turn k of the group's other rollouts; relative to their whole
@@ -417,7 +417,7 @@ def turn_advantages(group: Sequence[Rollout], spec: RunSpec) -> list[Turns]:
     return turns
 
 
-def _rewards(group: Sequence[Rollout], thinking_coef: float) -> list[float]:
+def _rewards(group: Sequence[PlayedRollout], thinking_coef: float) -> list[float]:
     """Less what thinking costs. A rollout that the environment failed says nothing about the
     policy: it has none (NaN)."""
     rewards = [math.nan if rollout.error else rollout.reward for rollout in group]

@@ -105,7 +105,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Peak bytes of an attempt by purpose. `activations` and `logits` are those of one training
     pass. `fragmentation` is what the allocator wastes.
     """
@@ -133,7 +133,7 @@ class Estimate:
         return f"{self.total / GIB:.2f} GiB ({terms})"
 
 
-def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
+def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> MemoryEstimate:
     """The memory that an attempt needs if `capacity` bytes are available; on a GPU, of the card."""
     base = estimate_model(model_path, work, dtype, capacity)
     held, passing = _training_pass(model_path, dtype, work)
@@ -141,7 +141,9 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
     return replace(base, activations=held, logits=passing, fragmentation=round(overhead * held))
 
 
-def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
+def estimate_model(
+    model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
+) -> MemoryEstimate:
     """`estimate` without the training pass."""
     model = _without_storage(model_path, dtype, work)
     full = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -180,7 +182,7 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
         )
         if work.shards > 1:
             process *= 2  # the engine has one of its own on each card
-    return Estimate(process, weights, engine_weights, kv_cache, adapter, 0, 0, 0)
+    return MemoryEstimate(process, weights, engine_weights, kv_cache, adapter, 0, 0, 0)
 
 
 def _saved_by_nf4(model: Any) -> int:
@@ -209,7 +211,7 @@ def check_model(model_path: Path, work: Workload, dtype: torch.dtype, cards: int
 
 def check(
     model_path: Path, work: Workload, dtype: torch.dtype
-) -> tuple[Estimate, int | None, str | None]:
+) -> tuple[MemoryEstimate, int | None, str | None]:
     """(estimate, tokens of a pass above which its activations must be recomputed, warning).
 
     The tokens are None if nothing must be recomputed. There is a warning if even then the longest
@@ -239,7 +241,7 @@ def check(
     return needs, kept, f"memory runs out if {longest}: {available}; {knob}"
 
 
-def _does_not_fit(least: Estimate, capacity: int, fix: str) -> FlashError:
+def _does_not_fit(least: MemoryEstimate, capacity: int, fix: str) -> FlashError:
     return FlashError(
         "out_of_memory",
         f"the run needs at least {least}, and {capacity / GIB:.2f} GiB are available; "
@@ -376,7 +378,7 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
 
 
 def _knob(
-    estimated: Callable[[Path, Workload, torch.dtype, int], Estimate],
+    estimated: Callable[[Path, Workload, torch.dtype, int], MemoryEstimate],
     model_path: Path,
     work: Workload,
     dtype: torch.dtype,

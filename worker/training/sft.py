@@ -39,7 +39,7 @@ from flash_mcp.protocol.schedules import measured_of, steps_of
 from flash_mcp.protocol.spec import RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.calls import Call
-from worker.rollouts.scheduler import AgentCalls, Limits, Rollout, Task
+from worker.rollouts.scheduler import AgentCalls, PlayedRollout, RolloutTask, TalkLimits
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
 from worker.survey import survey
@@ -89,8 +89,8 @@ class _GoldCalls(AgentCalls):
     """
 
     def __init__(self, host: EnvironmentHost, template: ChatTemplate, max_length: int) -> None:
-        limits = Limits(max_tokens=max_length, max_length=max_length)
-        super().__init__(Rollout(Task("", 0, 0, 0, 0), ""), template, host, limits)
+        limits = TalkLimits(max_tokens=max_length, max_length=max_length)
+        super().__init__(PlayedRollout(RolloutTask("", 0, 0, 0, 0), ""), template, host, limits)
         self._gold_turn = host.gold_turn
         self._name = ""
 

@@ -52,7 +52,7 @@ shift; exec "$@"
 
 
 @dataclass(frozen=True)
-class Record:
+class ProcessRecord:
     """The identity of an attempt's process. Its pid alone may be reused."""
 
     slots: tuple[int, ...]
@@ -61,7 +61,7 @@ class Record:
     started_ticks: int
 
     @classmethod
-    def read(cls, path: Path) -> Record | None:
+    def read(cls, path: Path) -> ProcessRecord | None:
         """None where there is none, and for what a power cut left of one: that process ended."""
         try:
             named, boot, stat = path.read_text().split(" ", 2)
@@ -178,14 +178,14 @@ class LocalLauncher(Launcher):
                 # Another process may have registered it, in the slot that was missing.
                 if not path.exists():
                     raise
-        record = Record.read(path)
+        record = ProcessRecord.read(path)
         return Handle(launch.key, str(record.pid) if record else "")
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         return {handle.key: self._hint(handle.key) for handle in handles}
 
     def cancel(self, handle: Handle) -> None:
-        if record := Record.read(self.records / handle.key):
+        if record := ProcessRecord.read(self.records / handle.key):
             record.kill_group()
         if child := self._children.pop(handle.key, None):
             child.poll()
@@ -221,7 +221,7 @@ class LocalLauncher(Launcher):
                 pass_fds=held,
             )
         wait_for(lambda: path.exists() or child.poll() is not None, SIGNAL_TIMEOUT_S)
-        record = Record.read(path)
+        record = ProcessRecord.read(path)
         if record is None or record.pid == child.pid:
             self._children[launch.key] = child
         else:
@@ -271,7 +271,7 @@ class LocalLauncher(Launcher):
     def _slots_without_attempt(self) -> list[int]:
         taken: set[int] = set()
         for path in self.records.iterdir():
-            record = Record.read(path) if "." not in path.name else None
+            record = ProcessRecord.read(path) if "." not in path.name else None
             if record and record.is_alive():
                 taken.update(record.slots)
                 continue
@@ -281,7 +281,7 @@ class LocalLauncher(Launcher):
         return [slot for slot in range(max(1, len(self.gpus))) if slot not in taken]
 
     def _hint(self, key: str) -> JobStatus:
-        child, record = self._children.get(key), Record.read(self.records / key)
+        child, record = self._children.get(key), ProcessRecord.read(self.records / key)
         if record.is_alive() if record else child and child.poll() is None:
             return JobStatus("alive")
         if record and record.boot != boot_id():

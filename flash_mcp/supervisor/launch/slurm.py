@@ -46,7 +46,7 @@ FIELDS = ("%i", "%j", "%k", "%T", "%r", "%N")
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What squeue says of one."""
 
     id: str
@@ -72,7 +72,7 @@ class Queue:
     """The account's jobs as listed last: one list serves all targets of a cluster."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    jobs: Sequence[Job] = ()
+    jobs: Sequence[SlurmJob] = ()
     listed_at: float = -math.inf
 
 
@@ -138,7 +138,7 @@ class SlurmLauncher(Launcher):
         jobs = {(job.id, job.name): job for job in listed if job.comment == self.tag}
         return {each.key: self._hint(each, jobs.get((each.id, each.key))) for each in handles}
 
-    def _hint(self, handle: Handle, job: Job | None) -> JobStatus:
+    def _hint(self, handle: Handle, job: SlurmJob | None) -> JobStatus:
         if job:
             return job.status()
         if self._submitted_at.get(handle.key, -math.inf) >= self._queue.listed_at:
@@ -167,10 +167,10 @@ class SlurmLauncher(Launcher):
         self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id])
         self._run(["scancel", "--quiet", handle.id])
 
-    def _tagged(self, since: float) -> list[Job]:
+    def _tagged(self, since: float) -> list[SlurmJob]:
         return [job for job in self._jobs(since) if self.tag and job.comment == self.tag]
 
-    def _jobs(self, since: float) -> Sequence[Job]:
+    def _jobs(self, since: float) -> Sequence[SlurmJob]:
         """The account's jobs, and those that ended lately, as a list has them that is not older."""
         with self._queue.lock:
             if self._queue.listed_at < since:
@@ -179,14 +179,14 @@ class SlurmLauncher(Launcher):
                 self._queue.listed_at = began
             return self._queue.jobs
 
-    def _asked(self, handle: Handle) -> Job | None:
+    def _asked(self, handle: Handle) -> SlurmJob | None:
         """The attempt's job as Slurm has it now: Slurm gives the numbers of jobs again."""
         for job in self._listed(f"--jobs={handle.id}"):
             if (job.id, job.name, job.comment) == (handle.id, handle.key, self.tag):
                 return job
         return None
 
-    def _listed(self, *which: str) -> list[Job]:
+    def _listed(self, *which: str) -> list[SlurmJob]:
         """The account's jobs, or those of them that are asked for."""
         mark = secrets.token_hex(16)  # unknown to whoever chose a name or a comment
         form = "".join(mark + field for field in FIELDS) + mark
@@ -197,7 +197,7 @@ class SlurmLauncher(Launcher):
         if len(fields) % width:
             what = f"squeue printed other fields than it was asked for: {printed[-200:]!r}"
             raise FlashError("target_unreachable", what, fix=UNREACHABLE)
-        return [Job(*fields[at : at + width - 1]) for at in range(0, len(fields), width)]
+        return [SlurmJob(*fields[at : at + width - 1]) for at in range(0, len(fields), width)]
 
     def _run(self, command: list[str], stdin: str = "") -> str:
         """What the command prints. FlashError(target_unreachable | target_refused)."""

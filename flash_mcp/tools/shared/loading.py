@@ -16,8 +16,8 @@ from environments import faults
 from environments.checks.splits import Overlap
 from environments.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from environments.same_task import Task, task_of
-from flash_mcp.judgement.curation import HeldOut
+from environments.same_task import TaskTexts, task_of
+from flash_mcp.judgement.curation import HeldBack
 from flash_mcp.judgement.health import contaminated
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import how_to_install, missing_packages
@@ -164,14 +164,14 @@ def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> Flash
     return FlashError.of_fault(fault, fix=fix, environment=environment)
 
 
-async def read_held_out(host: EnvironmentHost) -> HeldOut:
+async def read_held_out(host: EnvironmentHost) -> HeldBack:
     """Ask a loaded environment. Raises EnvironmentFault if it cannot list its tasks. Prompts are
     those of the tasks that open in time: environments may be slow.
     """
     train = await host.tasks("train")
     held_out = await host.tasks("eval")
     counter = Counter(question for _, question in held_out)
-    prompts: list[Task] = []
+    prompts: list[TaskTexts] = []
 
     async def look(index: int) -> None:
         with suppress(EnvironmentFault):  # a task that cannot be opened cannot be trained on either
@@ -183,7 +183,7 @@ async def read_held_out(host: EnvironmentHost) -> HeldOut:
         async with asyncio.timeout(OPENING_TIMEOUT_S), asyncio.TaskGroup() as group:
             for index in range(min(len(held_out), MAX_OPENED)):
                 group.create_task(look(index))
-    return HeldOut(
+    return HeldBack(
         ids=frozenset(task_id for task_id, _ in held_out),
         questions=frozenset(question for question, times in counter.items() if times == 1),
         prompts=prompts,

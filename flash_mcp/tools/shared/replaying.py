@@ -10,7 +10,7 @@ from statistics import fmean
 import anyio
 
 from environments.checks.constants import best_constant
-from environments.checks.replay import GONE, Attempt, Replayed, replay
+from environments.checks.replay import GONE, Replayed, StoredConversation, replay
 from environments.process.host import EnvironmentHost, Score
 from environments.untrusted_text import marked
 from flash_mcp.protocol.errors import FlashError
@@ -99,7 +99,7 @@ class Stored:
 
     run_id: str
     rows: Sequence[Rollout]
-    attempts: Sequence[Attempt]
+    attempts: Sequence[StoredConversation]
     total: int
     """Rollouts that the run has."""
     failed: int
@@ -126,11 +126,13 @@ def stored_rollouts(store: Store, run_id: str) -> Stored:
         what = f"the rollouts of {run_id} are of an agent's program, which decides what it asks"
         fix = "evaluate plays the new version with the model"
         raise FlashError("invalid_argument", what, run_id=run_id, fix=fix)
-    attempts: list[Attempt] = []
+    attempts: list[StoredConversation] = []
     for row in rows:
         group = (row.step, row.group)
         cut = row.finish != "done"
-        attempts.append(Attempt(split, row.task_id, group, row.messages, row.prompt_messages, cut))
+        attempts.append(
+            StoredConversation(split, row.task_id, group, row.messages, row.prompt_messages, cut)
+        )
     return Stored(run_id, rows, attempts, total, len(newest) - len(rows))
 
 

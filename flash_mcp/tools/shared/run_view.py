@@ -140,7 +140,7 @@ class RunView(ResultModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RunReport:
     """A run as it is: what it reported, what that means, how it is shown, and what to do next."""
 
     history: RunHistory
@@ -154,7 +154,7 @@ class Report:
         return next_of(self.context)
 
 
-def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
+def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport:
     """FlashError(unknown_run)."""
     blocked = obstacles(store, store.run(run_id))
     history = store.load(run_id)
@@ -207,7 +207,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
         near=history.near,
         is_blocked=bool(blocked),
     )
-    return Report(history=history, blocked=blocked, view=view, context=context)
+    return RunReport(history=history, blocked=blocked, view=view, context=context)
 
 
 def view_of(store: Store, run_id: str) -> RunView:

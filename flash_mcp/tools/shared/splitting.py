@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from environments.same_task import MOST_TASKS, Task, gold_of, same_tasks, words_of
+from environments.same_task import MOST_TASKS, TaskTexts, gold_of, same_tasks, words_of
 from flash_mcp.judgement import labels
 from flash_mcp.judgement.labels import FEW_EVAL, Confusion
 from flash_mcp.protocol.result_model import ResultModel
@@ -76,7 +76,9 @@ def split_tasks(prompts: Sequence[str], golds: Sequence[str], *, may_be_labels: 
     kept, contradictions = _without_copies(split, prompts, whole, is_labelled)
     alike: list[str] = []
     groups: list[list[int]] = []
-    for group in _groups([Task(prompts[place], split.golds[place]) for place in kept], is_labelled):
+    for group in _groups(
+        [TaskTexts(prompts[place], split.golds[place]) for place in kept], is_labelled
+    ):
         places = [kept[number] for number in group]
         if 2 * len(places) > len(kept):
             # Half of all and more, on one side, would leave the other too little.
@@ -135,12 +137,12 @@ def _without_copies(
     return sorted(kept), contradictions
 
 
-def _groups(tasks: Sequence[Task], is_labelled: bool) -> list[list[int]]:
+def _groups(tasks: Sequence[TaskTexts], is_labelled: bool) -> list[list[int]]:
     """Places of tasks in groups that are one task; with labels, whatever labels they have."""
     groups = [[place] for place in range(len(tasks))]
     if len(tasks) > MOST_TASKS:
         return groups
-    kinds = [tasks, [Task(task.text) for task in tasks]] if is_labelled else [tasks]
+    kinds = [tasks, [TaskTexts(task.text) for task in tasks]] if is_labelled else [tasks]
     home = list(range(len(tasks)))
     for kind in kinds:
         for places in same_tasks(kind).groups:

@@ -49,17 +49,17 @@ def _of_start(plan: Plan) -> list[str]:
     """The adapter or teacher whose model was destroyed by then."""
     notes: list[str] = []
     for field, start in (("init_from_adapter", plan.adapter), ("teacher", plan.teacher)):
-        run_id = start and start.get("run_id")
-        if not start or not run_id:
+        if not start or not start.get("run_id"):
             continue
         metrics: list[Metrics] = []
-        for row in plan.store.metrics(run_id):
+        for row in plan.store.metrics(start["run_id"]):
             if row.step <= start["step"]:
                 metrics.append({**row.metrics, "step": row.step})
         for flag in health.flags(metrics):
             if flag.name == health.DESTROYED:
-                what = f"{field}={run_id}@{start['step']} is flagged {flag.name}: {flag.evidence}"
-                notes.append(f"{what}; take an earlier checkpoint, or the base model")
+                what = f"{field}={start['run_id']}@{start['step']} is flagged {flag.name}"
+                fix = "take an earlier checkpoint, or the base model"
+                notes.append(f"{what}: {flag.evidence}; {fix}")
     return notes
 
 

@@ -33,7 +33,14 @@ from flash_mcp.tools.shared.loading import check_logins, check_machine, check_ta
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.resolve import Configs
 from flash_mcp.tools.shared.tool_base import report
-from flash_mcp.tools.training.probe import NO_PROBE, Part, Probe, parts_of, probe, with_all_secrets
+from flash_mcp.tools.training.probe import (
+    NO_PROBE,
+    MixturePart,
+    Probed,
+    parts_of,
+    probe,
+    with_all_secrets,
+)
 from flash_mcp.tools.training.run_time import RunTime, Work, expected_time, work_of
 
 # -- how much work a run is, whether its lengths can work, and what its checkpoints will take ------
@@ -73,7 +80,7 @@ def check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:
         raise FlashError("prompt_too_long", what, fix=fix)
 
 
-def estimate_of(spec: RunSpec, probe: Probe, dataset: Dataset | None) -> Estimate:
+def estimate_of(spec: RunSpec, probe: Probed, dataset: Dataset | None) -> Estimate:
     dataset_rows = len(dataset.rows()) if dataset else None
     tasks = dataset_rows or probe.splits["train"]
     batch = spec.batch_size
@@ -197,7 +204,7 @@ class Inputs:
     resolved: ResolvedSpec
     card: ModelCard
     dataset: Dataset | None
-    parts: list[Part]
+    parts: list[MixturePart]
     """Its environments."""
     adapter: Json | None
     teacher: Json | None
@@ -219,7 +226,7 @@ class Inputs:
         return self.resolved.spec
 
     @property
-    def probe(self) -> Probe:
+    def probe(self) -> Probed:
         """Of all environments."""
         return sum((part.probe for part in self.parts), NO_PROBE)
 

@@ -32,7 +32,7 @@ OPENINGS_S = 12.0
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probed:
     splits: dict[str, int]
     """{"train": rows, "eval": rows}"""
     prompt_tokens: int
@@ -50,15 +50,15 @@ class Probe:
                 return {"shared": item.shared, "eval_tasks": item.eval_tasks, "evidence": str(item)}
         return None
 
-    def __add__(self, other: Probe) -> Probe:
+    def __add__(self, other: Probed) -> Probed:
         """Of the environments of both."""
         splits = Counter(self.splits) + Counter(other.splits)
         longest = max(self.prompt_tokens, other.prompt_tokens)
         shared = [*self.shared, *other.shared]
-        return Probe(dict(splits), longest, shared, self.evaluated + other.evaluated)
+        return Probed(dict(splits), longest, shared, self.evaluated + other.evaluated)
 
 
-NO_PROBE = Probe({}, 0, [])
+NO_PROBE = Probed({}, 0, [])
 
 
 async def probe(
@@ -67,7 +67,7 @@ async def probe(
     dataset: Dataset | None,
     card: ModelCard,
     env_files: Sequence[str],
-) -> Probe:
+) -> Probed:
     async with loaded(
         environment,
         args=spec.environment_args,
@@ -111,7 +111,7 @@ async def probe(
         fix = "add eval rows (env.eval_dataset, usually datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", what, fix=fix)
     tokens = math.ceil(longest / CHARACTERS_PER_TOKEN)
-    return Probe(splits, tokens, [shared], min(splits.get("eval", 0), spec.eval_examples))
+    return Probed(splits, tokens, [shared], min(splits.get("eval", 0), spec.eval_examples))
 
 
 def _check_tools(card: ModelCard) -> None:
@@ -148,13 +148,13 @@ async def _check_contamination(
 
 
 @dataclass
-class Part:
+class MixturePart:
     environment: EnvironmentVersion
     ratio: float
     args: Json
     secrets: list[str]
     """What this environment gets of the run's."""
-    probe: Probe = NO_PROBE
+    probe: Probed = NO_PROBE
     gate: GateVerdict = field(default_factory=GateVerdict)
     """The newest verdict of env_test on it."""
 
@@ -172,31 +172,31 @@ class Part:
         return {**place, "owner": version.owner, **own, **seen}
 
 
-def parts_of(store: Store, spec: RunSpec, first: Run | None) -> list[Part]:
+def parts_of(store: Store, spec: RunSpec, first: Run | None) -> list[MixturePart]:
     """The environments of a run, the one that it is named after first; those of `first`, which the
     same idempotency key started. FlashError(unknown_environment | invalid_argument).
     """
     if first and first.mixture:
-        again: list[Part] = []
+        again: list[MixturePart] = []
         for part in first.mixture:
             version = store.environment(f"{part['name']}@{part['digest']}")
-            again.append(Part(version, part["ratio"], part["args"], part["secrets"]))
+            again.append(MixturePart(version, part["ratio"], part["args"], part["secrets"]))
         return again
     reference = spec.environment
     if first:
         reference = first.environment_reference
     version = references.environment(store, reference)
-    parts = [Part(version, 1.0, spec.environment_args, spec.secrets)]
+    parts = [MixturePart(version, 1.0, spec.environment_args, spec.secrets)]
     for name, fields in spec.mixture.items():
         version = references.environment(store, name)
         args, secrets = fields.get("environment_args", {}), fields.get("secrets", [])
-        parts.append(Part(version, fields.get("ratio", 1.0), args, secrets))
+        parts.append(MixturePart(version, fields.get("ratio", 1.0), args, secrets))
     if spec.mixture:
         _check_mixture(parts)
     return parts
 
 
-def _check_mixture(parts: Iterable[Part]) -> None:
+def _check_mixture(parts: Iterable[MixturePart]) -> None:
     names: set[str] = set()
     for part in parts:
         name = part.environment.name

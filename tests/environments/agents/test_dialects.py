@@ -17,9 +17,9 @@ import pytest
 
 from environments.agents import server
 from environments.agents.calls import AgentCall, Usage
-from environments.agents.dialects import DIALECTS, Answer, ApiError
+from environments.agents.dialects import DIALECTS, ApiError, TurnToSend
 from environments.agents.server import Endpoint
-from environments.agents.session import Session
+from environments.agents.session import AgentSession
 from environments.process.host import EnvironmentHost
 from environments.tools import as_object
 from tests.environments.agents.test_endpoint import CALL, TOOL, agents
@@ -264,12 +264,12 @@ REPLIES = {
 }
 """The types of whole replies, of events, and of errors."""
 ANSWERS = {
-    "a text": Answer({"role": "assistant", "content": "x"}, Usage(3, 2)),
-    "a call": Answer({"role": "assistant", "content": "", "tool_calls": [CALL]}, Usage(3, 2)),
-    "both": Answer({"role": "assistant", "content": "x", "tool_calls": [CALL, {**CALL, "id": "2"}]}, Usage(3, 2)),
-    "cut off": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, "length")),
-    "stopped": Answer({"role": "assistant", "content": "x"}, Usage(3, 2, stopped_by="END")),
-    "with log-probabilities": Answer(
+    "a text": TurnToSend({"role": "assistant", "content": "x"}, Usage(3, 2)),
+    "a call": TurnToSend({"role": "assistant", "content": "", "tool_calls": [CALL]}, Usage(3, 2)),
+    "both": TurnToSend({"role": "assistant", "content": "x", "tool_calls": [CALL, {**CALL, "id": "2"}]}, Usage(3, 2)),
+    "cut off": TurnToSend({"role": "assistant", "content": "x"}, Usage(3, 2, "length")),
+    "stopped": TurnToSend({"role": "assistant", "content": "x"}, Usage(3, 2, stopped_by="END")),
+    "with log-probabilities": TurnToSend(
         {"role": "assistant", "content": "xy"}, Usage(3, 2, logprobs=[("x", -0.5), ("y", -1.0)])
     ),
 }
@@ -328,10 +328,10 @@ def test_every_error_is_valid_by_the_official_types(place: str) -> None:
 
 
 @asynccontextmanager
-async def served(place: str) -> AsyncGenerator[tuple[Session, httpx.AsyncClient]]:
+async def served(place: str) -> AsyncGenerator[tuple[AgentSession, httpx.AsyncClient]]:
     """The server of one session, and a client with its key."""
     endpoint = Endpoint(asyncio.get_running_loop())
-    session = Session(8)
+    session = AgentSession(8)
     endpoint.sessions[session.key] = session
     name = "x-api-key" if place == "/messages" else "authorization"
     key = session.key if place == "/messages" else f"Bearer {session.key}"
@@ -417,7 +417,7 @@ def test_what_the_run_decides_is_accepted_and_echoed_as_the_runs() -> None:
     more = {"temperature": 0.1, "top_p": 0.2, "reasoning": {"effort": "low"}}
     asked = dialect.read({**BODIES["/responses"], **more}, {"resp_1": []})
     usage = Usage(1, 1, temperature=0.7, top_p=0.9)
-    whole = dialect.whole([Answer({"role": "assistant", "content": "x"}, usage)], asked)
+    whole = dialect.whole([TurnToSend({"role": "assistant", "content": "x"}, usage)], asked)
     assert (whole["temperature"], whole["top_p"]) == (0.7, 0.9)
 
 
@@ -493,7 +493,7 @@ def test_whatever_is_asked_is_answered_or_refused(place: str) -> None:
         body = BODIES[place]
         for _ in range(rng.randint(0, 3)):
             body = changed(rng, body)
-        answer = Answer({"role": "assistant", "content": "x", "tool_calls": [CALL]}, Usage())
+        answer = TurnToSend({"role": "assistant", "content": "x", "tool_calls": [CALL]}, Usage())
         try:
             asked = dialect.read(as_object(body), {"resp_1": [{"role": "user", "content": "z"}]})
             answers = [answer] * asked.choices

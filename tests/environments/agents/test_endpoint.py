@@ -18,8 +18,8 @@ import pytest
 
 from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.agents.dialects import ApiError
-from environments.agents.session import Session
-from environments.checks.playing import Task, Turn, play
+from environments.agents.session import AgentSession
+from environments.checks.playing import GivenTurn, Task, play
 from environments.checks.report import failure
 from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
@@ -161,7 +161,7 @@ async def test_the_openai_package_streams_and_reads_whole_answers(tmp_path: Path
                 return RewardResult(1.0, reason=json.dumps(told))
     """
     async with agents(tmp_path / "agent", "", source=source) as host:
-        models, chunks, text, error = await told(host, [Turn("", [CALL]), "Bye"])
+        models, chunks, text, error = await told(host, [GivenTurn("", [CALL]), "Bye"])
     assert (models, text) == (["policy"], "gpt-5: Bye")
     assert error == ["unknown_parameter", "min_tokens", True]
     *parts, last = chunks
@@ -693,7 +693,7 @@ async def test_a_run_has_a_budget_of_tokens_and_of_time(tmp_path: Path) -> None:
     ended, raised = scores
     assert json.loads(ended.reason or "") == [200, 200, 429, "insufficient_quota"]
     assert raised.reward == 0 and "written the 8 tokens of this run, and" in (raised.reason or "")
-    session = Session(max_calls=1, max_seconds=0.0)
+    session = AgentSession(max_calls=1, max_seconds=0.0)
     with pytest.raises(ApiError, match="seconds of this run are over") as caught:
         session.ask(cast(Any, None), [{"role": "user", "content": "x"}], [])
     assert caught.value.status == 429
