@@ -19,6 +19,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.attempt import Reader
 from flash_mcp.supervisor.process import take_lock
+from flash_mcp.supervisor.secrets import Vault
 
 ROLLOUTS = 8
 EVAL_EXAMPLES = 100
@@ -53,8 +54,11 @@ def supervised() -> Generator[None, None, None]:
     """Be the supervisor, as far as others can see: none is started, and queued runs stay queued."""
     lock = take_lock(home())
     assert lock is not None
+    vault = Vault(home())
     with lock:
+        vault.open()
         yield
+        vault.close()
 
 
 def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> EnvironmentVersion:

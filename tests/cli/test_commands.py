@@ -245,10 +245,12 @@ def test_no_control_character_of_others_reaches_the_terminal(run: Run, tmp_path:
     writer.rollouts(1, [sample_rollout(1, 0, 0.0, f"{hostile}said\n\tand more")])
     writer.event("warning", hostile)
     read_in(open_store(), started.id)
-    (tmp_path / "environment.py").write_text(f"raise RuntimeError({hostile!r})")
+    environment = tmp_path / "environment"
+    environment.mkdir(exist_ok=True)
+    (environment / "environment.py").write_text(f"raise RuntimeError({hostile!r})")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     rollouts, status = run("rollouts", started.id), run("status", started.id)
-    push = run("env-push", str(tmp_path), "--name", "e")
+    push = run("env-push", str(environment), "--name", "e")
     assert "said\n" in rollouts[1] and " and more\n" in rollouts[1]
     assert "␛]0;owned␇␛[2J\ufffd31m␡" in rollouts[1] and "owned" in status[1] and "owned" in push[2]
     own = ("\r\033[K", "\n", "\t")  # what the command line itself draws with

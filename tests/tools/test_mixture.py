@@ -24,7 +24,6 @@ SECRET = ENVIRONMENT.replace("self, fail=False", "self, level=1").replace("if fa
 def pushed(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("A_KEY", "a" * 20)
     monkeypatch.setenv("B_KEY", "b" * 20)
-    monkeypatch.setattr("flash_mcp.supervisor.secrets.TIMEOUT_S", 0.0)  # no supervisor takes them
     with supervised():
         push_echo(tmp_path / "first")
         push_echo(tmp_path / "second", SECRET, name="second")
