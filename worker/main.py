@@ -38,8 +38,7 @@ from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from flash_mcp.protocol.storage import RETRY_S
 from worker.heartbeat import Cancelled, Heartbeat
-from worker.lack_of_memory import is_memory_error, memory_state
-from worker.process import CARDS, prepare_process, quick_imports
+from worker.process import CARDS, is_memory_error, memory_state, prepare_process, quick_imports
 from worker.ranks import Ranks, serve_rank, started, variables
 
 log = logging.getLogger("worker")

@@ -36,8 +36,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import Precision
 from worker.heartbeat import Cancelled, Heartbeat
-from worker.lack_of_memory import names_memory
-from worker.process import COMPUTES_IN
+from worker.process import COMPUTES_IN, names_memory
 
 log = logging.getLogger("worker")
 ALONE_S = 1800.0

@@ -112,8 +112,7 @@ def _rollout_trainer(
 ) -> Any:
     """A trainer on the session's rollouts. `longest`: tokens of a prompt, and turns."""
     with quick_imports():  # they import vLLM, which SFT may not need
-        from worker.training.grpo import Trainer  # noqa: PLC0415
-        from worker.training.teacher import load_teacher  # noqa: PLC0415
+        from worker.training.grpo import Trainer, load_teacher  # noqa: PLC0415
 
     spec = session.spec
     teacher = None

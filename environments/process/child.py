@@ -69,9 +69,9 @@ from environments.process.replies import (
     MAX_TURNS,
 )
 from environments.same_task import MOST_TASKS, TaskTexts, gold_of, is_permuted, same_tasks, words_of
-from environments.sandbox import refusals
+from environments.sandbox import confinement
+from environments.sandbox.confinement import message_of
 from environments.sandbox.needs import Bounds
-from environments.sandbox.refusals import message_of
 from environments.tools import tool_calls_of, tool_schemas
 from environments.untrusted_text import Redactor
 
@@ -564,7 +564,7 @@ class Child:
                 where = f" ({Path(place.filename).name} line {place.lineno})"
         called = "environment.py" if method == "_import_and_load" else method
         message = f"{called} raised {type(error).__name__}: {_cut(message_of(error), 300)}{where}"
-        if refused := refusals.refusal(error):
+        if refused := confinement.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
         frames = frame
@@ -827,7 +827,7 @@ def main() -> Never:
     requests, replies = map(int, sys.argv[2:])
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
-    refusals.explain_refusals(bounds)
+    confinement.explain_refusals(bounds)
     command.bounds = bounds
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)

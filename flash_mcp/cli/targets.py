@@ -69,7 +69,7 @@ def check(arguments: Arguments) -> None:
 
 def _prove(name: str, settings: TargetSettings, wait_s: float) -> ProbeFile:
     # It loads the clients of all engines, for which no other command has to wait.
-    from flash_mcp.supervisor.probe import probe  # noqa: PLC0415
+    from flash_mcp.supervisor.targets import probe  # noqa: PLC0415
 
     return probe(name, settings, wait_s)
 

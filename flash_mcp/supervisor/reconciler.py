@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from flash_mcp.state.removal import add_removed
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import STALE_S, Attempt, Reader, Timeouts, Trouble
-from flash_mcp.supervisor.crew import Crew
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Target
 from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.secrets import Vault
@@ -674,3 +674,42 @@ def _memory_shortage(beat: Beat | None) -> str | None:
         return None
     rest = f"{left / 2**30:.1f} GiB of the machine's memory were left"
     return f"its last beat held {held / 2**30:.1f} GiB and {rest}"
+
+
+# -- threads that do what may take long for a target's runs, so that no run waits for another ------
+
+
+class Crew:
+    """Does one thing at a time for each key. Without threads it is done at once."""
+
+    def __init__(self, store: Store, threads: int) -> None:
+        self._store = store
+        self._pool = ThreadPoolExecutor(threads, "crew") if threads else None
+        self._under_way: dict[str, Future[None]] = {}
+
+    def is_free(self, key: str) -> bool:
+        return key not in self._under_way or self._under_way[key].done()
+
+    def do(self, key: str, act: Callable[[], object]) -> None:
+        if self._pool:
+            self._under_way[key] = self._pool.submit(self._do, key, act)
+        else:
+            act()
+
+    def _do(self, key: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:
+            log.warning("%s: %r", key, error)
+        finally:
+            self._store.close()  # this thread's connection
+
+    def wait(self, seconds: float) -> None:
+        """Until all is done, but no longer."""
+        wait(self._under_way.values(), seconds)
+        self._under_way = {key: job for key, job in self._under_way.items() if not job.done()}
+
+    def close(self) -> None:
+        """Start nothing more. What is under way is not waited for: it may never end."""
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)

@@ -37,8 +37,7 @@ from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
 from flash_mcp.tools.shared.tool_base import Result, unwrapped
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 from flash_mcp.tools.training.notes import notes_on
-from flash_mcp.tools.training.plan import Estimate, Plan, enqueue, plan_of
-from flash_mcp.tools.training.resume import resume_run
+from flash_mcp.tools.training.plan import Estimate, Plan, enqueue, plan_of, resume_run
 from flash_mcp.tools.training.run_time import RunTime, time_by_evaluation
 
 

@@ -23,7 +23,7 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter, read_beats
 from flash_mcp.protocol.sealing import Receiver, seal
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.attempt import Reader
-from flash_mcp.supervisor.probe import _checked
+from flash_mcp.supervisor.targets import _checked
 from tests.samples import evaluate, learn, queued_run, save_adapter
 
 CASES = 10_000 if os.environ.get("FLASH_SLOW") else 300

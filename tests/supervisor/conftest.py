@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.crew import Crew
 from flash_mcp.supervisor.loop import TargetThread
+from flash_mcp.supervisor.reconciler import Crew
 
 
 @pytest.fixture(autouse=True)

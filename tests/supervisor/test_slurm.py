@@ -30,8 +30,7 @@ from flash_mcp.supervisor import targets
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.maintenance import Maintenance
-from flash_mcp.supervisor.probe import probe
-from flash_mcp.supervisor.targets import open_target
+from flash_mcp.supervisor.targets import open_target, probe
 from tests import engines, slurm
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_node_code import without_packages

@@ -30,7 +30,7 @@ from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
-from flash_mcp.tools.training.resume import resume_run
+from flash_mcp.tools.training.plan import resume_run
 from tests.memory_launcher import MemoryLauncher
 from tests.waiting import wait_for
 from worker import node

@@ -14,7 +14,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
-from flash_mcp.tools.training.resume import resume_run
+from flash_mcp.tools.training.plan import resume_run
 from tests.calls import refused
 from tests.samples import end, learn, push_echo, queued_run, read_in, save_adapter, start, started_run
 

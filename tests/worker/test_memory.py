@@ -17,7 +17,7 @@ from tests.attempts import VOWELS, Attempt, make_run
 from tests.waiting import WAIT_S
 from tests.watch import watch
 from worker.capacity import GIB, MIB, _control_group_rooms, kv_cache_bytes
-from worker.lack_of_memory import memory_state
+from worker.process import memory_state
 from worker.training import attention, memory, packing
 from worker.training.memory import Workload, check, estimate
 from worker.training.policy import load_policy

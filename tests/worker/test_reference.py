@@ -27,9 +27,8 @@ from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training import packing
-from worker.training.grpo import Trainer
+from worker.training.grpo import Trainer, load_teacher
 from worker.training.policy import load_policy
-from worker.training.teacher import load_teacher
 
 GROUPS, SIZE = 3, 4
 Group = list[tuple[PlayedRollout, list[Call]]]

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from worker.lack_of_memory import is_memory_error
+from worker.process import is_memory_error
 from worker.ranks import Ranks
 from worker.training.packing import Pack
 
