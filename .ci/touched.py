@@ -33,12 +33,12 @@ CALLS_FOR = {
     "worker/": f"tests/worker/test_soak.py tests/worker/test_export.py tests/worker/test_ranks.py"
     f" tests/worker/test_mixture.py {SHARDS}",
     "worker/engine/": "tests/worker/test_models.py tests/worker/test_gpu_configuration.py"
-    f" tests/worker/test_sft.py tests/worker/test_second_runner.py {SHARDS}",
+    f" tests/worker/test_regression.py tests/worker/test_second_runner.py {SHARDS}",
     "worker/node.py": ENGINES,
     "worker/rollouts/": "tests/worker/test_task_choice.py tests/worker/test_early_stopping.py"
     f" tests/worker/test_gateway.py {AGENTS}",
     "worker/training/": "tests/worker/test_reference.py tests/worker/test_memory.py"
-    " tests/worker/test_sft.py tests/worker/test_four_bit.py tests/worker/test_ranks.py"
+    " tests/worker/test_regression.py tests/worker/test_four_bit.py tests/worker/test_ranks.py"
     " tests/worker/test_ways.py",
 }
 """The tests that each folder calls for. Of two entries that fit a file the longer one counts. What

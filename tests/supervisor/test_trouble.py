@@ -199,7 +199,7 @@ def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders
     damaged = Store.__new__(Store)
     with pytest.raises(FlashError, match="state_corrupt") as caught:
         damaged.__init__(flash_home)
-        status._view(damaged, run.id, False)
+        status.report_on(damaged, run.id)
     assert "flash-mcp recover" in caught.value.fix
     with pytest.raises(FlashError, match="state_corrupt"):
         store.check()
