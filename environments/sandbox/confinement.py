@@ -8,7 +8,7 @@ docs/security.md says what each is made of and stops, and what none of them stop
 TCP in an empty network namespace, where only the code's own processes listen. Without that, as in a
 container without CAP_SYS_ADMIN, Landlock lets it serve and reach one port of TCP (Linux 6.7).
 
-In any case seccomp allows the calls of system_calls.py alone. A program that the code starts for
+In any case seccomp allows the calls of seccomp.py alone. A program that the code starts for
 one rollout may get rules of its own within these (environments/agents/command.py).
 """
 

@@ -256,7 +256,7 @@ def _fill(bounds: Bounds, paths: list[str], own: Own) -> str:
     proc = own.process_tree
     if own.has_processes:
         # Where a container hides parts of /proc, the kernel refuses a user namespace a whole one.
-        # A program with rules of its own (programs.py) finds no process of others in it.
+        # A program with rules of its own (agents/command.py) finds no process of others in it.
         flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
         proc = _refused("/proc", flags, kind="proc", options="hidepid=ptraceable")
     if proc:

@@ -1,5 +1,5 @@
-"""The system calls that environment code may make: a seccomp filter that allows those of
-system_calls.py, some of them only with some arguments."""
+"""The system calls that environment code may make: a seccomp filter that allows those listed below,
+some of them only with some arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The inference engine: vLLM in this process, stepped by its owner.
 
-Every private vLLM name that the worker touches is here, in shares.py or in lora_cpu.py;
+Every private vLLM name that the worker touches is here, in one_base.py or in lora_cpu.py;
 tests/worker/test_engine.py is their contract test."""
 
 from __future__ import annotations
