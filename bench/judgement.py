@@ -1,5 +1,5 @@
 """How often the judgement is wrong where the truth is known: simulated outcomes, the product's own
-functions. `python -m bench.judgement` prints the table of docs/judgement.md, in about a minute.
+functions. `python -m bench.judgement` prints the tables of docs/judgement.md.
 
 A task is solved where a normal variable is below a limit: 70 % of its variance is the task's, which
 all policies share, the rest is the policy's own. Of both, `icc` is what the tasks of a template
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import NormalDist
 from typing import Any
 
@@ -86,6 +86,7 @@ def table(count: int = 400) -> Iterator[Row]:
     yield from tournaments(rng, count // 4)
     yield "interval over 5 seeds holds", "on these tasks", share(count, lambda: seeds(rng)), 0.92, 1
     yield from elsewhere(np.random.default_rng(1), count)
+    yield from coverage(np.random.default_rng(2), count)
     for steps in (50, 200):
         falling = share(count, lambda s=steps: falls(rng, s))
         yield "reward_falling at some step", f"{steps} steps, steady reward", falling, 0, 0.05
@@ -203,18 +204,56 @@ def elsewhere(rng: Any, count: int) -> Iterator[Row]:
             yield "false worse elsewhere", setting, false, 0, 0.02
 
 
+def coverage(rng: Any, count: int) -> Iterator[Row]:
+    """Whether 95 % intervals hold the truth where tasks are unlike each other."""
+
+    def one(tasks: int, chance: float) -> bool:
+        band = statistics.wilson(int(rng.binomial(tasks, chance)), tasks)
+        return band.low <= chance <= band.high
+
+    def several(tasks: int, chance: float) -> bool:
+        """Four attempts at each task; tasks are hard or easy."""
+        chances = rng.beta(1.2 * chance, 1.2 * (1 - chance), tasks)
+        band = statistics.success_interval((rng.random((4, tasks)) < chances).T.tolist())
+        return band.low <= chance <= band.high
+
+    def unpaired(tasks: int, chance: float) -> bool:
+        sides = [(rng.random(tasks) < chance + gain).astype(float).tolist() for gain in (0, 0.1)]
+        change = comparison.compare_unpaired(*sides, effect=comparison.MIN_CHANGE)
+        return change.low <= 0.1 <= change.high
+
+    ways = {"a success": one, "4 attempts a task": several, "unlike tasks, +0.1": unpaired}
+    for name, holds in ways.items():
+        for tasks, chance in ((20, 0.1), (50, 0.5), (200, 0.1), (200, 0.5)):
+            setting = f"{name}: {tasks} tasks, {100 * chance:.0f} % solved"
+            yield (
+                "interval holds",
+                setting,
+                share(count, lambda h=holds, t=tasks, c=chance: h(t, c)),
+                0.9,
+                1,
+            )
+
+
 def falls(rng: Any, steps: int) -> bool:
     history = [{"step": s, "reward/mean": 0.5 + rng.normal(0, 0.1)} for s in range(steps)]
     looks = [health.Steps(history[:end]) for end in range(health.LONG, steps + 1)]
     return any(health.reward_falling(look, look.recent()) for look in looks)
 
 
-def main() -> None:
-    write = sys.stdout.write
-    write("| what | where | measured | bound |\n|---|---|---|---|\n")
-    for claim, setting, measured, least, most in table():
+def markdown(rows: Iterable[Row]) -> str:
+    """One table a claim."""
+    tables: dict[str, list[str]] = {}
+    for claim, setting, measured, least, most in rows:
         bound = f"at most {100 * most:g} %" if most < 1 else f"at least {100 * least:g} %"
-        write(f"| {claim} | {setting} | {100 * measured:.1f} % | {bound} |\n")
+        line = f"| {setting} | {100 * measured:.1f} % | {bound} |"
+        tables.setdefault(claim, []).append(line)
+    head = "| where | measured | bound |\n|---|---|---|"
+    return "\n\n".join(f"**{claim}**\n\n{head}\n" + "\n".join(tables[claim]) for claim in tables)
+
+
+def main() -> None:
+    sys.stdout.write(f"{markdown(table())}\n")
 
 
 if __name__ == "__main__":
