@@ -11,8 +11,12 @@ import types
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm import platforms
+from worker.process import prepare_process
+
+prepare_process()
+import torch  # noqa: E402  reads what the line above sets
+from vllm import platforms  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
 sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
 kernels: Any = types.ModuleType("vllm.vllm_flash_attn")
@@ -42,6 +46,32 @@ def driver(name: str, capability: tuple[int, ...], memory: int) -> Any:
     )
 
 
+def graphs_of(config: Any) -> dict[str, Any]:
+    """What the runner of cards would capture, and replay for so many tokens, one a conversation.
+
+    It knows no ranks and no pool of graphs here, and believes that it has captured. Its module asks
+    the kernels what they can, so it is imported as on a CPU."""
+    platforms._current_platform = CpuPlatform()
+    from vllm.v1.worker.gpu import cudagraph_utils, lora_utils  # noqa: PLC0415
+
+    places: Any = cudagraph_utils
+    places.get_pp_group = lambda: types.SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    places.current_platform = types.SimpleNamespace(get_global_graph_pool=lambda: None)
+    cases = lora_utils.get_lora_capture_cases(config.lora_config, config.compilation_config)
+    mode = config.compilation_config.cudagraph_mode
+    manager: Any = cudagraph_utils.CudaGraphManager(
+        config, torch.device("cpu"), mode, decode_query_len=1, lora_capture_cases=cases
+    )
+    manager._graphs_captured = True
+
+    def replayed(tokens: int, adapters: int) -> str:
+        found = manager.dispatch(tokens, tokens, 1, adapters, 1)
+        return f"{found.cg_mode.name} {found.num_tokens} {found.num_active_loras}"
+
+    captured = {mode.name: len(found) for mode, found in manager._capture_descs.items()}
+    return captured | {f"{n} {adapters}": replayed(n, adapters) for n in (1, 3, 64, 65) for adapters in (0, 1)}
+
+
 def main(model: Path, card: str) -> None:
     name, capability, gib = card.split(":")
     memory = int(gib) << 30
@@ -64,7 +94,9 @@ def main(model: Path, card: str) -> None:
         "utilization": config.cache_config.gpu_memory_utilization,
         "rank": config.lora_config.max_lora_rank,
         "eager": config.model_config.enforce_eager,
+        "allocator": torch._C._accelerator_getAllocatorSettings(),
     }
+    facts["captured"] = graphs_of(config)
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 

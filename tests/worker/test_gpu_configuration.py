@@ -12,6 +12,13 @@ from tests.places import ROOT, TESTS
 
 CARDS = ["NVIDIA H100:9.0:80", "NVIDIA A100:8.0:40", "NVIDIA RTX 4090:8.9:24"]
 
+REPLAYED = {
+    "1 0": "FULL 1 0", "1 1": "FULL 1 2", "3 0": "FULL 4 0", "3 1": "FULL 4 2", "64 0": "FULL 64 0",
+    "64 1": "FULL 64 2", "65 0": "NONE 65 0", "65 1": "NONE 65 2",
+}  # fmt: skip
+"""{conversations, adapters in use: kind, size and adapters of the graph}: 11 sizes up to 64, each with and without
+the kernels for adapters."""
+
 
 @pytest.mark.long  # half a minute of a processor, and only another vLLM can change it
 def test_vllm_takes_the_arguments_for_a_card(tiny_model: Path) -> None:
@@ -30,5 +37,7 @@ def test_vllm_takes_the_arguments_for_a_card(tiny_model: Path) -> None:
         "utilization": 0.01,
         "rank": 16,
         "eager": False,
+        "allocator": "expandable_segments:True",
+        "captured": {"FULL": 22, "PIECEWISE": 22, **REPLAYED},
     }
     assert configurations == [expected] * len(CARDS)

@@ -452,7 +452,8 @@ def _for_gpu(max_num_seqs: int) -> dict[str, Any]:
             # A decoding step has a token for each sequence. Other steps prefill, where a graph
             # gains little.
             "max_cudagraph_capture_size": max_num_seqs,
-            # One set of graphs, with the adapter's kernels, also for the base model.
+            # With the first runner one set of graphs, with the adapter's kernels, also for the base
+            # model. The second captures both sets in any case.
             "cudagraph_specialize_lora": False,
         },
     }
