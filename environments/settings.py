@@ -156,6 +156,14 @@ class CostSettings:
 
 
 @dataclass(frozen=True)
+class WorkerSettings:
+    """Processes that train and evaluate on this machine."""
+
+    keep_warm: bool = True
+    """While nothing runs, keep a worker whose packages are imported, for the next run."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole file. A section or value that is left out has its default."""
 
@@ -164,6 +172,7 @@ class Settings:
     server: ServerSettings = ServerSettings()
     serving: ServingSettings = ServingSettings()
     cost: CostSettings = CostSettings()
+    workers: WorkerSettings = WorkerSettings()
 
 
 def _machine_gib() -> float:

@@ -1,32 +1,21 @@
-"""What tests/forked.py does before it forks: it imports all that a worker needs, also what vLLM, TRL and torch import
-when they are first used."""
+"""What tests/forked.py does before it forks: it imports all that a worker needs."""
 
 import atexit
 import os
 from types import SimpleNamespace
 
 from tests import forked
-from worker.process import prepare_process, quick_imports
+from worker.process import quick_imports
+from worker.warm import import_all
 
-prepare_process()
+import_all()
 with quick_imports():
     import torch
-    import torch._dynamo
-    import trl.generation.vllm_generation
-    import vllm.lora.layers
-    import vllm.model_executor.layers.quantization.online.base
-    import vllm.model_executor.models.llama
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from vllm import EngineArgs
     from vllm.platforms import current_platform
 
-    import worker.evaluate
     import worker.export
     import worker.gguf_file
-    import worker.train
-    import worker.training.grpo
     import worker.training.packing
     import worker.training.sft
 
@@ -43,4 +32,4 @@ worker.gguf_file.subprocess = SimpleNamespace(run=forked.run_forked)
 
 atexit.register(os._exit, 0)  # what triton finds wrong with the end of the server concerns no test
 
-__all__ = ["EngineArgs", "trl", "vllm", "worker"]
+__all__ = ["worker"]

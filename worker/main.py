@@ -131,7 +131,7 @@ def _commit(
     return 0
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End the process. Engine threads and environment hosts may outlive main; everything worth
     keeping is on disk by now.
     """
@@ -169,7 +169,7 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
             if heartbeat.cancelled.is_set():  # the main thread saves and ends
                 return
             retryable = is_retryable or error.code in ANOTHER_MAY_CURE
-            _leave(_commit(writer, "failed", heartbeat.step, error, retryable=retryable))
+            leave(_commit(writer, "failed", heartbeat.step, error, retryable=retryable))
 
         with started(job, others, heartbeat, scratch, lost) as ranks:
             return _train(job, writer, heartbeat, scratch, ranks)
@@ -298,4 +298,4 @@ _NO_SPACE = ("No space left on device", "PytorchStreamWriter failed writing")
 """How safetensors and torch.save report a full disk, in errors of their own."""
 
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())

@@ -147,7 +147,8 @@ def supervise(arguments: Arguments) -> int:
     from flash_mcp.supervisor.process import replace_unfit, unfit  # noqa: PLC0415
 
     logging.getLogger().setLevel(logging.INFO)
-    timeouts = Timeouts(**without_none({"idle_exit_s": arguments.idle_exit_s}))
+    idle_s = arguments.idle_exit_s
+    timeouts = Timeouts(**without_none({"idle_exit_s": idle_s, "warm_s": idle_s}))
     replace_unfit(home())
     is_foreground = sys.stdin.isatty()  # False for a service
     if run(home(), lambda base: Supervisor(base, timeouts=timeouts), is_foreground=is_foreground):

@@ -149,6 +149,8 @@ class Timeouts:
     retry_delay_s: float = 1.0
     """Before the second attempt; doubled before each further one, up to a minute."""
     idle_exit_s: float = 60.0
+    warm_s: float = 600.0
+    """As idle_exit_s, while a worker is kept ready."""
     max_gap_s: float = 5.0
     """A longer time between two looks at an attempt counts as so long."""
     trouble_s: float = 60.0

@@ -77,9 +77,12 @@ class Supervisor(RunReconciler):
                 self.alive()
                 self.vault.open()
                 is_busy = self._tick_unless_held_up()
+                idle_s = self.timeouts.idle_exit_s
+                if self.launcher.rest():
+                    idle_s = max(idle_s, self.timeouts.warm_s)
                 if self.maintain() or is_busy:
                     busy_at = time.monotonic()
-                elif time.monotonic() - busy_at >= self.timeouts.idle_exit_s:
+                elif time.monotonic() - busy_at >= idle_s:
                     return
                 time.sleep(self.timeouts.poll_s)
         finally:
@@ -195,9 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--home", type=Path, default=None, help="state directory (default: FLASH_HOME)"
     )
-    parser.add_argument(
-        "--idle-exit-s", type=float, default=Timeouts.idle_exit_s, help="leave after so long idle"
-    )
+    parser.add_argument("--idle-exit-s", type=float, help="leave after so long idle")
     arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO,
@@ -206,7 +207,8 @@ def main() -> None:
     )
     for chatty in ("httpx", "botocore", "aiobotocore"):  # a line for each look at a target
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    timeouts = Timeouts(idle_exit_s=arguments.idle_exit_s)
+    idle_s: float | None = arguments.idle_exit_s
+    timeouts = Timeouts() if idle_s is None else Timeouts(idle_exit_s=idle_s, warm_s=idle_s)
     supervise(arguments.home or home(), lambda base: Supervisor(base, timeouts=timeouts))
 
 

@@ -64,12 +64,14 @@ class LocalTarget(Target):
         return queue.job(run)
 
     def launch(self, run: Run, variables: Mapping[str, str]) -> Launch:
+        variables = surroundings.replaced(os.environ, variables) | {"FLASH_HOME": str(self.base)}
         return Launch(
             run.id,
             run.attempt,
             [*self.worker, run.folder, "--attempt", str(run.attempt)],
-            {**surroundings.replaced(os.environ, variables), "FLASH_HOME": str(self.base)},
+            environment_for(run.lineage.get("granted"), variables),
             Path(run.folder) / f"log.{run.attempt}",
+            secrets=run.spec.secrets,
             gpus=0 if run.serves else run.spec.gpus,  # a server itself takes the emptiest cards
         )
 

@@ -10,6 +10,8 @@ SMALL = ("-m flash_mcp.cli", "-m flash_mcp.supervisor.process")
 words = [word for word in sys.orig_argv[1:] if word not in ("-P", "-u")] or [""]
 program = " ".join(words[:2])
 packages = None
+if program == "-m worker.warm" and "FLASH_FORKS" in os.environ:
+    os._exit(0)  # forks have their packages
 if program == "-m worker.main" and "--rank" not in words:
     packages = "workers"
 elif program in SMALL or (words[0].startswith(TESTS) and words[0].endswith("_worker.py")):

@@ -33,6 +33,7 @@ from flash_mcp.supervisor.process import PYTHON, LockOwner, ensure_supervisor, i
 from flash_mcp.supervisor.secrets import give
 from flash_mcp.tools.shared.run_view import report_on
 from tests.forked import fork_of
+from tests.memory_launcher import MemoryLauncher
 from tests.places import TESTS
 from tests.waiting import wait_for
 from tests.watch import is_running
@@ -688,6 +689,14 @@ def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(
 
 
 # -- alone per state directory ---------------------------------------------------------------------
+
+
+def test_a_supervisor_stays_longer_while_a_worker_is_kept_ready(bench: Bench) -> None:
+    looks = iter([True] * 5)
+    launcher = MemoryLauncher({})
+    launcher.rest = lambda: next(looks, False)
+    Supervisor(bench.base, launcher=launcher, timeouts=Timeouts(poll_s=0.001, idle_exit_s=0.0)).run()
+    assert next(looks, None) is None
 
 
 def test_a_second_supervisor_leaves_at_once(bench: Bench) -> None:

@@ -5,11 +5,13 @@ signals.
 import asyncio
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
 import statistics
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,9 +29,12 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.launch.base import Launch
+from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.tools.environments import env_push
 from tests.attempts import VOWELS, Attempt, held, make_run, messages_of
 from tests.folders import environment_folder, generated_files
+from tests.places import CALCULATOR
 from tests.tiny import make_tokenizer
 from tests.waiting import wait_for
 from tests.watch import is_running, listening_ports
@@ -74,6 +79,38 @@ def exact_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     run = make_run(tmp_path_factory.mktemp("exact") / "run", tiny_model, **SHORT)
     Attempt(run, one_by_one=True).ended()
     return run
+
+
+def test_a_run_from_a_worker_that_waited_is_the_same_run(tiny_model: Path, tmp_path: Path, unforked: None) -> None:
+    launcher = LocalLauncher(tmp_path / "attempts", gpus=[])
+    told: list[Any] = []
+    waiting = 0
+    for name in ("fresh", "warm"):
+        run = make_run(
+            tmp_path / name,
+            tiny_model,
+            environment=CALCULATOR,
+            algorithm="sft",
+            steps=2,
+            max_length=1024,
+            group_size=None,
+            max_tokens=None,
+        )
+        command = [sys.executable, "-P", "-m", "worker.main", run.url, "--attempt", "1"]
+        log = Path(run.path("log.1"))
+        handle = launcher.submit(Launch(name, 1, command, dict(os.environ), log))
+        wait_for(lambda it=handle: launcher.poll([it])[it.key].state == "gone")
+        metrics = finished(run) and [cast(Any, run.metrics(step))["metrics"] for step in (1, 2)]
+        same = [{key: value for key, value in each.items() if not re.match("time/|system/", key)} for each in metrics]
+        told.append((same, re.findall(r"INFO worker: (step \d+: \w+)", log.read_text())))
+        if name == "fresh":
+            assert launcher.rest()
+            wait_for(lambda: launcher.capacity)
+            waiting = cast(Any, launcher)._warm._process.pid
+        else:
+            assert int(handle.id) == waiting
+    assert told[0] == told[1]
+    assert told[0][1]
 
 
 def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -32,6 +32,8 @@ class Launch:
     """Arguments of sbatch of this attempt, beside those of its target."""
     card_gib: float = 0.0
     """The memory that each card must have, for an engine that chooses cards; 0 if that is open."""
+    secrets: Collection[str] = ()
+    """The variables that hold the run's secrets."""
 
     @property
     def key(self) -> str:
@@ -114,6 +116,11 @@ class Launcher(ABC):
         """End the attempt and all its processes, without asking it: at once, or as soon as the
         engine can. Nothing happens where it has ended.
         """
+
+    def rest(self) -> bool:
+        """Called again and again while this process has nothing to start: whether something is kept
+        ready for the next attempt."""
+        return False
 
     def addresses_of(self, handle: Handle) -> list[str] | None:
         """Where the machine of the attempt is reached, by IPv4; None if the engine does not say."""

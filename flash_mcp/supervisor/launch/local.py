@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from environments.sandbox.kernel import signal_name
+from environments.settings import load_settings
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import installed
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.devices import free_memory, ids, names_of
+from flash_mcp.supervisor.launch.warm import WarmWorker
 
 Value = TypeVar("Value")
 DEVICES = "devices.json"
@@ -34,11 +36,11 @@ MARK = "FLASH_ATTEMPT"
 """The environment variable that an attempt's processes are known by: "BOOT PID" of the first."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-# $0 is the record, $1 the slots, the rest the command. `ln` fails where the record exists: then the
-# key was launched. On a file system without hard links, the one that creates $0.claim makes the
+# $0 is the record, $1 the slots, $process the attempt's. `ln` fails where the record exists: then
+# the key was launched. On a file system without hard links, the one that creates $0.claim makes the
 # record; `set -C` is O_EXCL.
-REGISTER_AND_EXEC = f"""
-read -r boot < {BOOT_ID} && read -r stat < /proc/$$/stat || exit 126
+REGISTER = f"""
+read -r boot < {BOOT_ID} && read -r stat < /proc/$process/stat || exit 126
 register_without_link() {{
     [ ! -e "$0" ] && (set -C; : > "$0.claim") 2>/dev/null || return 1
     [ ! -e "$0" ] && mv "$0.$$" "$0"
@@ -46,9 +48,14 @@ register_without_link() {{
 }}
 echo "$1 $boot $stat" > "$0.$$" && {{ ln "$0.$$" "$0" 2>/dev/null || register_without_link; }}
 registered=$?; rm -f "$0.$$"; [ $registered = 0 ] || exit 126
-export {MARK}="$boot $$" SPT_NOENV=1  # vLLM sets titles, by default over the environment
+"""
+# vLLM sets titles, by default over the environment.
+MARK_AND_EXEC = f"""
+read -r boot < {BOOT_ID} || exit 126
+export {MARK}="$boot $$" SPT_NOENV=1
 shift; exec "$@"
 """
+REGISTER_AND_EXEC = f"process=$$\n{REGISTER}{MARK_AND_EXEC}"
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,7 @@ class LocalLauncher(Launcher):
         self.gpus = find_gpus() if gpus is None else list(gpus)
         self.devices = names_of(self.gpus) if self.gpus else []
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._warm = WarmWorker(["/bin/sh", "-c", MARK_AND_EXEC, "sh", ""])
         records.mkdir(parents=True, exist_ok=True)
         # So that `devices_in_use` need not ask nvidia-smi
         if not self.devices:
@@ -159,7 +167,7 @@ class LocalLauncher(Launcher):
     def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """How many attempts this machine can run beside what other state directories run."""
         if not self.devices:
-            return 1
+            return 0 if self._warm.is_coming else 1
         home = self.records.parent
         return sum(not device_locks.users(device, home) for device in self.devices)
 
@@ -190,6 +198,13 @@ class LocalLauncher(Launcher):
         if child := self._children.pop(handle.key, None):
             child.poll()
 
+    def rest(self) -> bool:
+        if not self.gpus and self._warm.is_due and self._slots_without_attempt():
+            with suppress(ValueError):  # settings that cannot be read
+                if load_settings(self.records.parent).workers.keep_warm:
+                    self._warm.prepare()
+        return self._warm.exists
+
     def _start(self, launch: Launch, path: Path) -> None:
         if self.gpus and launch.gpus > len(self.gpus):
             what = f"the run needs {launch.gpus} GPUs, and this machine has {len(self.gpus)}"
@@ -210,21 +225,30 @@ class LocalLauncher(Launcher):
             # Without CUDA_VISIBLE_DEVICES, ids are in the order of nvidia-smi, which is not CUDA's.
             if "CUDA_VISIBLE_DEVICES" not in os.environ:
                 device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        identity = [str(path), named]
+        register = ["/bin/sh", "-c", f"process=$PPID\n{REGISTER}", *identity]
         with path_of_log.open("ab") as log:
-            child = subprocess.Popen(
-                ["/bin/sh", "-c", REGISTER_AND_EXEC, str(path), named, *launch.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**launch.environment, **device},
-                start_new_session=True,
-                pass_fds=held,
-            )
-        wait_for(lambda: path.exists() or child.poll() is not None, SIGNAL_TIMEOUT_S)
+            child = self._warm.take(launch, register, log)
+            if child and not _registered(child, path):
+                child.kill()
+                child.wait()
+                child = None
+            if child is None and not path.exists():
+                child = subprocess.Popen(
+                    ["/bin/sh", "-c", REGISTER_AND_EXEC, *identity, *launch.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**launch.environment, **device},
+                    start_new_session=True,
+                    pass_fds=held,
+                )
+                _registered(child, path)
+        self._warm.expect(launch)
         record = ProcessRecord.read(path)
-        if record is None or record.pid == child.pid:
+        if child and (record is None or record.pid == child.pid):
             self._children[launch.key] = child
-        else:
+        elif child:
             child.wait()  # another process had registered the key first
 
     @contextmanager
@@ -292,6 +316,12 @@ class LocalLauncher(Launcher):
         if ended < 0:
             return JobStatus("gone", f"killed by signal {signal_name(-ended)}")
         return JobStatus("gone", f"exit code {ended}")
+
+
+def _registered(child: subprocess.Popen[bytes], record: Path) -> bool:
+    """Whether there is a record, once the child has made it or ended."""
+    wait_for(lambda: record.exists() or child.poll() is not None, SIGNAL_TIMEOUT_S)
+    return record.exists()
 
 
 def wait_for(attempt: Callable[[], Value | None], timeout_s: float) -> Value | None:
