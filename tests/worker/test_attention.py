@@ -1,6 +1,7 @@
-"""The GPU's attention of a pack, with PyTorch's flash kernels replaced by the same mathematics."""
+"""The GPU's attention of a pack, with the flash kernels that PyTorch has for a CPU in place of those for a GPU."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from worker.training.attention import Layout
 from worker.training.packing import hidden_states
 from worker.training.policy import load_policy
 
+FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 LENGTHS = [(5, [3, 7, 1]), (9, [12]), (0, [4, 6]), (70, [30, 58])]
 
 
@@ -24,28 +27,23 @@ def segments_of(ends: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(marks)]
 
 
-def scores_of(query: Tensor, key: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(scores, their log-sum-exp) per head of (L, heads, D), each query head with its key head."""
-    keys = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
-    return scores, scores.logsumexp(-1)
+def of_cpu(part: Tensor, rows: slice, heads: int) -> Tensor:
+    """(1, heads, tokens of the segment, D), each query head with its key head."""
+    return part[rows].repeat_interleave(heads // part.size(1), dim=1).transpose(0, 1)[None]
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor,
     most_queries: int, most_keys: int, dropout: float, causal: bool, debug: bool, *, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """aten::_flash_attention_forward, written out."""
     out, lse = torch.empty_like(query), query.new_empty(query.size(1), len(query)).float()
     for rows, columns in zip(segments_of(query_ends), segments_of(key_ends), strict=True):
         assert rows.stop - rows.start <= most_queries and columns.stop - columns.start <= most_keys
-        scores, lse[:, rows] = scores_of(query[rows], key[columns], causal, scale)
-        values = value[columns].repeat_interleave(query.size(1) // value.size(1), dim=1)
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        parts = [of_cpu(part, at, query.size(1)) for part, at in ((query, rows), (key, columns), (value, columns))]
+        [segment], [lse[:, rows]] = FORWARD(*parts, dropout, causal, scale=scale)
+        out[rows] = segment.transpose(0, 1)
     nothing = torch.empty(0)
-    return out, lse, nothing, nothing, nothing
+    return out, lse, nothing, nothing.clone(), nothing.clone()
 
 
 def backward(
@@ -53,28 +51,25 @@ def backward(
     query_ends: Tensor, key_ends: Tensor, most_queries: int, most_keys: int, dropout: float,
     causal: bool, *random: Tensor, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """aten::_flash_attention_backward: probabilities from the log-sum-exp that it is given."""
-    heads = query.size(1) // key.size(1)
+    heads = query.size(1)
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, columns in zip(segments_of(query_ends), segments_of(key_ends), strict=True):
-        scores, _ = scores_of(query[rows], key[columns], causal, scale)
-        shares = (scores - lse[:, rows, None]).exp()
-        keys, values = (part[columns].repeat_interleave(heads, dim=1) for part in (key, value))
-        of_shares = torch.einsum("qhd,khd->hqk", grad[rows], values)
-        mean = (grad[rows] * out[rows]).sum(-1).t()[..., None]
-        of_scores = shares * (of_shares - mean) * scale
-        grads[0][rows] = torch.einsum("hqk,khd->qhd", of_scores, keys)
-        of_keys = torch.einsum("hqk,qhd->khd", of_scores, query[rows])
-        of_values = torch.einsum("hqk,qhd->khd", shares, grad[rows])
-        grads[1][columns] = of_keys.unflatten(1, (-1, heads)).sum(2)
-        grads[2][columns] = of_values.unflatten(1, (-1, heads)).sum(2)
+        places = (grad, rows), (query, rows), (key, columns), (value, columns), (out, rows)
+        parts = [of_cpu(part, at, heads) for part, at in places]
+        found = BACKWARD(*parts, lse[None, :, rows].contiguous(), dropout, causal, scale=scale)
+        for of, at, [part] in zip(grads, (rows, columns, columns), found, strict=True):
+            of[at] = part.transpose(0, 1).unflatten(1, (of.size(1), -1)).sum(2)
     return grads
 
 
 @pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "FLASH_FORWARD", forward)
-    monkeypatch.setattr(attention, "FLASH_BACKWARD", backward)
+def flash() -> Iterator[None]:
+    """PyTorch's flash kernels of the CPU, segment by segment, behind the operators of the GPU's."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
 
 
 @pytest.mark.parametrize(("prompt", "completions"), LENGTHS, ids=str)
@@ -102,22 +97,20 @@ def test_flash_attention_in_two_parts_has_the_outputs_and_gradients_of_the_maske
         assert (in_parts - masked).norm() < 1e-5 * masked.norm()
 
 
-def test_the_kernels_give_the_shapes_that_the_stand_ins_give() -> None:
+def test_the_kernels_give_the_shapes_that_the_stand_ins_give(flash: None) -> None:
     """By PyTorch's own rules for CUDA, which need no GPU."""
 
-    def shapes(run: Any, back: Any, device: str, dtype: torch.dtype, ends: Tensor) -> list[torch.Size]:
+    def shapes(device: str, dtype: torch.dtype, ends: Tensor) -> list[torch.Size]:
         query = torch.zeros(20, 4, 8, dtype=dtype, device=device)
         key = torch.zeros(20, 2, 8, dtype=dtype, device=device)
         span = (ends, ends, 15, 15, 0.0, True)
-        out, lse, *random = run(query, key, key, *span, False, scale=1.0)
-        grads = back(query, query, key, key, out, lse, *span, *random[:2], scale=1.0)
+        out, lse, *random = attention.FLASH_FORWARD(query, key, key, *span, False, scale=1.0)
+        grads = attention.FLASH_BACKWARD(query, query, key, key, out, lse, *span, *random[:2], scale=1.0)
         return [tensor.shape for tensor in (out, lse, *grads)]
 
-    mine = shapes(forward, backward, "cpu", torch.float32, torch.tensor([0, 5, 20], dtype=torch.int32))
+    mine = shapes("cpu", torch.float32, torch.tensor([0, 5, 20], dtype=torch.int32))
     with FakeTensorMode():
-        kernels = attention.FLASH_FORWARD, attention.FLASH_BACKWARD
-        ends = torch.empty(3, dtype=torch.int32, device="cuda")
-        assert shapes(*kernels, "cuda", torch.bfloat16, ends) == mine
+        assert shapes("cuda", torch.bfloat16, torch.empty(3, dtype=torch.int32, device="cuda")) == mine
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
