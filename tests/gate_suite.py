@@ -185,6 +185,13 @@ BAD = {
                     return re.fullmatch("[0-9]+", text) and len(text) == len(example.output)
             """,
         "the first letter": one("Capitals", "right", "text.strip()[:1].lower() == example.output[:1].lower()"),
+        "the last letter": """
+            class Sample(Rows):
+                def rows(self):
+                    return [(f"Write {word} backwards.", word[::-1]) for word in WORDS]
+                def right(self, text, example):
+                    return text.strip()[-1:] == example.output[-1:]
+            """,
         "the first letter of a choice": one("Choices", "right", "text.strip()[:1].upper() == example.output"),
     },
     "constants": {

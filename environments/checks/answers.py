@@ -45,7 +45,7 @@ CHARACTERS_PER_TOKEN = 4
 TOLERANCE = 0.05
 """A number that differs by a smaller share may be right: tasks that round accept it."""
 OTHERWISE = "qzx wkrv"
-"""Follows the first letter of a gold answer that goes on otherwise."""
+"""Goes on after the first letter of a gold answer, or before the last."""
 FRESH = "a text that no other check has played"
 NONSENSE = (
     "1/0",

@@ -88,7 +88,7 @@ CODE_FIX = (
     "the scorer runs answers as Python: read them with int(), json.loads or ast.literal_eval, and "
     "run what is to be code in a process of its own, of which only the output counts"
 )
-LETTER_FIX = "compare the whole answer with the gold answer, not its first letter"
+LETTER_FIX = "compare the whole answer with the gold answer, not one letter"
 PAY_FIX = "pay less for what a model can write without solving the task"
 
 
@@ -373,16 +373,17 @@ async def near_gold(trial: Trial) -> str:
         raise ProbeSkipped("this needs gold answers that succeed and differ between tasks", "")
     changed: dict[Task, str] = {}
     hedged: dict[Task, str] = {}
-    begun: dict[Task, str] = {}
+    by_letter: dict[Task, str] = {}
     for task in tried:
         *turns, last = trial.golds[task]
         near = nearly(last)
         before, inner, after = parts(last)
-        first = before + (inner[:1] if inner[:1].isalpha() else "") + OTHERWISE + after
+        ends = (inner[:1] + OTHERWISE, OTHERWISE + inner[-1:])
+        letters = [before + text + after for text in ends if inner[:1].isalpha()]
         other = trial.other_gold(task)
         # One of the two orders may be right: the first or the last answer counts.
         both = [f"{last}\n{other}", f"{other}\n{last}"]
-        texts = (*near, *both, first)
+        texts = (*near, *both, *letters)
         played = await trial.play_all([(task, [*turns, text]) for text in texts])
         successes = [item.score.success for item in played]
         for text, success in zip(near, successes[: len(near)], strict=True):
@@ -390,16 +391,17 @@ async def near_gold(trial: Trial) -> str:
                 what = "an answer that differs from the gold answer counts as a success"
                 wrote = quoted(f"{shown([text])}\ngold: {shown([last])}")
                 changed.setdefault(task, f"{task}: {what}{wrote}")
-        if successes.pop():
-            begun[task] = f"{task}: {shown([first])} counts as a success"
-        if all(successes[len(near) :]):
+        for text, success in zip(texts[len(near) + 2 :], successes[len(near) + 2 :], strict=True):
+            if success:
+                by_letter[task] = f"{task}: {shown([text])} counts as a success"
+        if all(successes[len(near) : len(near) + 2]):
             hedged[task] = f"{task}: {shown(both)}: both count as successes"
     whole = "compare the whole answer with the gold answer, not a part or a rounded form of it"
     if hedged and changed:
         whole = SUBSTRING_FIX
         trial.is_substring_scorer = True
     skip_if(
-        fail_if_many(begun, len(tried), LETTER_FIX, STATED_SHARE),
+        fail_if_many(by_letter, len(tried), LETTER_FIX, STATED_SHARE),
         fail_if_many(changed, len(tried), whole, _most_hits(trial)),
         fail_if_many(hedged, len(tried), SUBSTRING_FIX, _most_hits(trial)),
     )
