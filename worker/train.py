@@ -22,19 +22,12 @@ from worker.engine.fetch import ensure
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.process import quick_imports
 from worker.ranks import ALONE, Ranks, check_devices
+from worker.rollouts.gold import Row, dataset_rows
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
 from worker.training.kernels import FP32_HEAD
 from worker.training.packing import Way, longest_pack, way_of
-from worker.training.sft import (
-    GOLD_SPLITS,
-    Row,
-    Tuner,
-    dataset_rows,
-    gold_rows,
-    loss_of_frequencies,
-    make_sft_trainer,
-)
+from worker.training.sft import GOLD_SPLITS, Tuner, gold_rows, loss_of_frequencies, make_sft_trainer
 from worker.training.trackers import Trackers
 from worker.training_session import TrainingSession, deadline_of
 

@@ -303,6 +303,8 @@ class Counts(BaseModel):
     """Tasks held back."""
     holdout_rows: int = 0
     """Conversations held back."""
+    used: list[str] = Field(default_factory=list, exclude_if=operator.not_)
+    """Columns of rows that were read."""
     ignored: dict[str, int] = Field(default_factory=dict, exclude_if=operator.not_)
     """Columns and fields of rows that change nothing that is learnt, and how many have each."""
 

@@ -10,6 +10,7 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement import curation
+from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import (
     Counts,
     Curated,
@@ -25,7 +26,9 @@ from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
+from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import datasets
+from flash_mcp.state.references import base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import loaded, read_held_out
@@ -166,13 +169,18 @@ def _of_rows(
         raise FlashError("invalid_argument", what, fix=fix)
     if name is None:
         train, _, counts, origin = split_conversations(runs[0], plan.holdout, question, answer)
+        notes = [str(origin)] if origin else []
+        card = base_model(DEFAULT_MODEL)
+        shown = counts.model_dump()
+        try:
+            preview = preview_of(
+                train, shown, card=card, max_length=DEFAULT_MAX_LENGTH, thinking=False
+            )
+        except FlashError as error:
+            notes.append(f"{card.name} cannot learn it: {error.what}")
+            preview = preview_of(train, shown)
         return Curate(
-            models=[],
-            counts=counts,
-            notes=[str(origin)] if origin else None,
-            preview=preview_of(train),
-            examples=[],
-            next=KEEP,
+            models=[], counts=counts, notes=notes or None, preview=preview, examples=[], next=KEEP
         )
     kept = keep_conversations(runs[0], plan.holdout, question, answer, name)
     return Curate(

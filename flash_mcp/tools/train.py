@@ -34,7 +34,7 @@ from flash_mcp.tools.shared.resolve import (
 )
 from flash_mcp.tools.shared.rows import Preview, preview_of
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
-from flash_mcp.tools.shared.tool_base import Result, unwrapped
+from flash_mcp.tools.shared.tool_base import Result, report, unwrapped
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 from flash_mcp.tools.training.notes import notes_on
 from flash_mcp.tools.training.plan import Estimate, Plan, enqueue, plan_of, resume_run
@@ -213,8 +213,16 @@ async def train(
     if validate_only:
         result = _result(plan, next=_after_validation(plan))
         if plan.dataset:
-            room = plan.spec.max_length or DEFAULT_MAX_LENGTH
-            result.preview = await run_sync(preview_of, plan.dataset.rows(), room)
+            await report("rendering rows")
+            render = functools.partial(
+                preview_of,
+                plan.dataset.rows(),
+                plan.dataset.manifest["counts"],
+                card=plan.card,
+                max_length=plan.spec.max_length or DEFAULT_MAX_LENGTH,
+                thinking=plan.spec.thinking,
+            )
+            result.preview = await run_sync(render)
         return result
     if not accept_failed_gate:
         plan.check_gate()

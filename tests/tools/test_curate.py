@@ -289,8 +289,8 @@ async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Cl
 @pytest.mark.slow
 async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numbers: None, tmp_path: Path):
     from tests.tiny import make_tokenizer  # noqa: PLC0415  seconds of imports that the other tests do not need
+    from worker.rollouts.gold import IGNORED, dataset_rows  # noqa: PLC0415
     from worker.rollouts.transcript import ChatTemplate  # noqa: PLC0415
-    from worker.training.sft import IGNORED, dataset_rows  # noqa: PLC0415
 
     turns = answered(0, "t1", "first", turns=2)
     turns["messages"] += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "second\u2028é"}]

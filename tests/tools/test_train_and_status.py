@@ -396,6 +396,18 @@ async def test_a_run_that_takes_most_of_a_day_is_remarked_on(tmp_path: Path):
         assert not any("in time" in note for note in (await call("train", **wanted, **fields))["notes"])
 
 
+async def test_the_time_of_the_first_fine_tuning_is_a_guess_from_its_operations(tmp_path: Path):
+    push_echo(tmp_path / "echo")
+    steps = {"environment": "echo", "algorithm": "sft", "validate_only": True, "regression": "off"}
+    seconds: list[int] = []
+    for count in (100, 400):
+        time = (await call("train", **steps, steps=count))["estimate"]["time"]
+        assert "a guess, as nothing was run here" in time["basis"] and "135 million parameters" in time["basis"]
+        seconds.append(time["seconds"])
+    assert seconds[1] == pytest.approx(4 * seconds[0], rel=0.1) and seconds[0] > 1
+    assert "time" not in (await call("train", **steps | {"algorithm": "grpo"}, steps=20))["estimate"]
+
+
 async def test_the_time_has_a_cost_where_the_operator_set_a_price(tmp_path: Path):
     finished_run(tmp_path)
     (home() / "settings.toml").write_text("[cost]\nprice_per_hour = 90.0\n")

@@ -12,10 +12,11 @@ from tests.folders import environment_folder
 from tests.places import AGENT_CALCULATOR
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
+from worker.rollouts.gold import IGNORED, Row
 from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
-from worker.training.sft import IGNORED, Row, gold_rows
+from worker.training.sft import gold_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.linux]
 TEMPLATE = ChatTemplate(make_tokenizer())

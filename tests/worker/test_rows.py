@@ -18,8 +18,8 @@ from flash_mcp.tools.shared import row_columns
 from flash_mcp.tools.shared.table import split_conversations
 from tests.places import ROOT
 from tests.tiny import CHATML, make_tokenizer
+from worker.rollouts.gold import IGNORED, dataset_rows
 from worker.rollouts.transcript import ChatTemplate
-from worker.training.sft import IGNORED, dataset_rows
 
 PAGE = ROOT / "docs" / "rows.md"
 

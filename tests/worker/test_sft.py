@@ -26,12 +26,13 @@ from tests.places import CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
 from worker.heartbeat import Heartbeat
 from worker.ranks import ALONE
+from worker.rollouts.gold import IGNORED, dataset_rows
 from worker.rollouts.transcript import ChatTemplate
 from worker.train import _optimize, _resume_point
 from worker.training import packing
 from worker.training.checkpoints import Reporter
 from worker.training.policy import load_policy
-from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
+from worker.training.sft import Tuner, gold_rows, make_sft_trainer
 
 SPEC = resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec
 

@@ -19,11 +19,12 @@ from flash_mcp.protocol.errors import FlashError
 from tests.places import ROOT, TOOL_CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine
+from worker.rollouts.gold import IGNORED, dataset_rows
 from worker.rollouts.metrics import summarize
 from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
-from worker.training.sft import IGNORED, dataset_rows, gold_rows
+from worker.training.sft import gold_rows
 
 QUESTION = [{"role": "user", "content": "What is 12 * 7?"}]
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}

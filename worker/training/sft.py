@@ -1,16 +1,13 @@
 """Supervised fine-tuning on an environment's gold answers or on a curated dataset, with TRL's
 SFTTrainer.
 
-The rows are tokenized by the same Transcript that rollouts use, so that what is learnt here is
-what is sampled later, token for token; only the assistant's tokens carry a label. A batch is
-computed by GRPO's forward pass (worker/training/packing.py).
+A batch of rows (worker/rollouts/gold.py) is computed by GRPO's forward pass
+(worker/training/packing.py).
 
 Axes: B rows of a batch, T tokens of the longest row."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
 import sys
@@ -18,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,9 +25,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from environments.base import ChatMessage
 from environments.process.host import EnvironmentHost, Opening
-from environments.tools import problem_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
@@ -39,17 +33,23 @@ from flash_mcp.protocol.schedules import measured_of, steps_of
 from flash_mcp.protocol.spec import RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.calls import Call
+from worker.rollouts.gold import (
+    COLUMNS,
+    IGNORED,
+    Row,
+    check_gold,
+    check_texts,
+    learnable_of,
+    rows_of,
+)
 from worker.rollouts.scheduler import AgentCalls, PlayedRollout, RolloutTask, TalkLimits
-from worker.rollouts.transcript import ChatTemplate, Transcript
+from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
 from worker.training.limits import PackLimits, Passes, combine, no_loss
 from worker.training.packing import Pack, Way, packs_of, paths_of
 
-Row = dict[str, list[int]]
-COLUMNS = ("input_ids", "labels")
-IGNORED = -100
 GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 """The names of rows, learnt and held out -> the splits that they are made from."""
 PROBED = 4
@@ -65,8 +65,8 @@ async def gold_rows(
     **watched: Any,
 ) -> list[list[Row]]:
     """{"input_ids", "labels"} of every task of a split, or of its first `most`: a row, or several
-    where the model is shown the history otherwise (`_rows`), and of an agent a row for each of its
-    conversations. `watched` and errors as of `survey`.
+    where the model is shown the history otherwise (`rows_of`), and of an agent a row for each of
+    its conversations. `watched` and errors as of `survey`.
     """
 
     async def one(index: int) -> list[Row]:
@@ -78,7 +78,7 @@ async def gold_rows(
             await host.close(opening.episode)
         name = f"{split} task {opening.task_id}"
         gold = await host.gold(split, index)
-        return _rows(name, template.for_tools(opening.tools), opening.messages, gold)
+        return rows_of(name, template.for_tools(opening.tools), opening.messages, gold)
 
     return await survey(split, min(host.splits.get(split, 0), most or sys.maxsize), one, **watched)
 
@@ -119,34 +119,9 @@ class _GoldCalls(AgentCalls):
             await self._host.refuse_call(episode, call.number, "no_gold", what)
             return None
         template = call.transcript.template
-        _check(self._name, gold, [], template)
-        _check_texts(self._name, [*call.transcript.messages, gold], template)
+        check_gold(self._name, gold, [], template)
+        check_texts(self._name, [*call.transcript.messages, gold], template)
         return template.gold(gold)
-
-
-def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[list[Row]]]:
-    """{"train": rows, "holdout": rows} of the curated dataset that job.json names, by conversation
-    like those of `gold_rows`.
-
-    FlashError(dataset_invalid) if a file changed since the run was created.
-    """
-    rows: dict[str, list[list[Row]]] = {}
-    for file, checksum in dataset["files"].items():
-        path = Path(dataset["path"], file)
-        content = path.read_bytes() if path.is_file() else b""
-        if hashlib.sha256(content).hexdigest() != checksum:
-            what = "the file is gone or was changed since"
-            fix = "curate it again and start another run"
-            raise FlashError("dataset_invalid", what, path=path, fix=fix)
-        lines = [json.loads(line) for line in content.decode().split("\n") if line]
-        rows[path.stem] = []
-        for number, line in enumerate(lines, start=1):
-            count = line["prompt_messages"]
-            prompt = line["messages"][:count]
-            chat = template.for_tools(line.get("tools", ()))
-            gold = line["messages"][count:]
-            rows[path.stem].append(_rows(f"{file} line {number}", chat, prompt, gold))
-    return rows
 
 
 class Tuner(SFTTrainer):
@@ -264,8 +239,8 @@ def make_sft_trainer(
     every = list(chain.from_iterable(rows["train"]))
     total = len(every)
     longer = sum(len(row["input_ids"]) > max_length for row in every)
-    learnable = _learnable(rows["train"], max_length)
-    held_out = _learnable(rows.get("holdout", []), max_length)
+    learnable = learnable_of(rows["train"], max_length)
+    held_out = learnable_of(rows.get("holdout", []), max_length)
     if longer:
         left_out = total - sum(map(len, learnable))
         writer.event(
@@ -356,15 +331,6 @@ def _probes(
     return probes[0], probes[1]
 
 
-def _learnable(conversations: list[list[Row]], max_length: int) -> list[list[Row]]:
-    """The rows, cut, without those that have no token left to learn."""
-    kept: list[list[Row]] = []
-    for rows in conversations:
-        cut = [{name: values[:max_length] for name, values in row.items()} for row in rows]
-        kept.append([row for row in cut if any(label != IGNORED for label in row["labels"])])
-    return list(filter(None, kept))
-
-
 def _dataset(conversations: list[list[Row]]) -> Any:
     """One item for each conversation: {"input_ids", "labels"} with a list for each of its rows."""
     items = [{name: [row[name] for row in rows] for name in COLUMNS} for rows in conversations]
@@ -375,83 +341,3 @@ def _unpacked(item: dict[str, list[list[int]]]) -> list[Row]:
     """The rows of an item of `_dataset`."""
     pairs = zip(*(item[name] for name in COLUMNS), strict=True)
     return [dict(zip(COLUMNS, pair, strict=True)) for pair in pairs]
-
-
-def _rows(
-    name: str, template: ChatTemplate, prompt: list[ChatMessage], gold: list[ChatMessage]
-) -> list[Row]:
-    """Tokens of a prompt and its gold answers; FlashError(dataset_invalid) with `name` if they
-    cannot be learnt.
-
-    It is one row, unless the template shows an answer otherwise once it is history: Qwen3 drops its
-    thought when the user speaks again. Then what follows is learnt in a row of its own, which shows
-    the history as a deployment does.
-    """
-    _check_texts(name, [*prompt, *gold], template)
-    transcript = Transcript(template, prompt)
-    finished: list[Transcript] = []
-    between: list[Json] = []
-    answered = False
-    for message in gold:
-        if message["role"] != "assistant":
-            between.append(message)
-            continue
-        _check(name, message, [] if answered else between, template)
-        try:
-            if answered:
-                before = transcript.copy()
-                # Even if nothing was said in between: each answer of a rollout has its own turn.
-                transcript.add_environment(between)
-                if transcript.forks or transcript.unlike_template(prompts=True):
-                    finished.append(before)
-                    transcript = Transcript(template, transcript.messages)
-            transcript.add_gold(message)
-            between = []
-            answered = True
-            if error := transcript.unlike_template(prompts=False):
-                raise error
-        except FlashError as error:
-            raise FlashError(error.code, f"{name}: {error.what}", fix=error.fix) from error
-    learnt = [each for each in [*finished, transcript] if any(each.mask)]
-    return list(map(_row, learnt or [transcript]))
-
-
-def _check_texts(name: str, messages: list[ChatMessage], template: ChatTemplate) -> None:
-    for number, message in enumerate(messages, start=1):
-        if token := template.control_token(message):
-            what = f"{name}: message {number} holds {token!r}, a control token of this model"
-            fix = "remove it from the text, or write it otherwise, such as with a space"
-            raise FlashError("dataset_invalid", what, fix=fix)
-
-
-def _row(transcript: Transcript) -> Row:
-    labels = [IGNORED] * len(transcript.prompt_ids)
-    for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True):
-        labels.append(token if mine else IGNORED)
-    return {"input_ids": transcript.ids, "labels": labels}
-
-
-def _check(name: str, answer: ChatMessage, before: list[Json], template: ChatTemplate) -> None:
-    """FlashError(dataset_invalid) if no rollout could hold this gold answer; `before` are the
-    gold's messages before its first answer."""
-    content = answer.get("content")
-    if before:
-        wrong = f"the gold begins with a {before[0]['role']} message"
-    elif answer.get("tool_calls") and not template.tools:
-        wrong = "an answer has tool_calls, but the task has no tools"
-    elif not isinstance(content, str):
-        wrong = f"an answer's content is {content!r:.50}, no string"
-    elif problem := _problem_of_calls(answer, template):
-        wrong = f"an answer's call cannot be learnt: {problem}"
-    else:
-        return
-    fix = "begin with an answer, and let every answer be text or calls of declared tools"
-    raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
-
-
-def _problem_of_calls(answer: ChatMessage, template: ChatTemplate) -> str | None:
-    """Why no tool takes a call of this answer, or None. What a model sampled is learnt as it is."""
-    if "bad_tool_call" in answer or answer.get("weight") == 0:
-        return None
-    problems = (problem_of(call, template.tools) for call in answer.get("tool_calls") or ())
-    return next(filter(None, problems), None)

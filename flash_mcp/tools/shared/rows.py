@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,14 +19,19 @@ from typing import Any, cast
 
 import httpx
 
+from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.packages import how_to_install
+from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.records import Json, text_of
 from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.protocol.surroundings import HUB as LOGIN
 from flash_mcp.protocol.surroundings import by_way_of, environment_for, said, use_proxies
 from flash_mcp.state.owners import caller
+from flash_mcp.supervisor.process import PYTHON
 from flash_mcp.tools.shared.truncation import shorten
+
+log = logging.getLogger(__name__)
 
 HUB = re.compile(r"hub:(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")
 """hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG."""
@@ -275,31 +282,98 @@ SHOWN_CHARACTERS = 600
 """Of each row that is shown."""
 
 
+PREVIEW_S = 10.0
+"""How long rows are rendered for a preview."""
+PREVIEW_LIMIT_S = 28.0
+"""With the imports of the process that renders them."""
+
+
 class Preview(ResultModel):
-    """Rows to learn. Each answer to learn stands between [[ and ]]; the model's chat template puts
-    its own marks around the messages.
-    """
+    """Rows to learn. What is learnt of each stands between [[ and ]]."""
 
     rows: int
-    tokens_about: dict[str, int]
+    by: str
+    tokens: dict[str, int] | None = None
+    tokens_about: dict[str, int] | None = None
     cut: int | None = None
+    left_out: int | None = None
+    columns_used: list[str] | None = None
+    columns_ignored: dict[str, int] | None = None
     typical: str
     shortest: str
     longest: str
 
 
-def preview_of(rows: Sequence[Json], max_length: int | None = None) -> Preview | None:
-    """None without rows."""
-    order = sorted(rows, key=_tokens)
-    if not order:
+def preview_of(rows: Sequence[Json], counts: Json | None = None, **render: Any) -> Preview | None:
+    """None without rows. `counts` are those of the dataset's manifest; `render` is as of
+    `_rendered`, and without it the server's own estimate is shown."""
+    if not rows:
         return None
-    sizes = list(map(_tokens, order))
+    made, why = _rendered(rows, **render) if render else (None, "for any model")
+    preview = made or _estimated(rows, render.get("max_length"), why)
+    if counts:
+        preview.columns_used = counts.get("used") or None
+        preview.columns_ignored = counts.get("ignored") or None
+    return preview
+
+
+def _rendered(
+    rows: Sequence[Json], card: ModelCard, max_length: int, thinking: bool
+) -> tuple[Preview | None, str]:
+    """The rows by the model's own template and tokens, if its files lie here and can be read in
+    time, and else why not. FlashError as the run would raise it."""
+    folders = [models_dir() / name for name in (card.address, card.name)]
+    folder = next((path for path in folders if (path / "tokenizer_config.json").is_file()), None)
+    if folder is None:
+        return None, f"the files of {card.name} are not on this machine yet"
+    job: Json = {"model": str(folder), "thinking": thinking, "max_length": max_length}
+    text = json.dumps(job | {"seconds": PREVIEW_S, "rows": list(rows)})
+    command = [*PYTHON, "worker.preview"]
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=PREVIEW_LIMIT_S, check=True
+        )
+        made = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return None, f"rendering took longer than {PREVIEW_LIMIT_S:g} s"
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        log.warning("the preview failed: %.2000s", getattr(error, "stderr", error))
+        return None, f"{card.name} could not be read here"
+    if "error" in made:
+        raise FlashError.from_dict(made["error"])
+    by = f"{card.name}'s chat template and tokens"
+    if made["measured"] < made["rows"]:
+        by += f", of {made['measured']} rows: the shortest, the longest and others at random"
+    preview = Preview(
+        rows=made["rows"],
+        by=by,
+        tokens=made["tokens"],
+        cut=made["cut"] or None,
+        left_out=made["left_out"] or None,
+        typical=_middle_out(made["typical"]),
+        shortest=_middle_out(made["shortest"]),
+        longest=_middle_out(made["longest"]),
+    )
+    return preview, ""
+
+
+def _middle_out(text: str) -> str:
+    """The text with its two ends, if it is long: what is learnt stands at the end."""
+    if len(text) <= 2 * SHOWN_CHARACTERS:
+        return text
+    return f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
+
+
+def _estimated(rows: Sequence[Json], max_length: int | None, why: str) -> Preview:
+    order = sorted(rows, key=tokens_about)
+    sizes = list(map(tokens_about, order))
     most = sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]
     cut = None
     if max_length:
         cut = sum(size > max_length for size in sizes) or None
     return Preview(
         rows=len(order),
+        by=f"estimated from characters ({why}): the template puts its own marks around messages",
         tokens_about={"median": round(median(sizes)), "p95": most, "longest": sizes[-1]},
         cut=cut,
         typical=_shown(order[len(order) // 2]),
@@ -308,7 +382,8 @@ def preview_of(rows: Sequence[Json], max_length: int | None = None) -> Preview |
     )
 
 
-def _tokens(row: Json) -> int:
+def tokens_about(row: Json) -> int:
+    """Of a line of a dataset, from its characters."""
     characters = sum(len(text_of(message)) for message in row["messages"])
     if row.get("tools"):
         characters += len(json.dumps(row["tools"]))

@@ -205,9 +205,10 @@ def _listed(value: Any) -> Any:
 
 def read_conversations(
     source: str, question: str | None = None, answer: str | None = None
-) -> tuple[list[Row], Counter[str], Origin | None]:
-    """The rows as conversations to learn, how many have each column or field that is ignored, and
-    of a dataset at the hub which it was. FlashError(invalid_argument)."""
+) -> tuple[list[Row], list[str], Counter[str], Origin | None]:
+    """The rows as conversations to learn, the columns that were used, how many rows have each
+    column or field that is ignored, and of a dataset at the hub which it was.
+    FlashError(invalid_argument)."""
     rows, columns, origin = read_rows(source)
     by_name = _by_name(columns)
     parts = [by_name[part] for part in PARTS if part in by_name]
@@ -227,21 +228,24 @@ def read_conversations(
             raise
     results: list[Row] = []
     ignored: Counter[str] = Counter()
+    said: set[str] = set()
     for number, row in enumerate(rows, start=1):
         pair = None if is_chat else _task(source, asking, answer or "", number, row)
         fields = fields_of(row)
         try:
             if pair:
-                turns, prompt, used = pair_of(fields, *pair), None, _used(asking, answer or "")
+                turns, prompt, read = pair_of(fields, *pair), None, _used(asking, answer or "")
             else:
-                turns, prompt, used = chat_of(fields)
-            result, unused = conversation_of(fields, turns, prompt, used)
+                turns, prompt, read = chat_of(fields)
+            result, unused = conversation_of(fields, turns, prompt, read)
         except (ValueError, TypeError) as error:
             fix = getattr(error, "fix", "give messages as [{'role': ..., 'content': ...}, ...]")
             raise refusal(source, f"row {number}: {error}", fix) from error
         results.append(result)
         ignored.update(unused)
-    return results, ignored, origin
+        said.update(fields)
+    used = [column for name, column in by_name.items() if name in said.difference(ignored)]
+    return results, used, ignored, origin
 
 
 def _used(asking: Sequence[str], answer: str) -> set[str]:
@@ -268,8 +272,8 @@ def split_conversations(
     """
     refuse_server_side("rows of a file", "curate attempts of runs instead", dataset=source)
     rows: dict[str, Row] = {}
-    conversations, ignored, origin = read_conversations(source, question, answer)
-    counts = Counts(ignored=dict(ignored))
+    conversations, used, ignored, origin = read_conversations(source, question, answer)
+    counts = Counts(used=used, ignored=dict(ignored))
     for row in conversations:
         counts.attempts += 1
         if _is_empty(row):

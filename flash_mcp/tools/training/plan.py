@@ -6,8 +6,9 @@ import functools
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from anyio.to_thread import run_sync
@@ -42,6 +43,7 @@ from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.resolve import Configs
+from flash_mcp.tools.shared.rows import tokens_about
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.probe import (
     NO_PROBE,
@@ -203,6 +205,8 @@ def _computed(spec: RunSpec, card: ModelCard) -> int:
     return spec.lora_rank * layers * (attention + feed_forward) * BYTES
 
 
+ANSWER_TOKENS = 64
+"""Of a gold answer, which nobody has read yet."""
 MOST_DIFFERING = 2
 """Values in which a run differs from one that it is nearly the same as."""
 Like = tuple[Run, dict[str, list[Any]]]
@@ -332,6 +336,11 @@ async def plan_of(
     check_lengths(spec, inputs.card, whole.prompt_tokens)
     estimate = estimate_of(spec, whole, dataset)
     work = work_of(spec, inputs.environment.name, estimate.steps, whole.evaluated)
+    if estimate.examples:
+        row = whole.prompt_tokens + ANSWER_TOKENS
+        if dataset:
+            row = fmean(map(tokens_about, dataset.rows()))
+        work = replace(work, tokens=estimate.examples * row)
     estimate.regression = work.regression or None
     if time := await run_sync(expected_time, store, work):
         estimate.time = time.priced(store, spec, None)

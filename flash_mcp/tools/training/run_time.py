@@ -19,6 +19,7 @@ from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state import costs
 from flash_mcp.state.runs import LOOKED_AT
 from flash_mcp.state.store import Store
+from flash_mcp.supervisor.launch.devices import gpus, processor
 
 TRAINING_SHARE = 1.0
 """Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
@@ -33,6 +34,9 @@ FEWEST_REGRESSION_TASKS = 120
 tries so many however small it is: it forgets most."""
 USUALLY_SOLVED = 0.33
 """The share of these tasks that a small model solves, to say which loss will be seen."""
+CORE_FLOPS, CARD_FLOPS = 5e10, 4e13
+"""Operations of a training step in a second, where nothing has run yet: an order of magnitude.
+Steps of SmolLM2-135M ran at 1.3e11 a core with AMX; one H100 at 0.5 to 1.5e14 is published."""
 BUSY_LOAD = 1.5
 """Of a processor: one run by itself keeps the load at 1."""
 SCATTERED = 3
@@ -88,6 +92,8 @@ class Work:
     regression: str = ""
     """Why that is tried or not, in words; empty if the caller wants none."""
     regression_tasks: int = 0
+    tokens: float = 0.0
+    """Of all examples of a fine-tuning, about."""
 
     @property
     def rollouts(self) -> int:
@@ -122,7 +128,8 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
 
 def expected_time(store: Store, work: Work) -> RunTime | None:
     """From the newest run of the same model, algorithm and target, in this environment if possible;
-    else from an evaluation of the model, or a run of another model there. None if none was run.
+    else from an evaluation of the model, or a run of another model there; of a fine-tuning else
+    from its size. None if nothing is known.
     """
     place = (work.spec.target, work.spec.gpus)
     recent = [run for run in store.runs(limit=LOOKED_AT) if (run.target, run.spec.gpus) == place]
@@ -134,7 +141,7 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
     for run in ended:
         if run.algorithm == "eval" and (result := time_by_evaluation(store, work, run)):
             return result
-    return _by_size(store, work, recent)
+    return _by_size(store, work, recent) or _by_arithmetic(work)
 
 
 def _by_size(store: Store, work: Work, others: Sequence[Run]) -> RunTime | None:
@@ -149,6 +156,22 @@ def _by_size(store: Store, work: Work, others: Sequence[Run]) -> RunTime | None:
         basis = f"a guess, as no run of this model was measured: {size}; {time.basis}"
         return RunTime(seconds=round(ratio * time.seconds), basis=basis)
     return None
+
+
+def _by_arithmetic(work: Work) -> RunTime | None:
+    """Of a fine-tuning on this machine: from the operations that it needs."""
+    parameters = _passed_parameters(work.spec.model)
+    if not parameters or not work.tokens or work.spec.target != LOCAL_TARGET:
+        return None
+    cards = min(len(gpus()), work.spec.gpus)
+    rate = cards * CARD_FLOPS or (processor().cores or 1) * CORE_FLOPS
+    basis = (
+        f"a guess, as nothing was run here: {work.tokens:,.0f} tokens with {parameters / 1e6:,.0f} "
+        f"million parameters at {two_digits(rate / 1e9)} GFLOP/s, without loading the model"
+    )
+    if work.held_out:
+        basis += " and evaluations"
+    return RunTime(seconds=math.ceil(6 * parameters * work.tokens / rate), basis=basis)
 
 
 def _passed_parameters(model: str) -> float | None:
