@@ -1,8 +1,8 @@
 """Templates made into pages. A page asks for nothing outside and runs no script but ours.
 
 What a model or an environment wrote is hostile text: the template engine escapes every value, and a
-content security policy allows our own style sheet, and on a live page our own script, each known by
-its hash. That policy forbids style attributes, so charts are plain SVG with classes, which also
+content security policy allows our own style sheet, and on a served page our own scripts, each known
+by its hash. That policy forbids style attributes, so charts are plain SVG with classes, which also
 follow a dark colour scheme."""
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def render(template: str, *, live: str | None = "", **values: object) -> str:
         style = (UPLOT / "uPlot.min.css").read_text(encoding="utf-8")
     script = "\n".join(file.read_text(encoding="utf-8") for file in files)
     page = _environment().get_template(template)
-    assets = {"script": Markup(script), "chart_style": Markup(style)}
+    theme = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
+    assets = {"script": Markup(script), "theme": Markup(theme), "chart_style": Markup(style)}
     text = page.render(live=live, now=time.time(), **assets, **values)
     return f"{text}\n"
 
@@ -85,12 +86,14 @@ def _clock(moment: float) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(moment))
 
 
-def _policy(style: str, script: str, is_served: bool) -> str:
-    """The content security policy: this style sheet and this script, known by their hashes."""
+def _policy(style: str, scripts: Sequence[str], is_served: bool) -> str:
+    """The content security policy: this style sheet, and on a served page these scripts, known by
+    their hashes."""
     rules = f"default-src 'none'; style-src {_hash(style)}; base-uri 'none'"
-    if script:
-        rules += f"; script-src {_hash(script)}; connect-src 'self'"
-    forms = "'self'" if is_served else "'none'"
+    forms = "'none'"
+    if is_served:
+        forms = "'self'"
+        rules += f"; script-src {' '.join(map(_hash, scripts))}; connect-src 'self'"
     return f"{rules}; form-action {forms}"
 
 

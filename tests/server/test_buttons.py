@@ -165,7 +165,7 @@ def test_a_token_that_only_reads_has_no_buttons_and_its_forms_are_refused(team: 
     with signed_in(team, team.token("bob")) as http:
         for name in ui.ACTIONS:
             answer = http.post(f"{address}/{name}", data={"deployment": "dep-x", "push_to": "bob/model"})
-            assert answer.status_code in (400, 404) and answer.text.count("<form") == 1
+            assert answer.status_code in (400, 404) and answer.text.count('method="post"') == 1
     with signed_in(team, team.token("alice")) as http:
         foreign = http.post(f"{address}/stop", headers={"origin": "https://evil.example"})
         assert foreign.status_code == 403
@@ -221,7 +221,7 @@ def test_a_phone_shows_verdict_and_success_first(team: Team, browser: Any, tmp_p
     page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 844})
     page.goto(f"{team.url}/ui")
     page.fill("[name=token]", team.token("alice"))
-    page.click("button")
+    page.click("main button")
     for address, selector in (("", ".runs td:nth-child(3)"), (f"/runs/{run_id}", "h1")):
         page.goto(f"{team.url}/ui{address}")
         first = page.locator(selector).first

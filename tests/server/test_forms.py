@@ -41,7 +41,7 @@ def page(team: Team, browser: Any) -> Iterator[Any]:
     opened.goto(team.url)
     assert opened.url == f"{team.url}/ui"
     opened.fill("[name=token]", team.token("alice"))
-    opened.click("button")
+    opened.click("main button")
     opened.wait_for_selector("h1:text('Runs')")
     yield opened
     opened.close()
@@ -57,7 +57,7 @@ def test_a_wrong_token_is_refused_on_the_page(team: Team, browser: Any) -> None:
     page = browser.new_page()
     page.goto(team.url)
     page.fill("[name=token]", "flash_wrong")
-    page.click("button")
+    page.click("main button")
     page.wait_for_selector("p:has-text('no valid bearer token')")
     page.close()
 
@@ -152,8 +152,8 @@ def test_transcripts_are_chosen_by_the_form(page: Any, team: Team, tmp_path: Pat
     page.click("button:text('Show')")
     page.wait_for_selector("p:has-text('1 to 12 of')")
     assert "split=eval" in page.url and "order=best" in page.url
-    page.fill("[name=contains]", "nowhere")
-    page.press("[name=contains]", "Enter")
+    page.fill("label [name=contains]", "nowhere")
+    page.press("label [name=contains]", "Enter")
     page.wait_for_selector("p:has-text('No such rollouts.')")
 
 

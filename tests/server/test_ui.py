@@ -296,12 +296,23 @@ def test_in_a_browser_a_page_follows_its_run(team: Team, tmp_path: Path, browser
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{team.url}/ui")
     page.fill("[name=token]", team.token("alice"))
-    page.click("button")
+    page.click("main button")
     page.wait_for_selector("h1:text('Runs')")
     said.clear()  # of the page that asks for a token, whose status is 401
     page.keyboard.press("Tab")
     page.click(f"a[href$='{run.id}']")
     page.wait_for_selector("text=2 of 20 steps")
+    colours = "[document.body, document.querySelector('nav')].map(each => getComputedStyle(each).backgroundColor)"
+    before = page.evaluate(colours)
+    page.click("#theme")
+    assert page.evaluate(colours) != before
+    page.fill("nav [name=contains]", run.id[-4:])
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:text('Runs')")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark", "on every page from then on"
+    page.click(f"a[href$='{run.id}']")
+    page.click("#theme")
+    assert page.evaluate(colours) == before
     page.click("summary >> nth=0")
     learn(writer, range(3, 6))
     read_in(open_store(), run.id)

@@ -9,7 +9,13 @@ const numberText = value => {
 const drawChart = (() => {
   const choice = { title: null, smooth: 0, log: false };
   let plot = null;
-  const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = name => {
+    const place = document.getElementById("plot");
+    place.style.color = `var(${name})`;
+    const shown = getComputedStyle(place).color;
+    place.style.color = "";
+    return shown;
+  };
   const smoothed = (values, weight) => {
     let mean = null;
     return values.map(value => {
@@ -76,6 +82,7 @@ const drawChart = (() => {
   for (const kind of ["resize", "change"]) // of a tab, too: a hidden chart has no width
     addEventListener(kind, event => { if (document.getElementById("plot") && (kind === "resize" || event.target.name === "tab")) plotNow(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  addEventListener("theme", draw);
   return draw;
 })();
 drawChart();
