@@ -7,10 +7,16 @@ would hide that it never arrived."""
 from __future__ import annotations
 
 import gc
+import hashlib
+import importlib.metadata
+import json
 import logging
+import os
+import re
 import tempfile
+import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +27,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import write_private
 from worker.adapter import ADAPTER, with_noise
 from worker.engine.vllm import Sync, VllmEngine
 from worker.rollouts.turns import Sampling
@@ -43,6 +50,10 @@ TEXT = "{n} plus {n} is {double}, and twice {double} is more than {n}. "
 
 
 TROUBLE_CHARACTERS = 300
+PACKAGES = ("torch", "transformers", "peft", "numpy")
+PROCESSOR = ("model", "vendor", "stepping", "microcode", "flags")
+NUMERIC = re.compile("VLLM_|TORCH|PYTORCH|OMP_|MKL|DNNL|ONEDNN|ATEN|CUDA|NVIDIA|FLASH_SYNC")
+"""Variables that may change how something is computed."""
 
 
 @dataclass(frozen=True)
@@ -200,14 +211,21 @@ def agreeing_engine(
     tokenizer: Any,
     max_length: int,
     report: Callable[[str, str], None],
+    record_of: Callable[[Sync], Path | None] = lambda way: None,
 ) -> VllmEngine:
     """An engine that agrees with the trainer, started with the first way of a sync that works.
-    `report` gets the kind and the text of events.
+    `report` gets the kind and the text of events. What `record_of` a way says is not tried again.
 
     FlashError(model_unsupported) if none does."""
     troubles: list[str] = []
     for way in ways:
         engine = start(way)
+        record = record_of(way)
+        if record and record.is_file():
+            when = time.strftime("%Y-%m-%d", time.localtime(record.stat().st_mtime))
+            words = record.read_text(errors="replace")
+            report("handshake", f"{words}; measured on {when}, and all that decides it is the same")
+            return engine
         try:
             agreement = shake(engine, policy, tokenizer, max_length)
         except Exception as error:  # whatever vLLM raises about weights that it does not expect
@@ -215,7 +233,12 @@ def agreeing_engine(
             troubles.append(f"sync={way}: {type(error).__name__}: {error}"[:TROUBLE_CHARACTERS])
         else:
             if agreement.holds:
-                report("handshake", f"engine and trainer agree, sync={way}: {agreement}")
+                words = f"engine and trainer agree, sync={way}: {agreement}"
+                report("handshake", words)
+                if record:
+                    with suppress(OSError):  # a full disk: it is measured again
+                        record.parent.mkdir(parents=True, exist_ok=True)
+                        write_private(record, words)
                 if troubles:
                     report("warning", f"the engine gets the policy in another way: {troubles[0]}")
                 return engine
@@ -230,6 +253,47 @@ def agreeing_engine(
     what = f"vLLM and transformers compute this model differently: {'; '.join(troubles)}"
     fix = "use a model of another architecture; docs/models.md lists those that were tried"
     raise FlashError("model_unsupported", what, fix=fix)
+
+
+def record_of(
+    folder: Path, model: Path, policy: PeftModel, max_length: int, way: Sync
+) -> Path | None:
+    """The file in `folder` that says how they agreed, named by all that decides it: the model's
+    files, the adapted layers, packages and our code, the machine, and variables. None for an
+    adapter that has learned something, which is always tried."""
+    import vllm  # noqa: PLC0415  SFT may do without it
+
+    layers: list[object] = []
+    for name, layer in _adapted(policy):
+        b_OR: Tensor = layer.lora_B[ADAPTER].weight
+        if b_OR.any():
+            return None
+        layers.append((name, tuple(b_OR.shape), layer.scaling[ADAPTER]))
+    processor = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    decides = {
+        "way": way,
+        "length": max_length,
+        "numbers": [str(policy.dtype), _limit(policy)],
+        "layers": layers,
+        "files": _states([*model.iterdir(), *Path(__file__).parent.rglob("*.py")]),
+        "packages": [importlib.metadata.version(package) for package in PACKAGES],
+        "vllm": vllm.__version__,
+        "machine": [line for line in processor if line.startswith(PROCESSOR)],
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "variables": sorted(pair for pair in os.environ.items() if NUMERIC.match(pair[0])),
+    }
+    digest = hashlib.sha256(json.dumps(decides, default=str).encode()).hexdigest()
+    return folder / digest[:32]
+
+
+def _states(files: Sequence[Path]) -> list[object]:
+    """Any change of a file's content changes one of these."""
+    states: list[object] = []
+    for path in sorted(files):
+        stat = path.stat()
+        states.append((str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
+    return states
 
 
 def check_effect(engine: VllmEngine, adapter: Path, tokenizer: Any) -> None:

@@ -22,7 +22,7 @@ from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
 from environments.sandbox.confinement import describe
 from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
-from environments.settings import LOCAL_OWNER, identity
+from environments.settings import LOCAL_OWNER, identity, machine_directory
 from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
@@ -30,7 +30,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import MOST_AT_ONCE, EvalSpec, RunSpec
 from worker.engine.vllm import Sync, VllmEngine
-from worker.handshake import agreeing_engine, check_effect
+from worker.handshake import agreeing_engine, check_effect, record_of
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
 from worker.precision import name_of
@@ -209,6 +209,7 @@ class Session(Generic[S]):
         policy = self.model.policy
         if self.model.is_shared or not isinstance(policy, PeftModel):
             return self._new_engine(self.model.sync)
+        folder = machine_directory() / "handshakes"
         engine = agreeing_engine(
             self._new_engine,
             self.model.ways,
@@ -216,6 +217,7 @@ class Session(Generic[S]):
             self.model.template.tokenizer,
             self.limits.max_length,
             self.writer.event,
+            partial(record_of, folder, self.model.path, policy, self.limits.max_length),
         )
         if freed := engine.share_base(policy):
             what = f"engine and trainer share {freed / 2**30:.2f} GiB of base weights"

@@ -1,6 +1,9 @@
 """Engine and trainer are compared before the first step."""
 
-from collections.abc import Iterator
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,10 @@ from transformers import AutoTokenizer
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.places import AGENT_VOWELS, VOWELS
-from worker import model
+from worker import handshake, model
 from worker.adapter import save_adapter
 from worker.engine.vllm import Sync, VllmEngine, default_sync
-from worker.handshake import agreeing_engine, check_effect
+from worker.handshake import agreeing_engine, check_effect, record_of
 from worker.process import PROCESS_SETTINGS
 from worker.training.policy import load_policy
 
@@ -38,7 +41,9 @@ def policy(fp32_model: Path) -> Any:
     return load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
 
 
-def shaken(engines: dict[Sync, VllmEngine], policy: Any, model: Path) -> tuple[VllmEngine, list[tuple[str, str]]]:
+def shaken(
+    engines: dict[Sync, VllmEngine], policy: Any, model: Path, record: Callable[[Sync], Path | None] = lambda way: None
+) -> tuple[VllmEngine, list[tuple[str, str]]]:
     events: list[tuple[str, str]] = []
     engine = agreeing_engine(
         engines.__getitem__,
@@ -47,6 +52,7 @@ def shaken(engines: dict[Sync, VllmEngine], policy: Any, model: Path) -> tuple[V
         AutoTokenizer.from_pretrained(model),
         LENGTH,
         lambda kind, text: events.append((kind, text)),
+        record,
     )
     return engine, events
 
@@ -62,6 +68,42 @@ def test_an_engine_that_computes_what_the_trainer_does_is_taken_and_the_policy_i
     assert kind == "handshake" and text.startswith("engine and trainer agree, sync=merged")
     assert all(torch.equal(before[name], weight) for name, weight in policy.named_parameters())
     assert policy.get_base_model().config._attn_implementation == attention and policy.training
+
+
+def refuse(policy: Any) -> None:
+    raise ValueError("expected target modules in {'o_proj'}")
+
+
+def test_what_was_measured_is_not_measured_again_until_something_that_decides_it_changes(
+    engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "handshakes"
+    record = partial(record_of, folder, fp32_model, policy, LENGTH)
+    _, ((_, measured),) = shaken(engines, policy, fp32_model, record)
+    kept = record("merged")
+    assert list(folder.iterdir()) == [kept]
+    with monkeypatch.context() as patch:
+        patch.setattr(engines["merged"], "load_policy", refuse)
+        engine, ((kind, told),) = shaken(engines, policy, fp32_model, record)
+        assert engine is engines["merged"]
+        assert kind == "handshake" and told.startswith(measured) and "measured on 20" in told
+    others = [record("adapter"), record_of(folder, fp32_model, policy, LENGTH - 1, "merged")]
+    wider = load_policy(fp32_model, rank=4, alpha=16, seed=0, dtype=torch.float32)
+    others.append(record_of(folder, fp32_model, wider, LENGTH, "merged"))
+    for target, name, value in (
+        (os, "environ", {**os.environ, "VLLM_CPU_SGL_KERNEL": "1"}),
+        (torch, "get_num_threads", lambda: 99),
+        (importlib.metadata, "version", lambda package: "0"),
+        (handshake, "PROCESSOR", ()),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, value)
+            others.append(record("merged"))
+    os.utime(fp32_model / "config.json", ns=(0, 0))
+    others.append(record("merged"))
+    assert len({kept, *others}) == 1 + len(others)
+    next(weight for name, weight in policy.named_parameters() if "lora_B" in name).data += 1
+    assert record("merged") is None, "what an adapter learned is always tried"
 
 
 def without(leaf: str, load: Any) -> Any:
@@ -93,9 +135,6 @@ def test_where_one_way_of_a_sync_loses_layers_the_other_is_taken(
 def test_where_both_are_wrong_the_refusal_names_the_layers_or_what_the_engine_said(
     engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(policy: Any) -> None:
-        raise ValueError("expected target modules in {'o_proj'}")
-
     merged = engines["merged"]
     monkeypatch.setattr(merged, "load_policy", without("v_proj", merged.load_policy))
     monkeypatch.setattr(engines["adapter"], "load_policy", refuse)
