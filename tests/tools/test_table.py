@@ -118,13 +118,16 @@ def test_all_files_of_a_dataset_at_the_hub_are_read(tmp_path: Path, monkeypatch:
     expected = read_table(str(csv_file(tmp_path)), None, None)
     with hub(tmp_path, [], ["other1"]) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
-        for source in ("hub:o/minutes", "hub:o/minutes/default"):
+        for source in ("hub:o/minutes", "hub:o/minutes/default", "hub:o/minutes@abc1", "hub:o/minutes/default@abc1"):
             table = read_table(source, None, None)
             assert replace(table, origin=None) == expected
             assert str(table.origin) == (
                 "o/minutes at revision abc1, configuration default, split train: all 2 files; "
                 "not read: split test; not read: configuration other1"
             )
+        for train in (read_table, keep_conversations):
+            with pytest.raises(FlashError, match=r"it is at commit abc1 now.*leave @abc2 out"):
+                train("hub:o/minutes@abc2", *((None, None) if train is read_table else (0.0,)))
         manifest = keep_conversations("hub:o/minutes", 0.0).manifest
         assert (manifest["source"]["revision"], manifest["source"]["files"]) == ("abc1", 2)
         data = env_setup(str(tmp_path / "minutes"), dataset="hub:o/minutes").data

@@ -33,8 +33,10 @@ from flash_mcp.tools.shared.truncation import shorten
 
 log = logging.getLogger(__name__)
 
-HUB = re.compile(r"hub:(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")
-"""hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG."""
+HUB = re.compile(
+    r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?:@(?P<revision>\w{4,40}))?"
+)
+"""hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG; @COMMIT takes the rows of no other."""
 HUB_TIMEOUT_S = 20.0
 MOST_BYTES = 64 * 2**20
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
@@ -85,7 +87,7 @@ def read_rows(source: str) -> tuple[list[Row], list[str], Origin | None]:
     FlashError(invalid_argument)."""
     origin = None
     if named := HUB.fullmatch(source):
-        rows, origin = _from_hub(source, named["id"], named["config"])
+        rows, origin = _from_hub(source, **named.groupdict())
     else:
         path = expanded(source).absolute()
         rows = _rows(source, path.suffix.lower(), _content(source, path))
@@ -102,9 +104,12 @@ def _content(source: str, path: Path) -> bytes:
         raise refusal(source, what, "name a file, or hub:OWNER/NAME") from error
 
 
-def _from_hub(source: str, name: str, config: str | None) -> tuple[list[Row], Origin]:
+def _from_hub(
+    source: str, name: str, config: str | None, revision: str | None
+) -> tuple[list[Row], Origin]:
     """The files of the train split, or else of the first one, in the form that the hub keeps of
-    every dataset: all of them, or as many of the first as are not too large."""
+    every dataset's newest commit: all of them, or as many of the first as are not too large."""
+    pinned = revision or ""
     use_proxies()
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = environment_for(caller().secrets, os.environ).get(LOGIN)
@@ -118,6 +123,10 @@ def _from_hub(source: str, name: str, config: str | None) -> tuple[list[Row], Or
             split = next((name for name in listed[chosen] if name == "train"), None)
             split = split or next(iter(listed[chosen]))
             revision = _revision(client, f"{hub}/api/datasets/{name}")
+            if not (revision or "").startswith(pinned):
+                what = f"it is at commit {revision or 'unknown'} now, and the hub serves no other"
+                fix = "take what was kept of the earlier one (catalog lists datasets), or leave "
+                raise refusal(source, what, f"{fix}@{pinned} out")
             files = listed[chosen][split]
             rows: list[Row] = []
             room = MOST_BYTES
