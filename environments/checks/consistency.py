@@ -128,11 +128,6 @@ async def tool_calls(trial: Trial) -> str:
             what = f"{task}: no message answers the call {shown([turn])}"
             fix = "answer each call with {'role': 'tool', 'tool_call_id': its id, ...}"
             raise ProbeFailed(what, fix)
-    _check_gold_calls(trial)
-    return f"{len(plans)} bad or odd calls: none raised, none was a success"
-
-
-def _check_gold_calls(trial: Trial) -> None:
     for task, played in trial.played.items():
         for message in played.replies:
             if message["role"] == "tool" and message["content"].startswith(TOOL_ERROR):
@@ -144,6 +139,7 @@ def _check_gold_calls(trial: Trial) -> None:
         what = f"the gold messages of {len(with_tools)} tasks with tools call none"
         fix = "write the calls into sft_completion: `sft` would teach the model to call no tool"
         raise ProbeSkipped(what, fix)
+    return f"{len(plans)} bad or odd calls: none raised, none was a success"
 
 
 async def isolation(trial: Trial) -> str:

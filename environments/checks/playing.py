@@ -216,7 +216,18 @@ async def look(host: EnvironmentHost, task: Task) -> Opening:
 async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     """The model's turns of the gold answer; () if it has none."""
     if host.plays_gold:
-        return await _played_gold(host, task)
+        # The same of an agent whose gold depends on its requests, in their order
+        opening = await host.open(task.split, task.index)
+        turns: list[str] = []
+        try:
+            while gold := await host.gold_turn(opening.episode, len(turns)):
+                turns.append(GivenTurn.from_message(gold, task_id=opening.task_id))
+                step = await host.step(opening.episode, gold["content"], gold.get("tool_calls", []))
+                if step.done or len(turns) >= opening.max_turns:
+                    break
+        finally:
+            await host.close(opening.episode)
+        return tuple(turns)
     gold = await host.gold(task.split, task.index)
     messages = [message for message in gold if message["role"] == "assistant"]
     # A turn without calls is a plain text: probes compare and cut it.
@@ -224,21 +235,6 @@ async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
         GivenTurn.from_message(message) if message.get("tool_calls") else message["content"]
         for message in messages
     )
-
-
-async def _played_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
-    """The same of an agent whose gold depends on its requests, in their order."""
-    opening = await host.open(task.split, task.index)
-    turns: list[str] = []
-    try:
-        while gold := await host.gold_turn(opening.episode, len(turns)):
-            turns.append(GivenTurn.from_message(gold, task_id=opening.task_id))
-            step = await host.step(opening.episode, gold["content"], gold.get("tool_calls", []))
-            if step.done or len(turns) >= opening.max_turns:
-                break
-    finally:
-        await host.close(opening.episode)
-    return tuple(turns)
 
 
 async def known_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:

@@ -152,7 +152,12 @@ async def gold(trial: Trial) -> str:
             fix = SHORT_FIX if played.is_cut else AGREE_FIX
     if wrong:
         raise ProbeFailed(wrong, fix)
-    await _find_open_ends(trial)
+    # Find the tasks whose last turn does not count, such as those scored by what tools changed
+    several = [task for task, turns in trial.golds.items() if len(turns) > 1]
+    plans = [(task, [*trial.golds[task][:-1], FRESH]) for task in several]
+    for task, played in zip(several, await trial.play_all(plans), strict=True):
+        if played.score.success:
+            trial.open_ended.add(task)
     rewards = reward_range([played.score.reward for played in trial.played.values()])
     return f"{len(trial.played)} gold answers are successes, with rewards {rewards}"
 
@@ -163,15 +168,6 @@ def _earned(answers: Answers, played: Played) -> str:
     if played.is_cut:
         earned += f"; the episode goes on after turn {len(answers)}"
     return earned + quoted(f"{shown(answers)}\n{score.reason or ''}"[:WROTE])
-
-
-async def _find_open_ends(trial: Trial) -> None:
-    """Find the tasks whose last turn does not count, such as those scored by what tools changed."""
-    several = [task for task, turns in trial.golds.items() if len(turns) > 1]
-    plans = [(task, [*trial.golds[task][:-1], FRESH]) for task in several]
-    for task, played in zip(several, await trial.play_all(plans), strict=True):
-        if played.score.success:
-            trial.open_ended.add(task)
 
 
 async def _gold_turns(trial: Trial, task: Task) -> tuple[str, ...]:

@@ -67,7 +67,12 @@ def main() -> NoReturn:
         said = f"flash-mcp could not be installed on this node: {error}"
         if isinstance(error, subprocess.CalledProcessError):
             said += f"\n{error.stdout}"
-        _store(order["log"], said[-TAIL:])
+        # Tell whoever reads this attempt's log, as far as that works
+        try:
+            with _opened(order["log"], "wb") as stream:
+                stream.write(said[-TAIL:].encode())
+        except Exception as error:
+            sys.stderr.write(f"the log cannot be stored: {error!r}\n")
         sys.exit(said)
     os.execv(command[0], [*command, "-m", *sys.argv[2:]])
 
@@ -162,15 +167,6 @@ def _clear(used: Path) -> None:
             if locks.try_lock(lock):
                 (folder / READY).unlink(missing_ok=True)  # first: half of it is not whole
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _store(place: str, text: str) -> None:
-    """Tell whoever reads this attempt's log, as far as that works."""
-    try:
-        with _opened(place, "wb") as stream:
-            stream.write(text.encode())
-    except Exception as error:
-        sys.stderr.write(f"the log cannot be stored: {error!r}\n")
 
 
 def _opened(place: str, mode: str) -> IO[bytes]:

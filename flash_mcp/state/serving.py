@@ -80,7 +80,9 @@ def request(
     values["record"] = bool(record)
     with store.transaction():
         if not adapter.exists():
-            raise _removed(run_id, step)
+            what = f"the checkpoint of step {step} has just been removed"
+            fix = f"checkpoints(run_id={run_id!r}) lists those that are there"
+            raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
         _check_quota(store, deployment_id)
         values["server_run"] = values["server_attempt"] = None  # the supervisor finds one here
         if elsewhere:
@@ -97,12 +99,6 @@ def _check_quota(store: Store, deployment_id: str) -> None:
     what = f"{len(live)} deployments of yours are there"
     fix = f"undeploy({live[0]!r}), or another one that is not needed"
     raise FlashError("quota_exceeded", what, limit=who.limits.deployments, fix=fix)
-
-
-def _removed(run_id: str, step: int) -> FlashError:
-    what = f"the checkpoint of step {step} has just been removed"
-    fix = f"checkpoints(run_id={run_id!r}) lists those that are there"
-    return FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
 
 
 def _elsewhere(

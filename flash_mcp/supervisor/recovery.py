@@ -66,7 +66,23 @@ def recover(base: Path) -> Recovered:
             result = Recovered(damaged=_set_aside(base))
             store = Store(base)
             _take_runs(store, result)
-            _take_environments(store, result)
+            rows = store.query("SELECT owner, name, digest FROM main.environments")
+            existing = {(row["owner"], row["name"], row["digest"]) for row in rows}
+            for owner, path in _versions(environments_dir(store.base)):
+                name = path.parent.name
+                reference = f"{name}@{path.name}"
+                if owner != LOCAL_OWNER:
+                    reference = f"{owner}/{reference}"
+                if (owner, name, path.name) in existing:
+                    result.kept += 1
+                elif digest_of(path) != path.name:
+                    what = "its files were changed since it was pushed"
+                    result.problems.append(f"environment {reference}: {what}")
+                else:
+                    row: Json = {"owner": owner, "name": name, "digest": path.name, "path": path}
+                    row |= {"size_bytes": size_of(path), "pushed": path.stat().st_mtime, "data": {}}
+                    store.insert("environments", row)
+                    result.environments.append(reference)
         except OSError as error:
             raise disk_error(error, base) from error
     if result.runs or result.environments or result.damaged:
@@ -164,26 +180,6 @@ def _in_this_home(base: Path, job: Json) -> Json:
 
 
 # -- environments ----------------------------------------------------------------------------------
-
-
-def _take_environments(store: Store, result: Recovered) -> None:
-    rows = store.query("SELECT owner, name, digest FROM main.environments")
-    existing = {(row["owner"], row["name"], row["digest"]) for row in rows}
-    for owner, path in _versions(environments_dir(store.base)):
-        name = path.parent.name
-        reference = f"{name}@{path.name}"
-        if owner != LOCAL_OWNER:
-            reference = f"{owner}/{reference}"
-        if (owner, name, path.name) in existing:
-            result.kept += 1
-        elif digest_of(path) != path.name:
-            what = "its files were changed since it was pushed"
-            result.problems.append(f"environment {reference}: {what}")
-        else:
-            row: Json = {"owner": owner, "name": name, "digest": path.name, "path": path}
-            row |= {"size_bytes": size_of(path), "pushed": path.stat().st_mtime, "data": {}}
-            store.insert("environments", row)
-            result.environments.append(reference)
 
 
 def _versions(root: Path) -> Iterator[tuple[str, Path]]:

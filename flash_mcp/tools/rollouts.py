@@ -237,7 +237,12 @@ def _result(
         drawn = (result.run_id, result.split, result.step, "random")
         sample = result.store.rollouts(*drawn, limit=SAMPLE_ROLLOUTS) or rows
         failures = failure_counts(sample)
-    opening = _opening(rows)
+    shared = shared_opening(rows)
+    texts = list(map(text_of, shared))
+    allowed = share_out(OPENING_CHARACTERS, list(map(json_characters, texts)))
+    opening: list[ShownMessage] = []
+    for message, text, limit in zip(shared, texts, allowed, strict=True):
+        opening.append(ShownMessage(role=message["role"], content=_excerpt(text, limit, "")))
     tools = _tools(rows)
     modes: list[FailureMode | None] = [None] * len(rows)
     if not result.is_recorded:
@@ -264,16 +269,6 @@ def _result(
     if result.index is not None and rows:
         _add_calls(page, rows[0], tokens=tokens)
     return page
-
-
-def _opening(rows: list[Rollout]) -> list[ShownMessage]:
-    shared = shared_opening(rows)
-    texts = list(map(text_of, shared))
-    allowed = share_out(OPENING_CHARACTERS, list(map(json_characters, texts)))
-    messages: list[ShownMessage] = []
-    for message, text, limit in zip(shared, texts, allowed, strict=True):
-        messages.append(ShownMessage(role=message["role"], content=_excerpt(text, limit, "")))
-    return messages
 
 
 def _tools(rows: Sequence[Rollout]) -> list[str]:

@@ -177,7 +177,19 @@ def _of_server(folder: str | None, server: str | None) -> EnvSetup:
         else:
             command = _command(server)
         if command[0] == "uvx":
-            requirement, command = _installed(command, server)
+            # The requirement that `uvx [--from PACKAGE] PROGRAM ...` installs, and the command
+            # itself
+            words = command[1:]
+            package = ""
+            if words[:1] == ["--from"]:
+                package = words[1] if len(words) > 1 else ""
+                words = words[2:]
+            if not words or words[0].startswith("-"):
+                fix = "write uvx PROGRAM or uvx --from PACKAGE PROGRAM"
+                raise FlashError("invalid_argument", "uvx names no program", server=server, fix=fix)
+            program, _, version = words[0].partition("@")
+            pinned = f"{program}=={version}" if version and version != "latest" else program
+            requirement, command = package or pinned, [program, *words[1:]]
             files["requirements.txt"] = f"{requirement}\n".encode()
             packages = f"requirements.txt names {requirement}"
         elif command[0] == "npx":
@@ -200,21 +212,6 @@ def _command(server: str) -> list[str]:
         what = f"there is no such file: {words[0]}"
     fix = "name the server's file on this machine, or the command that starts it"
     raise FlashError("invalid_argument", what, server=server, fix=fix)
-
-
-def _installed(command: list[str], server: str) -> tuple[str, list[str]]:
-    """The requirement that `uvx [--from PACKAGE] PROGRAM ...` installs, and the command itself."""
-    words = command[1:]
-    package = ""
-    if words[:1] == ["--from"]:
-        package = words[1] if len(words) > 1 else ""
-        words = words[2:]
-    if not words or words[0].startswith("-"):
-        fix = "write uvx PROGRAM or uvx --from PACKAGE PROGRAM"
-        raise FlashError("invalid_argument", "uvx names no program", server=server, fix=fix)
-    program, _, version = words[0].partition("@")
-    pinned = f"{program}=={version}" if version and version != "latest" else program
-    return package or pinned, [program, *words[1:]]
 
 
 def _of_rows(
@@ -298,29 +295,6 @@ def _written(folder: str | None, name: str, files: dict[str, bytes], change: str
             f"{playbook.ADDRESS}/environment has the contract",
         )
     target = expanded(folder).absolute()
-    _write_new(target, files)
-    following = f"{change}; then env_test(folder={str(target)!r})"
-    return EnvSetup(folder=str(target), name=name, files=paths, next=following)
-
-
-def _inline(files: Mapping[str, bytes], paths: Iterable[str], rows: int) -> dict[str, str]:
-    """Texts as env_push takes them, as many as fit into a result; of datasets the first `rows`."""
-    contents: dict[str, str] = {}
-    room = INLINE_CHARACTERS
-    for path in paths:
-        if Path(path).suffix not in TEXTS or path == "TRAINING.md":
-            continue
-        lines = files[path].decode(errors="replace").splitlines(keepends=True)
-        if path.endswith(".jsonl"):
-            lines = lines[:rows]
-        text = "".join(lines)
-        if json_characters(text) <= room:
-            room -= json_characters(text)
-            contents[path] = text
-    return contents
-
-
-def _write_new(target: Path, files: dict[str, bytes]) -> None:
     what = ""
     if taken := [path for path in sorted(files) if os.path.lexists(target / path)]:
         what = f"{', '.join(taken)} exists in {target} already; nothing was written"
@@ -344,3 +318,22 @@ def _write_new(target: Path, files: dict[str, bytes]) -> None:
             what = f"cannot write there: {error}"
             raise FlashError("invalid_argument", what, folder=target, fix=fix) from error
         raise disk_error(error, target) from error
+    following = f"{change}; then env_test(folder={str(target)!r})"
+    return EnvSetup(folder=str(target), name=name, files=paths, next=following)
+
+
+def _inline(files: Mapping[str, bytes], paths: Iterable[str], rows: int) -> dict[str, str]:
+    """Texts as env_push takes them, as many as fit into a result; of datasets the first `rows`."""
+    contents: dict[str, str] = {}
+    room = INLINE_CHARACTERS
+    for path in paths:
+        if Path(path).suffix not in TEXTS or path == "TRAINING.md":
+            continue
+        lines = files[path].decode(errors="replace").splitlines(keepends=True)
+        if path.endswith(".jsonl"):
+            lines = lines[:rows]
+        text = "".join(lines)
+        if json_characters(text) <= room:
+            room -= json_characters(text)
+            contents[path] = text
+    return contents

@@ -25,13 +25,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
-from flash_mcp.tools.shared.resolve import (
-    ConfigFiles,
-    Configs,
-    adapter_name,
-    changed_values,
-    read_configs,
-)
+from flash_mcp.tools.shared.resolve import ConfigFiles, adapter_name, changed_values, read_configs
 from flash_mcp.tools.shared.rows import Preview, preview_of
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
 from flash_mcp.tools.shared.tool_base import Result, report, unwrapped
@@ -204,7 +198,25 @@ async def train(
         raise FlashError("invalid_argument", what, fix=fix)
     started = time.monotonic()
     configs = await run_sync(read_configs, config)
-    several = _seeds_of(seeds, configs, arguments)
+    # The seeds of the call or its config files, the first put into `arguments`; else none
+    if seeds is not None and "seed" in arguments:
+        fix = "keep one of the two: seeds starts a run for each"
+        raise FlashError("invalid_argument", "seed and seeds are both given", fix=fix)
+    requested = seeds
+    if seeds is None and "seed" not in arguments:
+        requested = configs.fields.get("seeds")
+    if requested is None:
+        several = []
+    else:
+        fix = f"give 2 to {MOST_MEASUREMENTS} different seeds from 0 to 2147483647"
+        try:
+            numbers = VALID.validate_python(requested, strict=True)
+        except ValidationError as error:
+            raise FlashError("invalid_argument", f"seeds: {explain(error)}", fix=fix) from error
+        if len({*numbers}) < len(numbers):
+            raise FlashError("invalid_argument", f"seeds={numbers} names one twice", fix=fix)
+        arguments["seed"] = numbers[0]
+        several = numbers
     key = _key_of(idempotency_key, several)
     plan = await plan_of(arguments, configs, key, sample=sample)
     if sample:
@@ -370,27 +382,6 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
 
 
 # -- several seeds ---------------------------------------------------------------------------------
-
-
-def _seeds_of(seeds: Sequence[int] | None, config: Configs, arguments: Json) -> list[int]:
-    """The seeds of the call or its config files, the first put into `arguments`; else none."""
-    if seeds is not None and "seed" in arguments:
-        fix = "keep one of the two: seeds starts a run for each"
-        raise FlashError("invalid_argument", "seed and seeds are both given", fix=fix)
-    requested = seeds
-    if seeds is None and "seed" not in arguments:
-        requested = config.fields.get("seeds")
-    if requested is None:
-        return []
-    fix = f"give 2 to {MOST_MEASUREMENTS} different seeds from 0 to 2147483647"
-    try:
-        numbers = VALID.validate_python(requested, strict=True)
-    except ValidationError as error:
-        raise FlashError("invalid_argument", f"seeds: {explain(error)}", fix=fix) from error
-    if len({*numbers}) < len(numbers):
-        raise FlashError("invalid_argument", f"seeds={numbers} names one twice", fix=fix)
-    arguments["seed"] = numbers[0]
-    return numbers
 
 
 def _key_of(idempotency_key: str | None, seeds: Sequence[int]) -> str | None:

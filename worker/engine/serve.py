@@ -140,7 +140,17 @@ def server_command(
     if with_tools(template) != template:
         options["chat-template"] = with_tools(template)
     # A bounded cache: a run may train on the same card, now or later.
-    options |= _cache(model, config, length, cards, dtype.itemsize)
+    # The size of the cache, and the conversations that are answered at once
+    import torch  # noqa: PLC0415
+
+    from worker.capacity import engine_cache_bytes, kv_cache_bytes  # noqa: PLC0415
+
+    whole = MOST_SEQUENCES // SHORTER if torch.cuda.is_available() else SEQUENCES
+    sizes = {"itemsize": dtype.itemsize, "shards": cards}
+    cache = engine_cache_bytes(model, length, whole, **sizes)
+    one = kv_cache_bytes(config, length // SHORTER, 1, 0, **sizes)
+    at_once = max(SEQUENCES, min(cache // one, MOST_SEQUENCES))
+    options |= {"kv-cache-memory-bytes": cache, "max-num-seqs": at_once}
     if cards > 1:
         check_shape(config, cards)
         options["tensor-parallel-size"] = cards
@@ -181,20 +191,6 @@ def _set_for_cpu(flags: list[str], options: dict[str, Any]) -> None:
     cores = psutil.cpu_count(logical=False) or 2
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
     spin_shortly()
-
-
-def _cache(model: Path, config: Any, length: int, cards: int, itemsize: int) -> dict[str, int]:
-    """The size of the cache, and the conversations that are answered at once."""
-    import torch  # noqa: PLC0415
-
-    from worker.capacity import engine_cache_bytes, kv_cache_bytes  # noqa: PLC0415
-
-    whole = MOST_SEQUENCES // SHORTER if torch.cuda.is_available() else SEQUENCES
-    sizes = {"itemsize": itemsize, "shards": cards}
-    cache = engine_cache_bytes(model, length, whole, **sizes)
-    one = kv_cache_bytes(config, length // SHORTER, 1, 0, **sizes)
-    at_once = max(SEQUENCES, min(cache // one, MOST_SEQUENCES))
-    return {"kv-cache-memory-bytes": cache, "max-num-seqs": at_once}
 
 
 def use_cards(model: Path, home: Path) -> int:

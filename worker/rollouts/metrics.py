@@ -34,7 +34,11 @@ def summarize(
     transcripts = [rollout.transcript for rollout in valid if rollout.transcript]
     rewards = [rollout.reward for rollout in valid]
     # The parts come first: one may have the name of a metric of ours.
-    return _reward_parts(valid) | {
+    values: dict[str, list[float]] = {}
+    for rollout in valid:
+        for name, value in rollout.metrics.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: statistics.fmean(values[name]) for name in sorted(values)} | {
         "reward/mean": mean(rewards),
         "reward/std": _deviation(rewards),
         "success/rate": mean(rollout.success for rollout in valid),
@@ -130,14 +134,6 @@ def _refusals(rollouts: Sequence[PlayedRollout | records.Rollout]) -> dict[str, 
         return {}
     metrics = {f"refused/{kind}": float(count) for kind, count in counts.most_common(MOST_REFUSED)}
     return {"rollouts/refused_share": refused / len(rollouts), **metrics}
-
-
-def _reward_parts(rollouts: Sequence[PlayedRollout]) -> dict[str, Any]:
-    values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.metrics.items():
-            values.setdefault(f"reward/{name}", []).append(value)
-    return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
 def _group_shares(

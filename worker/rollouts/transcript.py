@@ -66,7 +66,13 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             fix = "use an instruct model, or add chat_template.jinja to the model folder"
             raise _unsupported("the model's tokenizer has no chat template", fix)
-        self.end_ids = _end_ids(tokenizer).union(end_ids)
+        # Tokens that end a turn: the tokenizer's eos and the usual end-of-turn markers that it has
+        tokens = [tokenizer.eos_token_id]
+        for marker in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>"):
+            token = tokenizer.convert_tokens_to_ids(marker)
+            if token != tokenizer.unk_token_id:
+                tokens.append(token)
+        self.end_ids = frozenset(token for token in tokens if token is not None).union(end_ids)
         self._control = ControlTokens(tokenizer, self.end_ids)
         self.tools: list[Json] = []
         self._glue: dict[str, list[int]] = {}
@@ -642,16 +648,6 @@ def unlike_template(ours: str, whole: str) -> FlashError:
 def _no_tools(what: str) -> FlashError:
     fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
     return FlashError("tools_unsupported", what, fix=fix)
-
-
-def _end_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a turn: the tokenizer's eos and the usual end-of-turn markers that it has."""
-    tokens = [tokenizer.eos_token_id]
-    for marker in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>"):
-        token = tokenizer.convert_tokens_to_ids(marker)
-        if token != tokenizer.unk_token_id:
-            tokens.append(token)
-    return frozenset(token for token in tokens if token is not None)
 
 
 def _without_think(text: str) -> str:

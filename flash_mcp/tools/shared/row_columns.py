@@ -96,16 +96,6 @@ def conversation_of(
         raise Unlearnable(f"tools is {tools!r:.50}, no list", "give tools as a list of schemas")
     tools = tool_schemas(without_nulls(tools))
     prompt = _unlearnt(messages, prompt)
-    _check_calls(messages, prompt, tools)
-    kept: Json = {"messages": messages, "prompt_messages": prompt}
-    if tools:
-        kept["tools"] = tools
-    return kept, ignored
-
-
-def _check_calls(messages: Sequence[Json], prompt: int, tools: Sequence[Json]) -> None:
-    """Raises Unlearnable of a call that no tool takes; of one that is context if it has no
-    arguments."""
     for number, message in enumerate(messages):
         is_learnt = number >= prompt and message.get("weight") != 0
         for call in message.get("tool_calls", ()):
@@ -116,6 +106,10 @@ def _check_calls(messages: Sequence[Json], prompt: int, tools: Sequence[Json]) -
             if problem := problem_of(call, known):
                 what = f"a call in message {number + 1} cannot be learnt: {problem}"
                 raise Unlearnable(what, "correct the call, or give its answer weight 0")
+    kept: Json = {"messages": messages, "prompt_messages": prompt}
+    if tools:
+        kept["tools"] = tools
+    return kept, ignored
 
 
 def check_columns(fields: Json, used: Collection[str]) -> list[str]:

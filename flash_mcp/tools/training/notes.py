@@ -35,18 +35,7 @@ LONG_S = 4 * 3600.0
 
 
 def notes_on(plan: Plan) -> list[str]:
-    notes = [
-        *_of_start(plan),
-        *_of_earlier(plan),
-        *_of_tasks(plan),
-        *_of_steps(plan),
-        *_of_evaluations(plan),
-    ]
-    return [*notes, *_of_machine(plan), *_of_gate(plan)]
-
-
-def _of_start(plan: Plan) -> list[str]:
-    """The adapter or teacher whose model was destroyed by then."""
+    # The adapter or teacher whose model was destroyed by then
     notes: list[str] = []
     for field, start in (("init_from_adapter", plan.adapter), ("teacher", plan.teacher)):
         if not start or not start.get("run_id"):
@@ -60,7 +49,8 @@ def _of_start(plan: Plan) -> list[str]:
                 what = f"{field}={start['run_id']}@{start['step']} is flagged {flag.name}"
                 fix = "take an earlier checkpoint, or the base model"
                 notes.append(f"{what}: {flag.evidence}; {fix}")
-    return notes
+    notes = [*notes, *_of_earlier(plan), *_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
+    return [*notes, *_of_machine(plan), *_of_gate(plan)]
 
 
 def _of_earlier(plan: Plan) -> list[str]:

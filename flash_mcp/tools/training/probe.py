@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -192,22 +192,18 @@ def parts_of(store: Store, spec: RunSpec, first: Run | None) -> list[MixturePart
         args, secrets = fields.get("environment_args", {}), fields.get("secrets", [])
         parts.append(MixturePart(version, fields.get("ratio", 1.0), args, secrets))
     if spec.mixture:
-        _check_mixture(parts)
+        names: set[str] = set()
+        for part in parts:
+            name = part.environment.name
+            if name in names:
+                fix = "name each environment once; one with other arguments needs a push of its own"
+                raise FlashError("invalid_argument", f"the mixture has {name} twice", fix=fix)
+            names.add(name)
+            if Needs.from_folder(Path(part.environment.path)).gateway:
+                what = f"{name} is played by agents outside, through a gateway"
+                fix = "train on it alone: a mixture has one engine and many environments"
+                raise FlashError("invalid_argument", what, fix=fix)
     return parts
-
-
-def _check_mixture(parts: Iterable[MixturePart]) -> None:
-    names: set[str] = set()
-    for part in parts:
-        name = part.environment.name
-        if name in names:
-            fix = "name each environment once; one with other arguments needs a push of its own"
-            raise FlashError("invalid_argument", f"the mixture has {name} twice", fix=fix)
-        names.add(name)
-        if Needs.from_folder(Path(part.environment.path)).gateway:
-            what = f"{name} is played by agents outside, through a gateway"
-            fix = "train on it alone: a mixture has one engine and many environments"
-            raise FlashError("invalid_argument", what, fix=fix)
 
 
 def with_all_secrets(resolved: ResolvedSpec) -> ResolvedSpec:
