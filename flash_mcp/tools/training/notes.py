@@ -49,7 +49,7 @@ def notes_on(plan: Plan) -> list[str]:
                 what = f"{field}={start['run_id']}@{start['step']} is flagged {flag.name}"
                 fix = "take an earlier checkpoint, or the base model"
                 notes.append(f"{what}: {flag.evidence}; {fix}")
-    notes = [*notes, *_of_earlier(plan), *_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
+    notes += [*_of_earlier(plan), *_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
     return [*notes, *_of_machine(plan), *_of_gate(plan)]
 
 
