@@ -39,6 +39,10 @@ def test_what_is_learnt_of_a_row_stands_between_brackets():
     assert "assistant: no\nuser: c\nassistant: [[yes]]" in shown.longest and len(shown.longest) < 1000
     only = preview_of([context])
     assert only is not None and "assistant: b\nuser: c\nassistant: [[d]]" in only.longest
+    thought = row(("user", "a"), ("assistant", "b"))
+    thought["messages"][1]["reasoning_content"] = "hm"
+    seen = preview_of([thought])
+    assert seen is not None and seen.longest == "user: a\nassistant: [[<think>hm</think> b]]"
     assert preview_of([]) is None
 
 

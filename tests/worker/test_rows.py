@@ -89,6 +89,7 @@ LEARNT = [
     ),
     ({"instruction": "q", "context": "c", "response": "a"}, shown("user: q\n\nc", "answer: a")),
     ({"prompt": "q", "completion": "a"}, PLAIN),
+    ({"messages": None, "question": "q", "answer": "a"}, PLAIN),
     ({"prompt": "q", "completion": [GOOD]}, PLAIN),
     ({"prompt": [Q], "completion": "a"}, PLAIN),
     ({"prompt": [Q, BAD, Q], "completion": [GOOD]}, CONTEXT),

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import httpx
 
+from environments.messages import THOUGHTS
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.packages import how_to_install
@@ -393,17 +394,23 @@ def _estimated(rows: Sequence[Json], max_length: int | None, why: str) -> Previe
 
 def tokens_about(row: Json) -> int:
     """Of a line of a dataset, from its characters."""
-    characters = sum(len(text_of(message)) for message in row["messages"])
+    characters = sum(len(_said(message)) for message in row["messages"])
     if row.get("tools"):
         characters += len(json.dumps(row["tools"]))
     return round(characters / CHARACTERS_PER_TOKEN)
+
+
+def _said(message: Json) -> str:
+    """The text of a message, after its thought."""
+    thought = next((message[name] for name in THOUGHTS if message.get(name)), None)
+    return text_of(message) if thought is None else f"<think>{thought}</think> {text_of(message)}"
 
 
 def _shown(row: Json) -> str:
     lines: list[str] = []
     room = SHOWN_CHARACTERS // len(row["messages"]) + 40
     for place, message in enumerate(row["messages"]):
-        text = shorten(text_of(message), room)
+        text = shorten(_said(message), room)
         learnt = message["role"] == "assistant" and place >= row["prompt_messages"]
         is_learnt = learnt and message.get("weight") != 0
         if is_learnt:

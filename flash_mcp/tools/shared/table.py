@@ -211,9 +211,10 @@ def read_conversations(
     FlashError(invalid_argument)."""
     rows, columns, origin = read_rows(source)
     by_name = _by_name(columns)
+    filled = set[str]().union(*map(fields_of, rows))  # parquet has columns that no row fills
     parts = [by_name[part] for part in PARTS if part in by_name]
     is_chat = any(isinstance(row.get(part), list) for part in parts for row in rows)
-    is_chat = is_chat or not by_name.keys().isdisjoint(CHATS)
+    is_chat = is_chat or not filled.isdisjoint(CHATS)
     asking: list[str] = []
     if is_chat and (question or answer):
         what = "its rows are conversations, which have no columns of a question and an answer"
