@@ -52,8 +52,10 @@ TEXT = "{n} plus {n} is {double}, and twice {double} is more than {n}. "
 TROUBLE_CHARACTERS = 300
 PACKAGES = ("torch", "transformers", "peft", "numpy")
 PROCESSOR = ("model", "vendor", "stepping", "microcode", "flags")
-NUMERIC = re.compile("VLLM_|TORCH|PYTORCH|OMP_|MKL|DNNL|ONEDNN|ATEN|CUDA|NVIDIA|FLASH_SYNC")
-"""Variables that may change how something is computed."""
+NUMERIC = re.compile(
+    "VLLM_(?!DIST_IDENT)|TORCH|PYTORCH|OMP_|MKL|DNNL|ONEDNN|ATEN|CUDA|NVIDIA|FLASH_SYNC"
+)
+"""Variables that may change how something is computed. vLLM gives each process an ident."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,8 @@ def agreeing_engine(
     FlashError(model_unsupported) if none does."""
     troubles: list[str] = []
     for way in ways:
+        record = record_of(way)  # before the engine sets variables of its own
         engine = start(way)
-        record = record_of(way)
         if record and record.is_file():
             when = time.strftime("%Y-%m-%d", time.localtime(record.stat().st_mtime))
             words = record.read_text(errors="replace")

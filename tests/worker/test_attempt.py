@@ -228,6 +228,7 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
     with Attempt(run, 2, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["epoch"] == 2
+    assert "measured on" in messages_of(run, "handshake")[-1], "the first attempt's is kept"
     assert list(run.metric_steps()) == [1, 2, 3, 4, 5] and run.metrics(1)["epoch"] == 1 and run.metrics(5)["epoch"] == 2
     for step in range(1, 6):
         assert run.metrics(step)["metrics"]["reward/mean"] == exact_run.metrics(step)["metrics"]["reward/mean"]
