@@ -11,4 +11,4 @@ if __name__ == "__main__":
     serving.START_S = 0.05
     serving.STOP_S = 1.0
     heartbeat.BEAT_EVERY_S = 0.1
-    main._leave(main.main())
+    main.leave(main.main())
