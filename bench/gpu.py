@@ -55,11 +55,12 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     if args.stage:
         return run_stage(args.stage, out, cpu=args.cpu)
+    times = 3 if args.cpu else 1  # which is slow, and may have other work
     missing = [name for name in LIMITS_S if Results(out, name).read().get("stage") != "ok"]
     failed = [
         name
         for name in args.only or missing
-        if not start_stage(name, out.resolve(), LIMITS_S[name], cpu=args.cpu)
+        if not start_stage(name, out.resolve(), LIMITS_S[name] * times, cpu=args.cpu)
     ]
     shutil.rmtree(out / MODELS, ignore_errors=True)
     text = report(out)
