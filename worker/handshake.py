@@ -53,9 +53,10 @@ TROUBLE_CHARACTERS = 300
 PACKAGES = ("torch", "transformers", "peft", "numpy")
 PROCESSOR = ("model", "vendor", "stepping", "microcode", "flags")
 NUMERIC = re.compile(
-    "VLLM_(?!DIST_IDENT)|TORCH|PYTORCH|OMP_|MKL|DNNL|ONEDNN|ATEN|CUDA|NVIDIA|FLASH_SYNC"
+    "VLLM_(?!DIST_IDENT)|TORCH(?!INDUCTOR_CACHE_DIR)|PYTORCH|OMP_|MKL|DNNL|ONEDNN|ATEN|CUDA|NVIDIA|"
+    "FLASH_SYNC"
 )
-"""Variables that may change how something is computed. vLLM gives each process an ident."""
+"""Variables that may change how something is computed, but for those of each process alone."""
 
 
 @dataclass(frozen=True)

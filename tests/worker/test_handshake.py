@@ -89,6 +89,7 @@ def test_what_was_measured_is_not_measured_again_until_something_that_decides_it
         assert kind == "handshake" and told.startswith(measured) and "measured on 20" in told
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_DIST_IDENT", "another process's")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", "another process's")
         assert record("merged") == kept
     others = [record("adapter"), record_of(folder, fp32_model, policy, LENGTH - 1, "merged")]
     wider = load_policy(fp32_model, rank=4, alpha=16, seed=0, dtype=torch.float32)
