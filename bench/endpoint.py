@@ -32,9 +32,9 @@ from transformers import AutoTokenizer
 from bench import whole
 from bench.rollouts import GROUP, MAX_LENGTH, REPLY, TOKENS, MeteredEngine, messages, rotated
 from environments.process.host import EnvironmentHost
+from worker.event_loop import AsyncRunner
 from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
-from worker.session import AsyncRunner
 
 Json = dict[str, Any]
 TURNS = 3

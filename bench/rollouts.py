@@ -31,10 +31,10 @@ from transformers import AutoTokenizer
 from environments.process.host import NO_USAGE, Ended, Opening, Score, Step, Usage
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.vllm import VllmEngine
+from worker.event_loop import AsyncRunner
 from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
-from worker.session import AsyncRunner
 
 Json = dict[str, Any]
 PEERS = Path(sys.prefix) / "peers"

@@ -21,7 +21,8 @@ SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_f
 WITH_HELP = {"bench", "crash", "demo", "gpu-check", "hubs", "loop", "scale"}
 TESTED_ELSEWHERE = {
     "density.py": "tests/test_scripts.py", "function_sizes.py": "tests/test_scripts.py",
-    "lint": "tests/test_lint.py", "pack_gpu.py": "tests/test_pack_gpu.py",
+    "lint": "tests/test_lint.py", "next_pins.py": "tests/test_next_pins.py",
+    "pack_gpu.py": "tests/test_pack_gpu.py",
 }  # fmt: skip
 
 

@@ -33,9 +33,10 @@ class TinyAttempt(Attempt):
     """The tiny model's head cannot make a token more certain than a loss of 0.44."""
 
     program = """
-from worker import early_stopping, main
+from worker import main
 main.prepare_process()
-early_stopping.LOSS_THRESHOLD = 0.46
+from worker import training_session
+training_session.LOSS_THRESHOLD = 0.46
 main.main()
 """
 

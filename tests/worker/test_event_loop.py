@@ -4,7 +4,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from worker.session import AsyncRunner
+from worker.event_loop import AsyncRunner
 
 
 def test_a_coroutine_runs_beside_and_what_it_asks_for_on_the_thread_that_waits() -> None:

@@ -24,6 +24,7 @@ from tests.worker import test_ranks
 from tests.worker.test_evaluation_attempt import finish, make_evaluation
 from tests.worker.test_ranks import CASES, CPU, Step, exact_model, second_rank
 from worker.adapter import save_adapter
+from worker.model import meet, share_layers
 from worker.model_files import check_shape
 from worker.ranks import Ranks
 from worker.rollouts.transcript import ChatTemplate
@@ -38,12 +39,12 @@ def compare(rank: int, model: Path, out: Path) -> None:
     alone = {case: Step(model, out / "alone", Ranks(), case) for case in CASES if rank == 0}
     ranks = Ranks(rank, 2)
     ranks.connect(out)
-    mesh = model.meet(ranks)
+    mesh = meet(ranks)
     whole = test_ranks.make_policy
 
     def shared_policy(path: Path) -> Any:
         policy = whole(path)
-        model.share_layers(policy, mesh)
+        share_layers(policy, mesh)
         return policy
 
     test_ranks.make_policy = shared_policy

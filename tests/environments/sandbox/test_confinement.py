@@ -584,7 +584,7 @@ async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(tm
 OF_VERSION_2 = """
 import os, sys
 from pathlib import Path
-from environments.sandbox import cgroup
+from environments.sandbox.warden import make_group
 from environments.sandbox.kernel import checked, libc
 
 MS_REC_PRIVATE = 0x4000 | 0x40000
@@ -598,7 +598,7 @@ if "memory" not in (place / "cgroup.controllers").read_text().split():
     print("the memory controller of this kernel belongs to version 1")
     sys.exit()
 (place / "cgroup.subtree_control").write_text("+memory")
-group = cgroup.make(32 << 20)
+group = make_group(32 << 20)
 assert group.events == "memory.events", group
 if (pid := os.fork()) == 0:
     assert group.enter()

@@ -13,8 +13,8 @@ from typing import Any
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunWriter
+from worker.event_loop import AsyncRunner
 from worker.heartbeat import Heartbeat
-from worker.session import AsyncRunner
 
 STEP_S = 0.15
 TASKS = 3
