@@ -227,6 +227,8 @@ def crash_run(number: int, seed: int, kind: str, flavour: str = "quick", model: 
     """One run with its faults; what was wrong afterwards stands in `defects`."""
     outcome = Outcome(number, kind, flavour, plan(number, seed, kind, flavour))
     base = Path(tempfile.mkdtemp(prefix="flash-crash-"))
+    if flavour != "real":  # a stand-in has no packages to import beforehand
+        (base / "settings.toml").write_text("[workers]\nkeep_warm = false\n")
     chaos = Chaos(base, outcome.faults)
     chaos.start()
     started = time.monotonic()

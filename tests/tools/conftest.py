@@ -9,6 +9,12 @@ from tests.samples import ECHO, push_echo, supervised
 from tests.scripted_supervisor import scripted
 
 
+@pytest.fixture(autouse=True)
+def estimated_previews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are shown by an estimate: a process that renders them takes 5 s (tests/worker/test_preview.py)."""
+    monkeypatch.setattr("flash_mcp.tools.shared.rows.models_dir", lambda: tmp_path / "no models")
+
+
 @pytest.fixture
 def no_supervisor(flash_home: Path) -> Iterator[None]:
     """Queued runs stay queued: this test is the supervisor."""

@@ -17,4 +17,5 @@ def test_the_engine_on_the_runner_of_cards_does_what_it_does_on_a_cpus(chosen: s
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.second_runner", "-p", "no:cacheprovider"]
     command += [str(file), "-k", chosen]
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:]
+    errors = done.stderr.partition("nanobind: ")[0]  # what Triton says at an exit
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + errors[-2000:]
