@@ -348,7 +348,8 @@ async def plan_of(
     if is_here and (disk := await run_sync(disk_need, store, spec, inputs.card, estimate.steps)):
         disk.check()
         needs.append(disk)
-        estimate.disk = str(disk)
+        if disk.total > disk.free / 1000:  # less is not worth an agent's tokens
+            estimate.disk = str(disk)
     return Plan(**vars(inputs), store=store, estimate=estimate, needs=needs, work=work)
 
 
