@@ -5,7 +5,7 @@ own reader.
 import json
 import math
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,9 @@ def supervised() -> Generator[None, None, None]:
     lock = take_lock(home())
     assert lock is not None
     vault = Vault(home())
-    with lock:
+    with lock, closing(vault):
         vault.open()
         yield
-        vault.close()
 
 
 def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> EnvironmentVersion:
