@@ -49,7 +49,7 @@ def preview(job: Json, template: ChatTemplate) -> Json:
         "tokens": {
             "shortest": sizes[0],
             "median": round(median(sizes)),
-            "p95": sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))],
+            "p95": sizes[int(0.95 * len(sizes))],
             "longest": sizes[-1],
         },
         "cut": sum(size > most for size in sizes),

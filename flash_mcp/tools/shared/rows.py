@@ -35,7 +35,7 @@ from flash_mcp.tools.shared.truncation import shorten
 log = logging.getLogger(__name__)
 
 HUB = re.compile(
-    r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?:@(?P<revision>\w{4,40}))?"
+    r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?:@(?P<pinned>\w{4,40}))?"
 )
 """hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG; @COMMIT takes the rows of no other."""
 HUB_TIMEOUT_S = 20.0
@@ -106,11 +106,10 @@ def _content(source: str, path: Path) -> bytes:
 
 
 def _from_hub(
-    source: str, name: str, config: str | None, revision: str | None
+    source: str, name: str, config: str | None, pinned: str | None
 ) -> tuple[list[Row], Origin]:
     """The files of the train split, or else of the first one, in the form that the hub keeps of
     every dataset's newest commit: all of them, or as many of the first as are not too large."""
-    pinned = revision or ""
     use_proxies()
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = environment_for(caller().secrets, os.environ).get(LOGIN)
@@ -124,7 +123,7 @@ def _from_hub(
             split = next((name for name in listed[chosen] if name == "train"), None)
             split = split or next(iter(listed[chosen]))
             revision = _revision(client, f"{hub}/api/datasets/{name}")
-            if not (revision or "").startswith(pinned):
+            if pinned and not (revision or "").startswith(pinned):
                 what = f"it is at commit {revision or 'unknown'} now, and the hub serves no other"
                 fix = "take what was kept of the earlier one (catalog lists datasets), or leave "
                 raise refusal(source, what, f"{fix}@{pinned} out")
@@ -360,31 +359,24 @@ def _rendered(
         tokens=made["tokens"],
         cut=made["cut"] or None,
         left_out=made["left_out"] or None,
-        typical=_middle_out(made["typical"]),
-        shortest=_middle_out(made["shortest"]),
-        longest=_middle_out(made["longest"]),
+        typical=shorten(made["typical"], 2 * SHOWN_CHARACTERS),
+        shortest=shorten(made["shortest"], 2 * SHOWN_CHARACTERS),
+        longest=shorten(made["longest"], 2 * SHOWN_CHARACTERS),
     )
     return preview, ""
-
-
-def _middle_out(text: str) -> str:
-    """The text with its two ends, if it is long: what is learnt stands at the end."""
-    if len(text) <= 2 * SHOWN_CHARACTERS:
-        return text
-    return f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
 
 
 def _estimated(rows: Sequence[Json], max_length: int | None, why: str) -> Preview:
     order = sorted(rows, key=tokens_about)
     sizes = list(map(tokens_about, order))
-    most = sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]
+    p95 = sizes[int(0.95 * len(sizes))]
     cut = None
     if max_length:
         cut = sum(size > max_length for size in sizes) or None
     return Preview(
         rows=len(order),
         by=f"estimated from characters ({why}): the template puts its own marks around messages",
-        tokens_about={"median": round(median(sizes)), "p95": most, "longest": sizes[-1]},
+        tokens_about={"median": round(median(sizes)), "p95": p95, "longest": sizes[-1]},
         cut=cut,
         typical=_shown(order[len(order) // 2]),
         shortest=_shown(order[0]),
