@@ -109,7 +109,7 @@ def test_one_waits_once_for_each_attempt_while_no_other_is_under_way(bench: Benc
 
 
 def touched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "_code", lambda: 0)
+    monkeypatch.setattr(warm, "_changed_at", lambda: 0)
 
 
 UNFIT: dict[str, Callable[[Bench, pytest.MonkeyPatch], Launch | None]] = {

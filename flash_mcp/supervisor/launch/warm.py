@@ -40,8 +40,8 @@ class WarmWorker:
     def __init__(self, start: Sequence[str]) -> None:
         self._start = start
         self._expected: _Needs | None = None
-        self._has: _Needs | None = None
-        self._code = 0
+        self._prepared: _Needs | None = None
+        self._changed_at = 0
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_by: float | None = None
@@ -50,8 +50,8 @@ class WarmWorker:
     @property
     def is_due(self) -> bool:
         """Whether an attempt was expected since the last one was started, and memory is free."""
-        free = psutil.virtual_memory().available
-        return self._expected is not None and free > LEAST_FREE_BYTES
+        # Asked twice a second: the memory only where something is expected.
+        return self._expected is not None and psutil.virtual_memory().available > LEAST_FREE_BYTES
 
     @property
     def exists(self) -> bool:
@@ -77,16 +77,16 @@ class WarmWorker:
         """Start it, once for each attempt that was expected."""
         assert self._expected
         self.close()
-        self._has, self._expected = self._expected, None
-        self._code = _code()
+        self._prepared, self._expected = self._expected, None
+        self._changed_at = _changed_at()
         self._ready_by = time.monotonic() + READY_S
         self._link, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*self._start, *self._has.command, WARM],
+                [*self._start, *self._prepared.command, WARM],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                env=self._has.variables,
+                env=self._prepared.variables,
                 start_new_session=True,
             )
 
@@ -99,7 +99,7 @@ class WarmWorker:
             return None
         with suppress(OSError):
             is_ready = not self.is_coming and self._ready_by is None and self.exists
-            if is_ready and self._has == needed and self._code == _code():
+            if is_ready and self._prepared == needed and self._changed_at == _changed_at():
                 late = {name: launch.environment[name] for name in _late(launch)}
                 order = {"command": launch.command, "variables": late, "register": register}
                 line = json.dumps(order).encode() + b"\n"
@@ -151,7 +151,7 @@ def _late(launch: Launch) -> set[str]:
     return late & launch.environment.keys()
 
 
-def _code() -> int:
+def _changed_at() -> int:
     """When our code or the installed packages changed last, as the file system counts."""
     files = [path for room in ROOMS for path in (OURS / room).rglob("*.py")]
     files += map(Path, {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
