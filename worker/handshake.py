@@ -214,15 +214,15 @@ def agreeing_engine(
     tokenizer: Any,
     max_length: int,
     report: Callable[[str, str], None],
-    record_of: Callable[[Sync], Path | None] = lambda way: None,
+    record_for: Callable[[Sync], Path | None] = lambda way: None,
 ) -> VllmEngine:
     """An engine that agrees with the trainer, started with the first way of a sync that works.
-    `report` gets the kind and the text of events. What `record_of` a way says is not tried again.
+    `report` gets the kind and the text of events. A way with a record is not tried again.
 
     FlashError(model_unsupported) if none does."""
     troubles: list[str] = []
     for way in ways:
-        record = record_of(way)  # before the engine sets variables of its own
+        record = record_for(way)  # before the engine sets variables of its own
         engine = start(way)
         if record and record.is_file():
             when = time.strftime("%Y-%m-%d", time.localtime(record.stat().st_mtime))

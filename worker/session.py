@@ -372,6 +372,3 @@ def check_errors(rows: Sequence[records.Rollout], max_share: float) -> None:
         wrote=first["what"],
         fix="run env_test, fix the environment and push it again",
     )
-
-
-# -- an event loop beside a synchronous program ----------------------------------------------------

@@ -200,10 +200,11 @@ async def start(
         # Without Landlock the operator has let code run unprotected.
         if landlock_version() >= 1:
             rules = [program_rules(bounds, folder, _opened(command, files, bounds.folder))]
-        known = allowed_calls()[1]
-        calls = ",".join(str(known[name]) for name in BEGINNING if name in known)
+        numbers = allowed_calls()[1]
+        calls = ",".join(str(numbers[name]) for name in BEGINNING if name in numbers)
         most = max(FEWEST, bounds.needs.processes // SHARE)
-        launcher = (sys.executable, "-I", "-S", str(LAUNCHER), str((*rules, -1)[0]), str(most))
+        opened = rules[0] if rules else -1
+        launcher = (sys.executable, "-I", "-S", str(LAUNCHER), str(opened), str(most))
         command, stdin = (*launcher, calls, *command), PIPE
     try:
         return await asyncio.create_subprocess_exec(

@@ -27,7 +27,6 @@ CALL_S = 4.0
 @pytest.fixture
 def running(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run, RunWriter]]:
     monkeypatch.setattr(mcp_server, "CALL_TIMEOUT_S", CALL_S)
-    monkeypatch.setattr(mcp_server, "CALL_TIMEOUT_S", CALL_S)
     monkeypatch.setattr(tool_base, "ANSWER_S", 1.0)
     monkeypatch.setattr(waiting, "PROGRESS_S", 0.5)
     with supervised():
