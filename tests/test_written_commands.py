@@ -41,7 +41,8 @@ def mentions(program: str) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_its_blocks_run(page: Path, flash_home: Path) -> None:
+def test_the_commands_of_its_blocks_run(page: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(flash_home))
     for words in blocks(page, "flash-mcp"):
         parser = parser_for(words)
         check_known(*parser.parse_known_args(words))

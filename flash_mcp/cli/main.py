@@ -19,6 +19,7 @@ from flash_mcp.cli import machine, run_commands, serving, targets, token_command
 from flash_mcp.cli.output import VisibleFormatter, to_json, visible
 from flash_mcp.cli.parsing import Command, Group, Parser, add_own, check_known, example
 from flash_mcp.cli.tool_commands import add_tool
+from flash_mcp.exam import commands as exam_commands
 from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 
 COMMANDS: dict[str, Command | Group] = {
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Command | Group] = {
     **targets.COMMANDS,
     **run_commands.COMMANDS,
     **machine.COMMANDS,
+    **exam_commands.COMMANDS,
 }
 """Every command that is no tool: a function of its parsed arguments; its docstring is its help."""
 WRONG_USAGE = ("invalid_argument", "unknown_argument")

@@ -25,6 +25,7 @@ from environments.untrusted_text import visible
 from flash_mcp import __version__
 from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.exams import KEY_VARIABLE
 from flash_mcp.protocol.paths import runs_dir
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.run_files import Beat
@@ -94,6 +95,10 @@ def enqueue(
         if first := asked_before(store, resolved, idempotency_key):
             return first, False
         _check_quota(store)
+        exam = (lineage or {}).get("exam")
+        if not exam and any(name.startswith(KEY_VARIABLE) for name in spec["secrets"]):
+            what = "the key of an exam goes to a run of evaluate that takes it, and to no other"
+            raise FlashError("not_permitted", what, fix="leave it out of secrets")
         lineage = {"code": code_version(), "client": surroundings.client(), **(lineage or {})}
         # Files may have been removed meanwhile: loading an environment takes seconds
         made_from = [("unknown_environment", environment.reference, environment.path)]

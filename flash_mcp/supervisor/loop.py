@@ -80,7 +80,7 @@ class Supervisor(RunReconciler):
                 idle_s = self.timeouts.idle_exit_s
                 if self.launcher.rest():
                     idle_s = max(idle_s, self.timeouts.warm_s)
-                if self.maintain() or is_busy:
+                if self.maintain() or is_busy or self.vault.holds_exams:
                     busy_at = time.monotonic()
                 elif time.monotonic() - busy_at >= idle_s:
                     return

@@ -50,6 +50,8 @@ STORE = "store"
 """In a request, in place of a run: the values are keys of the targets' stores."""
 SURROUNDINGS = "surroundings"
 """In a request, in place of a run: the values are the variables of `client`."""
+EXAMS = "exams"
+"""In a request, in place of a run: the values are keys of exams, which runs that take them use."""
 STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
@@ -106,7 +108,9 @@ class Vault:
     def values(self, run_id: str, names: Sequence[str]) -> dict[str, str]:
         """What is known of these; what is not is left out."""
         with self._lock:
-            values = {**os.environ, **self._values.get(run_id, {})}
+            exams = self._values.get(EXAMS, {}).items()
+            unlocked = {name: key for name, key in exams if key}
+            values = {**os.environ, **unlocked, **self._values.get(run_id, {})}
         return {name: values[name] for name in names if name in values}
 
     def lacking(self, run_id: str, names: Sequence[str]) -> list[str]:
@@ -115,7 +119,13 @@ class Vault:
 
     def run_ids(self) -> set[str]:
         with self._lock:
-            return set(self._values)
+            return self._values.keys() - {EXAMS}
+
+    @property
+    def holds_exams(self) -> bool:
+        """Whether it has what nobody gives again after its end."""
+        with self._lock:
+            return any(self._values.get(EXAMS, {}).values())
 
     def forget(self, run_id: str) -> None:
         with self._lock:
