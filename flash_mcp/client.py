@@ -36,7 +36,6 @@ TIMEOUT = httpx2.Timeout(30.0, read=300.0)
 
 
 def _method(function: Callable[P, Awaitable[R] | R]) -> Callable[Concatenate[Client, P], R]:
-    """A tool as a method of the client."""
     tool = registry.TOOLS[function.__name__]
 
     @functools.wraps(function)

@@ -78,7 +78,6 @@ class DemoSession:
         return content
 
     async def _once(self, tool: str, arguments: Json, *, waits: bool) -> tuple[CallToolResult, str]:
-        """The result of one call, and its text."""
         listener = _ignored if waits else None
         result = await self.client.call_tool(tool, arguments, progress_callback=listener)
         text = " ".join(block.text for block in result.content if isinstance(block, TextContent))
@@ -224,7 +223,6 @@ async def connected(console: Console) -> AsyncGenerator[DemoSession]:
 
 
 async def watch(session: DemoSession, run_id: str) -> Json:
-    """Follow the run to its end with a progress bar."""
     bar = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
     session.console.print(
         f"\n[bold cyan]status[/](run_id={run_id!r}, wait_s=20), until it ends", highlight=False
@@ -296,7 +294,6 @@ async def _deploy(session: DemoSession, run_id: str, arguments: Json) -> str:
 
 
 async def _chat(session: DemoSession, run_id: str, deployment: str) -> Json:
-    """Ask base and adapter a held-out question as the environment asks it."""
     requested: Json = {"run_id": run_id, "split": "eval", "which": "index", "limit": 2}
     shown = await session.call("rollouts", quiet=True, **requested)
     question: list[Json] = [*(shown.get("opening") or []), shown["rollouts"][0]["messages"][0]]
@@ -338,7 +335,6 @@ def play(
     *,
     agent: bool = False,
 ) -> int:
-    """Play the demo, write its figures and return the exit code."""
     for path in filter(None, (curve_path, figures_path)):
         if not path.absolute().parent.is_dir():  # it would be missed after minutes
             fix = "make that folder, or name a file in another one"

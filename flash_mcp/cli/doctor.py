@@ -78,7 +78,6 @@ def training_packages() -> Outcome:
 
 
 def _trouble_on_gpu() -> str:
-    """Why PyTorch and vLLM cannot use the card; empty if they can."""
     torch = packages.installed("torch") or ""
     if "+cpu" in torch:
         return f"torch {torch} has no CUDA, which vLLM's kernels need"
@@ -202,7 +201,6 @@ def _file_system() -> Outcome:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds the path, such as ext4 or nfs4."""
     real = Path(os.path.realpath(path))
     mounts = psutil.disk_partitions(all=True)
     holding = [mount for mount in mounts if real.is_relative_to(mount.mountpoint)]

@@ -80,7 +80,6 @@ def written_before(store: Store, reference: str, kind: ExportKind, folder: Path)
 
 
 def _name(subject: Subject) -> str:
-    """What the export is called in its model card."""
     return f"{subject.run.id if subject.run else ''}-{subject.step}"
 
 
@@ -148,7 +147,10 @@ def _work(job: ExportJob, path: Path) -> Exported:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
             for line in worker.stdout or ():
                 last = line
-                _show(line)
+                with suppress(ValueError, KeyError):
+                    said = json.loads(line)
+                    stage = visible(said["stage"])
+                    sys.stderr.write(f"{percent(said['share']):>6}  {stage}\n")
         errors.seek(0)
         printed = errors.read()
     with suppress(ValueError, KeyError, TypeError):
@@ -160,12 +162,6 @@ def _work(job: ExportJob, path: Path) -> Exported:
     what = f"the export ended with exit code {worker.returncode}: {printed.strip()[-600:]}"
     fix = "free memory if it ran out of it; else run flash-mcp doctor"
     raise FlashError("worker_failed", what, fix=fix)
-
-
-def _show(line: str) -> None:
-    with suppress(ValueError, KeyError):
-        body = json.loads(line)
-        sys.stderr.write(f"{percent(body['share']):>6}  {visible(body['stage'])}\n")
 
 
 # -- the model card --------------------------------------------------------------------------------
@@ -195,7 +191,6 @@ def _model_card(
     result: Exported,
     warnings: Sequence[str],
 ) -> str:
-    """README.md with what the hub reads, the lineage, and the held-out figures."""
     assert subject.run is not None
     view = report_on(store, subject.run.id, detailed=True).view
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -75,7 +75,6 @@ class Player:
             raise FlashError("invalid_argument", what, url=self._url, fix=fix)
 
     async def play(self) -> None:
-        """Play tasks until the run has ended, so many at once."""
         async with httpx.AsyncClient(timeout=ASK_S, trust_env=bool(self._url)) as http:
             try:
                 async with asyncio.TaskGroup() as players:
@@ -125,7 +124,6 @@ class Player:
         return body["task"]
 
     async def _end(self, http: httpx.AsyncClient, task: Json, result: Json) -> None:
-        """Send back what came of a task."""
         headers = {"Authorization": f"Bearer {task['api_key']}"}
         why = result.get("error")
         try:
@@ -160,8 +158,9 @@ class Player:
                     raise
                 return {"error": f"the prompt cannot be an argument of the program: {error}"}
             try:
+                shown = {name: task[name] for name in ("task_id", "split", "messages")}
                 async with asyncio.timeout(task["limit_s"]):
-                    output, errors = await process.communicate(_shown(task))
+                    output, errors = await process.communicate(json.dumps(shown).encode())
                 if process.returncode == 0:
                     return _outcome(reward, output)
             except TimeoutError:
@@ -181,11 +180,6 @@ def _outcome(reward: Path, output: bytes) -> Json:
     with suppress(FileNotFoundError):
         return as_object(json.loads(reward.read_text()))
     return {"answer": output.decode(errors="replace").strip()}
-
-
-def _shown(task: Json) -> bytes:
-    """What the program reads of its task."""
-    return json.dumps({name: task[name] for name in ("task_id", "split", "messages")}).encode()
 
 
 def _refusal(reply: httpx.Response) -> FlashError:

@@ -120,7 +120,6 @@ def install_skill(client: str, *, write: bool = True) -> Installed:
 
 
 def entry() -> Json:
-    """How an agent starts this server: command, arguments and environment variables."""
     script = Path(sys.executable).with_name("flash-mcp")
     server: Json = {"command": sys.executable, "args": ["-m", "flash_mcp.cli", "serve"]}
     if script.exists():
@@ -156,7 +155,6 @@ def entry_over_ssh(destination: str) -> Json:
 
 
 def entry_at(url: str, token: str) -> Json:
-    """How an agent reaches a server that listens, with one of its tokens."""
     address = urlsplit(url)
     is_near = address.hostname in LOOPBACK
     if not address.hostname or address.scheme not in ("http", "https"):

@@ -35,7 +35,6 @@ WRONG_USAGE = ("invalid_argument", "unknown_argument")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
     if argv is None and not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
         # Texts and names of files are UTF-8 whatever the locale, here and in every child process.
         os.environ["PYTHONUTF8"] = "1"
@@ -78,7 +77,6 @@ def _check_utf8(words: Sequence[str]) -> None:
 
 
 def parser_for(arguments: Sequence[str]) -> Parser:
-    """A parser that knows the command in `arguments`. FlashError where there is none such."""
     parser = Parser(
         prog="flash-mcp",
         description="Train language models on your own hardware.",

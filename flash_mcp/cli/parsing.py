@@ -132,7 +132,6 @@ def check_known(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def toml_value(text: str) -> Any:
-    """The value that `text` has in a TOML file; where it has none, the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -140,5 +139,4 @@ def toml_value(text: str) -> Any:
 
 
 def _literal(text: str) -> str:
-    """argparse formats help with %."""
     return text.replace("%", "%%")

@@ -132,7 +132,6 @@ def _add_argument(parser: Parser, parameter: inspect.Parameter, positional: bool
 
 
 def _description(parameter: inspect.Parameter) -> str:
-    """The argument's text, with the default that its schema has."""
     about = get_args(parameter.annotation)[1:]
     described = [item for item in about if getattr(item, "description", None)]
     if not described:
@@ -147,7 +146,6 @@ def _description(parameter: inspect.Parameter) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """How --help names a value: its choices or its type."""
     if get_origin(kind) is typing.Literal:
         return f"{{{','.join(map(str, get_args(kind)))}}}"
     if get_origin(kind) is list:
@@ -236,7 +234,6 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
 
 
 def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The tool's arguments, from its own options and those of the command."""
     values = vars(arguments)
     names = tool.signature.parameters
     chosen = {name: values[name] for name in names if values.get(name) is not None}
@@ -272,7 +269,6 @@ def _stay_with_seeds(run_id: str, as_json: bool) -> int:
 
 
 def stay(run_id: str, as_json: bool, **options: Any) -> int:
-    """Wait until the run has ended, show its report and return the exit code."""
     from flash_mcp.cli.views import show  # noqa: PLC0415
 
     code, report = follow.until_ended(run_id, **options)

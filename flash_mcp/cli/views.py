@@ -192,7 +192,6 @@ def _page_of(result: BaseModel) -> str | None:
 
 
 def _age(created: str) -> str:
-    """How long ago a minute of UTC was."""
     seconds = time.time() - calendar.timegm(time.strptime(created, "%Y-%m-%d %H:%M"))
     if seconds < 60:
         return "now"

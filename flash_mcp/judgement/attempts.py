@@ -69,7 +69,6 @@ def successes(tasks: Tasks) -> list[list[bool]]:
 
 
 def distinct(tasks: Tasks, metric: Metric) -> list[set[float]]:
-    """The different values of `metric` among the attempts at each task."""
     return [set(map(attrgetter(metric), attempts)) for attempts in tasks.values()]
 
 
@@ -170,7 +169,6 @@ def _default_length(model: str) -> int:
 
 
 def differing(base: Run, other: Run) -> list[str]:
-    """Settings that differ and change what is measured: attempts change only the noise."""
     ours = settings(base)
     theirs = settings(other)
     names = [name for name in ours if name != "attempts" and ours[name] != theirs[name]]

@@ -44,17 +44,12 @@ class Change(ResultModel):
     """How much one metric differs: other - base."""
 
     outcome: Outcome
-    """no_change: smaller than min_change; underpowered: too few tasks to say anything; constant: it
-    rose, but one constant answer does as well."""
     change: Rounded
     low: Rounded
-    """95 % interval."""
     high: Rounded
     test: Test
     p: Annotated[float, PlainSerializer(lambda p: float(f"{p:.3g}"), float)] | None = None
-    """Of McNemar's exact test, or of flipping the signs of whole kinds."""
     decide_n: int | None = None
-    """Where underpowered: tasks that would decide."""
     explanation: str
 
 
@@ -62,11 +57,7 @@ class Verdict(ResultModel):
     """The newest held-out evaluation against the one before training."""
 
     outcome: Outcome | Literal["contaminated", "destroyed"]
-    """As compare says it. underpowered: too few examples to say anything. constant: it rose, but
-    one constant answer does as well. contaminated: eval tasks were trained on, so nothing was
-    judged. destroyed: answers no longer depend on what is asked."""
     explanation: str
-    """The change, its noise band, and on how many examples."""
 
 
 @dataclass(kw_only=True)
@@ -175,7 +166,6 @@ def _across_kinds(measured: _Measured, parts: Sequence[float], kinds: Sequence[s
 def compare_evaluations(
     base: Evaluation, trained: Evaluation, pairs: Sequence[Solved], looks: int = 1
 ) -> Change:
-    """Compare two evaluations of one run, paired by example if the rollouts of both were kept."""
     if pairs:
         before, after, kinds = zip(*pairs, strict=True)
         change = compare_paired(before, after, kinds, effect=MIN_CHANGE, looks=looks)
@@ -273,7 +263,6 @@ def against_constant(evaluation: Evaluation, low: float | None = None) -> str:
 
 
 def _is_matched(summary: Mapping[str, float]) -> bool:
-    """Whether one constant answer does as well."""
     level = summary.get("constant_success")
     return bool(level) and summary["success"] <= level
 
@@ -284,7 +273,6 @@ def _has_collapsed(summary: Mapping[str, float]) -> bool:
 
 
 def constant_level(evaluation: Evaluation) -> str:
-    """What the best constant answer reaches, in words, with its interval."""
     level = evaluation.summary["constant_success"]
     count = int(evaluation.summary["constant_n"])
     band = statistics.wilson(round(level * count), count)
@@ -413,7 +401,6 @@ def _judged(measured: _Measured, effect: float, looks: int) -> Change:
 
 
 def _are_outcomes(base: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether each value is a success or a failure, not a share or a reward."""
     return all(value in (0, 1) for value in (*base, *other))
 
 

@@ -144,7 +144,6 @@ def _is_truth(node: ast.expr, depth: int) -> bool:
 
 
 def _value(node: ast.expr, scores: TaskScores) -> Any:
-    """What a checked node comes to; None where the attempts do not suffice to tell."""
     match node:
         case ast.BoolOp(op=op, values=parts):
             truths = [_value(part, scores) for part in parts]
@@ -319,7 +318,6 @@ class Curated:
 
 
 def curate(attempts: Iterable[StoredAttempt], plan: CurationPlan, held_out: HeldBack) -> Curated:
-    """The attempts to learn from, by task, and what became of the others."""
     counts = Counts()
     tasks, eval_tasks = _by_task(attempts, plan, held_out, counts)
     learnable: dict[Task, list[StoredAttempt]] = {}
@@ -362,7 +360,6 @@ def curate(attempts: Iterable[StoredAttempt], plan: CurationPlan, held_out: Held
 
 
 def _size(tasks: Mapping[Task, list[StoredAttempt]]) -> int:
-    """The conversations that can be learnt from."""
     return sum(len(item.learnable) for attempts in tasks.values() for item in attempts)
 
 

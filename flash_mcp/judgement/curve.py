@@ -46,7 +46,6 @@ class Curve:
         return "loss" in self.lines
 
     def measured(self) -> tuple[list[int], list[float]]:
-        """Steps and successes of the held-out evaluations."""
         steps: list[int] = []
         successes: list[float] = []
         for point in self.held_out:
@@ -99,7 +98,6 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
 
 
 def _whole_ticks(curve: Curve) -> list[int]:
-    """At most five steps from the first to the last."""
     steps, _ = curve.measured()
     for line in curve.lines.values():
         steps.extend(step for step, _ in line)

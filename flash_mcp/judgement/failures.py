@@ -83,7 +83,8 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     turns = row.answers
     if not any(text.strip() for text in turns):
         return "empty"
-    if _loops(turns):
+    is_repeated = len(turns) >= LOOP_TURNS and len(set(turns[-LOOP_TURNS:])) == 1
+    if is_repeated or any(_ends_in_a_loop(text.rstrip()) for text in turns):
         return "looping"
     if row.truncated or row.finish == "length":
         if "<think>" in turns[-1] and "</think>" not in turns[-1]:
@@ -100,13 +101,6 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     return "wrong"
 
 
-def _loops(turns: Sequence[str]) -> bool:
-    """Whether a turn ends in a repetition of one unit, or the last turns are the same."""
-    if len(turns) >= LOOP_TURNS and len(set(turns[-LOOP_TURNS:])) == 1:
-        return True
-    return any(_ends_in_a_loop(text.rstrip()) for text in turns)
-
-
 def _ends_in_a_loop(text: str) -> bool:
     # The last unit may be cut off, so the text is compared with itself, one period further on.
     for period in range(1, min(LOOP_PERIOD, len(text) // 3) + 1):
@@ -117,7 +111,6 @@ def _ends_in_a_loop(text: str) -> bool:
 
 
 def _is_parsed(row: Rollout) -> bool | None:
-    """Whether the scorer found an answer; None where it does not say."""
     parts: list[bool] = []
     for name, value in row.metrics.items():
         if FORMAT_PART.search(name) and BAD_PART.search(name):

@@ -137,14 +137,12 @@ def sample_flags(tries: Sequence[Try], summary: Mapping[str, float]) -> list[Fla
 
 
 def sample_outlook(raised: Sequence[Flag]) -> SampleOutlook:
-    """Whether a sample with these flags shows something to learn."""
     if any(flag.severity == "problem" for flag in raised):
         return "hopeless"
     return "doubtful" if raised else "good"
 
 
 def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
-    """The flag of a run of whose `eval_tasks` tasks `shared` are train tasks too."""
     tasks = f"{shared} of {eval_tasks} eval tasks are train tasks too ({evidence})"
     return Flag(
         name=CONTAMINATED,
@@ -156,7 +154,6 @@ def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
 
 
 def worse_elsewhere(evidence: str) -> Flag:
-    """The flag of a run that solves fewer tasks of other kinds than before it."""
     return Flag(
         name=WORSE_ELSEWHERE,
         severity="problem",
@@ -502,7 +499,6 @@ def too_easy(steps: Steps, recent: Steps) -> Sign | None:
 
 
 def _middle(recent: Steps) -> float:
-    """Share of groups in which some rollouts succeeded and some did not."""
     ends = recent.share("groups/solved_share") + recent.share("groups/unsolved_share")
     return max(0.0, 1 - ends)
 

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import nlargest
-from importlib import import_module
-from importlib.util import find_spec
 from statistics import fmean
-from typing import Any
 
 from environments.same_task import words_of
 
@@ -44,7 +41,6 @@ Predict = Callable[[str], tuple[str, float]]
 
 
 def are_labels(answers: Sequence[str]) -> bool:
-    """Whether the answers are few and short, as those of a classifier."""
     spellings = Counter(map(_plain, answers))
     is_numeric = all(re.fullmatch(r"[-+\d.,]+", label) for label in spellings)
     most = min(MOST_LABELS, len(answers) // ROWS_EACH)
@@ -100,31 +96,6 @@ def _is_slip(form: str, other: str) -> bool:
 
 
 def learn_by_words(texts: Sequence[str], labels: Sequence[str]) -> Predict:
-    """A classifier by words: scikit-learn's where it is installed, else nearest neighbours."""
-    return (_scikit if find_spec("sklearn") else _neighbours)(texts, labels)
-
-
-def method() -> str:
-    return "logistic regression" if find_spec("sklearn") else "nearest neighbours"
-
-
-def _scikit(texts: Sequence[str], labels: Sequence[str]) -> Predict:
-    vectorizer = import_module("sklearn.feature_extraction.text").TfidfVectorizer
-    regression = import_module("sklearn.linear_model").LogisticRegression
-    model: Any = import_module("sklearn.pipeline").make_pipeline(
-        vectorizer(analyzer=words_of, sublinear_tf=True),
-        regression(max_iter=1000, class_weight="balanced"),
-    )
-    model.fit(texts, labels)
-
-    def predict(text: str) -> tuple[str, float]:
-        shares = model.predict_proba([text])[0]
-        return str(model.classes_[shares.argmax()]), float(shares.max())
-
-    return predict
-
-
-def _neighbours(texts: Sequence[str], labels: Sequence[str]) -> Predict:
     """The label of the texts that are nearest, by the cosine of their words' weights (tf-idf)."""
     sets = [set(words_of(text)) for text in texts]
     uses = Counter[str]()
@@ -171,7 +142,9 @@ def likely_wrong(
             (left_out if groups[place] % FOLDS == fold else rest).append(place)
         if not rest:
             continue
-        predict = _neighbours([texts[place] for place in rest], [labels[place] for place in rest])
+        predict = learn_by_words(
+            [texts[place] for place in rest], [labels[place] for place in rest]
+        )
         for place in left_out:
             label, share = predict(texts[place])
             if label != labels[place] and share >= SURE:
@@ -201,7 +174,6 @@ class Confusion:
         return sum(self.counts.get(label, {}).values())
 
     def recall(self, label: str) -> float:
-        """The share of its rows that were answered right."""
         return self.counts[label].get(label, 0) / self.n(label)
 
     def f1(self, label: str) -> float:

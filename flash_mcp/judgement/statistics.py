@@ -82,7 +82,6 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def z_of(level: float) -> float:
-    """Two-sided quantile of the normal distribution."""
     return NormalDist().inv_cdf(1 - level / 2)
 
 
@@ -153,7 +152,6 @@ def visible_loss(tasks: int, solved: float) -> float:
 
 
 def by_kind(values: Sequence[float], kinds: Sequence[str]) -> list[float]:
-    """The sum of the values of each kind."""
     sums: defaultdict[str, float] = defaultdict(float)
     for value, kind in zip(values, kinds, strict=True):
         sums[kind] += value
@@ -172,7 +170,8 @@ def sign_flips(sums: Sequence[float]) -> float:
     scale = FINEST / max(total, 1e-300)
     rounded = math.isqrt(len(moved)) + 1  # equal totals may differ by so much
     for parts in range(MOST_PARTS, 0, -1):
-        if total * parts <= FINEST and all(_is_whole(value * parts) for value in moved):
+        distances = (abs(value * parts - round(value * parts)) for value in moved)
+        if total * parts <= FINEST and max(distances, default=0.0) < 1e-9:
             scale, rounded = parts, 0
     steps = [round(value * scale) for value in moved]
     # In how many ways the sizes of those that rise sum to 0, 1, 2 and so on, side by side in one
@@ -188,10 +187,6 @@ def sign_flips(sums: Sequence[float]) -> float:
     for at in range(0, len(written), width):
         count += int.from_bytes(written[at : at + width], "little")
     return min(1.0, 2 * count / 2 ** len(moved))
-
-
-def _is_whole(value: float) -> bool:
-    return abs(value - round(value)) < 1e-9
 
 
 def error_of_kinds(parts: Sequence[float], kinds: Sequence[str]) -> float:

@@ -152,7 +152,6 @@ class Standing:
         return len(self.left) == 1
 
     def behind(self, arm: int) -> Interval | None:
-        """The interval of `arm`'s success less the leader's, on the tasks of both."""
         leader = self.leader
         if arm == leader:
             return None
@@ -277,7 +276,6 @@ class Race(Standing):
         return value + errors * error
 
     def behind(self, arm: int) -> Interval | None:
-        """The 95 % interval of the arm's success in the final less the leader's."""
         change = self._change(arm)
         return change and Interval(change.low, change.high)
 

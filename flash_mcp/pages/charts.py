@@ -57,7 +57,6 @@ class Series:
 
     @property
     def reach(self) -> list[float]:
-        """Every value that the chart has to show, whisker ends included."""
         values = [value for _, value in self.points]
         for interval in self.intervals:
             values += (interval.low, interval.high)
@@ -137,7 +136,6 @@ def series_of(store: Store, view: RunView) -> dict[str, list[Series]]:
 
 
 def held_out(name: str, view: RunView) -> Series:
-    """The success of the run's evaluations."""
     points: list[tuple[int, float]] = []
     intervals: list[Interval] = []
     for point in view.held_out or []:
@@ -173,7 +171,6 @@ def as_data(charts: Mapping[str, Sequence[Series]]) -> list[dict[str, Any]]:
 
 
 def chart(title: str, lines: Sequence[Series]) -> Chart:
-    """`lines` and their points are not empty."""
     steps: list[int] = []
     values: list[float] = []
     for series in lines:
@@ -183,7 +180,14 @@ def chart(title: str, lines: Sequence[Series]) -> Chart:
     # An axis from zero is honest; where it would flatten the line, it is not used.
     if low < 0.5 * max(values) or low == max(values):
         low = min(0.0, low)
-    ticks = _ticks(low, max(values))
+    # At least two round values around low to high, a step of 1, 2 or 5 apart
+    high = max(values)
+    span = max(high - low, abs(high) * 0.1) or 1.0
+    exponent = 10.0 ** int(f"{span / 4:e}".partition("e")[2])
+    step = next(size * exponent for size in (1, 2, 5, 10) if span / 4 <= size * exponent)
+    start = int(low // step)
+    end = max(int(-(-high // step)), start + 1)
+    ticks = [round(number * step, 12) for number in range(start, end + 1)]
     x = Axis(min(steps), max(steps), Chart.left, Chart.right)
     y = Axis(ticks[0], ticks[-1], Chart.bottom, Chart.top)
     return Chart(
@@ -216,16 +220,6 @@ def _line(colour: int, series: Series, x: Axis, y: Axis) -> ChartLine:
         inside = min(max(x(step), Chart.left + 4), Chart.right - 4)
         whiskers.append((inside, y(interval.high), y(value), y(interval.low)))
     return ChartLine(series.name, colour, summary, [], whiskers)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """At least two round values around low to high, a step of 1, 2 or 5 apart."""
-    span = max(high - low, abs(high) * 0.1) or 1.0
-    exponent = 10.0 ** int(f"{span / 4:e}".partition("e")[2])
-    step = next(size * exponent for size in (1, 2, 5, 10) if span / 4 <= size * exponent)
-    start = int(low // step)
-    end = max(int(-(-high // step)), start + 1)
-    return [round(number * step, 12) for number in range(start, end + 1)]
 
 
 def _step_ticks(first: int, last: int) -> list[tuple[int, str]]:

@@ -131,7 +131,6 @@ class Selection:
 
 
 def transcripts(store: Store, run_id: str, choice: Selection) -> str:
-    """Transcripts of a run, some of them side by side. FlashError(unknown_run)."""
     run = store.run(run_id)
     split = "eval" if run.algorithm == "eval" else choice.split
     only = (run_id, split, choice.step)

@@ -39,6 +39,10 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
     report = report_on(store, run_id, detailed=True)
     view = report.view
     series = series_of(store, view)
+    train = _spread(store.rollout_steps(run_id, "train"), TRAIN_STEPS)
+    held_out = _spread(store.rollout_steps(run_id, "eval"), EVAL_STEPS)
+    steps = [_step(store, run_id, "train", step) for step in train]
+    steps += [_step(store, run_id, "eval", step) for step in held_out]
     # The runs that one call started with several seeds, `run` among them
     others = store.seed_runs(run) if run.seed_group else []
     return render(
@@ -46,7 +50,15 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
         live=live,
         notice=notice,
         seeds=[(other, view_of(store, other.id)) for other in others],
-        **_buttons(store, run),
+        **{
+            "can_write": caller().access == "write",
+            "is_local": caller().is_local,
+            "export_kinds": get_args(ExportKind),
+            "saved_steps": [row.step for row in reversed(store.checkpoints(run.id))],
+            "deployments": [
+                row for row in store.deployments(LIVE_DEPLOYMENT) if row.run_id == run.id
+            ],
+        },
         run=run,
         view=view,
         next_step=report.next_step,
@@ -57,7 +69,7 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
         headline=headline(view),
         starts_in_s=_starts_in_s(store, run, view),
         examples=examples(store, run_id),
-        steps=_steps(store, run_id),
+        steps=steps,
         facts=_lineage(run, view),
         values=run.spec.model_dump(),
         events=store.events(run_id, limit=30),
@@ -79,17 +91,6 @@ def _starts_in_s(store: Store, run: Run, view: RunView) -> float | None:
     return min(left) + view.queued_ahead * median(took or [0.0])
 
 
-def _buttons(store: Store, run: Run) -> dict[str, object]:
-    """What the page needs for what a person may do with the run."""
-    return {
-        "can_write": caller().access == "write",
-        "is_local": caller().is_local,
-        "export_kinds": get_args(ExportKind),
-        "saved_steps": [row.step for row in reversed(store.checkpoints(run.id))],
-        "deployments": [row for row in store.deployments(LIVE_DEPLOYMENT) if row.run_id == run.id],
-    }
-
-
 @dataclass(frozen=True)
 class StepRollouts:
     """Rollouts of one step, each with its failure mode where it has one."""
@@ -99,15 +100,6 @@ class StepRollouts:
     rollouts: Sequence[tuple[Rollout, str | None]]
     opening: list[Node]
     """The messages that all of them begin with."""
-
-
-def _steps(store: Store, run_id: str) -> list[StepRollouts]:
-    train = _spread(store.rollout_steps(run_id, "train"), TRAIN_STEPS)
-    held_out = _spread(store.rollout_steps(run_id, "eval"), EVAL_STEPS)
-    return [
-        *(_step(store, run_id, "train", step) for step in train),
-        *(_step(store, run_id, "eval", step) for step in held_out),
-    ]
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:

@@ -83,7 +83,6 @@ class Artifacts:
         return digest
 
     def url_of(self, digest: str) -> str:
-        """Path or URL of the archive."""
         return f"{self.url}/{digest}.tar"
 
     def release(self, digest: str, run_id: str) -> None:

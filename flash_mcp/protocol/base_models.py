@@ -194,7 +194,6 @@ def unpinned(name: str) -> tuple[str, str | None]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of a model that was fetched from the hub; None for any other folder."""
     is_snapshot = folder.parent.name == "snapshots"
     if is_snapshot and _COMMIT.fullmatch(folder.name):
         return folder.name
@@ -248,7 +247,6 @@ def check_without_gpu(folder: Path) -> None:
 
 
 def chat_template_of(folder: Path) -> str:
-    """The chat template of a transformers folder; empty if it has none."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text()

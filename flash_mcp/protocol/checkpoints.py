@@ -99,7 +99,6 @@ class Checkpoints:
         return manifest
 
     def newest_good(self) -> int | None:
-        """The newest step whose files match their checksums."""
         for step in reversed(self.versions()):
             try:
                 self.verify(step)
@@ -157,7 +156,6 @@ class Checkpoints:
         _check_files(manifest, Storage(into).digest)
 
     def _place(self, manifest: Manifest) -> str:
-        """The name of a checkpoint's folder within the run folder."""
         return manifest["path"].removeprefix(self._storage.address(""))
 
     # -- writing -----------------------------------------------------------------------------------
@@ -199,17 +197,15 @@ class Checkpoints:
                 error.values["needed_bytes"] = manifest["size_bytes"]
             raise error
         with self._storage.listed():
-            self._remove_unfinished(step, manifest["epoch"])
+            epoch = manifest["epoch"]
+            for name in self._storage.names("checkpoints", str(step)):
+                is_over = SAVED.fullmatch(name) and saved_by(name)[0] < epoch
+                if is_over and not self._is_complete(step, name):
+                    self._storage.remove("checkpoints", str(step), name)
             # An older state may still be needed until the new one has been read back.
             if self.newest_good() == step:
                 self._drop_older_optimizers(place, manifest["epoch"])
         return {**manifest, "path": self._storage.address(place)}
-
-    def _remove_unfinished(self, step: int, epoch: int) -> None:
-        for name in self._storage.names("checkpoints", str(step)):
-            is_over = SAVED.fullmatch(name) and saved_by(name)[0] < epoch
-            if is_over and not self._is_complete(step, name):
-                self._storage.remove("checkpoints", str(step), name)
 
     def _drop_older_optimizers(self, newest: str, epoch: int) -> None:
         """Delete the optimizer's state of every checkpoint that attempt `epoch` or an earlier one

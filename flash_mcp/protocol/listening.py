@@ -55,7 +55,6 @@ class Listening:
 
 
 def in_url(host: str) -> str:
-    """The host as addresses and Host headers write it."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -158,7 +158,6 @@ def _uv(*arguments: str) -> None:
 
 
 def _clear(used: Path) -> None:
-    """Remove other versions that nobody uses."""
     for path in used.parent.glob("*.lock"):
         folder = path.with_suffix("")
         if folder == used or time.time() - path.stat().st_mtime < KEPT_S:

@@ -43,7 +43,6 @@ def check_pictures() -> None:
 
 
 def installed(package: str) -> str | None:
-    """Its version; None where it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -117,7 +117,6 @@ class Recording:
             os.close(descriptor)
 
     def lines(self) -> Iterator[Json]:
-        """What is kept, oldest first. Torn lines are left out."""
         for part in parts(self.folder):
             yield from _lines(part)
 
@@ -129,7 +128,6 @@ class Recording:
                 yield _with_rating(line, ratings)
 
     def rollouts(self) -> list[Rollout]:
-        """The answers as conversations, oldest first. A rating is their reward."""
         return [_rollout(index, line) for index, line in enumerate(self.answers())]
 
     def rate(self, identity: str, rating: float) -> bool:

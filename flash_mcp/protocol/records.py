@@ -126,7 +126,6 @@ class Run(Record):
 
     @property
     def seed_group(self) -> str | None:
-        """What the runs have in common that one call started with several seeds."""
         return self.lineage.get("seed_group")
 
     @property
@@ -148,7 +147,6 @@ class Run(Record):
         return self.spec.secrets
 
     def part(self, name: str) -> Json | None:
-        """The environment of its mixture with this name."""
         for part in self.mixture:
             if part["name"] == name:
                 return part
@@ -185,7 +183,6 @@ class Run(Record):
 
 
 def plain_refusal(kind: str) -> str:
-    """A kind of refusal, "CODE: FIELD" in the agent's words, as it may stand in our sentences."""
     code, _, field = kind.partition(": ")
     return f"{plain_name(code)} of {plain_name(field)}"
 
@@ -334,7 +331,6 @@ class Rollout(Record):
 
     @property
     def _turns(self) -> list[Json]:
-        """The model's messages."""
         created = self.messages[self.prompt_messages :] if self.turns else []
         return [message for message in created if message["role"] == "assistant"]
 
@@ -378,7 +374,6 @@ class Evaluation(Record):
 
     @property
     def can_be_judged(self) -> bool:
-        """Whether environment code did not fail all attempts."""
         return bool(self.summary["n"])
 
     @property

@@ -72,13 +72,9 @@ class Agreement(ResultModel):
     """Greedy answers of the written file, read back, against the model in memory."""
 
     tokens: int
-    """Tokens that were compared."""
     equal: int
-    """Those that the model in memory writes too; of a GGUF file, after the file's own before it."""
 
 
 class Exported(ResultModel):
     base_digest: str
-    """SHA-256 of the base model's weights."""
     agreement: Agreement | None = None
-    """None for an adapter, which is copied."""

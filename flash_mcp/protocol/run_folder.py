@@ -141,7 +141,6 @@ class RunFolder(Storage):
         self.write("probe.json", dump(result))
 
     def put_sealed(self, epoch: int, sealed: bytes) -> None:
-        """Hand attempt `epoch` the secrets that it waits for."""
         self.write(f"sealed/{epoch}", sealed)
 
     def put_log(self, epoch: int, tail: bytes) -> None:
@@ -175,19 +174,15 @@ class RunFolder(Storage):
         return None
 
     def offer(self, epoch: int) -> KeyFile | None:
-        """The public key of attempt `epoch`, while it waits for secrets."""
         return self.read_object(KeyFile, f"keys/{epoch}.json")
 
     def listening(self, epoch: int) -> ListeningFile | None:
-        """Where the model server of attempt `epoch` listens, once it does."""
         return self.read_object(ListeningFile, f"listening.{epoch}.json")
 
     def gateway(self, epoch: int) -> GatewayFile | None:
-        """Where agents ask attempt `epoch` for tasks."""
         return self.read_object(GatewayFile, f"gateway.{epoch}.json")
 
     def probe(self) -> ProbeFile | None:
-        """What a node says of itself."""
         return self.read_object(ProbeFile, "probe.json")
 
     def is_cancelled(self) -> bool:
@@ -232,7 +227,6 @@ class RunFolder(Storage):
         return self.read_object(EventFile, f"events/{name}", max_bytes=MAX_SMALL_BYTES)
 
     def log_tail(self, epoch: int, size_bytes: int = 8192) -> str:
-        """The end of the output of attempt `epoch`; empty if there is none that can be read."""
         return self.read_tail(f"log.{epoch}", size_bytes)
 
     def _versions(self, folder: str, suffix: str) -> dict[int, str]:
@@ -321,14 +315,11 @@ class RunWriter:
         """Claims the run. FlashError(fenced) if that attempt or a newer one has claimed it."""
         self.folder = folder
         self.epoch = epoch
-        self._claim()
+        folder.claim(epoch)
         self._events = 0
         self._saves = 0
         self._writes = 0
         self._shards = 0
-
-    def _claim(self) -> None:
-        self.folder.claim(self.epoch)
 
     def check_owner(self) -> None:
         """FlashError(fenced) once a newer attempt has claimed the run."""
@@ -374,11 +365,9 @@ class RunWriter:
         self._shards += 1
 
     def offer(self, offer: Json) -> None:
-        """Ask for secrets: store the attempt's public key."""
         self._write(f"keys/{self.epoch}.json", dump(offer))
 
     def listens(self, where: Json) -> None:
-        """Say where this attempt's model server listens."""
         self._write(f"listening.{self.epoch}.json", dump(where))
 
     def opens_gateway(self, ports: Sequence[int], key: str) -> None:
@@ -386,7 +375,6 @@ class RunWriter:
         self._write(f"gateway.{self.epoch}.json", dump({"ports": ports, "key": key}))
 
     def take_sealed(self) -> bytes | None:
-        """The secrets that were sealed for this attempt, once they are there. They are removed."""
         place = self.folder.path("sealed", str(self.epoch))
         try:
             sealed = cast(bytes, self.folder.filesystem.cat_file(place))

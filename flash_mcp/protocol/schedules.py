@@ -17,7 +17,6 @@ def rate_factor(spec: RunSpec, step: int, steps: int) -> float:
 
 
 def decayed(schedule: LrSchedule, share: float) -> float:
-    """What is left of a value after this share of the steps."""
     if schedule == "linear":
         return max(0.0, 1 - share)
     if schedule == "cosine":
@@ -60,7 +59,6 @@ def measurements_of(spec: RunSpec, steps: int) -> int:
 
 
 def measured_of(spec: RunSpec, conversations: int, held_out: int) -> int:
-    """How many of the held-out conversations are measured each time."""
     steps = steps_of(spec, conversations)
     times = measurements_of(spec, steps)
     learnt = learnt_in(spec, steps, conversations)

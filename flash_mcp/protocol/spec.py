@@ -75,7 +75,6 @@ fine-tuning without an adapter (https://thinkingmachines.ai/blog/lora)."""
 
 
 def default_learning_rate(algorithm: Algorithm, parameters: float) -> float:
-    """The recipe's learning rate of a model with so many parameters."""
     return next(rates[algorithm] for below, rates in LEARNING_RATES if parameters < below)
 
 
@@ -269,7 +268,6 @@ class RunSpec(BaseModel):
         return self
 
     def _check_algorithm(self) -> None:
-        """ValueError for a field that its algorithm does not have, or lacks."""
         name = self.algorithm
         if name != "sft" and self.epochs is not None:
             raise ValueError(f"epochs is for algorithm='sft'; a {name} run is as long as its steps")
@@ -314,17 +312,14 @@ class RunSpec(BaseModel):
 
     @property
     def conversations_per_step(self) -> int:
-        """Rollouts of a step; examples with sft."""
         return self.batch_size * self.rollouts_per_prompt
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run measures held-out success."""
         return self.eval_before or self.eval_after or self.eval_every > 0
 
     @property
     def generates(self) -> bool:
-        """Whether the run needs an engine."""
         return self.algorithm != "sft" or self.evaluates or self.regression == "on"
 
 
@@ -457,21 +452,10 @@ def stored_spec(fields: dict[str, Any]) -> RunSpec | EvalSpec:
 
 
 ADAPTER_EXTRAS = (
-    "use_rslora",
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "trainable_token_indices",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
+    "use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "rank_pattern",
+    "alpha_pattern", "modules_to_save", "trainable_token_indices", "layer_replication",
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
 """Settings of adapter_config.json with which an adapter is no longer W + alpha/rank BA."""
 BASE_KEEPING = (True, False, "gaussian", "orthogonal", "eva")
 """Values of its init_lora_weights that leave the base model's weights as they are."""
@@ -527,57 +511,29 @@ OTHER_NAMES = {
     "n_gpus": "gpus",
     **dict.fromkeys(
         (
-            "data",
-            "data_file",
-            "data_files",
-            "data_path",
-            "dataset_id",
-            "dataset_name",
-            "dataset_path",
-            "file",
-            "hub",
-            "rows",
-            "train_data",
-            "train_dataset",
-            "train_file",
-            "training_data",
-            "training_file",
+            "data", "data_file", "data_files", "data_path", "dataset_id", "dataset_name",
+            "dataset_path", "file", "hub", "rows", "train_data", "train_dataset", "train_file",
+            "training_data", "training_file",
         ),
         "dataset",
     ),
     **dict.fromkeys(
         (
-            "dataset_text_field",
-            "input_column",
-            "input_field",
-            "input_key",
-            "prompt",
-            "prompt_column",
-            "prompt_field",
-            "prompt_key",
-            "question_column",
-            "text_column",
+            "dataset_text_field", "input_column", "input_field", "input_key", "prompt",
+            "prompt_column", "prompt_field", "prompt_key", "question_column", "text_column",
             "text_field",
         ),
         "question",
     ),
     **dict.fromkeys(
         (
-            "answer_column",
-            "completion",
-            "completion_column",
-            "label",
-            "label_column",
-            "label_key",
-            "labels",
-            "output_column",
-            "response_column",
-            "response_key",
+            "answer_column", "completion", "completion_column", "label", "label_column",
+            "label_key", "labels", "output_column", "response_column", "response_key",
             "target_column",
         ),
         "answer",
     ),
-}
+}  # fmt: skip
 """What other programs call a run's fields."""
 SDK_NAMES = {"id": "environment", "params": "environment_args"}
 """What `[environment]` of a file for the freesolo SDK calls a run's fields."""

@@ -126,7 +126,6 @@ class Storage:
         self._look = _Look()
 
     def path(self, *parts: str) -> str:
-        """A file's or folder's place, as the file system takes it."""
         return "/".join((self.root, *parts))
 
     def address(self, name: str) -> str:
@@ -180,7 +179,6 @@ class Storage:
         return {entry["name"].rsplit("/", 1)[-1]: entry for entry in entries}
 
     def sizes(self, *parts: str) -> dict[str, int]:
-        """{name: bytes} of every file in a folder and those below it."""
         return {name: entry["size"] for name, entry in self._all_below(*parts).items()}
 
     def _all_below(self, *parts: str) -> dict[str, Json]:
@@ -312,7 +310,6 @@ class Storage:
         return True
 
     def digest(self, name: str) -> str | None:
-        """sha256 of a file; None if it does not exist."""
         path = self.path(name)
         sha = hashlib.sha256()
         try:
@@ -388,7 +385,12 @@ class Storage:
             copy = Path(target, name)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-        _sync_tree(Path(target))
+        for entry in (*Path(target).rglob("*"), Path(target)):
+            descriptor = os.open(entry, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def remove(self, *parts: str) -> None:
         """Delete a file, or a folder with all that it holds; without `parts` everything."""
@@ -494,7 +496,9 @@ def _is_empty(error: OSError) -> bool:
 
 def _trouble(path: str, error: Exception) -> FlashError | None:
     """What is wrong with the store, if the error is not about the file alone."""
-    if _is_refusal(error):
+    is_refusal = isinstance(error, PermissionError) or "bucket does not exist" in str(error)
+    # NO_KEYS: of botocore, which may not be installed
+    if is_refusal or type(error).__name__ in NO_KEYS:
         fix = (
             "give this machine keys that may read and write there, and that have not expired, or "
             "name a bucket that exists; the run waits"
@@ -509,26 +513,9 @@ def _trouble(path: str, error: Exception) -> FlashError | None:
     return FlashError("store_unreachable", what, path=path, fix=fix)
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Whether the store refuses our keys, or has no such bucket."""
-    if isinstance(error, PermissionError) or "bucket does not exist" in str(error):
-        return True
-    # Errors of botocore, which may not be installed.
-    return type(error).__name__ in NO_KEYS
-
-
 def sha256_of(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def dump(body: Any) -> bytes:

@@ -149,7 +149,6 @@ class LimitedProtocol(H11Protocol):
         return self._stranger is not None and self._stranger is self.cycle
 
     def waits_for_headers(self) -> bool:
-        """Whether no request is under way."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is None or cycle.response_complete
 

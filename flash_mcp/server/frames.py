@@ -58,7 +58,8 @@ def checked(text: str) -> tuple[str, dict[str, Any]]:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
         what = f"Parse error: this cannot be read as JSON: {error}"
-        raise _refusal(PARSE_ERROR, what, _id_in(text)) from error
+        match = ID.search(text[:10_000])
+        raise _refusal(PARSE_ERROR, what, match and json.loads(match[1])) from error
     if isinstance(message, list):
         what = "Invalid Request: MCP has no batches: send each message on its own"
         ids: list[Any] = []
@@ -90,12 +91,6 @@ def checked(text: str) -> tuple[str, dict[str, Any]]:
         what = f"Invalid Request: {place}: {first['msg']}"
         raise _refusal(INVALID_REQUEST, what, identity) from error
     return text, fields
-
-
-def _id_in(text: str) -> str | int | None:
-    if match := ID.search(text[:10_000]):
-        return json.loads(match[1])
-    return None
 
 
 class StdioFrames:
@@ -140,13 +135,11 @@ class StdioFrames:
         self.open.add(identity)
 
     def _is_unread(self) -> bool:
-        """Whether nobody holds the other end of the output."""
         wire = select.poll()
         wire.register(self.wire, 0)
         return bool(wire.poll(0))
 
     async def write(self, text: str) -> None:
-        """Write a message of the server."""
         fields = json.loads(text)
         await self._send(text)
         if "method" not in fields:

@@ -85,7 +85,6 @@ CHAT = "/chat/completions"
 
 
 async def _passed(request: Request, body: bytes, where: GatewayFile, send: Send) -> bool:
-    """Whether the worker answered."""
     ports = where["ports"]
     rank: int = request.path_params.get("rank", secrets.randbelow(len(ports))) % len(ports)
     url = f"http://127.0.0.1:{ports[rank]}/tasks"

@@ -359,7 +359,6 @@ def _counts() -> str:
 
 
 def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate:
-    """The ASGI application: MCP, the other routes, and the gate before them."""
     hosts = [*names_of(host), *admission.hosts]
     security = security_of(hosts, admission.origins)
     app: Starlette = server.streamable_http_app(

@@ -130,7 +130,6 @@ class FlashServer(MCPServer[Any]):
             self.contributed.update(binding.fn.__name__ for binding in extension.tools())
 
     async def run_stdio_async(self) -> None:
-        """Serve one client over standard input and output."""
         lowlevel = self._lowlevel_server
         async with checked_stdio() as (incoming, outgoing):
             await lowlevel.run(incoming, outgoing, lowlevel.create_initialization_options())
@@ -145,7 +144,6 @@ class FlashServer(MCPServer[Any]):
             raise MCPError(INVALID_PARAMS, str(error)) from error
 
     async def list_tools(self) -> list[WireTool]:
-        """The tools, with schemas that strict clients accept."""
         tools = await super().list_tools()
         for tool in tools:
             tool.input_schema = common(plain(tool.input_schema))
@@ -324,7 +322,6 @@ class ExactTexts(FuncMetadata):
 
 
 def _is_text(annotation: Any) -> bool:
-    """Whether a type is str, annotated or not, or that or None."""
     if get_origin(annotation) is Annotated:
         return _is_text(get_args(annotation)[0])
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
@@ -338,7 +335,6 @@ UNIONS = (Union, types.UnionType)
 
 @functools.cache  # making the schemas takes most of the time to build a server
 def _registered(tool: Tool) -> RegisteredTool:
-    """The tool as the server of the package `mcp` has it."""
     registered = RegisteredTool.from_function(
         _never_blocking(tool.function),
         name=tool.name,
@@ -487,7 +483,6 @@ class CallTimeouts:
         """{(owner, client): (seconds of a call, until when that counts)}"""
 
     def limit_s(self, context: Context[Any, Any]) -> float:
-        """Seconds that a call of this client may take."""
         meta = context.request_context.meta or {}
         client = client_name(context)
         if meta.get("progress_token") is None or client in FIXED_TIMEOUT:

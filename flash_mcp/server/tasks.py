@@ -182,7 +182,6 @@ def _iso(seconds: float) -> str:
 
 
 def completed(body: Json) -> CallToolResult:
-    """A result within the size limit, as text and as structure."""
     body = fit(body, RESULT_CHARACTERS)
     content = [TextContent(type="text", text=to_text(body))]
     return CallToolResult(content=[*content], structured_content=body)

@@ -104,7 +104,6 @@ def _refusal(request: Request, error: Exception) -> Response:
 
 
 async def refused(request: Request, error: FlashError, start: SignIn) -> Response:
-    """The page of a request that the gate did not admit."""
     if error.code != "unauthenticated":
         return _refusal(request, error)
     if request.url.path == "/":  # the cookie is not sent there
@@ -257,7 +256,6 @@ async def _export(run_id: str, form: Form) -> str:
 
 
 async def _again(run_id: str, form: Form) -> str:
-    """Start a run with what was given for this one, and what the form changes."""
     run = open_store().run(run_id)
     given: dict[str, Any] = {"environment": run.environment_reference}
     for name, value in run.spec.model_dump().items():
@@ -296,7 +294,6 @@ ACTIONS: dict[str, Callable[[str, Form], Awaitable[str]]] = {
 
 
 async def talk(request: Request) -> Response:
-    """A form, and what the deployment answers to it."""
     deployment = request.path_params["deployment"]
     try:
         page = functools.partial(live.talk, open_store(), deployment)
@@ -309,7 +306,6 @@ async def talk(request: Request) -> Response:
 
 
 async def _answered(deployment: str, form: Form) -> Callable[[], str]:
-    """What makes the page with the deployment's answer to a form."""
     message = form.get("message", "")
     result = await chat(deployment, message, raw="raw" in form, side_by_side="both" in form)
     answers = {deployment: result.adapter.text}
@@ -356,7 +352,6 @@ async def sign_in(request: Request, start: SignIn) -> Response:
 
 
 async def sign_out(request: Request) -> Response:
-    """End the browser's session here, and have it forget its cookie."""
     request.app.state.sessions.end(request)
     answer = HTMLResponse(live.sign_in(), headers=HEADERS)
     forget_cookie(request, answer, PATH)
@@ -411,7 +406,6 @@ class Sessions:
         return ""
 
     def end(self, request: Request) -> None:
-        """End the request's session, if it has one."""
         self._sessions.pop(request.cookies.get(_cookie(request), ""), None)
 
     def takes_code(self, code: str) -> bool:
@@ -484,7 +478,6 @@ class SharedPages:
             return shared.value
 
     async def page(self, address: str, run_id: str | None, render: Callable[[], str]) -> bytes:
-        """The page at an address, which shows a run or several."""
         shared = self._of("page", address)
         # No older than the request: a page has to show what was there before it was opened.
         mark = await self.mark(run_id, max_age_s=0.0)

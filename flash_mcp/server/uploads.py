@@ -146,7 +146,6 @@ STATUS = {
 
 
 def status_and_headers(error: FlashError) -> tuple[int, dict[str, str]]:
-    """Those of an HTTP response that says the error."""
     otherwise = 404 if error.code.startswith("unknown_") else 400
     headers: dict[str, str] = {}
     if error.code == "unauthenticated":

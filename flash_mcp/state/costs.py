@@ -34,7 +34,6 @@ def price_of_hour(home: Path, target: str = LOCAL_TARGET) -> CostSettings:
 
 
 def cost(run: Run, home: Path) -> str | None:
-    """What the run has cost so far, such as "1.20 EUR"; None without a price."""
     return cost_of({run.target: run.used_s * run.spec.gpus}, home)
 
 
@@ -76,7 +75,6 @@ def over_limit(store: Store) -> set[str]:
 
 
 def limit_error(store: Store, owner: str) -> FlashError | None:
-    """That the owner has used up a day's limit, or None."""
     if owner not in over_limit(store):
         return None
     price = price_of_hour(store.base)

@@ -244,7 +244,6 @@ class Connection:
         return [next(iter(row.values())) for row in self.query(sql, values)]
 
     def two_columns(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, Any]]:
-        """The two columns of all rows, as dict() takes them."""
         return [cast("tuple[Any, Any]", tuple(row.values())) for row in self.query(sql, values)]
 
     def records(
@@ -255,7 +254,6 @@ class Connection:
     def record(
         self, kind: type[RecordKind], sql: str, values: Sequence[Any] = ()
     ) -> RecordKind | None:
-        """The first row."""
         return next(iter(self.records(kind, sql, values)), None)
 
     def _decoded(self, name: str, value: Any) -> Any:
@@ -340,7 +338,9 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if _is_of_a_full_disk(error, path):
+        # What it says if it cannot make the files next to it
+        is_vague = "disk I/O" in str(error) or "unable to open" in str(error)
+        if "disk is full" in str(error) or (is_vague and not has_space([path], LEAST_FREE_BYTES)):
             raise disk_error(OSError(errno.ENOSPC, str(error)), path) from error
         if "locked" in str(error):
             raise _busy(path) from error
@@ -350,14 +350,6 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
             raise
         what = f"the database is damaged: {error}"
         raise FlashError("state_corrupt", what, path=path, fix=REBUILD) from error
-
-
-def _is_of_a_full_disk(error: sqlite3.OperationalError, path: Path) -> bool:
-    """SQLite says "disk I/O error" or "unable to open" if it cannot make the files next to it."""
-    if "disk is full" in str(error):
-        return True
-    is_vague = "disk I/O" in str(error) or "unable to open" in str(error)
-    return is_vague and not has_space([path], LEAST_FREE_BYTES)
 
 
 def pick(row: Mapping[str, Any], *names: str) -> Json:

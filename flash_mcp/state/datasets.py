@@ -42,7 +42,6 @@ class Dataset:
 
     @property
     def created(self) -> float:
-        """When, as of time.time()."""
         return self.path.stat().st_mtime
 
     def rows(self, file: str = TRAIN) -> list[Json]:
@@ -107,7 +106,6 @@ def locate(reference: str, base: Path | None = None) -> Path:
 
 
 def newest_first(base: Path) -> list[Dataset]:
-    """Every version of every dataset of the caller's."""
     results = map(_read, chain.from_iterable(_known(base).values()))
     return sorted(results, key=lambda dataset: dataset.created, reverse=True)
 
@@ -149,5 +147,4 @@ def dump_rows(rows: Iterable[Json]) -> bytes:
 
 
 def load_rows(content: bytes) -> Iterator[Json]:
-    """The inverse of `dump_rows`."""
     return (json.loads(line) for line in content.decode().split("\n") if line)

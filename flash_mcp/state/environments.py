@@ -50,12 +50,10 @@ class EnvironmentTable(Connection):
             return row, stage.commit()
 
     def environment_bytes(self, besides: EnvironmentVersion | None = None) -> int:
-        """The bytes of environments that the caller stores."""
         sql = "SELECT coalesce(sum(size_bytes), 0) FROM environments WHERE (name, digest) != (?, ?)"
         return self.column(sql, [besides.name, besides.digest] if besides else ["", ""])[0]
 
     def environment_limit(self) -> int:
-        """The bytes of environments that the caller may store."""
         if allowed := operator_settings(self.base).disk.uploads_gib:
             return int(allowed * 2**30)
         return caller().limits.environment_bytes
@@ -116,7 +114,6 @@ class EnvironmentTable(Connection):
 
 
 def _text(args: Json | None) -> str:
-    """The same text for the same arguments."""
     return json.dumps(args or {}, sort_keys=True)
 
 
@@ -141,7 +138,6 @@ class DeploymentTable(Connection):
         return self.records(Deployment, sql, states)
 
     def deployment(self, deployment_id: str) -> Deployment:
-        """The deployment of that id, or FlashError(unknown_deployment)."""
         sql = "SELECT * FROM deployments WHERE id = ?"
         if row := self.record(Deployment, sql, [deployment_id]):
             return row
@@ -163,6 +159,5 @@ class DeploymentTable(Connection):
     def update_deployment(
         self, deployment_id: str, *, expected_states: Sequence[str] = (), **values: Any
     ) -> bool:
-        """As `update`."""
         values["updated"] = time.time()
         return self.update("deployments", deployment_id, values, expected_states)

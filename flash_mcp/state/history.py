@@ -180,7 +180,6 @@ class HistoryTables(RunTable):
         return self.column(sql, [run_id, split])
 
     def evals(self, run_id: str) -> list[Evaluation]:
-        """In order of steps; step 0 is the untrained model."""
         sql = """SELECT step, epoch, time, summary,
                  (SELECT json_extract(data, '$.answer') FROM events
                   WHERE events.run_id = evals.run_id AND kind = 'constant'
@@ -202,7 +201,6 @@ class HistoryTables(RunTable):
         return None
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """In order of steps."""
         sql = """SELECT step, epoch, time, digest, size_bytes, path, metrics FROM checkpoints
                  WHERE run_id = ? ORDER BY step"""
         return self.records(Checkpoint, sql, [run_id])
@@ -264,13 +262,11 @@ class HistoryTables(RunTable):
             self.put_precision(run_id, data["precision"])
 
     def put_precision(self, run_id: str, precision: str) -> None:
-        """ValueError for one that does not exist."""
         if precision not in get_args(Precision):
             raise ValueError(f"no precision: {precision!r}")
         self.execute("UPDATE main.runs SET precision = ? WHERE id = ?", [precision, run_id])
 
     def put_log(self, run_id: str, attempt: int, tail: str) -> None:
-        """Keep the end of what the newest attempt printed."""
         self._put("logs", {"run_id": run_id, "attempt": attempt, "tail": tail})
 
     def log(self, run_id: str) -> str:
@@ -361,7 +357,6 @@ class HistoryTables(RunTable):
         return [[True] * solved + [False] * (tasks - solved) for tasks, solved in kinds]
 
     def golds(self, run_id: str, step: int) -> list[str]:
-        """The gold answers of the attempts that `answers` has."""
         sql = f"SELECT expected FROM rollouts WHERE {WITH_GOLD}"
         return self.column(sql, [run_id, step])
 
@@ -380,7 +375,6 @@ class HistoryTables(RunTable):
         return Rollout.from_row(self.query(sql, [run_id, step, index])[0]["body"])
 
     def curve(self, run_id: str, points: int = 400) -> Curve:
-        """FlashError(unknown_run)."""
         run = self.run(run_id)
         names = METRICS[run.algorithm].items()
         lines = {name: self.series(run_id, metric, points) for name, metric in names}

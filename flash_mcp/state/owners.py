@@ -99,7 +99,6 @@ def refuse_server_side(what: str, fix: str = SENT_INSTEAD, **values: Any) -> Non
 
 
 def operator_settings(base: Path) -> Settings:
-    """FlashError(invalid_argument) if the file cannot be used."""
     try:
         return load_settings(base)
     except ValueError as error:

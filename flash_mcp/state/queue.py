@@ -114,7 +114,10 @@ def enqueue(
                 what = f"{name} has just been removed"
                 raise FlashError(code, what, fix="name another one, or make it again")
         run_id = new_id(store)
-        if commit := _commit_before(store, spec, init_adapter):
+        # On other weights, what is evaluated or trained on would be another model.
+        before = (spec.get("checkpoint") or "").partition("@")[0]
+        before = before or (init_adapter or {}).get("run_id")
+        if before and (commit := store.model_commit(before)):
             lineage["model_commit"] = commit
         if (granted := caller().secrets) is not None:
             lineage["granted"] = sorted(granted)
@@ -148,18 +151,13 @@ def enqueue_server(
 
 
 def _add(store: Store, run_id: str, spec: Json, **columns: Any) -> None:
-    """A new row, which is queued. FlashError(unknown_target | targets_invalid)."""
     now = time.time()
     row: Json = {"id": run_id, "state": "queued", "created": now, "updated": now, "spec": spec}
     row |= {name: spec[name] for name in ("model", "target", "max_attempts")}
-    store.insert("runs", {**row, **columns, "folder": _folder(store, spec["target"], run_id)})
-
-
-def _folder(store: Store, target: str, run_id: str) -> str:
-    """Where the run's folder lies. FlashError(unknown_target | targets_invalid)."""
-    if target == LOCAL_TARGET:
-        return str(runs_dir(store.base) / run_id)
-    return find_target(store.base, target).folder_of(run_id)
+    row["folder"] = str(runs_dir(store.base) / run_id)
+    if spec["target"] != LOCAL_TARGET:
+        row["folder"] = find_target(store.base, spec["target"]).folder_of(run_id)
+    store.insert("runs", row | columns)
 
 
 def label(store: Store, run: Run, words: Label) -> Run:
@@ -175,16 +173,6 @@ def label(store: Store, run: Run, words: Label) -> Run:
              WHERE id = (SELECT id FROM runs WHERE id = ?)"""
     store.execute(sql, [json.dumps(changes), run.id])
     return store.run(run.id)
-
-
-def _commit_before(store: Store, spec: Json, init_adapter: Json | None) -> str | None:
-    """The hub's commit of the base model below the adapter that is evaluated or trained on: on
-    other weights it would be another model.
-    """
-    run_id = (spec.get("checkpoint") or "").partition("@")[0] or (init_adapter or {}).get("run_id")
-    if run_id:
-        return store.model_commit(run_id)
-    return None
 
 
 def job(run: Run) -> Json:
@@ -320,7 +308,6 @@ def mark_running(store: Store, run_id: str, attempt: int) -> bool:
 
 
 def record_handle(store: Store, run_id: str, attempt: int, handle: str) -> bool:
-    """Keep what the engine calls the attempt: engines forget attempts that have ended."""
     return _update(store, "handle = ?", [handle], run_id, attempt, ("starting", "running"))
 
 
@@ -526,7 +513,6 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
 
 
 def queued_runs(store: Store) -> int:
-    """How many runs of the caller are queued."""
     # From an index alone: a caller's view reads each of the runs that all owners have queued.
     sql = """SELECT count(*) AS number FROM main.runs INDEXED BY runs_queued
              WHERE state = 'queued' AND owner = ?"""

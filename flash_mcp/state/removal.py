@@ -128,7 +128,6 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
 def ended_runs(
     store: Store, *, older_than_s: float | None = None, only_failed: bool = False
 ) -> list[str]:
-    """The ids of runs that ended so long ago, the oldest first."""
     states = ("failed",) if only_failed else ENDED
     before = time.time() - (older_than_s or 0.0)
     sql = f"""SELECT id FROM runs WHERE state IN ({marks(states)}) AND ended <= ? AND serves IS NULL

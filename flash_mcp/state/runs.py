@@ -132,7 +132,6 @@ class RunTable(Connection):
         return self.records(Run, sql, [run.environment, run.environment_digest, run.seed_group])
 
     def active_runs(self) -> list[Run]:
-        """Runs that have not ended, oldest first."""
         sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) AND serves IS NULL
                   ORDER BY created, id"""
         return self.records(Run, sql, ACTIVE)

@@ -144,13 +144,11 @@ def schema() -> int:
 
 
 def newer_migrations(db: Database) -> list[str]:
-    """Migrations of the database that this code does not know."""
     existing = _known_migrations()
     return [row.name for row in migrations.applied(db) if row.name not in existing]
 
 
 def columns(db: Database) -> set[tuple[str, str]]:
-    """Table and column of each column that the database has."""
     sql = """SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c
              WHERE t.type = 'table'"""
     return set(db.execute(sql).fetchall())  # pyright: ignore[reportUnknownMemberType]

@@ -137,7 +137,6 @@ def _stays(row: Deployment, target: str | None) -> bool:
 
 
 def _changed(store: Store, row: Deployment, **requested: Any) -> Deployment:
-    """The deployment with the values that are not None."""
     changes = without_none(requested)
     if not changes:
         return row

@@ -145,7 +145,6 @@ class TargetSettings(BaseModel):
 
     @property
     def launcher(self) -> Any:
-        """The engine's class."""
         return doors.find(ENGINES, self.engine)
 
     def folder_of(self, run_id: str) -> str:
@@ -156,7 +155,6 @@ class TargetSettings(BaseModel):
 
 
 def targets(base: Path) -> dict[str, TargetSettings]:
-    """All targets by name. FlashError(targets_invalid)."""
     path = base / FILE
     fix = f"correct {path}; docs/targets.md has its fields"
     try:
@@ -170,7 +168,6 @@ def targets(base: Path) -> dict[str, TargetSettings]:
 
 
 def find_target(base: Path, name: str) -> TargetSettings:
-    """FlashError(unknown_target | targets_invalid)."""
     existing = targets(base)
     if name in existing:
         return existing[name]
@@ -197,7 +194,6 @@ def key_of(base: Path) -> bytes:
 
 
 def new_target(base: Path, name: str, fields: dict[str, Any]) -> TargetSettings:
-    """A target that can be added. FlashError(targets_invalid | invalid_argument)."""
     fix = "correct the option; see flash-mcp target add --help"
     settings = _settings(name, fields, fix)
     if name in targets(base):
@@ -218,7 +214,6 @@ def write_target(base: Path, name: str, settings: TargetSettings) -> None:
 
 
 def note_cards(base: Path, name: str, cards: Cards) -> None:
-    """Write what the nodes of a target have into its table, which does not say so yet."""
     path = base / FILE
     line = _line("cards", cards.model_dump(exclude_defaults=True))
     lines = path.read_text().splitlines(keepends=True)
@@ -229,7 +224,6 @@ def note_cards(base: Path, name: str, cards: Cards) -> None:
 
 
 def remove_target(base: Path, name: str) -> None:
-    """Delete a target's table. FlashError(unknown_target | targets_invalid)."""
     find_target(base, name)
     path = base / FILE
     kept: list[str] = []

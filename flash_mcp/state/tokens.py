@@ -81,7 +81,6 @@ def list_tokens(store: Store) -> list[Token]:
 
 
 def revoke(store: Store, reference: str) -> list[Token]:
-    """End a token by its id, or all of an owner. FlashError(invalid_argument) if none is valid."""
     now = time.time()
     valid = "(id = ? OR owner = ?) AND revoked IS NULL AND (expires IS NULL OR expires > ?)"
     values = [reference, reference, now]
@@ -96,7 +95,6 @@ def revoke(store: Store, reference: str) -> list[Token]:
 
 
 def find(store: Store, digest: str) -> Token | None:
-    """The token whose text has this digest, unless it was revoked or has expired."""
     now = time.time()
     # 256 random bits need no slow hash; looking the hash up tells a timer nothing about the text.
     sql = f"""SELECT {_COLUMNS} FROM tokens

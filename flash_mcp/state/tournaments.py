@@ -87,11 +87,9 @@ class Tournament(Record):
 
     @property
     def used(self) -> int:
-        """Tasks of the rounds that were started."""
         return sum(row["tasks"] for row in self.rounds)
 
     def newest_run(self, arm: int) -> str | None:
-        """Its newest evaluation."""
         for row in reversed(self.rounds):
             if row["tasks"] and str(arm) in row["runs"]:
                 return row["runs"][str(arm)]
@@ -106,7 +104,6 @@ class Tournament(Record):
 
 
 def find_tournament(store: Store, tournament_id: str) -> Tournament:
-    """FlashError(unknown_tournament)."""
     sql = "SELECT * FROM tournaments WHERE id = ?"
     if row := store.record(Tournament, sql, [tournament_id]):
         return row

@@ -277,7 +277,6 @@ def _check_no_secret(path: str) -> None:
 
 
 def refusal(path: str, what: str, fix: str) -> FlashError:
-    """Why a file cannot be pushed."""
     return FlashError("upload_invalid", f"{path!r:.200} {what}; nothing was pushed", fix=fix)
 
 

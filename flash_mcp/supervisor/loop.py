@@ -133,7 +133,6 @@ class Supervisor(RunReconciler):
         return RunReconciler(self.store, target, self.vault, self.timeouts)
 
     def _serve(self) -> bool:
-        """Look after deployments; whether there are any."""
         live = bool(self.store.deployments(LIVE_DEPLOYMENT))
         if not live and not self.store.active_servers():
             return False
@@ -262,7 +261,6 @@ class TargetThread(threading.Thread):
             self._reconciler = None
 
     def _attend(self) -> bool:
-        """Whether anything is left to do."""
         self._reconciler = self._reconciler or self.reconciler_of(self.target)
         if self.target not in self.store.active_targets():
             self._reconciler.maintenance.clear()

@@ -97,7 +97,6 @@ class Maintenance:
         return [run for run in retention.ended(self.store) if run.target == self.target.name]
 
     def _clear_ended(self, run: Run, allowed: DiskSettings) -> None:
-        """Delete what the operator lets no ended run keep for so long."""
         age_s = time.time() - (run.ended or time.time())
         if allowed.run_days and age_s > allowed.run_days * DAY_S:
             self._drop(run, f"it ended more than {allowed.run_days:g} days ago: run_days")

@@ -223,7 +223,6 @@ class Unfit:
 
 
 def unfit(base: Path) -> Unfit | None:
-    """What is wrong with the supervisor that holds the lock; None if nothing is."""
     holder = LockOwner.read(base)
     if holder is None or not is_supervised(base):
         return None

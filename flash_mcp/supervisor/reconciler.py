@@ -136,7 +136,6 @@ class RunReconciler:
             crew.wait(self.target.look_s)
 
     def _claim_all(self, taken: Sequence[Run]) -> None:
-        """Start what there is room for, for a while: the others are to be looked after again."""
         room = self.launcher.capacity - sum(self._slots(run) for run in taken)
         until = time.monotonic() + CLAIM_S
         while server := queue.claim_server(self.store, self.target.name):
@@ -149,7 +148,6 @@ class RunReconciler:
                 return
 
     def _start(self, run: Run) -> None:
-        """Attach the run's newest attempt, unless that is under way."""
         if self._starting.is_free(run.id):
             self._starting.do(run.id, lambda: self._guarded("attach", run, self._attach))
 
@@ -278,7 +276,6 @@ class RunReconciler:
             log.exception("%s: attempt %s could not be ended", run.id, run.attempt)
 
     def _attach(self, run: Run) -> None:
-        """Start the run's attempt, or find it where another supervisor had started it."""
         existing = self._attempts.get(run.id)
         attempt = self._new_attempt(run)
         folder = attempt.folder
@@ -404,7 +401,13 @@ class RunReconciler:
         elif retryable and self._may_be_restarted(attempt, retryable, status):
             return
         elif error := retryable or self._fault(run, attempt, status):
-            self._replace(run, attempt, _held(run, attempt, status) or error)
+            if run.serves or not status.is_by_hand or not attempt.was_under_way:
+                held = None
+            else:
+                what = f"somebody ended it on the target: {status.detail}"
+                fix = f"train(resume={run.id!r}) lets it go on, and cancel ends it"
+                held = FlashError("held", what, fix=fix)
+            self._replace(run, attempt, held or error)
 
     def _may_be_restarted(self, attempt: Attempt, error: FlashError, status: JobStatus) -> bool:
         """Whether the engine, which took the attempt's machine away, may start its job again. Other
@@ -432,7 +435,6 @@ class RunReconciler:
         attempt.writes_read = (attempt.beat or {}).get("writes")
 
     def _take_in(self, run: Run, attempt: Attempt, *, now: bool = True) -> None:
-        """Read what the attempt has written since the last time."""
         if attempt.reader.read(now=now):
             prune_checkpoints(self.store, run)
         # Keep the end of its output, if nobody else reads the folder
@@ -649,15 +651,6 @@ class RunReconciler:
         row: Json = {"time": time.time(), "epoch": run.attempt, "kind": "attempt"}
         row |= {"message": message, **values}
         self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
-
-
-def _held(run: Run, attempt: Attempt, status: JobStatus) -> FlashError | None:
-    """Why the run waits for its owner, if somebody ended its job while this supervisor looked."""
-    if run.serves or not status.is_by_hand or not attempt.was_under_way:
-        return None
-    what = f"somebody ended it on the target: {status.detail}"
-    fix = f"train(resume={run.id!r}) lets it go on, and cancel ends it"
-    return FlashError("held", what, fix=fix)
 
 
 def is_of_the_machine(error: Exception) -> bool:

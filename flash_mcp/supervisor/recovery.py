@@ -136,7 +136,6 @@ def _take_runs(store: Store, result: Recovered) -> None:
 
 
 def _row(store: Store, path: Path) -> Json:
-    """The row of a run as its folder tells it."""
     folder = RunFolder(path)
     job = _in_this_home(store.base, folder.job())
     if job["run_id"] != path.name:

@@ -224,7 +224,6 @@ def hand_over(base: Path, run: Run) -> None:
 
 
 def variables(env_files: Sequence[str]) -> dict[str, str]:
-    """This process's environment, then what `.env` files have, the first of them first."""
     values = dict(os.environ)
     for file in env_files:
         try:

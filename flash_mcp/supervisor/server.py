@@ -61,7 +61,6 @@ class Server:
 
     @property
     def file(self) -> str:
-        """Where its API key stands."""
         return f"{self.folder}/server.json"
 
     def write(self) -> None:
@@ -143,7 +142,6 @@ def server_of(base: Path, row: Deployment) -> Server | None:
 
 
 def error_message(body: str) -> str:
-    """The message of an OpenAI error body, or the body itself."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return body[:500]

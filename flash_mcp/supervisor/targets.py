@@ -157,7 +157,6 @@ def _with_models(job: Json, folder: RunFolder, variables: Mapping[str, str]) -> 
 
 
 def _fetched(model: str, variables: Mapping[str, str]) -> Path:
-    """The folder of a base model. FlashError(hub_unreachable)."""
     if base_models.is_folder(model):
         return Path(model)
     command = [*PYTHON, "worker.engine.fetch", "ensure", model]
@@ -184,7 +183,6 @@ def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> f
 
 
 def on_node(settings: TargetSettings, module: Sequence[str], code: Order | None) -> list[str]:
-    """The command that runs a module of ours on a node."""
     command = [*shlex.split(settings.python or "python3"), "-P", "-m", *module]
     if code:
         program = ["-P", "-c", node_code.program(), json.dumps(code), *module]
@@ -207,7 +205,6 @@ def node_environment(settings: TargetSettings) -> dict[str, str]:
 
 
 def open_target(base: Path, name: str) -> Target:
-    """The target of that name. FlashError(unknown_target | targets_invalid)."""
     settings = find_target(base, name)
     code = code_folder(base) if settings.setup == "uv" else None
     launcher = settings.launcher.of(settings, tag_of(base))

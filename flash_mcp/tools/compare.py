@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -168,8 +167,12 @@ def compare(
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
     shown = better[:flips] + worse[:flips]
+    room = FLIP_CHARACTERS // (2 if further else 1)
     lost = _lost(store, pair.other)
-    notes = [*_limits(pair, memory), *_trained(store, pair), *_spreads(store, pair)]
+    # What the runs with other seeds came to, of a side that is one of several
+    groups = {side.run.seed_group: side.run for side in (pair.other, pair.base)}
+    spreads = filter(None, (spread_of(store, run) for run in groups.values()))
+    notes = [*_limits(pair, memory), *_trained(store, pair), *spreads]
     if lost:
         notes.insert(0, f"{health.WORSE_ELSEWHERE}: other {lost}")
     if further:
@@ -186,7 +189,7 @@ def compare(
         headroom=pair.headroom(),
         newly_solved=len(better),
         no_longer=len(worse),
-        flips=_flips(store, shown, pair, FLIP_CHARACTERS // (2 if further else 1)),
+        flips=[_flip(store, task, pair, room // len(shown)) for task in shown] or None,
         notes=notes or None,
         next=memory.remedy if memory else _next_step(store, pair, changes[metric], shown, lost),
     )
@@ -202,10 +205,6 @@ def compare(
         sides = [pair.base, *(item.other for item in (pair, *further))]
         result.best = _best(sides, metric, min_change, count)
     return result
-
-
-def _flips(store: Store, tasks: list[str], pair: Pair, room: int) -> list[Flip] | None:
-    return [_flip(store, task, pair, room // len(tasks)) for task in tasks] or None
 
 
 def _lines(
@@ -312,7 +311,9 @@ class Pair:
     @cached_property
     def differing(self) -> list[str]:
         names = attempts.differing(self.base.run, self.other.run)
-        if not _is_same_environment(self.base.run, self.other.run):
+        sides = (self.base.run, self.other.run)
+        ours, theirs = (run.environment_references.split(", ") for run in sides)
+        if not all(map(_are_equal, ours, theirs)):
             names.append("environment")
         return names
 
@@ -421,13 +422,8 @@ def _comparable(pair: Pair, base: str, other: str | None) -> Pair:
     return pair
 
 
-def _is_same_environment(one: Run, other: Run) -> bool:
-    """Whether both are of the same version, or of versions whose scorer and tasks are equal."""
-    ours, theirs = one.environment_references.split(", "), other.environment_references.split(", ")
-    return all(map(_are_equal, ours, theirs))
-
-
 def _are_equal(one: str, other: str) -> bool:
+    """Whether both are the same version, or versions whose scorer and tasks are equal."""
     if one == other:
         return True
     digests: set[str] = set()
@@ -590,12 +586,6 @@ def _trained(store: Store, pair: Pair) -> list[str]:
         fields.append(f"{name} {' and '.join(shorten(to_text(value), 100) for value in values)}")
     both = f"{runs[0].id} and {runs[1].id} were trained with"
     return [shorten(f"{both} {'; '.join(fields) or 'the same values'}", TRAINED_CHARACTERS)]
-
-
-def _spreads(store: Store, pair: Pair) -> list[str]:
-    """What the runs with other seeds came to, of a side that is one of several."""
-    spreads = {side.run.seed_group: side.run for side in (pair.other, pair.base)}
-    return list(filter(None, map(functools.partial(spread_of, store), spreads.values())))
 
 
 def _lost(store: Store, side: Evaluated) -> str:

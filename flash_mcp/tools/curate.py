@@ -205,12 +205,15 @@ async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) ->
     await report("reading attempts")
     attempts = [_attempts_of(store, reference, plan.source) for reference in runs]
     curated = await run_sync(_select, attempts, plan, held_out, abandon_on_cancel=True)
+    held_back = [_example("holdout", attempt) for attempt in curated.holdout[:1]]
+    chosen = curated.train[: EXAMPLES - len(held_back)]
+    examples = [_example("train", attempt) for attempt in chosen]
     result = Curate(
         environment=rows[0].environment_reference,
         models=sorted({row.model for row in rows}),
         counts=curated.counts,
         notes=_notes(curated, plan, held_out) or None,
-        examples=_examples(curated),
+        examples=[*examples, *held_back],
         next=KEEP,
     )
     if not curated.train:
@@ -392,13 +395,6 @@ def _left_out(attempt: StoredAttempt, held_out: HeldBack) -> str:
     if found is None or found.text == asked:
         return said
     return f"{said}, which asks what eval's {shorten(found.text, LEFT_OUT_CHARACTERS)!r} asks"
-
-
-def _examples(curated: Curated) -> list[Selected]:
-    """The first of each part, and more of those to train on."""
-    held_back = [_example("holdout", attempt) for attempt in curated.holdout[:1]]
-    count = EXAMPLES - len(held_back)
-    return [*(_example("train", attempt) for attempt in curated.train[:count]), *held_back]
 
 
 def _example(part: Literal["train", "holdout"], attempt: StoredAttempt) -> Selected:

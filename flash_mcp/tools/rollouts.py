@@ -478,23 +478,19 @@ def _excerpt(text: str, allowed: int, around: str) -> str:
     return f"…[{start} characters cut]… {shown} …[{after} characters cut]…"
 
 
-def _after_recorded(result: _Page, shown: list[RolloutView]) -> str:
-    id = result.run_id
-    run_id = result.store.deployment(id).run_id
-    if not shown and Recording(result.store.base, id).is_on():
-        return "nothing of that kind was recorded so far; requests to its base_url and chat are"
-    if not shown:
-        return f"nothing was recorded: deploy(run_id={run_id!r}, record=true) begins"
-    learn = f"curate(runs=[{id!r}], select='all', name='...') makes a dataset of them"
-    if result.has_more:
-        return f"cursor brings more; {learn}"
-    return learn
-
-
 def _next_step(result: _Page, shown: list[RolloutView], was_cut: bool) -> str:
     run_id = result.run_id
     if result.is_recorded:
-        return _after_recorded(result, shown)
+        id = result.run_id
+        run_id = result.store.deployment(id).run_id
+        if not shown and Recording(result.store.base, id).is_on():
+            return "nothing of that kind was recorded so far; requests to its base_url and chat are"
+        if not shown:
+            return f"nothing was recorded: deploy(run_id={run_id!r}, record=true) begins"
+        learn = f"curate(runs=[{id!r}], select='all', name='...') makes a dataset of them"
+        if result.has_more:
+            return f"cursor brings more; {learn}"
+        return learn
     if not shown and result.index is not None:
         count = result.store.rollout_count(run_id, result.split, result.step)
         return f"this step has {count} {result.split} rollouts: index is 0 to {count - 1}"

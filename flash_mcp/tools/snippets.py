@@ -106,7 +106,6 @@ def opening_of(store: Store, row: Deployment) -> list[Json]:
 
 
 def question_of(store: Store, row: Deployment) -> str | None:
-    """What a task of the run asks, if it is short."""
     prompts = _prompts(store, row, 1)
     content = prompts[0][-1].get("content") if prompts else None
     is_short = isinstance(content, str) and len(content) <= QUESTION_CHARACTERS
@@ -130,7 +129,6 @@ def _prompts(
 
 
 def tools_of(store: Store, row: Deployment) -> list[Json]:
-    """OpenAI function schemas of what the model could call in training."""
     rows = _rollouts(store, row, 1, "index")
     if rows:
         return rows[0].tools

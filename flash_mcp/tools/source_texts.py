@@ -33,7 +33,6 @@ LARGE = re.compile(r"\)[*+{]|\{\d{3}")
 
 
 def folder_texts(folder: Path) -> list[str]:
-    """`source_texts` of the Python files of a folder."""
     # The first Python files of a folder. Links are left out: they may lead out of it
     sources: list[str] = []
     for path in sorted(itertools.islice(folder.rglob("*.py"), MOST_FILES)):
@@ -76,7 +75,6 @@ def _tokens(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _matching(pattern: str) -> str:
-    """A text that the pattern matches, or ""."""
     if LARGE.search(pattern) or not re.search(r"[\\\[({.*+?^$|]", pattern):
         return ""
     sampler = rstr.Rstr(random.Random(0))

@@ -138,7 +138,6 @@ def env_setup(
 
 
 def _exclude(option: str, **others: str | None) -> None:
-    """FlashError(invalid_argument) if one of the others is there."""
     for name, value in others.items():
         if value is not None:
             what = f"{option} does not go with {name}={value!r}"
@@ -200,7 +199,6 @@ def _of_server(folder: str | None, server: str | None) -> EnvSetup:
 
 
 def _command(server: str) -> list[str]:
-    """Its words. FlashError(invalid_argument) if they cannot start a server."""
     words: list[str] = []
     with suppress(ValueError):  # a quotation is not closed
         words = shlex.split(server)
@@ -250,7 +248,6 @@ def _of_rows(
 
 
 def _name(folder: str | None, template: str) -> str:
-    """The environment's name: that of its folder, or else its template's."""
     name = expanded(folder).absolute().name if folder else template
     return name if NAME.fullmatch(name) else template
 

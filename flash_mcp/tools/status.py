@@ -184,7 +184,6 @@ def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> St
 
 
 def _lines(store: Store, rows: Sequence[Run]) -> list[RunLine]:
-    """The first runs, as many as fit into a result."""
     lines: list[RunLine] = []
     characters = 0
     for run in rows:

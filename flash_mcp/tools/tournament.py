@@ -402,7 +402,6 @@ async def arms_that_learn(
 
 
 def _check_fields(arms: Sequence[Json], settings: Json, split: str, own: Json) -> None:
-    """FlashError(invalid_argument) for fields that all arms have alike."""
     fixed = own.keys() & {*settings.keys() - {"steps"}, *itertools.chain(*arms)}
     if split != "eval":
         fixed.add("split")
@@ -429,7 +428,6 @@ def _check(spec: RunSpec) -> None:
 
 
 def _entry(name: str, plan: Plan) -> Json:
-    """An arm as the tournament keeps it, with how its checkpoints are evaluated."""
     spec = plan.parts[0].spec(plan.spec)
     same = {field: getattr(spec, field) for field in (*TAKEN_FROM_RUN, "seed", "max_error_share")}
     card = plan.card
@@ -458,7 +456,6 @@ def _train(plans: Mapping[str, Plan], tournament_id: str) -> dict[str, str]:
 
 
 def explanation_of_race(row: tournaments.Tournament, race: Standing, names: Sequence[str]) -> str:
-    """How a tournament of arms that learn stands, in words."""
     left = ", ".join(names[arm] for arm in race.left)
     last = row.milestones[-1]
     trained = before = 0

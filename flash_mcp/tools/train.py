@@ -261,7 +261,6 @@ async def _started(
 
 
 def _arguments(fields: Json, settings: Json) -> Json:
-    """Fields and settings in one. FlashError(unknown_argument | invalid_argument)."""
     arguments = without_none(fields)
     for name, value in settings.items():
         if name not in RunSpec.model_fields:

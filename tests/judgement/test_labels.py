@@ -61,12 +61,7 @@ def rows(count: int) -> tuple[list[str], list[str]]:
     return texts, golds
 
 
-@pytest.mark.parametrize("library", ["none", "sklearn"])
-def test_words_tell_labels_and_which_rows_are_wrong(library: str, monkeypatch: pytest.MonkeyPatch):
-    if library == "sklearn":
-        pytest.importorskip("sklearn")
-    else:
-        monkeypatch.setattr(labels, "find_spec", lambda _: None)
+def test_words_tell_labels_and_which_rows_are_wrong():
     texts, golds = rows(200)
     predict = labels.learn_by_words(texts, golds)
     assert [predict(text)[0] for text in ("The courier is late", "my password")] == ["ship", "log in"]

@@ -134,7 +134,6 @@ class Launcher(ABC):
 
 
 def exported(environment: Mapping[str, str]) -> list[str]:
-    """Commands of a shell that set these variables."""
     return [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
 
 

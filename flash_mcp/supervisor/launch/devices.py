@@ -70,7 +70,6 @@ def free_memory() -> dict[str, float]:
 
 
 def names_of(cards: Sequence[str]) -> list[str]:
-    """The UUID of each GPU that is named by its number; others keep their names."""
     uuids = _pairs("index,uuid", 30.0)
     return [uuids.get(card, card) for card in cards]
 

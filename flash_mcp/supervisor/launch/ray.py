@@ -118,7 +118,6 @@ class RayLauncher(ApiLauncher):
         return {job["submission_id"]: job for job in jobs if job["submission_id"]}
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """FlashError(target_unreachable | target_refused)."""
         return self.ask(method, path, body, TIMEOUT_S)
 
 

@@ -82,7 +82,6 @@ class SkyLauncher(ApiLauncher):
         return Handle(launch.key, str(number))
 
     def _is_taking(self, name: str) -> bool:
-        """Whether an earlier request to launch the job is under way."""
         query = "api/status?fields=request_id&fields=name&fields=request_body"
         answer = self.ask("GET", query, None, TIMEOUT_S)
         result = cast("list[Json]", self.json_of(answer))

@@ -187,7 +187,6 @@ class SlurmLauncher(Launcher):
         return None
 
     def _listed(self, *which: str) -> list[SlurmJob]:
-        """The account's jobs, or those of them that are asked for."""
         mark = secrets.token_hex(16)  # unknown to whoever chose a name or a comment
         form = "".join(mark + field for field in FIELDS) + mark
         command = ["squeue", "--me", *which, "--states=all", "--noheader", f"--format={form}"]
@@ -200,7 +199,6 @@ class SlurmLauncher(Launcher):
         return [SlurmJob(*fields[at : at + width - 1]) for at in range(0, len(fields), width)]
 
     def _run(self, command: list[str], stdin: str = "") -> str:
-        """What the command prints. FlashError(target_unreachable | target_refused)."""
         name = command[0]
         if self.ssh:
             command = ["ssh", *_ssh_options(), self.ssh, shlex.join(command)]
@@ -229,7 +227,6 @@ class SlurmLauncher(Launcher):
 
 @cache
 def _control_folder() -> Path:
-    """For ssh's sockets."""
     folder = Path(mkdtemp(prefix="flash-ssh-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

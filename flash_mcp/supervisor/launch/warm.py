@@ -93,7 +93,6 @@ class WarmWorker:
     def take(
         self, launch: Launch, register: Sequence[str], log: IO[bytes]
     ) -> subprocess.Popen[bytes] | None:
-        """The process, which runs `register` and becomes the attempt; None if none could."""
         process, link, needed = self._process, self._link, _needs(launch)
         if process is None or link is None or needed is None:
             return None

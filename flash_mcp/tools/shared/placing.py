@@ -41,7 +41,6 @@ class Place:
     """Whether a run would have to wait there."""
 
     def refusal(self, need_on: NeedOn, cards: int) -> str:
-        """Why a run with so many cards cannot go there; empty if it can."""
         if self.trouble or self.cards is None:
             return self.trouble or f"its cards are not known: `flash-mcp target check {self.name}`"
         if cards > self.count and self.cards.kind == "gpu":
@@ -140,7 +139,6 @@ def placed(
 
 
 def places(store: Store) -> list[Place]:
-    """This machine and every target, as far as the server knows without asking them."""
     counts = store.counts_by_target()
     active: dict[str, int] = {}
     for (name, _), number in counts.items():

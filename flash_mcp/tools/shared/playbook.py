@@ -90,5 +90,4 @@ def skill() -> str:
 
 
 def loop(goal: str) -> str:
-    """The prompt for a goal."""
     return LOOP.format(goal=goal.strip())

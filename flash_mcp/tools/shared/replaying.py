@@ -35,7 +35,6 @@ class Earned(ResultModel):
 
     reward: Rounded
     success: Rounded
-    """Share."""
 
 
 class Moved(ResultModel):
@@ -45,10 +44,8 @@ class Moved(ResultModel):
     index: int
     task_id: str
     reward: list[Rounded]
-    """Before and now."""
     success: list[bool]
     text: str
-    """What the model wrote; answers of the environment in brackets."""
     reason: str | None = None
 
 
@@ -57,40 +54,25 @@ class Replay(ResultModel):
 
     run_id: str
     of: int
-    """Rollouts that the run has stored; the newest are played."""
     played: int
-    """That have a reward now, and are compared below."""
     before: Earned | None = None
     now: Earned | None = None
     moved: int
-    """Rewards that differ."""
     newly: int
-    """Now a success."""
     no_longer: int
     groups: int = 0
-    """Of at least two that were all played."""
     taught: int = 0
-    """Groups whose rewards differed, so that they taught something."""
     teach: int = 0
-    """Groups whose rewards differ now."""
     no_longer_teach: int = 0
     other_way: int | None = None
-    """Played to another end: prompt or answers of the environment differ from what the model read.
-    They are compared too; what the model would have said then is not known."""
     gone: int | None = None
-    """Whose task the new version does not have."""
     failed_before: int | None = None
-    """That the environment failed in the run: they have no reward, and are left out."""
     late: int | None = None
-    """For which the time of a call was too short."""
     faulty: str | None = None
-    """How many the environment failed to play, and the first fault."""
     now_successes: list[Moved] | None = None
     now_failures: list[Moved] | None = None
     paid_less: list[Moved] | None = None
-    """What lost most, where the success did not change."""
     constant: str | None = None
-    """The best answer that is the same for every task, and what it earns now."""
 
 
 @dataclass(frozen=True)

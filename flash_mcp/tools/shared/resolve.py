@@ -212,7 +212,6 @@ def _bounded(resolved: ResolvedSpec, card: ModelCard) -> ResolvedSpec:
 
 
 def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
-    """The adapter to start from, as job.json has it. FlashError(adapter_mismatch)."""
     if spec.init_from_adapter is None:
         return None
     start = _start(store, spec.init_from_adapter)
@@ -267,14 +266,12 @@ def _adapter_shape(store: Store, fields: Json) -> Json:
 
 
 def _shape_in(adapter: Path) -> Json:
-    """The fields of a spec that an adapter's own configuration decides."""
     config = read_adapter_config(adapter, "r", "lora_alpha")
     experts = bool(config.get("target_parameters"))
     return {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"], "experts": experts}
 
 
 def _start(store: Store, reference: str, field: str = "init_from_adapter") -> _Start:
-    """FlashError(unknown_run | unknown_checkpoint | invalid_argument)."""
     if caller().is_local and expanded(reference).is_dir():
         return _Start(expanded(reference).absolute())
     run_id, _, at = reference.partition("@")

@@ -158,7 +158,6 @@ def chat_of(fields: Json) -> tuple[list[Any], int | None, Collection[str]]:
 
 
 def pair_of(fields: Json, question: str, answer: str) -> list[Json]:
-    """The messages of a question and its answer."""
     thoughts = {name: fields[name] for name in THOUGHTS if name in fields}
     return [
         {"role": "user", "content": question},

@@ -196,7 +196,6 @@ def _rows(source: str, suffix: str, content: bytes) -> list[Row]:
 
 
 def _parsed(suffix: str, text: str) -> list[Row]:
-    """Raises ValueError and csv.Error."""
     if suffix in (".csv", ".tsv"):
         return _separated(text.lstrip("\r\n"))
     if suffix == ".json":

@@ -155,7 +155,6 @@ class RunReport:
 
 
 def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport:
-    """FlashError(unknown_run)."""
     blocked = obstacles(store, store.run(run_id))
     history = store.load(run_id)
     run = history.run
@@ -452,7 +451,6 @@ def _log_tail(store: Store, run: Run, characters: int) -> str:
 
 
 def _newest_rollouts(store: Store, run_id: str) -> list[Rollout]:
-    """Rollouts of the newest step, or of the newest evaluation if there are none (sft)."""
     for split in ("train", "eval"):
         steps = store.rollout_steps(run_id, split)
         if steps:

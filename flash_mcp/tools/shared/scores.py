@@ -56,7 +56,6 @@ class Scores(ResultModel):
 
 
 def scores(store: Store, run: Run) -> Scores | None:
-    """What the newest evaluation of a run found; None before there is one."""
     rows = store.evals(run.id)
     if rows:
         return scores_of(rows[-1], store.tries(run.id, rows[-1].step))
@@ -131,7 +130,6 @@ class FailedAttempt(ResultModel):
 
 
 def worst_attempts(store: Store, run: Run) -> list[FailedAttempt] | None:
-    """The failed attempts of an evaluation with the lowest rewards; None if there are none."""
     step = run.evaluation.step
     rows = store.rollouts(run.id, "eval", step, "worst", success=False, limit=SHOWN)
     return [_shown(row) for row in rows] or None
@@ -312,7 +310,6 @@ def score_of(result: Confusion, label: str) -> LabelScore:
 
 
 def said_of(name: str, result: Confusion) -> str:
-    """A classifier's figures in words."""
     rows = sum(map(result.n, result.counts))
     return (
         f"{name}: {percent(result.accuracy)} of the {rows} eval rows, "
@@ -352,7 +349,7 @@ def _by_words(folder: str) -> str | None:
     predict = labels.learn_by_words(*splits["train"])
     texts, golds = splits["eval"]
     pairs = [(gold, predict(text)[0]) for text, gold in zip(texts, golds, strict=True)]
-    return said_of(f"{labels.method()} by words", Confusion.of(pairs))
+    return said_of("nearest neighbours by words", Confusion.of(pairs))
 
 
 def _rows(path: Path) -> Sequence[Json]:

@@ -222,7 +222,7 @@ def _labels_read(
         likely_wrong=_likely_wrong(split, prompts, groups) or None,
         baselines=[
             said_of(f"always {usual!r}", Confusion.of(constant)),
-            said_of(f"{labels.method()} by words", Confusion.of(said)),
+            said_of("nearest neighbours by words", Confusion.of(said)),
         ],
         warnings=warnings or None,
     )

@@ -130,7 +130,6 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
 def _task(
     source: str, asking: Sequence[str], answer: str, number: int, row: Row
 ) -> tuple[str, str]:
-    """Question and answer; the letter, of an answer that chooses."""
     texts = list(map(_text, map(row.get, asking)))
     try:
         options = _options(row, (*asking, answer))
@@ -313,7 +312,6 @@ def keep_conversations(
     answer: str | None = None,
     name: str | None = None,
 ) -> Dataset:
-    """Keep the conversations of rows as a dataset for SFT. FlashError(quota_exceeded)."""
     train, held_out, counts, origin = split_conversations(source, holdout, question, answer)
     stem = Path(source).stem.rpartition(":")[2]
     name = name or re.sub(r"[^a-z0-9_-]+", "-", stem.casefold()).strip("-_")[:64] or "rows"

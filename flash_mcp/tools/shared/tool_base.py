@@ -105,7 +105,6 @@ class Tool:
     unlisted: tuple[str, ...] = ()
 
     def is_reading(self, arguments: dict[str, Any]) -> bool:
-        """Whether a call with these arguments changes nothing."""
         if self.changes_with:
             return not any(map(arguments.get, self.changes_with))
         return self.read_only
@@ -134,7 +133,6 @@ class Tool:
 
     @property
     def description(self) -> str:
-        """The docstring without its `Args:`."""
         return unwrapped((inspect.getdoc(self.function) or "").partition(ARGUMENTS)[0])
 
     @property
@@ -148,7 +146,6 @@ class Tool:
 
     @cached_property
     def arguments(self) -> type[BaseModel]:
-        """The arguments as a pydantic model, in the function's order."""
         fields: dict[str, Any] = {}
         for name, parameter in self.signature.parameters.items():
             default = parameter.default

@@ -166,7 +166,6 @@ async def ended(store: Store, run_id: str, deadline: float) -> Run:
 
 
 async def wait_for_change(store: Store, run_id: str, wait_s: float) -> bool:
-    """Wait until something about an active run changes; whether something did."""
     deadline = deadline_after(wait_s)
 
     def read() -> tuple[Run, object]:

@@ -50,7 +50,10 @@ def notes_on(plan: Plan) -> list[str]:
                 fix = "take an earlier checkpoint, or the base model"
                 notes.append(f"{what}: {flag.evidence}; {fix}")
     notes += [*_of_earlier(plan), *_of_tasks(plan), *_of_steps(plan), *_of_evaluations(plan)]
-    return [*notes, *_of_machine(plan), *_of_gate(plan)]
+    notes += filter(None, [plan.placed, *_of_model(plan), *(need.warning() for need in plan.needs)])
+    if missing := _missing(plan.spec.report_to):
+        notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
+    return notes + _of_gate(plan)
 
 
 def _of_earlier(plan: Plan) -> list[str]:
@@ -191,13 +194,6 @@ def _of_evaluations(plan: Plan) -> list[str]:
     return notes
 
 
-def _of_machine(plan: Plan) -> list[str]:
-    notes = [plan.placed, *_of_model(plan), *(need.warning() for need in plan.needs)]
-    if missing := _missing(plan.spec.report_to):
-        notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
-    return list(filter(None, notes))
-
-
 def _of_model(plan: Plan) -> list[str]:
     """What nobody looks at in the model before the run, or does nothing with it."""
     card = plan.card
@@ -225,6 +221,5 @@ def _of_gate(plan: Plan) -> list[str]:
 
 
 def _missing(report_to: Sequence[str]) -> list[str]:
-    """The trackers whose packages are not installed beside this server."""
     packages = {"tensorboard": ("tensorboard", "tensorboardX")}
     return [name for name in report_to if not any(map(find_spec, packages.get(name, (name,))))]

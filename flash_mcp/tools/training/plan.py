@@ -147,7 +147,6 @@ class DiskNeed:
         return f"{sizes}, and {saving}; {in_words(self.free)} free"
 
     def check(self) -> None:
-        """FlashError(disk_full) if not even one checkpoint fits."""
         if self.free >= self.whole:
             return
         what = f"a checkpoint takes {in_words(self.whole)}, and {in_words(self.free)} are free"
@@ -161,7 +160,6 @@ class DiskNeed:
 
 
 def disk_need(store: Store, spec: RunSpec, card: ModelCard, steps: int) -> DiskNeed | None:
-    """None if nothing is known about the size of the model's adapters."""
     adapter = _measured(store, spec) or _computed(spec, card)
     if not adapter:
         return None
@@ -232,7 +230,6 @@ class Inputs:
 
     @property
     def environment(self) -> EnvironmentVersion:
-        """The one that the run is named after."""
         return self.parts[0].environment
 
     @property
@@ -241,7 +238,6 @@ class Inputs:
 
     @property
     def probe(self) -> Probed:
-        """Of all environments."""
         return sum((part.probe for part in self.parts), NO_PROBE)
 
 
@@ -269,7 +265,6 @@ class Plan(Inputs):
             raise error
 
     def gate_error(self) -> FlashError | None:
-        """Of the first environment that is refused."""
         refused = [part for part in self.parts if part.gate.is_refused]
         if not refused:
             return None
@@ -313,7 +308,6 @@ def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) 
 async def plan_of(
     arguments: Json, config: Configs, idempotency_key: str | None, *, sample: bool
 ) -> Plan:
-    """Resolve and check a run. FlashError if it cannot work."""
     store = open_store()
     inputs = await run_sync(_inputs, store, arguments, config, idempotency_key)
     spec, dataset = inputs.spec, inputs.dataset

@@ -51,7 +51,6 @@ class Probed:
         return None
 
     def __add__(self, other: Probed) -> Probed:
-        """Of the environments of both."""
         splits = Counter(self.splits) + Counter(other.splits)
         longest = max(self.prompt_tokens, other.prompt_tokens)
         shared = [*self.shared, *other.shared]
@@ -115,7 +114,6 @@ async def probe(
 
 
 def _check_tools(card: ModelCard) -> None:
-    """FlashError(tools_unsupported) if the model is known to see no tools."""
     if card.scheme == "folder" and card.tools is None:
         what = "the tasks have tools, which the model's chat template cannot show"
         fix = "use a model whose template knows tools, or a ChatML one, which gets ours"

@@ -216,7 +216,6 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
 
 
 def _conversation_s(store: Store, run: Run) -> float | None:
-    """Seconds of a step for each of its conversations; None if the run took no step."""
     points = store.series(run.id, "time/step_s", points=1)
     if points:
         return points[0][1] / run.training.conversations_per_step
