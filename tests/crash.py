@@ -1,4 +1,4 @@
-"""Crash tests with real signals; docs/reliability.md holds their table.
+"""Crash tests with real signals; bench/faults.md holds their table.
 
     python -m tests.crash [--runs N] [--seed S] [--real N] [--at-once N] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""The tables of docs/reference.md, docs/next.md, docs/reliability.md and docs/security.md that code and tests decide.
+"""The tables of docs/reference.md, docs/next.md, bench/faults.md and docs/security.md that code and tests decide.
 `python -m tests.docs` writes them anew.
 """
 
@@ -15,13 +15,13 @@ from tests import hostile
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 ENVIRONMENTS = Path(__file__).parent.parent / "docs" / "environments.md"
-RELIABILITY = Path(__file__).parent.parent / "docs" / "reliability.md"
+FAULTS = Path(__file__).parent.parent / "bench" / "faults.md"
 SECURITY = Path(__file__).parent.parent / "docs" / "security.md"
 NEXT = Path(__file__).parent.parent / "docs" / "next.md"
 
 
 def tables(page: Path) -> dict[str, str]:
-    if page == RELIABILITY:
+    if page == FAULTS:
         acts = table(("acts", "held", "what they try", "tests"), hostile.rows())
         return {"hostile": acts, "open": table(("open act", "reason"), hostile.reasons())}
     if page == SECURITY:
@@ -78,5 +78,5 @@ def wrapped() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for page in (REFERENCE, NEXT, RELIABILITY, SECURITY):
+    for page in (REFERENCE, NEXT, FAULTS, SECURITY):
         page.write_text(filled(page))

@@ -1,4 +1,4 @@
-"""The table of lasting faults in docs/reliability.md, from the tests that inject them.
+"""The table of lasting faults in bench/faults.md, from the tests that inject them.
 
     python -m tests.faults
 

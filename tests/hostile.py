@@ -1,5 +1,5 @@
 """Counts the acts of somebody hostile that the tests try: each collected test with the marker
-`hostile(kind)` is one. docs/reliability.md shows the counts."""
+`hostile(kind)` is one. bench/faults.md shows the counts."""
 
 import json
 import subprocess

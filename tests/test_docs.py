@@ -20,7 +20,7 @@ from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
-from tests.docs import NEXT, PLAYBOOK, REFERENCE, RELIABILITY, SECURITY, filled, wrapped
+from tests.docs import FAULTS, NEXT, PLAYBOOK, REFERENCE, SECURITY, filled, wrapped
 from tests.folders import allow
 from tests.places import AGENT_CALCULATOR, ROOT
 
@@ -95,7 +95,7 @@ def test_the_instructions_name_only_tools_that_exist():
 
 
 @pytest.mark.parametrize(
-    "page", [REFERENCE, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (RELIABILITY, SECURITY))]
+    "page", [REFERENCE, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (FAULTS, SECURITY))]
 )
 def test_the_generated_tables_are_up_to_date(page: Path):
     assert filled(page) == page.read_text(), "run: python -m tests.docs"

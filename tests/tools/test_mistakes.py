@@ -188,7 +188,7 @@ def test_an_odd_client_is_told_what_is_wrong(team: Team, request_: Request) -> N
 
 def test_the_documents_name_how_many_mistakes_are_played() -> None:
     count = len(MISTAKES) + len(LOST) + len(ODD)
-    assert f"{count} mistakes" in (ROOT / "docs" / "reliability.md").read_text()
+    assert f"{count} mistakes" in (ROOT / "bench" / "faults.md").read_text()
 
 
 @pytest.mark.parametrize("given", ["relative/home", "${workspaceFolder}/.flash-mcp", "~/${user}"])

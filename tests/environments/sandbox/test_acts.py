@@ -155,7 +155,7 @@ def test_an_odd_end_is_the_environments_fault(told: Told, name: str) -> None:
 @pytest.mark.hostile("open", is_open=True)
 @pytest.mark.parametrize("name", acts.OPEN)
 def test_an_open_act_is_still_open(told: Told, name: str) -> None:
-    """So that docs/reliability.md says what is true."""
+    """So that bench/faults.md says what is true."""
     assert told.open[name] == "done"
 
 
