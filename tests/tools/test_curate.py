@@ -60,10 +60,9 @@ def numbers(tmp_path: Path) -> Generator[None, None, None]:
         yield
 
 
-@pytest.fixture(params=["auto", "legacy"])
-async def client(request: pytest.FixtureRequest, numbers: None) -> AsyncGenerator[Client]:
-    """The product's server in this process, in both protocol eras."""
-    async with Client(server, mode=request.param) as connected:
+@pytest.fixture
+async def client(numbers: None) -> AsyncGenerator[Client]:
+    async with Client(server) as connected:
         yield connected
 
 
