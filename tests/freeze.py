@@ -102,10 +102,10 @@ def without_repeats(page: str) -> str:
 
 @contextlib.contextmanager
 def settings(folder: Path) -> Generator[None, None, None]:
-    """A state directory and a model cache below `folder`, help 100 characters wide, and the same
+    """A state directory and a model cache below `folder`, help 120 characters wide, and the same
     ids of runs; models are placed on a machine of 16 GiB.
     """
-    values = {"FLASH_HOME": str(folder / "home"), "FLASH_MODELS": str(folder / "models"), "COLUMNS": "100"}
+    values = {"FLASH_HOME": str(folder / "home"), "FLASH_MODELS": str(folder / "models"), "COLUMNS": "120"}
     # Ids of runs decide between equals, and which names are near an unknown one: they are the same
     # each time.
     ids = patch("secrets.choice", random.Random(0).choice)

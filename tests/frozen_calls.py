@@ -312,7 +312,8 @@ async def look_at_runs(call: Calls) -> None:
     for trouble in TROUBLES:  # what else is said of them is that of other runs
         await call("status", "status", run_id=f"run-{trouble}")
         said = json.loads(call.results.pop("status"))["result"]
-        flags[trouble] = {"outlook": said["run"]["outlook"], "flags": said["run"]["flags"], "next": said["next"]}
+        signs = (text for each in said["run"]["flags"] for text in each.values())
+        flags[trouble] = [said["run"]["outlook"], *signs, said["next"]]
     call.results["status-flags"] = pretty(flags)
     await call("checkpoints", "checkpoints", run_id="run-improved")
     await call("checkpoints-of-other-shape", "checkpoints", run_id="run-cancelled")

@@ -22,7 +22,7 @@ def tool_outline(tool: dict[str, Any]) -> str:
     decide by them."""
     schemas = {"inputSchema": "arguments", "outputSchema": "result"}
     parts = [tool["description"]]
-    parts += [f"{key}: {_plain(tool[key])}" for key in sorted({*tool} - {"description", *schemas})]
+    parts.append("\n".join(f"{key}: {_plain(tool[key])}" for key in sorted({*tool} - {"description", *schemas})))
     for key, heading in schemas.items():
         whole = key == "inputSchema"
         schema = tool.get(key, {})
@@ -68,11 +68,11 @@ def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-WIDTH = 100
+WIDTH = 120
 
 
 def pretty(body: Any, indent: str = "") -> str:
-    """JSON in lines of at most 100 letters where it can be: what fits into one is in one, and short
+    """JSON in lines of at most WIDTH letters where it can be: what fits into one is in one, and short
     entries share one.
     """
     text = json.dumps(body, ensure_ascii=False)

@@ -40,9 +40,7 @@ def test_an_outline_has_a_line_for_each_field() -> None:
 Start a run. It returns at once.
 
 annotations: {"readOnlyHint": false}
-
 name: "train"
-
 title: "Train"
 
 arguments: object {}
