@@ -50,6 +50,8 @@ TEXT = "{n} plus {n} is {double}, and twice {double} is more than {n}. "
 
 
 TROUBLE_CHARACTERS = 300
+RECORDS_S = 90 * 86_400.0
+"""A record of another version or model is kept so long."""
 PACKAGES = ("torch", "transformers", "peft", "numpy")
 PROCESSOR = ("model", "vendor", "stepping", "microcode", "flags")
 NUMERIC = re.compile(
@@ -242,6 +244,9 @@ def agreeing_engine(
                     with suppress(OSError):  # a full disk: it is measured again
                         record.parent.mkdir(parents=True, exist_ok=True)
                         write_private(record, words)
+                        for other in record.parent.iterdir():
+                            if time.time() - other.stat().st_mtime > RECORDS_S:
+                                other.unlink(missing_ok=True)
                 if troubles:
                     report("warning", f"the engine gets the policy in another way: {troubles[0]}")
                 return engine

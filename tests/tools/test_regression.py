@@ -18,9 +18,9 @@ pytestmark = pytest.mark.usefixtures("no_supervisor")
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({}, "on: 240 short tasks before and after, 10 % more rollouts; if the model solves 33 % of them, a loss"),
-        ({"steps": 10}, "off: 120 short tasks before and after are 75 % more rollouts; regression='on' tries all"),
-        ({"steps": 10, "settings": {"regression": "on"}}, "on: 311 short tasks before and after, 194 % more"),
+        ({}, "on: 240 short tasks before and after, 480 rollouts beside 4"),
+        ({"steps": 10}, "off: 120 short tasks before and after are 240 rollouts beside 320; regression='on' tries all"),
+        ({"steps": 10, "settings": {"regression": "on"}}, "on: 311 short tasks before and after, 622 rollouts"),
         ({"settings": {"regression": "off"}}, None),
         ({"algorithm": "sft"}, "on: 120 short tasks before and after, for which an engine starts; if the model solves"),
         ({"algorithm": "sft", "settings": {"regression": "off"}}, None),

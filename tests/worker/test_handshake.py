@@ -78,6 +78,9 @@ def test_what_was_measured_is_not_measured_again_until_something_that_decides_it
     engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "handshakes"
+    folder.mkdir()
+    (folder / "of another version").touch()
+    os.utime(folder / "of another version", (0, 0))
     record = partial(record_of, folder, fp32_model, policy, LENGTH)
     _, ((_, measured),) = shaken(engines, policy, fp32_model, record)
     kept = record("merged")

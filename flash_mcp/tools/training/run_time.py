@@ -113,10 +113,10 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
         if spec.algorithm == "sft":
             tasks = max(tasks, FEWEST_REGRESSION_TASKS)
     if tasks < FEWEST_REGRESSION_TASKS:
-        cost = percent(2 * FEWEST_REGRESSION_TASKS / conversations)
-        what = f"off: {FEWEST_REGRESSION_TASKS} short tasks before and after are {cost} more"
-        return replace(work, regression=f"{what} rollouts; regression='on' tries all")
-    cost = f"{percent(2 * tasks / conversations)} more rollouts"
+        what = f"off: {FEWEST_REGRESSION_TASKS} short tasks before and after are "
+        what += f"{2 * FEWEST_REGRESSION_TASKS} rollouts beside {conversations}"
+        return replace(work, regression=f"{what}; regression='on' tries all")
+    cost = f"{2 * tasks} rollouts beside {conversations}"
     if not spec.generates:
         cost = "for which an engine starts"
     text = f"on: {tasks} short tasks before and after, {cost}; "
