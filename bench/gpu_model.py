@@ -63,7 +63,7 @@ def _train_step(place: Place, model: Path, label: str) -> None:
     groups, size, prompt, length = (2, 4, 40, 60) if place.cpu else (8, 8, 512, 1024)
     add = place.results.add
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(model), groups, size, prompt, length)
-    work = memory.Workload(prompt, length, 1, prompt + length, size, 0, RANK)
+    work = memory.Workload(prompt + length, 0, RANK)
     needs = memory.estimate(model, work, torch.bfloat16, memory.capacity_bytes())
     step = make_step(place, model, rollouts, groups=groups)
     if torch.cuda.is_available():
@@ -73,7 +73,9 @@ def _train_step(place: Place, model: Path, label: str) -> None:
     add(**{f"{label}_step_s": taken, f"{label}_tokens_per_s": tokens / taken})
     bound = bench_step.roofline_s(step.model, tokens, groups * size * length)
     add(**{f"{label}_bound_s": bound, f"{label}_share_of_bound": bound / taken})
-    add(**{f"{label}_estimate_gib": (needs.total - needs.process) / GIB})
+    causal_lm: Any = step.model
+    held = memory.token_bytes(causal_lm, packing.way_of(causal_lm)) * tokens / groups
+    add(**{f"{label}_estimate_gib": (needs.total - needs.process + held) / GIB})
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / GIB
         reserved = torch.cuda.max_memory_reserved() / GIB

@@ -23,7 +23,7 @@ from bench.random_model import free
 from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT
-from worker.training import memory, packing
+from worker.training import packing
 
 PROMPT = 64
 RANK = 16
@@ -59,9 +59,7 @@ def _prime_row(place: Place, size: str) -> None:
     mfu = published_mfu / published_rate  # of each token a second, as prime-rl counts operations
     add(mfu=mfu * rate)
     if matmul := Results(place.results.out, "environment").read().get("matmul_tflops"):
-        work = memory.Workload(
-            PROMPT, length - PROMPT, 1, length, 1, 0, RANK, longest=packing.FLASH_TOKENS
-        )
+        work = paper.Work(PROMPT, length - PROMPT, 1, longest=packing.FLASH_TOKENS)
         cost = paper.step_cost(model, flash=True, recomputed=True, work=work, groups=1)
         bound = length / (cost.flops / (matmul * 1e12))
         add(tokens_per_s_bound=bound, mfu_bound=mfu * bound)

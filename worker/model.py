@@ -112,11 +112,7 @@ def load_model(
     if trains or (adapter and sync == "merged"):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
         smallest = memory.Workload(
-            prompt=0,
-            max_tokens=1,
-            turns=1,
             max_length=max_length,
-            group_size=1,
             sequences=int(has_engine),
             lora_rank=spec.lora_rank,
             experts=experts,

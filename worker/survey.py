@@ -59,9 +59,8 @@ async def survey(
 
 async def preflight(
     host: EnvironmentHost, template: ChatTemplate, max_length: int, tasks: int, **watched: Any
-) -> tuple[int, int]:
-    """(tokens of the longest prompt, most turns) of the first tasks. `watched` and errors are those
-    of `survey`.
+) -> None:
+    """Open the first tasks. `watched` and errors are those of `survey`.
 
     FlashError(prompt_too_long) if a prompt leaves no room for an answer.
     """
@@ -69,7 +68,7 @@ async def preflight(
         fix = "give environment.dataset at least one TaskExample"
         raise FlashError("dataset_invalid", "the environment's train split is empty", fix=fix)
 
-    async def look(index: int) -> tuple[int, int]:
+    async def look(index: int) -> None:
         opening = await host.open("train", index)
         await host.close(opening.episode)
         tokens = len(Transcript(template, opening.messages, opening.tools))
@@ -82,7 +81,5 @@ async def preflight(
                 max_length=max_length,
                 fix="shorten the task's prompt, or raise max_length up to the model's context",
             )
-        return tokens, opening.max_turns
 
-    looks = await survey("train", min(host.splits["train"], tasks), look, **watched)
-    return max(tokens for tokens, _ in looks), max(turns for _, turns in looks)
+    await survey("train", min(host.splits["train"], tasks), look, **watched)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from worker.rollouts.gold import Row, dataset_rows
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
 from worker.training.kernels import FP32_HEAD
-from worker.training.packing import Way, longest_pack, way_of
+from worker.training.packing import Way, way_of
 from worker.training.sft import GOLD_SPLITS, Tuner, gold_rows, loss_of_frequencies, make_sft_trainer
 from worker.training.trackers import Trackers
 from worker.training_session import TrainingSession, deadline_of
@@ -66,10 +65,9 @@ def train(
         tasks = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
         model = session.model
         look = partial(preflight, template=model.template, max_length=model.max_length, **watched)
-        looks = ranks.from_first(
+        ranks.from_first(
             lambda: [session.wait(look(host, tasks=tasks)) for host in session.hosts.values()]
         )
-        longest, turns = map(max, zip(*looks, strict=True))
         policy = model.policy
         assert isinstance(policy, PeftModel)
         causal_lm = cast(Any, policy.get_base_model())
@@ -92,18 +90,14 @@ def train(
         if spec.algorithm == "sft":
             trainer = _sft_trainer(job, session, policy, common)
         else:
-            trainer = _rollout_trainer(job, session, policy, (longest, turns), common)
+            trainer = _rollout_trainer(job, session, policy, common)
         return _optimize(trainer, session, resume_from)
 
 
 def _rollout_trainer(
-    job: Json,
-    session: TrainingSession,
-    policy: PeftModel,
-    longest: tuple[int, int],
-    common: dict[str, Any],
+    job: Json, session: TrainingSession, policy: PeftModel, common: dict[str, Any]
 ) -> Any:
-    """A trainer on the session's rollouts. `longest`: tokens of a prompt, and turns."""
+    """A trainer on the session's rollouts."""
     with quick_imports():  # they import vLLM, which SFT may not need
         from worker.training.grpo import Trainer, load_teacher  # noqa: PLC0415
 
@@ -115,16 +109,7 @@ def _rollout_trainer(
         if "model" in source:
             folder = ensure(source["path"], has_gpu=torch.cuda.is_available())
         teacher = load_teacher(source, folder, session.model, common["way"])
-        session.teacher_bytes = teacher.bytes
-    session.longest_pack = longest_pack(policy.get_base_model())
-    prompt, turns = longest
-    common["keep_tokens"] = session.check_memory(
-        common["way"],
-        prompt=prompt,
-        turns=turns,
-        max_tokens=session.limits.max_tokens,
-        group_size=spec.rollouts_per_prompt,
-    )
+    common["keep_tokens"] = session.check_memory(common["way"], teacher.bytes if teacher else 0)
     if session.has_engine:
         session.start_engine()
     return Trainer(
@@ -149,15 +134,7 @@ def _sft_trainer(
     rows = session.ranks.from_first(
         lambda: dataset_rows(dataset, template) if dataset else _gold_rows(session)
     )
-    each = chain.from_iterable(rows["train"])
-    longest = max((len(row["input_ids"]) for row in each), default=1)
-    common["keep_tokens"] = session.check_memory(
-        common["way"],
-        prompt=0,
-        turns=1,
-        max_tokens=min(longest, session.limits.max_length),
-        group_size=session.spec.batch_size,
-    )
+    common["keep_tokens"] = session.check_memory(common["way"])
     trainer = make_sft_trainer(
         policy,
         template.tokenizer,

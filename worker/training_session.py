@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from peft import PeftModel
 
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
-from flash_mcp.protocol.errors import FlashError, first_of
+from flash_mcp.protocol.errors import first_of
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec
+from worker.capacity import MIB, capacity_bytes
 from worker.model import is_four_bit
 from worker.rollouts.metrics import of_environment, staleness, summarize, summarize_evaluation
 from worker.rollouts.scheduler import (
@@ -36,13 +38,8 @@ from worker.rollouts.task_choice import REFILLS, Source, TaskChoice, TaskPlace, 
 from worker.session import PLACE_TIMEOUT_S, Session, check_errors
 from worker.training import memory
 from worker.training.checkpoints import Reporter
+from worker.training.packing import Way, longest_pack, pack_limit
 from worker.training.trackers import eval_metrics
-
-if TYPE_CHECKING:
-    from worker.training.packing import Way
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 log = logging.getLogger("worker")
 REGRESSION_TOKENS = 32
@@ -68,10 +65,8 @@ class TrainingSession(Session[RunSpec]):
         self.resumed_at = 0
         """The step of the checkpoint that this attempt resumed from."""
         self.swaps_mid_turn = spec.max_staleness > 0
-        self.teacher_bytes = 0
         self.regression: Json | None = None
         """The tasks of other kinds that are tried before and after the run."""
-        self.longest_pack: float | None = None
         self._choice: TaskChoice | None = None
         if spec.task_sampling == "useful":
             total = self.host.splits["train"]
@@ -104,47 +99,48 @@ class TrainingSession(Session[RunSpec]):
         self.end_steps_ahead()
         super().close()
 
-    def check_memory(self, way: Way, **sizes: Any) -> float:
-        """Report the memory that the largest step needs. `sizes`: the `prompt`, `max_tokens` of a
-        turn, `turns` and `group_size` of its memory.Workload. Returns the tokens of a pass above
-        which its activations must be recomputed.
+    def check_memory(self, way: Way, teacher: int = 0) -> float:
+        """Report the memory that the run needs beside a `teacher` of so many bytes. Returns the
+        tokens of a pass above which its activations must be recomputed.
 
-        FlashError(out_of_memory) if the run cannot fit.
-        """
+        FlashError(out_of_memory) if the model and the engine leave no room for any."""
+        policy = self.model.policy
+        assert isinstance(policy, PeftModel)
+        causal_lm = policy.get_base_model()
         work = memory.Workload(
             max_length=self.limits.max_length,
             sequences=self._sequences if self.spec.generates else 0,
             lora_rank=self.spec.lora_rank,
-            way=way,
             four_bit=is_four_bit(self.spec),
             experts=self.spec.experts,
             shards=len(self.model.cards),
-            teacher=self.teacher_bytes,
-            longest=self.longest_pack,
-            **sizes,
+            teacher=teacher,
         )
-        needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
+        a_token = memory.token_bytes(causal_lm, way)
+        capacity = capacity_bytes()
+        needs = memory.estimate(self.model.path, work, self.model.dtype, capacity)
+        tokens = (capacity - needs.total) / a_token
         if self.regression and not self.spec.generates:
+            most = pack_limit(0, longest=longest_pack(causal_lm))
             beside = replace(work, sequences=self._sequences)
-            with_engine = None
-            with suppress(FlashError):
-                with_engine = memory.check(self.model.path, beside, self.model.dtype)
-            if self.ranks.share(with_engine is not None and with_engine[1] == keep_tokens):
-                needs = with_engine[0] if with_engine else needs
+            with_engine = memory.estimate(self.model.path, beside, self.model.dtype, capacity)
+            left = (capacity - with_engine.total) / a_token
+            if self.ranks.share(left >= min(tokens, most)):
+                needs = with_engine
+                tokens = left
             else:
                 self._leave_out("memory holds no engine beside the trainer")
-        message = f"at most {needs}"
-        if keep_tokens is not None:
-            message += (
-                f"; packs of more than {keep_tokens} tokens are split, or take longer: activations "
-                "are computed twice"
-            )
+        if tokens < 1:
+            raise memory.does_not_fit(self.model.path, work, self.model.dtype, capacity)
+        keep_tokens = int(self.ranks.share(tokens))
+        message = (
+            f"{needs}, and {a_token / MIB:.2g} MiB for each token of a pass: packs of more than "
+            f"{keep_tokens} are split, or take longer: activations are computed twice"
+        )
         log.info("memory: %s", message)
-        self.writer.event("memory", message, **asdict(needs))
-        if warning:
-            log.warning("%s", warning)
-            self.writer.event("warning", warning)
-        return self.ranks.share(math.inf if keep_tokens is None else keep_tokens)
+        pass_needs = {"token_bytes": int(a_token), "keep_tokens": keep_tokens}
+        self.writer.event("memory", message, **asdict(needs), **pass_needs)
+        return keep_tokens
 
     def rollouts(self, step: int) -> list[PlayedRollout]:
         """This rank's rollouts of optimizer step `step`: G for each of its examples. The trainer

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from tensorboardX.proto.event_pb2 import Event
 
 from environments.process.host import EnvironmentHost
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, first_of
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state.store import open_store
@@ -515,7 +515,7 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
     template, looks = ChatTemplate(make_tokenizer()), []
     async with await EnvironmentHost.start(sometimes(tmp_path / "e", every=10)) as host:
         watched = {"max_error_share": 0.1, "advance": lambda: looks.append(1)}
-        assert await preflight(host, template, 256, 20, **watched) == (27, 2)
+        await preflight(host, template, 256, 20, **watched)
         assert len(looks) == 20, "each look is progress"
         assert len(await gold_rows(host, template, "train", 400, **watched)) == 18
         with pytest.raises(FlashError, match=r"2 of 11 train tasks.*number 0: ") as caught:
@@ -535,8 +535,9 @@ class Sample(Addition):
 """
     template = ChatTemplate(make_tokenizer())
     async with await EnvironmentHost.start(environment_folder(tmp_path / "e", source)) as host:
-        tokens, _ = await preflight(host, template, 2048, 1, max_error_share=0.0, advance=lambda: None)
-    assert tokens > 300
+        with pytest.raises(ExceptionGroup) as caught:
+            await preflight(host, template, 300, 1, max_error_share=0.0, advance=lambda: None)
+    assert "[prompt_too_long " in str(first_of(caught.value))
 
 
 def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def test_without_bitsandbytes_nf4_is_refused_with_the_command(tiny_model: Path, 
 
 
 def test_linear_layers_in_nf4_need_a_quarter_of_bf16(tiny_model: Path) -> None:
-    work = memory.Workload(16, 8, 1, 64, 2, 4, 8)
-    full = memory.estimate_model(tiny_model, work, torch.bfloat16, 2**34)
-    small = memory.estimate_model(tiny_model, replace(work, four_bit=True), torch.bfloat16, 2**34)
+    work = memory.Workload(64, 4, 8)
+    full = memory.estimate(tiny_model, work, torch.bfloat16, 2**34)
+    small = memory.estimate(tiny_model, replace(work, four_bit=True), torch.bfloat16, 2**34)
     whole: Any = memory._without_storage(tiny_model, torch.bfloat16, work).get_base_model()
     linear = sum(each.base_layer.weight.numel() for each in whole.modules() if hasattr(each, "base_layer"))
     assert full.weights - small.weights == pytest.approx(linear * (2 - 0.516), abs=20)

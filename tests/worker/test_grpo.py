@@ -25,7 +25,7 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
-from worker.training import attention, memory, packing
+from worker.training import attention, packing
 from worker.training.checkpoints import Reporter
 from worker.training.grpo import SCALED, Trainer, advantages_of, turn_advantages
 from worker.training.policy import load_policy
@@ -411,8 +411,7 @@ def test_a_long_prompt_is_shared_by_several_completions() -> None:
     ids = torch.ones(8, 4000, dtype=torch.long)
     packs = packing.packs_of(ids, ids, ids[:, 3000:])
     assert [len(pack.completions) for pack in packs] == [6, 2]
-    work = memory.Workload(3000, 1000, 1, 4000, 8, 0, 8)
-    assert work.tokens == packs[0].tokens == 9000
+    assert packs[0].tokens == 9000
 
 
 def test_a_group_without_advantage_costs_no_forward_pass(
@@ -505,8 +504,7 @@ def test_packs_without_a_mask_are_bounded_by_memory_alone() -> None:
     ids = torch.ones(8, 4000, dtype=torch.long)
     arguments = ids, ids, ids[:, 3000:]
     (pack,) = packing.packs_of(*arguments, longest=packing.FLASH_TOKENS)
-    work = memory.Workload(3000, 1000, 1, 4000, 8, 0, 8, longest=packing.FLASH_TOKENS)
-    assert pack.tokens == work.tokens == 11_000
+    assert pack.tokens == 11_000
     assert len(packing.packs_of(*arguments, longest=5500)) == 4, "after memory ran out"
     trees = [[(3500, 3100)]] * 8
     for longest in (packing.FLASH_TOKENS, 15_000):

@@ -235,14 +235,14 @@ def test_a_model_that_one_card_cannot_hold_is_shared_by_all_if_they_can(
 ) -> None:
     shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
     LlamaConfig(**shape, num_attention_heads=32, vocab_size=32000).save_pretrained(tmp_path)
-    work = memory.Workload(0, 1, 1, 256, 1, 1, 8)
+    work = memory.Workload(256, 1, 8)
 
     def with_gib(gib: float, cards: int) -> int:
         monkeypatch.setattr(memory, "capacity_bytes", lambda: int(gib * memory.GIB))
         return memory.check_model(tmp_path, work, torch.bfloat16, cards)
 
-    whole = memory.estimate_model(tmp_path, work, torch.bfloat16, 2**40)
-    half = memory.estimate_model(tmp_path, replace(work, shards=2), torch.bfloat16, 2**40)
+    whole = memory.estimate(tmp_path, work, torch.bfloat16, 2**40)
+    half = memory.estimate(tmp_path, replace(work, shards=2), torch.bfloat16, 2**40)
     assert half.engine_weights == math.ceil(2 * math.ceil(whole.weights / 2))
     assert 0.5 < half.weights / whole.weights < 0.6
     need = whole.total / memory.GIB

@@ -472,7 +472,7 @@ def way_of(causal_lm: Any) -> Way:
     FlashError(invalid_argument) if there is none, or if its logits are no such `Head`."""
     window = _short_window(causal_lm.config.get_text_config())
     with at_rest(causal_lm), window, SameExperts(causal_lm):
-        pack = _probe(causal_lm)
+        pack = probe(causal_lm, [PROBE_PROMPT, *PROBE])
         expected_NH = _eager_states(causal_lm, pack)
         rounding = torch.finfo(causal_lm.dtype).eps ** 0.5
         for way in Way:
@@ -540,14 +540,14 @@ class SameExperts(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
-def _probe(causal_lm: Any) -> Pack:
-    """Two completions of one prompt, the second shorter."""
-    lengths = [PROBE_PROMPT, *PROBE]
+def probe(causal_lm: Any, lengths: list[int], way: Way = Way.PACKED) -> Pack:
+    """A prompt and its completions, of so many tokens each, all of them trained."""
     ids = torch.arange(7, 7 + 7 * sum(lengths), 7, device=causal_lm.device)
     prompt, *completions = (ids % causal_lm.config.get_text_config().vocab_size).split(lengths)
-    trained = [torch.arange(length, device=ids.device) for length in PROBE]
-    rows = list(range(len(PROBE)))
-    return Pack(prompt, completions, trained, torch.arange(sum(PROBE)), [()] * len(rows), rows)
+    trained = [torch.arange(len(completion), device=ids.device) for completion in completions]
+    rows = list(range(len(completions)))
+    places = torch.arange(sum(map(len, completions)))
+    return Pack(prompt, completions, trained, places, [()] * len(rows), rows, way)
 
 
 def _eager_states(causal_lm: Any, pack: Pack) -> Tensor:
