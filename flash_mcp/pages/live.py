@@ -7,6 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import get_args
 
 from flash_mcp.judgement.failures import failure_modes
@@ -15,8 +17,10 @@ from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, draw
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import nodes_of, render
 from flash_mcp.pages.report import changed
+from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Rollout, Run, RunState, text_of
+from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import datasets
 from flash_mcp.state.runs import RunKind, RunOrder
 from flash_mcp.state.schema import RolloutOrder
@@ -24,7 +28,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.rollouts import shared_opening
 from flash_mcp.tools.shared.resolve import adapter_name, differing_values
-from flash_mcp.tools.shared.rows import preview_of
+from flash_mcp.tools.shared.rows import Preview, folder_of, preview_by_default
 from flash_mcp.tools.shared.run_view import RunView, view_of
 
 SPARK_POINTS = 24
@@ -32,6 +36,8 @@ RUNS = 25
 """Runs on a page of the overview."""
 ROLLOUTS = 12
 """Transcripts on a page."""
+PREVIEW_S = 2.0
+"""How long rows of a dataset are rendered."""
 LINES = {
     "Reward, training": "reward/mean",
     "Success, training": "success/rate",
@@ -196,8 +202,15 @@ def dataset(reference: str) -> str:
         held_back=len(kept.rows(datasets.HOLDOUT)),
         copies=len(rows) - len({json.dumps(row["messages"]) for row in rows}),
         labels=labels,
-        preview=preview_of(rows),
+        preview=_preview(kept.path, folder_of(find(DEFAULT_MODEL))),
     )
+
+
+@lru_cache(maxsize=32)
+def _preview(path: Path, model: Path | None) -> Preview | None:
+    """Of a dataset, by the default model, whose files may come to `model` later."""
+    rows = list(datasets.load_rows((path / datasets.TRAIN).read_bytes()))
+    return preview_by_default(rows, seconds=PREVIEW_S)[0]
 
 
 def talk(

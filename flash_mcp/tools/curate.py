@@ -10,7 +10,6 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement import curation
-from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import (
     Counts,
     Curated,
@@ -26,14 +25,12 @@ from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
-from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import datasets
-from flash_mcp.state.references import base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import loaded, read_held_out
 from flash_mcp.tools.shared.next_steps import passed_on
-from flash_mcp.tools.shared.rows import Preview, is_rows, preview_of
+from flash_mcp.tools.shared.rows import Preview, is_rows, preview_by_default
 from flash_mcp.tools.shared.table import keep_conversations, split_conversations
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import shorten
@@ -170,15 +167,9 @@ def _of_rows(
     if name is None:
         train, _, counts, origin = split_conversations(runs[0], plan.holdout, question, answer)
         notes = [str(origin)] if origin else []
-        card = base_model(DEFAULT_MODEL)
-        shown = counts.model_dump()
-        try:
-            preview = preview_of(
-                train, shown, card=card, max_length=DEFAULT_MAX_LENGTH, thinking=False
-            )
-        except FlashError as error:
-            notes.append(f"{card.name} cannot learn it: {error.what}")
-            preview = preview_of(train, shown)
+        preview, problem = preview_by_default(train, counts.model_dump())
+        if problem:
+            notes.append(problem)
         return Curate(
             models=[], counts=counts, notes=notes or None, preview=preview, examples=[], next=KEEP
         )

@@ -377,7 +377,7 @@ async def arms_that_learn(
         fields = without_none({**settings, **arm}) | own
         fields.pop("name", None)
         try:
-            plan = await plan_of(fields, read_configs(None), None, sample=False)
+            plan = await plan_of(fields, read_configs(None), None)
             _check(plan.spec)
         except FlashError as error:
             raise FlashError(error.code, f"{name}: {error.what}", fix=error.fix) from error

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from anyio.to_thread import run_sync
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 
-from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.statistics import MOST_MEASUREMENTS
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Run, without_none
@@ -26,9 +25,9 @@ from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
 from flash_mcp.tools.shared.resolve import ConfigFiles, adapter_name, changed_values, read_configs
-from flash_mcp.tools.shared.rows import Preview, preview_of
+from flash_mcp.tools.shared.rows import Preview
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
-from flash_mcp.tools.shared.tool_base import Result, report, unwrapped
+from flash_mcp.tools.shared.tool_base import Result, unwrapped
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 from flash_mcp.tools.training.notes import notes_on
 from flash_mcp.tools.training.plan import Estimate, Plan, enqueue, plan_of, resume_run
@@ -218,24 +217,12 @@ async def train(
         arguments["seed"] = numbers[0]
         several = numbers
     key = _key_of(idempotency_key, several)
-    plan = await plan_of(arguments, configs, key, sample=sample)
+    plan = await plan_of(arguments, configs, key, sample=sample, preview=validate_only)
     if sample:
         sampled = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
         return _result(plan, sample=sampled, next=after_sample(sampled))
     if validate_only:
-        result = _result(plan, next=_after_validation(plan))
-        if plan.dataset:
-            await report("rendering rows")
-            render = functools.partial(
-                preview_of,
-                plan.dataset.rows(),
-                plan.dataset.manifest["counts"],
-                card=plan.card,
-                max_length=plan.spec.max_length or DEFAULT_MAX_LENGTH,
-                thinking=plan.spec.thinking,
-            )
-            result.preview = await run_sync(render)
-        return result
+        return _result(plan, preview=plan.preview, next=_after_validation(plan))
     if not accept_failed_gate:
         plan.check_gate()
     return await _started(plan, several, idempotency_key, label)

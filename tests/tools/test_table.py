@@ -125,9 +125,29 @@ def test_all_files_of_a_dataset_at_the_hub_are_read(tmp_path: Path, monkeypatch:
                 "o/minutes at revision abc1, configuration default, split train: all 2 files; "
                 "not read: split test; not read: configuration other1"
             )
-        for train in (read_table, keep_conversations):
-            with pytest.raises(FlashError, match=r"it is at commit abc1 now.*leave @abc2 out"):
-                train("hub:o/minutes@abc2", *((None, None) if train is read_table else (0.0,)))
+        at = tmp_path / "api/datasets/o/minutes/revision/abc2"
+        at.parent.mkdir()
+        files = tmp_path / "datasets/o/minutes/resolve/abc2f"
+        (files / "data").mkdir(parents=True)
+        (files / "data" / "more train.csv").write_bytes((tmp_path / "rows.csv").read_bytes())
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), files / "all.parquet")
+        card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ["*.parquet"]}]}]}
+        for names, said, is_read in (
+            (["data/more train.csv", "data/test.csv", "README.md"], None, True),
+            (["all.parquet", "dataset_infos.json"], None, True),
+            (["all.parquet", "data/more train.csv"], card, True),
+            (["a.csv", "b.csv"], None, False),
+            (["train.arrow"], None, False),
+        ):
+            siblings = [{"rfilename": name} for name in names]
+            at.write_text(json.dumps({"sha": "abc2f", "siblings": siblings, "cardData": said}))
+            if is_read:
+                older = read_table("hub:o/minutes@abc2", None, None)
+                assert replace(older, origin=None) == expected and older.origin is not None
+                assert (older.origin.revision, older.origin.files) == ("abc2f", 1)
+            else:
+                with pytest.raises(FlashError, match="commit abc2f has no file of the split train"):
+                    read_table("hub:o/minutes@abc2", None, None)
         manifest = keep_conversations("hub:o/minutes", 0.0).manifest
         assert (manifest["source"]["revision"], manifest["source"]["files"]) == ("abc1", 2)
         data = env_setup(str(tmp_path / "minutes"), dataset="hub:o/minutes").data

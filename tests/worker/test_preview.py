@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flash_mcp.pages import live
 from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.tools.shared.rows import preview_of
+from tests.calls import call
+from tests.samples import push_echo, supervised
 from tests.tiny import make_tokenizer
 from tests.tools.test_row_preview import row
 from worker.preview import preview
@@ -57,3 +61,22 @@ def test_a_process_renders_the_rows_of_a_model_that_lies_here(tmp_path: Path, mo
     assert shown.longest.startswith("<|im_start|>user") and shown.longest.endswith("yyy<|im_end|>]]")
     with pytest.raises(FlashError, match="a control token of this model"):
         preview_of([row(("user", "hi"), ("assistant", "<|im_end|>"))], **options)
+
+
+async def test_rows_that_max_length_leaves_out_are_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flash_mcp.tools.shared.rows.models_dir", lambda: tmp_path)
+    monkeypatch.setattr("flash_mcp.tools.shared.rows.PREVIEW_LIMIT_S", 150.0)
+    make_tokenizer().save_pretrained(tmp_path / find(DEFAULT_MODEL).name)
+    path = tmp_path / "chats.jsonl"
+    rows = [{"question": "q" * (1 + 300 * (n > 6)) + str(n), "answer": "a"} for n in range(9)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    push_echo(tmp_path / "echo")
+    job: dict[str, Any] = {"environment": "echo", "algorithm": "sft", "dataset": str(path), "batch_size": 1}
+    with supervised():
+        for options in ({"validate_only": True}, {}):
+            plan = await call("train", **job, **options, epochs=2, settings={"max_length": 60})
+            assert (plan["estimate"]["dataset_rows"], plan["estimate"]["steps"]) == (9, 14)
+        page = live.dataset(plan["values"]["dataset"])
+        assert "tokens, median</" in page and "q0&lt;|im_end|&gt;" in page
+        with pytest.raises(FlashError, match="no answer to learn fits within max_length=16"):
+            await call("train", **job, settings={"max_length": 16})

@@ -16,16 +16,21 @@ from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
+from urllib.parse import quote
 
 import httpx
+from fsspec import utils as fsspec_utils  # pyright: ignore[reportMissingTypeStubs]
 
 from environments.messages import THOUGHTS
-from flash_mcp.protocol.base_models import ModelCard
+from environments.tools import as_list, as_object
+from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
+from flash_mcp.protocol.base_models import ModelCard, find
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.packages import how_to_install
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.records import Json, text_of
 from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.protocol.surroundings import HUB as LOGIN
 from flash_mcp.protocol.surroundings import by_way_of, environment_for, said, use_proxies
 from flash_mcp.state.owners import caller
@@ -37,7 +42,7 @@ log = logging.getLogger(__name__)
 HUB = re.compile(
     r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?:@(?P<pinned>\w{4,40}))?"
 )
-"""hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG; @COMMIT takes the rows of no other."""
+"""hub:OWNER/NAME, or hub:OWNER/NAME/CONFIG; @COMMIT takes the rows of that commit."""
 HUB_TIMEOUT_S = 20.0
 MOST_BYTES = 64 * 2**20
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
@@ -108,8 +113,8 @@ def _content(source: str, path: Path) -> bytes:
 def _from_hub(
     source: str, name: str, config: str | None, pinned: str | None
 ) -> tuple[list[Row], Origin]:
-    """The files of the train split, or else of the first one, in the form that the hub keeps of
-    every dataset's newest commit: all of them, or as many of the first as are not too large."""
+    """The files of the train split, or else of the first one: all of them, or as many of the first
+    as are not too large. Of the newest commit they are what the hub converts to parquet."""
     use_proxies()
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = environment_for(caller().secrets, os.environ).get(LOGIN)
@@ -118,16 +123,23 @@ def _from_hub(
         headers["Authorization"] = f"Bearer {token}"
     try:
         with httpx.Client(headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True) as client:
-            listed = client.get(f"{hub}/api/datasets/{name}/parquet").raise_for_status().json()
+            about = f"{hub}/api/datasets/{name}"
+            newest = revision = _revision(client, about)
+            if not pinned or (newest or "").startswith(pinned):
+                listed = client.get(f"{about}/parquet").raise_for_status().json()
+            else:
+                commit = client.get(f"{about}/revision/{pinned}").raise_for_status().json()
+                revision = str(commit["sha"])
+                listed = _files_at(commit, f"{hub}/datasets/{name}/resolve/{revision}")
             chosen = _config_of(source, name, config, list(listed))
-            split = next((name for name in listed[chosen] if name == "train"), None)
-            split = split or next(iter(listed[chosen]))
-            revision = _revision(client, f"{hub}/api/datasets/{name}")
-            if pinned and not (revision or "").startswith(pinned):
-                what = f"it is at commit {revision or 'unknown'} now, and the hub serves no other"
-                fix = "take what was kept of the earlier one (catalog lists datasets), or leave "
-                raise refusal(source, what, f"{fix}@{pinned} out")
+            split = "train"
+            if split not in listed[chosen]:
+                split, *_ = listed[chosen]
             files = listed[chosen][split]
+            if not files:
+                what = f"commit {revision} has no file of the split {split} that can be read"
+                fix = f"leave the commit out, or download its files ({', '.join(SUFFIXES)})"
+                raise refusal(source, what, fix)
             rows: list[Row] = []
             room = MOST_BYTES
             read = 0
@@ -135,14 +147,14 @@ def _from_hub(
                 content = _downloaded(client, file, room)
                 if content is None:
                     break
-                rows += _parquet(source, content)
+                rows += _rows(source, Path(file).suffix.lower(), content)
                 room -= len(content)
                 read += 1
             if not read:
                 raise _too_large(source)
-            if _revision(client, f"{hub}/api/datasets/{name}") != revision:
+            if revision == newest and _revision(client, about) != newest:
                 raise refusal(source, "it changed while it was read", "call again")
-    except (httpx.HTTPError, ValueError, LookupError, AttributeError, StopIteration) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         fix = "check the name; set HF_TOKEN if the dataset asks for it; or give a file"
         what = f"the hub does not serve it: {str(error) or type(error).__name__:.200}"
         what += f"{by_way_of()}{said('HF_ENDPOINT')}"
@@ -150,6 +162,38 @@ def _from_hub(
     others = [other for other in listed if other != chosen]
     splits = [other for other in listed[chosen] if other != split]
     return rows, Origin(name, revision, chosen, split, read, len(files), others, splits)
+
+
+def _files_at(commit: Json, address: str) -> dict[str, dict[str, list[str]]]:
+    """{configuration: {split: files}} of an earlier commit, as its card lists them; without a list
+    those with the word "train" in their names, or the only one."""
+    paths: list[str] = []
+    for file in commit["siblings"]:
+        path = Path(file["rfilename"])
+        if path.suffix.lower() in SUFFIXES and path.name != "dataset_infos.json":
+            paths.append(str(path))
+    train = [path for path in paths if "train" in re.findall("[a-z]+", path.lower())]
+    listed = {"default": {"train": train or paths[: len(paths) == 1]}}
+    if configs := as_list(as_object(commit.get("cardData")).get("configs")):
+        listed = {str(config["config_name"]): _listed_files(config, paths) for config in configs}
+    for splits in listed.values():
+        for split, files in splits.items():
+            splits[split] = [f"{address}/{quote(path)}" for path in files]
+    return listed
+
+
+def _listed_files(config: Json, paths: Sequence[str]) -> dict[str, list[str]]:
+    """{split: files} of a configuration of a dataset's card."""
+    translate: Any = cast(Any, fsspec_utils).glob_translate
+    parts: list[Any] = as_list(config["data_files"]) or [config["data_files"]]
+    if not as_object(parts[0]):
+        parts = [{"split": "train", "path": parts}]
+    splits: dict[str, list[str]] = {}
+    for part in parts:
+        globs = as_list(part["path"]) or [part["path"]]
+        pattern = re.compile("|".join(map(translate, globs)))
+        splits[str(part["split"])] = [path for path in paths if pattern.match(path)]
+    return splits
 
 
 def _config_of(source: str, name: str, config: str | None, listed: Sequence[str]) -> str:
@@ -325,17 +369,39 @@ def preview_of(rows: Sequence[Json], counts: Json | None = None, **render: Any) 
     return preview
 
 
+def preview_by_default(
+    rows: Sequence[Json], counts: Json | None = None, seconds: float = PREVIEW_S
+) -> tuple[Preview | None, str]:
+    """As the default model will see the rows, and why it cannot learn them, if so."""
+    card = find(DEFAULT_MODEL)
+    options: Json = {"card": card, "max_length": DEFAULT_MAX_LENGTH, "thinking": False}
+    options["seconds"] = seconds
+    try:
+        return preview_of(rows, counts, **options), ""
+    except FlashError as error:
+        return preview_of(rows, counts), f"{card.name} cannot learn it: {error.what}"
+
+
+def folder_of(card: ModelCard) -> Path | None:
+    """The model's folder on this machine, if its tokenizer is there."""
+    folders = [models_dir() / name for name in (card.address, card.name)]
+    return next((path for path in folders if (path / "tokenizer_config.json").is_file()), None)
+
+
 def _rendered(
-    rows: Sequence[Json], card: ModelCard, max_length: int, thinking: bool
+    rows: Sequence[Json],
+    card: ModelCard,
+    max_length: int,
+    thinking: bool,
+    seconds: float = PREVIEW_S,
 ) -> tuple[Preview | None, str]:
     """The rows by the model's own template and tokens, if its files lie here and can be read in
     time, and else why not. FlashError as the run would raise it."""
-    folders = [models_dir() / name for name in (card.address, card.name)]
-    folder = next((path for path in folders if (path / "tokenizer_config.json").is_file()), None)
+    folder = folder_of(card)
     if folder is None:
         return None, f"the files of {card.name} are not on this machine yet"
     job: Json = {"model": str(folder), "thinking": thinking, "max_length": max_length}
-    text = json.dumps(job | {"seconds": PREVIEW_S, "rows": list(rows)})
+    text = json.dumps(job | {"seconds": seconds, "rows": list(rows)})
     command = [*PYTHON, "worker.preview"]
     try:
         done = subprocess.run(
@@ -350,14 +416,15 @@ def _rendered(
     if "error" in made:
         raise FlashError.from_dict(made["error"])
     by = f"{card.name}'s chat template and tokens"
+    share = made["measured"] / made["rows"]
     if made["measured"] < made["rows"]:
         by += f", of {made['measured']} rows: the shortest, the longest and others at random"
     preview = Preview(
         rows=made["rows"],
         by=by,
         tokens=made["tokens"],
-        cut=made["cut"] or None,
-        left_out=made["left_out"] or None,
+        cut=round(made["cut"] / share) or None,
+        left_out=round(made["left_out"] / share) or None,
         typical=shorten(made["typical"], 2 * SHOWN_CHARACTERS),
         shortest=shorten(made["shortest"], 2 * SHOWN_CHARACTERS),
         longest=shorten(made["longest"], 2 * SHOWN_CHARACTERS),

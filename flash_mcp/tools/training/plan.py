@@ -43,7 +43,7 @@ from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.resolve import Configs
-from flash_mcp.tools.shared.rows import tokens_about
+from flash_mcp.tools.shared.rows import Preview, preview_of, tokens_about
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.probe import (
     NO_PROBE,
@@ -92,9 +92,17 @@ def check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:
         raise FlashError("prompt_too_long", what, fix=fix)
 
 
-def estimate_of(spec: RunSpec, probe: Probed, dataset: Dataset | None) -> Estimate:
+def estimate_of(
+    spec: RunSpec, probe: Probed, dataset: Dataset | None, preview: Preview | None = None
+) -> Estimate:
+    """`preview` says how many rows of the dataset are left out."""
     dataset_rows = len(dataset.rows()) if dataset else None
     tasks = dataset_rows or probe.splits["train"]
+    if preview and preview.left_out:
+        tasks -= preview.left_out
+    if tasks < 1:
+        what = f"no answer to learn fits within max_length={spec.max_length or DEFAULT_MAX_LENGTH}"
+        raise FlashError("dataset_invalid", what, rows=dataset_rows, fix="raise max_length")
     batch = spec.batch_size
     steps = steps_of(spec, tasks)
     seen = steps * batch
@@ -250,6 +258,8 @@ class Plan(Inputs):
     needs: list[MemoryNeed | DiskNeed]
     """What it takes of this machine, as far as that is known."""
     work: Work
+    preview: Preview | None
+    """Of its dataset, if that was wanted or rows may be too long."""
 
     @property
     def gate(self) -> str:
@@ -306,8 +316,14 @@ def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) 
 
 
 async def plan_of(
-    arguments: Json, config: Configs, idempotency_key: str | None, *, sample: bool
+    arguments: Json,
+    config: Configs,
+    idempotency_key: str | None,
+    *,
+    sample: bool = False,
+    preview: bool = False,
 ) -> Plan:
+    """Resolve and check a run, with a preview of its dataset. FlashError if it cannot work."""
     store = open_store()
     inputs = await run_sync(_inputs, store, arguments, config, idempotency_key)
     spec, dataset = inputs.spec, inputs.dataset
@@ -328,12 +344,21 @@ async def plan_of(
         part.gate = await run_sync(store.gate, version.digest, part.args)
     whole = inputs.probe
     check_lengths(spec, inputs.card, whole.prompt_tokens)
-    estimate = estimate_of(spec, whole, dataset)
+    rows = dataset.rows() if dataset else []
+    sizes = list(map(tokens_about, rows))
+    made = None
+    room = spec.max_length or DEFAULT_MAX_LENGTH
+    if dataset and (preview or max(sizes) > room):
+        await report("rendering rows")
+        counts = dataset.manifest["counts"]
+        options: Json = {"card": inputs.card, "max_length": room, "thinking": spec.thinking}
+        made = await run_sync(functools.partial(preview_of, rows, counts, **options))
+    estimate = estimate_of(spec, whole, dataset, made)
     work = work_of(spec, inputs.environment.name, estimate.steps, whole.evaluated)
     if estimate.examples:
         row = whole.prompt_tokens + ANSWER_TOKENS
-        if dataset:
-            row = fmean(map(tokens_about, dataset.rows()))
+        if sizes:
+            row = fmean(sizes)
         work = replace(work, tokens=estimate.examples * row)
     estimate.regression = work.regression or None
     if time := await run_sync(expected_time, store, work):
@@ -344,7 +369,8 @@ async def plan_of(
         needs.append(disk)
         if disk.total > disk.free / 1000:  # less is not worth an agent's tokens
             estimate.disk = str(disk)
-    return Plan(**vars(inputs), store=store, estimate=estimate, needs=needs, work=work)
+    more: Json = {"estimate": estimate, "needs": needs, "work": work, "preview": made}
+    return Plan(**vars(inputs), store=store, **more)
 
 
 def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str | None) -> Inputs:
