@@ -5,7 +5,10 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,11 +71,16 @@ KINDS = {
 
 
 @cache
-def rows() -> list[tuple[object, ...]]:
-    """Lines of the table: acts, how many are held, what they try, where the tests are."""
+def found_by_pytest() -> dict[str, Any]:
+    """The counts of a process that collects the tests, which takes many seconds."""
     command = [sys.executable, "-m", "tests.hostile"]
     collected = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    found = json.loads(collected.stdout.splitlines()[-1])
+    return json.loads(collected.stdout.splitlines()[-1])
+
+
+def rows() -> list[tuple[object, ...]]:
+    """Lines of the table: acts, how many are held, what they try, where the tests are."""
+    found = found_by_pytest()
     lines: list[tuple[object, ...]] = []
     totals: Counter[str] = Counter()
     for kind, what in KINDS.items():
@@ -88,37 +96,38 @@ def reasons() -> list[tuple[object, ...]]:
     return [(act, why) for act, (_, why) in acts.OPEN.items()]
 
 
+def marked() -> set[Path]:
+    """The files that have such acts."""
+    return {path for path in TESTS.rglob("test_*.py") if "mark.hostile(" in path.read_text()}
+
+
+def counts(items: Iterable[pytest.Item]) -> dict[str, Any]:
+    """Acts, those that are not held, and files, by kind."""
+    found: dict[str, Any] = {}
+    for item in items:
+        for mark in item.iter_markers("hostile"):
+            kind = found.setdefault(mark.args[0], {"acts": 0, "open": 0, "files": []})
+            kind["acts"] += 1
+            kind["open"] += mark.kwargs.get("is_open", False)
+            kind["files"] = sorted({*kind["files"], str(item.path.relative_to(ROOT))})
+    return found
+
+
 class Collector:
     """A plugin of pytest."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, dict[str, object]] = {}
-        self.acts: Counter[str] = Counter()
-        self.open: Counter[str] = Counter()
-        self.files: dict[str, set[str]] = {}
+    found: dict[str, Any]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        for item in session.items:
-            for mark in item.iter_markers("hostile"):
-                kind = mark.args[0]
-                self.acts[kind] += 1
-                self.open[kind] += mark.kwargs.get("is_open", False)
-                self.files.setdefault(kind, set()).add(str(item.path.relative_to(ROOT)))
-
-    def counts(self) -> dict[str, dict[str, object]]:
-        return {
-            kind: {"acts": count, "open": self.open[kind], "files": sorted(self.files[kind])}
-            for kind, count in self.acts.items()
-        }
+        self.found = counts(session.items)
 
 
 def main() -> None:
     """Print the counts as JSON, after what pytest prints."""
-    marked = [path for path in TESTS.rglob("test_*.py") if "mark.hostile(" in path.read_text()]
     collector = Collector()
     options = ["--collect-only", "-q", "-m", "hostile", "-p", "no:cacheprovider"]
-    ended = pytest.main([*options, *map(str, marked)], plugins=[collector])
-    sys.stdout.write(f"\n{json.dumps(collector.counts())}\n")
+    ended = pytest.main([*options, *map(str, marked())], plugins=[collector])
+    sys.stdout.write(f"\n{json.dumps(collector.found)}\n")
     sys.exit(ended)
 
 

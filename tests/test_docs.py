@@ -20,6 +20,7 @@ from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
+from tests import hostile
 from tests.docs import FAULTS, NEXT, PLAYBOOK, REFERENCE, SECURITY, filled, wrapped
 from tests.folders import allow
 from tests.places import AGENT_CALCULATOR, ROOT
@@ -97,7 +98,13 @@ def test_the_instructions_name_only_tools_that_exist():
 @pytest.mark.parametrize(
     "page", [REFERENCE, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (FAULTS, SECURITY))]
 )
-def test_the_generated_tables_are_up_to_date(page: Path):
+def test_the_generated_tables_are_up_to_date(
+    page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    items, config = request.session.items, request.config
+    is_part = any(map(config.getoption, ("keyword", "markexpr", "lf"))) or "::" in "".join(config.args)
+    if not is_part and hostile.marked() <= {item.path for item in items}:  # else another process collects them
+        monkeypatch.setattr(hostile, "found_by_pytest", lambda: hostile.counts(items))
     assert filled(page) == page.read_text(), "run: python -m tests.docs"
 
 
