@@ -27,11 +27,12 @@ CALLS_FOR = {
     "flash_mcp/protocol/": f"{KILLED} {ENGINES}",
     "flash_mcp/server/": LOOP,
     "flash_mcp/state/": f"tests/state/test_queue.py {KILLED}",
-    "flash_mcp/supervisor/": f"{KILLED} tests/supervisor/test_remote_servers.py {ENGINES}",
+    "flash_mcp/supervisor/": f"{KILLED} tests/worker/test_attempt.py"
+    f" tests/supervisor/test_remote_servers.py {ENGINES}",
     "flash_mcp/tools/": f"tests/tools/test_environment_tools.py tests/test_fuzz.py {LOOP}",
     "scripts/test-engines": ENGINES,
-    "worker/": f"tests/worker/test_soak.py tests/worker/test_export.py tests/worker/test_ranks.py"
-    f" tests/worker/test_mixture.py {SHARDS}",
+    "worker/": "tests/worker/test_attempt.py tests/worker/test_soak.py tests/worker/test_export.py"
+    f" tests/worker/test_ranks.py tests/worker/test_mixture.py {SHARDS}",
     "worker/engine/": "tests/worker/test_models.py tests/worker/test_gpu_configuration.py"
     f" tests/worker/test_regression.py tests/worker/test_second_runner.py {SHARDS}",
     "worker/node.py": ENGINES,
@@ -39,7 +40,7 @@ CALLS_FOR = {
     f" tests/worker/test_gateway.py {AGENTS}",
     "worker/training/": "tests/worker/test_reference.py tests/worker/test_memory.py"
     " tests/worker/test_regression.py tests/worker/test_four_bit.py tests/worker/test_ranks.py"
-    " tests/worker/test_ways.py",
+    " tests/worker/test_ways.py tests/worker/test_sft.py",
 }
 """The tests that each folder calls for. Of two entries that fit a file the longer one counts. What
 fits none calls for nothing, and a file of long tests for itself."""

@@ -299,8 +299,9 @@ FIXES = {
 
 
 @pytest.mark.parametrize("fault", FIXES)
-async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str) -> None:
+async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, name, fix = FIXES[fault]
+    monkeypatch.setattr(gate, "PROBES", {each: gate.PROBES[each] for each in ("gold", "junk")})
     # Words of an answer that is quoted with a fault are none of the fault's.
     answer = "{'role': 'assistant', 'content': 'x raised Y: must be'}"
     gold = f"def sft_completion(self, example):\n        return [{answer}]"

@@ -26,10 +26,10 @@ async def judged(folder: Path, source: str) -> Report:
 
 
 def bad_cases() -> Iterator[Any]:
-    """The first two of each check, and the others for the long tests."""
+    """The first of each check, and the others for the long tests."""
     for probe, sources in BAD.items():
         for place, name in enumerate(sources):
-            yield pytest.param(probe, name, marks=pytest.mark.long if place >= 2 else ())
+            yield pytest.param(probe, name, marks=pytest.mark.long if place else ())
 
 
 @pytest.mark.parametrize(("probe", "name"), [*bad_cases()])
@@ -41,9 +41,9 @@ async def test_a_bad_environment_is_refused_by_the_check_for_it(tmp_path: Path, 
 
 
 def good_cases() -> Iterator[Any]:
-    """Every second one, and the others for the long tests."""
+    """Every fourth one, and the others for the long tests."""
     for place, name in enumerate(GOOD):
-        yield pytest.param(name, marks=pytest.mark.long if place % 2 else ())
+        yield pytest.param(name, marks=pytest.mark.long if place % 4 else ())
 
 
 @pytest.mark.parametrize("name", [*good_cases()])

@@ -81,6 +81,7 @@ def exact_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return run
 
 
+@pytest.mark.long  # two processes import torch and vLLM anew
 def test_a_run_from_a_worker_that_waited_is_the_same_run(tiny_model: Path, tmp_path: Path, unforked: None) -> None:
     launcher = LocalLauncher(tmp_path / "attempts", gpus=[])
     told: list[Any] = []

@@ -205,21 +205,20 @@ def tune(
 
 
 @pytest.mark.parametrize(
-    ("fields", "conversations", "held_out", "steps", "passes", "sample", "measured_at"),
+    ("parts", "fields", "conversations", "held_out", "steps", "passes", "sample", "measured_at"),
     [
-        ({"epochs": 2}, 1, 0, 2, 2, 0, [2]),
-        ({"epochs": 2}, 180, 40, 46, 2, 16, [10, 20, 30, 40, 46]),
-        ({"epochs": 0.5, "batch_size": 4}, 10, 9, 2, 0.8, 8, [2]),
-        ({"steps": 12, "batch_size": 40}, 600, 354, 12, 0.8, 48, [12]),
-        ({"steps": 200, "batch_size": 40}, 4000, 400, 200, 2, 40, list(range(10, 201, 10))),
-        ({"steps": 15, "batch_size": 8}, 800, 400, 15, 0.15, 16, [10, 15]),
-        ({"steps": 3, "batch_size": 8, "eval_every": 1}, 800, 400, 3, 0.03, 8, [1, 2, 3]),
+        (1, {"epochs": 2}, 1, 0, 2, 2, 0, [2]),
+        (3, {"epochs": 2}, 180, 40, 46, 2, 16, [10, 20, 30, 40, 46]),
+        (1, {"epochs": 0.5, "batch_size": 4}, 10, 9, 2, 0.8, 8, [2]),
+        (3, {"steps": 12, "batch_size": 40}, 600, 354, 12, 0.8, 48, [12]),
+        (1, {"steps": 200, "batch_size": 40}, 4000, 400, 200, 2, 40, list(range(10, 201, 10))),
+        (3, {"steps": 15, "batch_size": 8}, 800, 400, 15, 0.15, 16, [10, 15]),
+        (1, {"steps": 3, "batch_size": 8, "eval_every": 1}, 800, 400, 3, 0.03, 8, [1, 2, 3]),
     ],
 )
-@pytest.mark.parametrize("parts", [1, 3])
 def test_the_estimate_says_the_steps_that_run_and_measures_less_than_it_learns(
-    fields: dict[str, Any], conversations: int, held_out: int, steps: int, passes: float, sample: int,
-    measured_at: list[int], parts: int, fp32_model: Path, tmp_path: Path,
+    parts: int, fields: dict[str, Any], conversations: int, held_out: int, steps: int, passes: float, sample: int,
+    measured_at: list[int], fp32_model: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Also where a conversation is learnt in several rows."""
     spec = resolve(RunSpec(environment="e", algorithm="sft", eval_after=True, **fields)).spec
@@ -329,7 +328,10 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     assert warmed.checkpoints.steps() == [1]
 
 
-@pytest.mark.parametrize(("rate", "flags"), [(0.5, ["destroyed_model"]), (0.1, ["destroyed_model"]), (0.01, [])])
+@pytest.mark.parametrize(
+    ("rate", "flags"),
+    [pytest.param(0.5, ["destroyed_model"], marks=pytest.mark.long), (0.1, ["destroyed_model"]), (0.01, [])],
+)
 def test_a_learning_rate_that_destroys_the_model_is_flagged_and_no_other(
     tiny_model: Path, tmp_path: Path, rate: float, flags: list[str]
 ) -> None:
