@@ -21,7 +21,6 @@ from flash_mcp.protocol.records import (
     without_none,
 )
 from flash_mcp.protocol.run_files import read_adapter_config
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
 from flash_mcp.state.costs import limit_error
@@ -53,12 +52,21 @@ def request(
     elsewhere = _elsewhere(store, target, port=port, record=record)
     run = store.run(run_id)
     folder = folder_of(run)
-    step = _good_step(folder, run, step)
+    known = step
+    if step is None:
+        known = folder.checkpoints.newest_good()
+    elif folder.checkpoints.manifest(step) is None:
+        known = None
+    if known is None:
+        raise unknown_checkpoint(run, step, folder.checkpoints.steps())
+    step = known
     if name and is_named(name):
         what = f"{name!r} is a base model's name"
         raise FlashError("invalid_argument", what, name=name, fix="choose another name")
     name = name or f"{run_id}-{step}"
-    deployment_id = _deployment_id(run_id, step, name)
+    # The same for the same request, so that asking twice at once makes one row
+    digest = hashlib.sha256(repr((run_id, step, name)).encode()).digest()
+    deployment_id = "dep-" + "".join(queue.ID_ALPHABET[byte % 32] for byte in digest[:8])
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
         if row.id == deployment_id and _stays(row, target):
@@ -71,11 +79,16 @@ def request(
     adapter = fetch_adapter(store, run, step)
     if elsewhere and (error := limit_error(store, run.owner)):
         raise error
-    rank = _rank_in(adapter, f"{run_id}@{step}")
+    config = read_adapter_config(adapter, "r")
+    if config.get("target_parameters"):
+        reference = f"{run_id}@{step}"
+        fix = f"checkpoints(run_id={reference!r}, export='merged') writes the whole model"
+        what = "vLLM gets no adapters of experts"
+        raise FlashError("model_unsupported", what, checkpoint=reference, fix=fix)
     _record(store, deployment_id, is_on=bool(record))
     values: Json = {"owner": run.owner, "name": name, "run_id": run_id, "step": step}
     values |= {"model": served_model(store, run), "thinking": bool(run.spec.thinking)}
-    values |= {"adapter_path": str(adapter), "lora_rank": rank}
+    values |= {"adapter_path": str(adapter), "lora_rank": config["r"]}
     values |= {"target": elsewhere or LOCAL_TARGET, "port": port, "idle_minutes": idle_minutes}
     values["record"] = bool(record)
     with store.transaction():
@@ -83,22 +96,17 @@ def request(
             what = f"the checkpoint of step {step} has just been removed"
             fix = f"checkpoints(run_id={run_id!r}) lists those that are there"
             raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
-        _check_quota(store, deployment_id)
+        who = caller()
+        own = [row.id for row in store.deployments(LIVE_DEPLOYMENT) if row.owner == who.owner]
+        is_new = not who.is_local and deployment_id not in own
+        if is_new and len(own) >= who.limits.deployments:
+            what = f"{len(own)} deployments of yours are there"
+            fix = f"undeploy({own[0]!r}), or another one that is not needed"
+            raise FlashError("quota_exceeded", what, limit=who.limits.deployments, fix=fix)
         values["server_run"] = values["server_attempt"] = None  # the supervisor finds one here
         if elsewhere:
             values["server_run"] = queue.enqueue_server(store, deployment_id, values, gpus=gpus)
         return store.add_deployment({"id": deployment_id, **values})
-
-
-def _check_quota(store: Store, deployment_id: str) -> None:
-    """FlashError(quota_exceeded) if a caller over HTTP has as many deployments as it may."""
-    who = caller()
-    live = [row.id for row in store.deployments(LIVE_DEPLOYMENT) if row.owner == who.owner]
-    if who.is_local or deployment_id in live or len(live) < who.limits.deployments:
-        return
-    what = f"{len(live)} deployments of yours are there"
-    fix = f"undeploy({live[0]!r}), or another one that is not needed"
-    raise FlashError("quota_exceeded", what, limit=who.limits.deployments, fix=fix)
 
 
 def _elsewhere(
@@ -166,16 +174,6 @@ def served_model(store: Store, run: Run) -> str:
     return pinned(run.model, store.model_commit(run.id))
 
 
-def _rank_in(adapter: Path, reference: str) -> int:
-    """FlashError(model_unsupported) for an adapter that the server could not load."""
-    config = read_adapter_config(adapter, "r")
-    if config.get("target_parameters"):
-        fix = f"checkpoints(run_id={reference!r}, export='merged') writes the whole model"
-        what = "vLLM gets no adapters of experts"
-        raise FlashError("model_unsupported", what, checkpoint=reference, fix=fix)
-    return config["r"]
-
-
 def request_stop(store: Store, deployment_id: str) -> Deployment:
     """Ask for a deployment to end. One that has ended or failed is `stopped` at once."""
     store.update_deployment(deployment_id, expected_states=("starting", "ready"), state="stopping")
@@ -203,7 +201,13 @@ def find_deployment(store: Store, reference: str | None, *, to_end: bool = False
         raise FlashError("unknown_deployment", f"{len(live)} deployments are there", fix=fix)
     results = [row for row in store.deployments() if reference in (row.id, row.name)]
     if results:
-        return min(results, key=lambda row: _rank_of(row, reference))
+        # An id before any name, what is served before what was, the caller's own before others'
+
+        def rank(row: Deployment) -> tuple[bool, ...]:
+            is_over = row.state not in LIVE_DEPLOYMENT
+            return row.id != reference, is_over, row.owner != caller().owner
+
+        return min(results, key=rank)
     if to_end and not live:
         what = f"there is no deployment {reference!r}, and none is served"
         raise FlashError("unknown_deployment", what, fix=NOTHING_TO_END)
@@ -223,11 +227,6 @@ def _nothing_deployed(store: Store, *, to_end: bool) -> FlashError:
     return FlashError("unknown_deployment", "nothing is deployed", fix=DEPLOYS)
 
 
-def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:
-    """An id before any name, what is served before what was, the caller's own before others'."""
-    return (row.id != reference, row.state not in LIVE_DEPLOYMENT, row.owner != caller().owner)
-
-
 def fetch_adapter(store: Store, run: Run, step: int) -> Path:
     """The folder of the adapter that the run saved, and of no other that lies there now.
     FlashError(unknown_checkpoint | checkpoint_corrupt).
@@ -245,17 +244,3 @@ def saved_adapter(store: Store, run: Run, checkpoint: Checkpoint) -> Json:
     place = str(fetch_adapter(store, run, checkpoint.step))
     step, digest = checkpoint.step, checkpoint.digest
     return {"path": place, "run_id": run.id, "step": step, "digest": digest}
-
-
-def _good_step(folder: RunFolder, run: Run, step: int | None) -> int:
-    if step is not None and folder.checkpoints.manifest(step) is not None:
-        return step
-    if step is None and (newest := folder.checkpoints.newest_good()) is not None:
-        return newest
-    raise unknown_checkpoint(run, step, folder.checkpoints.steps())
-
-
-def _deployment_id(*parts: object) -> str:
-    """The same for the same request, so that asking twice at once makes one row."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return "dep-" + "".join(queue.ID_ALPHABET[byte % 32] for byte in digest[:8])

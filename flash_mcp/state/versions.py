@@ -232,7 +232,11 @@ def _check(files: Files) -> None:
         check_path(path)
         if path.startswith(f"{task_cache.FOLDER}/"):
             raise refusal(path, "is where generated tasks are kept", "leave this folder out")
-        _check_no_secret(path)
+        name = path.rpartition("/")[2]
+        if SECRET_FILES.fullmatch(name) and not SECRET_EXAMPLES.fullmatch(name):
+            variables = "environment variables, named by train(secrets=[...])"
+            fix = f"move it out; environment code gets secrets as {variables}"
+            raise refusal(path, "looks like a secret, and what is pushed is kept and copied", fix)
     if ENTRY_POINT not in files:
         what = f"there is no {ENTRY_POINT} among the files: "
         what += ", ".join(sorted(files)[:8]) or "nothing"
@@ -266,14 +270,6 @@ def check_path(path: str) -> None:
     if not {"", ".", ".."}.isdisjoint(parts):
         what = "would not lie inside the environment's folder"
         raise refusal(path, what, "use a plain relative path like datasets/train.jsonl")
-
-
-def _check_no_secret(path: str) -> None:
-    name = path.rpartition("/")[2]
-    if SECRET_FILES.fullmatch(name) and not SECRET_EXAMPLES.fullmatch(name):
-        variables = "environment variables, named by train(secrets=[...])"
-        fix = f"move it out; environment code gets secrets as {variables}"
-        raise refusal(path, "looks like a secret, and what is pushed is kept and copied", fix)
 
 
 def refusal(path: str, what: str, fix: str) -> FlashError:

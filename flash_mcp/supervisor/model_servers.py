@@ -74,7 +74,10 @@ class ModelServers:
         # First: a run is written together with the deployment that needs it.
         running = self.store.active_servers()
         live = self.store.deployments(LIVE_DEPLOYMENT)
-        shared = [row for row in live if row.state != "stopping" and self._access(row).is_shared]
+        shared: list[Deployment] = []
+        for row in live:
+            if row.state != "stopping" and access_to(self.home, row.target).is_shared:
+                shared.append(row)
         for model in {row.model for row in shared if row.server_run is None}:
             self._share(model, [row for row in shared if row.model == model])
         rows_of: dict[str, list[Deployment]] = {}
@@ -90,14 +93,11 @@ class ModelServers:
             del self._servers[run_id]
         for run_id, rows in rows_of.items():
             if run_id not in self._servers:
-                access = self._access(rows[0])
+                access = access_to(self.home, rows[0].target)
                 self._servers[run_id] = ModelServer(self.store, self.home, run_id, access)
             server = self._servers[run_id]
             if server.is_due(rows):
                 server.looking = self._pool.submit(server.look_after, rows)
-
-    def _access(self, row: Deployment) -> ServingAccess:
-        return access_to(self.home, row.target)
 
     def _share(self, model: str, rows: Rows) -> None:
         """Give a model's deployments on this machine one server; to all of them another one if an
@@ -197,8 +197,11 @@ class ModelServer:
             return LOOK_S
 
     def _advance(self, rows: Rows, run: Run) -> float:
-        if run.ended:
-            raise _end_of(run)
+        if run.ended and run.error:
+            raise FlashError.from_dict(run.error)
+        if run.ended:  # although no deployment was stopped
+            what = f"its server on {run.target} ended by itself: for long it heard of nobody"
+            raise FlashError("deployment_failed", what, fix="call deploy again")
         starting: list[Deployment] = []
         ready: list[Deployment] = []
         for row in rows:
@@ -327,14 +330,6 @@ class ModelServer:
 
 def _states(rows: Rows) -> list[tuple[str, str]]:
     return [(row.id, row.state) for row in rows]
-
-
-def _end_of(run: Run) -> FlashError:
-    """Why a server ended although no deployment was stopped."""
-    if run.error:
-        return FlashError.from_dict(run.error)
-    what = f"its server on {run.target} ended by itself: for long it heard of nobody"
-    return FlashError("deployment_failed", what, fix="call deploy again")
 
 
 # -- the way to model servers: those of this machine, and those on the nodes of a target -----------

@@ -122,7 +122,9 @@ class RunReconciler:
 
     def _attend(self, taken: Sequence[Run]) -> None:
         for run in taken:
-            if not self._attempt_of(run) and self._is_due(run):
+            refused = self._troubles.get((run.id, "attach"))
+            is_due = refused is None or time.monotonic() >= refused.again_at
+            if is_due and not self._attempt_of(run):
                 self._start(run)
         attempts = list(self._attempts.values())  # others may come meanwhile
         handles = [attempt.handle for attempt in attempts]
@@ -150,11 +152,6 @@ class RunReconciler:
     def _start(self, run: Run) -> None:
         if self._starting.is_free(run.id):
             self._starting.do(run.id, lambda: self._guarded("attach", run, self._attach))
-
-    def _is_due(self, run: Run) -> bool:
-        """Whether an attempt that the engine refused is to be submitted again."""
-        trouble = self._troubles.get((run.id, "attach"))
-        return trouble is None or time.monotonic() >= trouble.again_at
 
     def _attempt_of(self, run: Run) -> Attempt | None:
         existing = self._attempts.get(run.id)

@@ -253,18 +253,16 @@ def _wheel() -> bytes:
     for name in ("METADATA", "entry_points.txt"):
         files[f"{info}/{name}"] = (installed.read_text(name) or "").encode()
     record = f"{info}/RECORD"
-    lines = [_record_of(name, body) for name, body in files.items()]
+    lines: list[str] = []
+    for name, body in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(body)}\n")
     files[record] = "".join([*lines, f"{record},,\n"]).encode()
     created = io.BytesIO()
     with zipfile.ZipFile(created, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, body in files.items():
             archive.writestr(zipfile.ZipInfo(name, LONG_AGO), body, zipfile.ZIP_DEFLATED)
     return created.getvalue()
-
-
-def _record_of(name: str, body: bytes) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()
-    return f"{name},sha256={digest},{len(body)}\n"
 
 
 # The job that proves a target: it starts on a node, uses the storage, and says what is there

@@ -267,7 +267,11 @@ class LocalLauncher(Launcher):
         slots: list[int] = []
         descriptors: list[int] = []
         with ExitStack() as stack:
-            for slot in self._by_free_memory(self._slots_without_attempt()):
+            free = self._slots_without_attempt()
+            if len(free) > 1:  # the emptiest device first, as far as nvidia-smi knows them
+                sizes = free_memory()
+                free.sort(key=lambda slot: -sizes.get(self.devices[slot], 0.0))
+            for slot in free:
                 if not self.devices:
                     yield [slot], []
                     return
@@ -284,13 +288,6 @@ class LocalLauncher(Launcher):
                     yield slots, descriptors
                     return
         raise trouble
-
-    def _by_free_memory(self, slots: list[int]) -> list[int]:
-        """The emptiest device first. In their order where nvidia-smi does not know them."""
-        if len(slots) < 2:
-            return slots
-        free = free_memory()
-        return sorted(slots, key=lambda slot: -free.get(self.devices[slot], 0.0))
 
     def _slots_without_attempt(self) -> list[int]:
         taken: set[int] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from flash_mcp.protocol.errors import FlashError
@@ -92,16 +92,13 @@ class SkyLauncher(ApiLauncher):
         numbers = {handle.id for handle in handles if handle.id}
         try:
             if numbers - set(self._hints) or time.monotonic() - self._listed_at > LIST_EVERY_S:
-                self._look(numbers)
+                jobs = self._list(job_ids=sorted(map(int, numbers))) if numbers else []
+                results = {str(job["job_id"]): _hint(job) for job in jobs}
+                self._hints = {number: results.get(number, FORGOTTEN) for number in numbers}
+                self._listed_at = time.monotonic()
         except FlashError as error:
             return {handle.key: JobStatus("unknown", error.what) for handle in handles}
         return {handle.key: self._hints.get(handle.id, FORGOTTEN) for handle in handles}
-
-    def _look(self, numbers: Set[str]) -> None:
-        jobs = self._list(job_ids=sorted(map(int, numbers))) if numbers else []
-        results = {str(job["job_id"]): _hint(job) for job in jobs}
-        self._hints = {number: results.get(number, FORGOTTEN) for number in numbers}
-        self._listed_at = time.monotonic()
 
     def cancel(self, handle: Handle) -> None:
         """SkyPilot ends the job's machine within a minute or so."""

@@ -89,8 +89,13 @@ async def probe(
                     opening = await host.open("train", index)
                     length = sum(len(text_of(message)) for message in opening.messages)
                     if opening.tools:
-                        _check_tools(card)
                         length += len(json.dumps(opening.tools))
+                    if opening.tools and card.scheme == "folder" and card.tools is None:
+                        what = "the tasks have tools, which the model's chat template cannot show"
+                        fix = (
+                            "use a model whose template knows tools, or a ChatML one: it gets ours"
+                        )
+                        raise FlashError("tools_unsupported", what, model=card.name, fix=fix)
                     longest = max(longest, length)
                     await host.close(opening.episode)
                     # SFT trains on gold answers: better to learn now that there are
@@ -111,13 +116,6 @@ async def probe(
         raise FlashError("dataset_invalid", what, fix=fix)
     tokens = math.ceil(longest / CHARACTERS_PER_TOKEN)
     return Probed(splits, tokens, [shared], min(splits.get("eval", 0), spec.eval_examples))
-
-
-def _check_tools(card: ModelCard) -> None:
-    if card.scheme == "folder" and card.tools is None:
-        what = "the tasks have tools, which the model's chat template cannot show"
-        fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
-        raise FlashError("tools_unsupported", what, model=card.name, fix=fix)
 
 
 async def _check_contamination(

@@ -186,8 +186,10 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
     """From the seconds of the first of these runs that is alike; None if none took a step."""
     paces: list[tuple[Run, float]] = []
     for run in ended:
-        if run.algorithm == work.spec.algorithm and (pace := _conversation_s(store, run)):
-            paces.append((run, pace))
+        if run.algorithm == work.spec.algorithm:
+            for _, step_s in store.series(run.id, "time/step_s", points=1):
+                if step_s:
+                    paces.append((run, step_s / run.training.conversations_per_step))
     if not paces:
         return None
     run, pace = paces[0]
@@ -213,13 +215,6 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
         return time
     why = f"the fastest and the slowest of {len(alike)} such runs"
     return time.banded(min(alike) / pace, max(alike) / pace, why)
-
-
-def _conversation_s(store: Store, run: Run) -> float | None:
-    points = store.series(run.id, "time/step_s", points=1)
-    if points:
-        return points[0][1] / run.training.conversations_per_step
-    return None
 
 
 def _elsewhere(time: RunTime, run: Run) -> RunTime:
