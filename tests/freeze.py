@@ -44,7 +44,6 @@ COMMANDS = {
     "rollouts": ["rollouts", "run-improved", "--best", "2"],
     "compare": ["compare", "run-eval-base", "--other", "run-eval-trained", "--flips", "1"],
     "catalog": ["catalog", "--kind", "models"],
-    "curve": ["curve", "run-improved", "--json"],
     "report": ["report", "run-improved", "--to", "FOLDER/page.html"],
     "unknown-run": ["status", "run-none"],
     "unknown-run-json": ["status", "run-none", "--json"],

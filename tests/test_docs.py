@@ -80,7 +80,7 @@ def known_names() -> set[str]:
 
 @pytest.mark.parametrize(
     "text",
-    [PLAYBOOK.read_text(), REFERENCE.read_text(), playbook.LOOP, INSTRUCTIONS],
+    [PLAYBOOK.read_text(), REFERENCE.read_text(), playbook.loop("it"), INSTRUCTIONS],
     ids=["playbook", "reference", "prompt", "intro"],
 )
 def test_every_name_in_the_text_exists(text: str):

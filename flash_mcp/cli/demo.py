@@ -3,7 +3,6 @@ MCP client over stdio. `flash-mcp demo --help` says what it does."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ from typing import Any, TextIO, cast
 import anyio
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
-from mcp.types import BlobResourceContents, CallToolResult, TextContent
+from mcp.types import CallToolResult, TextContent
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -27,7 +26,6 @@ from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, visible
 from flash_mcp.judgement import curve
 from flash_mcp.protocol.errors import FlashError, first_of
-from flash_mcp.protocol.packages import check_pictures
 from flash_mcp.protocol.records import ACTIVE, Json
 from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
@@ -98,11 +96,7 @@ async def _ignored(progress: float, total: float | None, message: str | None) ->
 
 
 async def run(
-    console: Console,
-    folder: Path,
-    curve_path: Path,
-    arguments: Json,
-    environment: str | None = None,
+    console: Console, folder: Path, arguments: Json, environment: str | None = None
 ) -> Json:
     """Play the demo with `environment`, or with the one that it writes to `folder`, and with
     `arguments` of `train`; the figures of --json.
@@ -122,7 +116,8 @@ async def run(
         saved = (await session.call("checkpoints", run_id=run_id))["checkpoints"]
         newest = f"the newest at step {saved[0]['step']} in {saved[0]['path']}"
         console.print(f"  {len(saved)} checkpoints, {newest}")
-        await _draw(session, run_id, curve_path)
+        console.print()
+        say(curve.terminal(open_store().curve(run_id)))  # rich would wrap it
         with session.timed("deploy"):
             deployment = await _deploy(session, run_id, arguments)
         with session.timed("chat"):
@@ -167,7 +162,7 @@ async def _train(session: DemoSession, requested: Json) -> Json:
     return await watch(session, run_id)
 
 
-async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json:
+async def run_agent(console: Console, arguments: Json) -> Json:
     """Train the agent of the example agent_calculator with `arguments` of `train`: a warm-up on
     gold calls, then GRPO; the figures of --json.
     """
@@ -193,7 +188,8 @@ async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json
             _show_success(console, _escaped(side["of"]), side, side["tasks"])
         _show_verdict(console, verdict["verdict"], verdict["success"]["explanation"])
         await _show_rollout(session, run_id)
-        await _draw(session, run_id, curve_path)
+        console.print()
+        say(curve.terminal(open_store().curve(run_id)))  # rich would wrap it
         return {
             "run_id": run_id,
             "warm_up": begun,
@@ -267,20 +263,6 @@ def _show_said(console: Console, who: str, text: str) -> None:
     console.print(f"  {who:>9}  {visible(text)}", markup=False, highlight=False)
 
 
-async def _draw(session: DemoSession, run_id: str, path: Path) -> None:
-    session.console.print()
-    say(curve.terminal(open_store().curve(run_id)))  # rich would wrap it
-    try:
-        check_pictures()
-    except FlashError as error:
-        session.console.print(f"  no picture: {error}", markup=False, highlight=False)
-        return
-    picture = await session.client.read_resource(f"flash://runs/{run_id}/curve.png")
-    blobs = (part for part in picture.contents if isinstance(part, BlobResourceContents))
-    await anyio.Path(path).write_bytes(base64.b64decode(next(blobs).blob))
-    session.console.print(f"  the same as a picture: {path}", highlight=False)
-
-
 async def _deploy(session: DemoSession, run_id: str, arguments: Json) -> str:
     requested: Json = {"run_id": run_id}
     if "target" in arguments:
@@ -328,25 +310,19 @@ def _brief(value: Any) -> str:
 
 
 def play(
-    figures_path: Path | None,
-    curve_path: Path,
-    arguments: Json,
-    environment: str | None,
-    *,
-    agent: bool = False,
+    figures_path: Path | None, arguments: Json, environment: str | None, *, agent: bool = False
 ) -> int:
-    for path in filter(None, (curve_path, figures_path)):
-        if not path.absolute().parent.is_dir():  # it would be missed after minutes
-            fix = "make that folder, or name a file in another one"
-            raise FlashError("invalid_argument", "there is no such folder", file=path, fix=fix)
+    if figures_path and not figures_path.absolute().parent.is_dir():  # missed after minutes
+        fix = "make that folder, or name a file in another one"
+        raise FlashError("invalid_argument", "there is no such folder", file=figures_path, fix=fix)
     console = Console(soft_wrap=True)
     started = time.monotonic()
     if agent:
-        figures = outcome(console, run_agent, curve_path, arguments)
+        figures = outcome(console, run_agent, arguments)
     else:
         with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
             target = Path(folder) / "calculator"
-            figures = outcome(console, run, target, curve_path, arguments, environment)
+            figures = outcome(console, run, target, arguments, environment)
     if figures is None:
         return 1
     seconds = round(time.monotonic() - started, 1)

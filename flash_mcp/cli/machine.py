@@ -121,7 +121,6 @@ def _seconds(age: str | None) -> float | None:
     return int(match[1]) * SECONDS[match[2]]
 
 
-CURVE = Path("reward-curve.png")
 REFERENCES = (
     "RUN_ID, the folder's name of an export, or NAME@DIGEST of an environment or dataset; another "
     "owner's is OWNER/NAME@DIGEST"
@@ -141,8 +140,7 @@ def demo(arguments: Arguments) -> int:
     from flash_mcp.cli.demo import play  # noqa: PLC0415
 
     overrides = without_none({"model": arguments.model, "target": arguments.target})
-    environment = arguments.environment
-    return play(arguments.json, arguments.curve, overrides, environment, agent=arguments.agent)
+    return play(arguments.json, overrides, arguments.environment, agent=arguments.agent)
 
 
 def doctor(arguments: Arguments) -> int:
@@ -207,14 +205,9 @@ def recover(arguments: Arguments) -> None:
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command(
         demo,
-        (
-            "flash-mcp demo",
-            "flash-mcp demo --agent",
-            "flash-mcp demo --json figures.json --curve curve.png",
-        ),
+        ("flash-mcp demo", "flash-mcp demo --agent", "flash-mcp demo --json figures.json"),
         (
             option("--json", "write the figures to FILE", "FILE", type=Path),
-            option("--curve", f"the picture (default {CURVE})", "FILE", type=Path, default=CURVE),
             option("--model", "base model (default: the config's)"),
             option("--environment", "a published environment (default: the calculator)"),
             option("--target", "a target of Slurm or Ray (default: this machine)"),

@@ -1,8 +1,7 @@
-"""logs, curve, report, export, wait, gateway and recordings: one run or deployment."""
+"""logs, report, export, wait, gateway and recordings: one run or deployment."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flash_mcp.cli import follow
-from flash_mcp.cli.output import answer, render_all, say, to_json
-from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option, repeated
+from flash_mcp.cli.output import answer, render_all, say
+from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
 from flash_mcp.cli.tool_commands import stay
-from flash_mcp.judgement import curve as drawing
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Recording, pseudonym, rating_of
 from flash_mcp.protocol.records import Json, text_of
@@ -34,19 +32,6 @@ LOG_EVERY_S = 2.0
 RUN_ID = option("run_id", "run id, as returned by train", "RUN_ID")
 
 
-def curve(arguments: Arguments) -> None:
-    """Draw a run's reward curve in the terminal or as a picture.
-
-    Shows mean reward and success of the training rollouts, and held-out evaluations."""
-    points = open_store().curve(arguments.run_id)
-    if arguments.png is not None:
-        _write(arguments.png, drawing.png(points), "--png")
-    if arguments.json:
-        say(to_json(dataclasses.asdict(points)))
-    else:
-        say(str(arguments.png or drawing.terminal(points)))
-
-
 def report(arguments: Arguments) -> None:
     """Write a run as one HTML page: health, curves, rollouts, lineage, values.
 
@@ -54,17 +39,14 @@ def report(arguments: Arguments) -> None:
     from flash_mcp.pages.report import html  # noqa: PLC0415
 
     out = arguments.to or Path(f"{arguments.run_id}.html")
-    _write(out, html(open_store(), arguments.run_id).encode(), "--to")
-    answer(arguments, {"path": str(out.absolute())}, str(out))
-
-
-def _write(path: Path, content: bytes, option: str) -> None:
+    page = html(open_store(), arguments.run_id)
     try:
-        path.write_bytes(content)
+        out.write_bytes(page.encode())
     except OSError as error:
-        fix = f"choose a file that you may write with {option}"
+        fix = "choose a file that you may write with --to"
         what = f"cannot write there: {error}"
-        raise FlashError("invalid_argument", what, path=path, fix=fix) from error
+        raise FlashError("invalid_argument", what, path=out, fix=fix) from error
+    answer(arguments, {"path": str(out.absolute())}, str(out))
 
 
 def export(arguments: Arguments) -> None:
@@ -183,7 +165,6 @@ def recordings(arguments: Arguments) -> None:
 
 
 def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
-    pairs = [pair.partition("=") for pair in arguments.metadata]
     user = arguments.user
     names = None if user is None else (user, pseudonym(user))
     rating = rating_of(arguments.rating)
@@ -192,15 +173,8 @@ def _matcher(arguments: Arguments) -> Callable[[Json], bool]:
         raise FlashError("invalid_argument", what, fix="give up, down, none or a number")
 
     def matches(line: Json) -> bool:
-        texts = map(text_of, [*line["messages"], line["answer"]])
-        metadata: Json = line.get("metadata") or {}
-        return (
-            (names is None or line.get("user") in names)
-            and (arguments.id is None or line.get("id") == arguments.id)
-            and (arguments.rating is None or line["rating"] == rating)
-            and all(str(metadata.get(name)) == value for name, _, value in pairs)
-            and (arguments.contains is None or arguments.contains in "\n".join(texts))
-        )
+        is_users = names is None or line.get("user") in names
+        return is_users and (arguments.rating is None or line["rating"] == rating)
 
     return matches
 
@@ -215,10 +189,7 @@ COMMANDS: dict[str, Command | Group] = {
         (
             option("deployment", "a deployment that records its requests", "DEPLOYMENT"),
             option("--user", "of this user", "USER"),
-            option("--id", "the answer with this id", "ID"),
-            option("--contains", "with this text in a message", "TEXT"),
             option("--rating", "rated so: up, down, a number, or none", "RATING"),
-            repeated("--metadata", "with this value in the request's metadata", "NAME=VALUE"),
             flag("--delete", "delete them and their ratings"),
             JSON,
         ),
@@ -247,11 +218,6 @@ COMMANDS: dict[str, Command | Group] = {
         logs,
         ("flash-mcp logs run-2f9k1c8d --follow",),
         (RUN_ID, flag("--follow", "print what comes until the run has ended")),
-    ),
-    "curve": Command(
-        curve,
-        ("flash-mcp curve run-2f9k1c8d --png curve.png",),
-        (RUN_ID, option("--png", "write a picture instead", "FILE", type=Path), JSON),
     ),
     "report": Command(
         report,

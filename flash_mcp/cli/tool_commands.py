@@ -223,7 +223,21 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
         if run_id is None:
             fix = "name a run: flash-mcp status RUN_ID --follow"
             raise FlashError("invalid_argument", "there is no one run to follow", fix=fix)
-        return _stay_with_seeds(run_id, arguments.json)
+        # `stay`, one after the other, with each run that a call with seeds started; the worst exit
+        # code
+        from flash_mcp.state.store import open_store  # noqa: PLC0415
+
+        store = open_store()
+        run = store.run(run_id)
+        runs = store.seed_runs(run) if run.seed_group else [run]
+        codes: list[int] = []
+        for run in runs:
+            if len(runs) > 1:
+                sys.stderr.write(f"seed {run.spec.seed}: {run.id}\n")
+            codes.append(stay(run.id, arguments.json))
+            if codes[-1] == follow.INTERRUPTED:
+                break
+        return max(codes)
     show(result, arguments.json)
     if not arguments.json:
         for points in curves:
@@ -248,24 +262,6 @@ def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
         if values.get(which) is not None:
             chosen |= {"which": which, "limit": values[which]}
     return chosen
-
-
-def _stay_with_seeds(run_id: str, as_json: bool) -> int:
-    """`stay`, one after the other, with each run that a call with seeds started; the worst exit
-    code."""
-    from flash_mcp.state.store import open_store  # noqa: PLC0415
-
-    store = open_store()
-    run = store.run(run_id)
-    runs = store.seed_runs(run) if run.seed_group else [run]
-    codes: list[int] = []
-    for run in runs:
-        if len(runs) > 1:
-            sys.stderr.write(f"seed {run.spec.seed}: {run.id}\n")
-        codes.append(stay(run.id, as_json))
-        if codes[-1] == follow.INTERRUPTED:
-            break
-    return max(codes)
 
 
 def stay(run_id: str, as_json: bool, **options: Any) -> int:

@@ -60,12 +60,6 @@ CHECKPOINT_COLUMNS = (
     *("STEP", "HELD OUT", "HELD-OUT LOSS", "SUCCESS", "REWARD", "LOSS"),
     *("SIZE", "DIGEST", "SAVED (UTC)"),
 )
-SHARES = {
-    "groups/uniform_share": "{} of groups score alike",
-    "rollouts/truncated_share": "{} cut off",
-    "rollouts/error_share": "{} failed in the environment",
-}
-"""What the newest step says of its rollouts, where it is not 0."""
 
 
 class Page:
@@ -286,15 +280,6 @@ def _numbers(page: Page, view: RunView) -> None:
         _scores(page, view.scores)
     if view.by_label:
         _by_label(page, view.by_label)
-    if view.newest:
-        parts: list[str] = []
-        if tokens := view.newest.get("tokens/completion_mean"):
-            parts.append(f"{number(tokens)} tokens a rollout")
-        for name, words in SHARES.items():
-            if value := view.newest.get(name):
-                parts.append(words.format(percent(value)))
-        if parts:
-            page.prose(f"Newest step: {', '.join(parts)}.")
 
 
 def _by_label(page: Page, found: ByLabel) -> None:

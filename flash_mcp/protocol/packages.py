@@ -38,7 +38,7 @@ def engine_missing(why: str) -> FlashError:
 def check_pictures() -> None:
     """FlashError where pictures cannot be drawn."""
     if find_spec("matplotlib") is None:
-        fix = "install flash-mcp[pictures], or look at the curve in flash-mcp curve or flash-mcp ui"
+        fix = "install flash-mcp[pictures], or see it in `flash-mcp status RUN --curve` or ui"
         raise FlashError("pictures_missing", CODES["pictures_missing"], fix=fix)
 
 

@@ -130,7 +130,7 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
         (["train", "--environment", "none"], 1, "unknown_environment"),
         (["status", "run-none"], 1, "unknown_run"),
         (["status", "--follow"], 2, "no one run"),
-        (["curve", "run-none"], 1, "unknown_run"),
+        (["report", "run-none"], 1, "unknown_run"),
         (["serve", "--http", "--host", "0.0.0.0"], 2, "--unauthenticated"),
     ],
 )
@@ -301,17 +301,6 @@ def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
-    finished = finished_run(tmp_path)
-    assert "held-out success" in run("curve", finished.id)[1]
-    picture = tmp_path / "curve.png"
-    assert run("curve", finished.id, "--png", str(picture))[0] == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    code, _, said = run("curve", finished.id, "--png", str(tmp_path / "none" / "curve.png"))
-    assert code == 2 and "choose a file that you may write with --png" in said
-
-
-@pytest.mark.slow
 def test_a_list_may_be_given_by_its_flag_or_left_out(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     for words in (["--runs", finished.id], [finished.id]):
@@ -365,7 +354,7 @@ def test_a_port_that_is_taken_is_refused(run: Run):
     assert "port_taken" in err
 
 
-@pytest.mark.parametrize("words", ["token create ci --expires-days 0", "demo --curve /no-such-folder/curve.png"])
+@pytest.mark.parametrize("words", ["token create ci --expires-days 0", "install zed --skill"])
 def test_a_refusal_says_what_to_do(run: Run, words: str):
     code, _, err = run(*words.split())
     assert code == 2

@@ -136,13 +136,6 @@ def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):
     assert error["fix"]
 
 
-def test_the_curve_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main.main(["curve", finished_run(tmp_path).id, "--json"]) == 0
-    points = json.loads(capsys.readouterr().out)
-    assert [step for step, _ in points["lines"]["reward"]] == list(range(1, 21))
-    assert [point["step"] for point in points["held_out"]] == [0, 20]
-
-
 def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
     with supervised():
         run, writer = started_run(tmp_path)

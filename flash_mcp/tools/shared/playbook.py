@@ -9,33 +9,8 @@ from pathlib import Path
 SECTION = re.compile(r"^(?=## )", re.MULTILINE)
 LINK = re.compile(r"\]\(#([a-z-]+)\)")
 
-LOOP = """\
-Goal: {goal}
-
-Train a model towards this goal with the flash-mcp tools. Change one thing per round, and note what
-you expect.
-
-1. `catalog` lists models, environments and devices. Choose the smallest model that sometimes solves
-   the task.
-2. `env_setup` writes a starter environment. Change it to your task. Reward partial progress, keep
-   `success` apart from the reward, and put other tasks into the eval split.
-3. `env_test` until every check passes, then `env_push`.
-4. `train` with `validate_only=true` and `sample=true` shows every value and whether there is
-   anything to learn. If the model solves almost nothing and gold answers exist, run
-   `algorithm="sft"` first, and grpo from it (`init_from_adapter`). Start with a short run: 10 to 20
-   steps, `eval_before=true`, `eval_after=true`, and an `idempotency_key`.
-5. `status` with `until="news"`, then each time the call that `next` names, until the run has ended.
-   Act on its flags. `rollouts` with `which="worst"` and `which="best"` shows whether the reward
-   pays for what you meant.
-6. Judge by `verdict`: held-out success against its noise band, not the training reward. `evaluate`
-   measures any model or checkpoint; `compare` says whether two evaluations differ.
-7. If it improved: `checkpoints`, `deploy`, `chat` with `side_by_side=true`, `undeploy`.
-8. Report the numbers with their n, what you tried and what did not work. Stop when the goal is met,
-   or when two rounds in a row ended in `no_change`.
-
-The resource flash://playbook has the details."""
-
-
+CALLS = re.compile(r"^\| \|.+?(?=\n\n)", re.MULTILINE | re.DOTALL)
+"""The table of the calls in their order."""
 SKILL = """\
 ---
 name: train-a-model
@@ -84,10 +59,22 @@ def first_page() -> str:
     return title + "\n".join(map(sections().__getitem__, names[:FIRST])) + f"\n## More\n\n{others}"
 
 
+def calls() -> str:
+    """The calls in their order, and when to go on."""
+    table = CALLS.search(text())
+    assert table is not None
+    return f"{table[0]}\n\nThe resource {ADDRESS} has the details.\n"
+
+
 def skill() -> str:
     """SKILL.md for agents that take skills: when to use the tools, and the loop."""
-    return SKILL + LOOP.partition("\n\n")[2] + "\n"
+    return f"{SKILL}\n{calls()}"
 
 
 def loop(goal: str) -> str:
-    return LOOP.format(goal=goal.strip())
+    advice = (
+        "Train a model towards this goal with the flash-mcp tools. Change one thing per round, and "
+        "note what you expect. Stop when the goal is met, or when two rounds in a row ended in "
+        "`no_change`; report the numbers with their n."
+    )
+    return f"Goal: {goal.strip()}\n\n{advice}\n\n{calls()}"
