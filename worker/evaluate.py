@@ -18,9 +18,10 @@ from flash_mcp.protocol import records
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import EvalSpec
+from worker.exam import BASE_STEP, ExamWriter
 from worker.heartbeat import Heartbeat
 from worker.rollouts.metrics import summarize_evaluation
-from worker.rollouts.scheduler import PlayedRollout, mixed_seed, task_groups
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, mixed_seed, task_groups
 from worker.rollouts.task_choice import TaskPlace
 from worker.session import Session, check_errors
 
@@ -53,35 +54,58 @@ def evaluate(
         check_errors(created, spec.max_error_share)
         return len(tasks)
     recorder = EvalRecorder(writer, heartbeat, spec.step)
+    recorders = [recorder]
+    is_exam = isinstance(writer, ExamWriter)
+    if is_exam and job["init_adapter"]:
+        recorders.insert(0, EvalRecorder(writer, heartbeat, BASE_STEP))
     constant: dict[str, float] = {}
-    missing = [task for task in tasks if task.index not in recorder.rows]
-    if missing:
-        at_once = min(len(missing), AT_ONCE)
+    if any(_missing(tasks, each) for each in recorders):
+        at_once = min(len(tasks), AT_ONCE)
         with Session[EvalSpec].opened(
             job, spec, writer, heartbeat, at_once=at_once, trains=False, cards=cards
         ) as session:
-            if session.host.scores_groups:
-                # An attempt that is scored with the others of its task is made again with them.
-                unfinished = {task.group for task in missing}
-                missing = [task for task in tasks if task.group in unfinished]
-            session.sync(spec.step)
-            heartbeat.enter("eval")
-            done = len(recorder.rows)
-            writer.event("sampling", f"{done} of {len(tasks)} attempts are done", step=done)
-            recorder.start()
-            try:
-                limits = replace(session.limits, system_prompt=spec.system_prompt)
-                session.collect_each(missing, limits, recorder.add)
-            finally:
-                recorder.flush()
-            constant = session.constant_level(spec.split, spec.tasks)
+            for each in recorders:
+                if each.step == spec.step:
+                    session.sync(spec.step)
+                else:  # the base, before the engine has an adapter
+                    session.start_engine()
+                _make(session, tasks, each)
+            if not is_exam:
+                constant = session.constant_level(spec.split, spec.tasks)
+    if is_exam and len(recorders) > 1:
+        writer.base = [recorders[0].rows[task.index].fields() for task in tasks]
     rows = [recorder.rows[task.index] for task in tasks]
+    if is_exam:  # before its totals are there: a look that fails shows none
+        check_errors(rows, spec.max_error_share)
     summary = summarize_evaluation(rows, seconds=recorder.seconds)
     summary |= {"tokens_per_s": recorder.tokens_per_s, **constant}
     writer.evaluation(spec.step, summary, [row.fields() for row in rows])
     log.info("eval %s", summary)
     check_errors(rows, spec.max_error_share)
     return len(tasks)
+
+
+def _missing(tasks: Sequence[RolloutTask], recorder: EvalRecorder) -> list[RolloutTask]:
+    return [task for task in tasks if task.index not in recorder.rows]
+
+
+def _make(session: Session[EvalSpec], tasks: Sequence[RolloutTask], recorder: EvalRecorder) -> None:
+    """Make the attempts that the recorder lacks."""
+    missing = _missing(tasks, recorder)
+    if session.host.scores_groups:
+        # An attempt that is scored with the others of its task is made again with them.
+        unfinished = {task.group for task in missing}
+        missing = [task for task in tasks if task.group in unfinished]
+    session.heartbeat.enter("eval")
+    done = len(recorder.rows)
+    what = f"{done} of {len(tasks)} attempts are done"
+    session.writer.event("sampling", what, step=done)
+    recorder.start()
+    try:
+        limits = replace(session.limits, system_prompt=session.spec.system_prompt)
+        session.collect_each(missing, limits, recorder.add)
+    finally:
+        recorder.flush()
 
 
 class EvalRecorder:
@@ -95,7 +119,7 @@ class EvalRecorder:
         self.heartbeat = heartbeat
         self.step = step
         self.rows: dict[int, records.Rollout] = {}
-        for row in writer.folder.attempts(step):
+        for row in writer.recorded(step):
             self.rows[row["index"]] = records.Rollout.from_row(row)
         self.heartbeat.step = len(self.rows)
         self.seconds = 0.0

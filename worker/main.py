@@ -37,6 +37,7 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from flash_mcp.protocol.storage import RETRY_S
+from worker import exam
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.process import CARDS, is_memory_error, memory_state, prepare_process, quick_imports
 from worker.ranks import Ranks, serve_rank, started, variables
@@ -75,7 +76,7 @@ def main() -> int:
     job = folder.job()
     surroundings.restrict(job)
     try:
-        writer = RunWriter(folder, args.attempt)
+        writer = exam.writer_of(job, folder, args.attempt)
     except FlashError as error:
         log.error("%s", error)
         return 3
@@ -162,7 +163,8 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
                 from worker.evaluate import evaluate  # noqa: PLC0415
 
             cards = [item[CARDS] for item in arguments]
-            return evaluate(job, spec, writer, heartbeat, cards)
+            with exam.opened(job, writer, scratch) as opened:
+                return evaluate(opened, spec, writer, heartbeat, cards)
 
         def lost(error: FlashError, is_retryable: bool) -> None:
             log.error("%s", error)

@@ -254,6 +254,12 @@ def did_you_mean(
     return ""
 
 
+def exam_sealed(of: str) -> FlashError:
+    what = "an exam shows totals: its tasks, transcripts and outcomes are sealed"
+    fix = "evaluate(environment='exam:NAME', model=...) takes it; status shows what it found"
+    return FlashError("exam_sealed", what, fix=fix, of=of)
+
+
 MAX_LOG_BYTES = 4 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

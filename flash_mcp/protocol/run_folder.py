@@ -364,6 +364,10 @@ class RunWriter:
         self._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body)
         self._shards += 1
 
+    def recorded(self, step: int) -> list[Json]:
+        """The attempts of a running evaluation that were saved so far."""
+        return self.folder.attempts(step)
+
     def offer(self, offer: Json) -> None:
         self._write(f"keys/{self.epoch}.json", dump(offer))
 

@@ -102,6 +102,10 @@ CREATE TABLE tournaments (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL DEFAULT '{LOCAL_OWNER}', state TEXT NOT NULL,
     target TEXT NOT NULL, spec TEXT NOT NULL, rounds TEXT NOT NULL, error TEXT,
     idempotency_key TEXT, created REAL NOT NULL, ended REAL);
+-- A look at a sealed exam outlives its run.
+CREATE TABLE exam_looks (
+    run_id TEXT PRIMARY KEY, exam_id TEXT NOT NULL, owner TEXT NOT NULL, number INTEGER NOT NULL,
+    policy TEXT NOT NULL, subject TEXT, summary TEXT);
 CREATE INDEX tournaments_live ON tournaments (target) WHERE state = 'running';
 -- Run folders in the storage of targets that are to be deleted.
 CREATE TABLE removed_folders (

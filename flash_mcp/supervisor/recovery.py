@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flash_mcp.exam import looks
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import environments_dir, runs_dir
 from flash_mcp.protocol.records import Json
@@ -31,6 +32,7 @@ LOST = (
     "what env_push recorded about environments",
     "runs that were queued and never started",
     "the hours that runs have worked",
+    "looks at exams whose runs were removed",
 )
 
 
@@ -125,6 +127,8 @@ def _take_runs(store: Store, result: Recovered) -> None:
             # A run is taken in whole or not at all: a second call looks only at those without row.
             with store.transaction():
                 store.insert("runs", _row(store, path))
+                if "exam" in (run := store.run(path.name)).lineage:
+                    looks.record(store, run)
                 Reader(store, path.name, RunFolder(path)).read(now=True)
         except (FlashError, KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, FlashError) and error.code == "disk_full":

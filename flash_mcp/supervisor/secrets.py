@@ -34,6 +34,7 @@ from dotenv import dotenv_values
 
 from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.exams import KEY_VARIABLE
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Run
 
@@ -266,6 +267,10 @@ def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
 
 def missing(run_id: str, names: Sequence[str]) -> FlashError:
     """The error that a run shows while it waits for secrets."""
+    if names[0].startswith(KEY_VARIABLE):
+        what = "the exam is locked, and the look waits"
+        fix = "its operator runs `flash-mcp exam unlock NAME`; a cancelled look is not spent"
+        return FlashError("exam_locked", what, run_id=run_id, fix=fix)
     what = (
         f"the run waits for the secrets {', '.join(names)}: they were lost when the supervisor "
         "ended, for they are never written to disk"

@@ -11,8 +11,12 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from environments.untrusted_text import plain_name
+from flash_mcp.exam import looks
+from flash_mcp.exam.exams import find_exam
+from flash_mcp.exam.looks import Marks
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError, nearest
+from flash_mcp.protocol.exams import REFERENCE as EXAM
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import (
     AUTO,
@@ -22,6 +26,7 @@ from flash_mcp.protocol.spec import (
     EvalSpec,
     Precision,
     ResolvedEval,
+    default_of,
 )
 from flash_mcp.state import queue, references
 from flash_mcp.state.queue import Label
@@ -42,7 +47,7 @@ from flash_mcp.tools.shared.scores import (
 )
 from flash_mcp.tools.shared.tool_base import Result, report
 from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
-from flash_mcp.tools.shared.waiting import deadline_after, ended, submit, tried_again
+from flash_mcp.tools.shared.waiting import deadline_after, ended, look_after, submit, tried_again
 
 SystemPrompt = Annotated[str | None, Field(max_length=20_000)]
 MOST_ATTEMPTS = 50_000
@@ -82,6 +87,8 @@ class Evaluate(Result):
     """Attempts made so far."""
     values: dict[str, Any]
     """How it is sampled and limited."""
+    exam: Marks | None = None
+    """All that a sealed exam shows."""
     scores: Scores | None = None
     """Once it has finished."""
     by_label: ByLabel | None = None
@@ -127,8 +134,7 @@ async def evaluate(
     keeps every transcript for rollouts (split='eval'). It trains nothing. Comparing two: compare.
 
     Args:
-        environment: NAME, NAME@DIGEST, reasoning-gym:DATASET or regression (see train); default:
-            the run's, for a run.
+        environment: As for train, or exam:NAME (sealed: totals only); default: the run's.
         model: Base model; a run's checkpoint, RUN@STEP (@0: before training) or, its newest, RUN;
             or a deployment.
         split: The tasks' split.
@@ -184,6 +190,10 @@ async def _measure(
     store, deadline = open_store(), deadline_after(wait_s)
     subject = await run_sync(references.find_subject, store, model)
     reference = environment_of(environment, subject)
+    if reference.startswith(EXAM):
+        return await _examine(
+            store, reference, subject, request, arguments, idempotency_key, deadline
+        )
     row = await run_sync(references.environment, store, reference)
     if arguments["target"] != AUTO:
         loading.check_target(store, arguments["target"] or LOCAL_TARGET)
@@ -237,6 +247,57 @@ async def _measure(
     if trouble:
         result.next = f"{trouble} The evaluation is queued. {tried_again(run.id)}"
     return result
+
+
+async def _examine(
+    store: Store,
+    reference: str,
+    subject: Subject,
+    request: EvaluationRequest,
+    arguments: Json,
+    key: str | None,
+    deadline: float,
+) -> Evaluate:
+    """A look at a sealed exam, which decides its tasks and how they are scored."""
+    exam = find_exam(store.base, reference.removeprefix(EXAM))
+    chosen = {name: arguments[name] for name in ("environment_args", "secrets", "seed", "target")}
+    chosen |= {"task_ids": request.task_ids, "limit": request.limit}
+    chosen |= {"attempts": request.attempts - 1, "split": request.split.removeprefix("eval")}
+    if wrong := [name for name, value in chosen.items() if value]:
+        what = f"an exam decides its tasks and how they are scored: {', '.join(wrong)} is refused"
+        raise FlashError("invalid_argument", what, fix="leave it out")
+    loading.check_target(store, LOCAL_TARGET)
+    fixed: Json = {name: default_of(name) for name in ("env_timeout_s", "env_concurrency")}
+    fixed |= {"environment_args": {}, "secrets": [exam.variable], "target": LOCAL_TARGET}
+    resolved = functools.partial(
+        resolve.resolve_eval,
+        subject,
+        exam.version(store.base),
+        split="eval",
+        attempts=1,
+        arguments={**arguments, **fixed},
+    )
+    options: Json = {"again": request.again, "label": request.label}
+    take = functools.partial(looks.take, store, exam, subject, lambda tasks: resolved(tasks=tasks))
+    run, created = await run_sync(functools.partial(take, key, **options))
+    trouble = await look_after(store, run)
+    if trouble is None:
+        run = await ended(store, run.id, deadline)
+    return Evaluate(
+        run_id=run.id,
+        state=run.state,
+        created=created,
+        environment=reference,
+        of=subject.name,
+        split="eval",
+        tasks=exam.per_look,
+        attempts=1,
+        done=run.step,
+        values=without_empty(run.evaluation.model_dump(include=SHOWN)),
+        exam=await run_sync(looks.marks_of, store, run),
+        error=error_text(run.error, 1500),
+        next=str(trouble or next_of(RunContext(run=run, near=store.near(run)))),
+    )
 
 
 def place(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from environments.untrusted_text import quoted
+from flash_mcp.exam import looks
 from flash_mcp.judgement import comparison, health, mixture, statistics
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
@@ -121,6 +122,7 @@ class RunView(ResultModel):
     mixture: list[str] | None = None
     regression: str | None = None
     seeds: str | None = None
+    exams: list[str] | None = None
     newest: dict[str, float] | None = None
     checkpoint: int | None = None
     best: str | None = None
@@ -163,6 +165,7 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
     view.mixture = _mixture(store, history, judged) or None
     view.regression = judged.regression
     view.seeds = spread_of(store, run)
+    view.exams = looks.lines(store, run) or None
     if history.evaluations:
         view.by_label = by_label(store, run, history.evaluations[-1].step)
     if run.state == "queued":
