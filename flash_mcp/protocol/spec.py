@@ -491,48 +491,38 @@ def check_adapter(
 
 
 OTHER_NAMES = {
-    "lr": "learning_rate",
-    "num_steps": "steps",
-    "max_steps": "steps",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "num_generations": "group_size",
-    "per_device_train_batch_size": "batch_size",
-    "rank": "lora_rank",
-    "r": "lora_rank",
-    "alpha": "lora_alpha",
-    "max_new_tokens": "max_tokens",
-    "max_seq_length": "max_length",
-    "beta": "kl_penalty_coef",
-    "kl_coef": "kl_penalty_coef",
-    "env": "environment",
-    "model_name": "model",
-    "base_model": "model",
-    "n_gpus": "gpus",
-    **dict.fromkeys(
-        (
+    other: name
+    for name, others in {
+        "learning_rate": ("lr",),
+        "steps": ("num_steps", "max_steps"),
+        "epochs": ("num_epochs", "num_train_epochs"),
+        "group_size": ("num_generations",),
+        "batch_size": ("per_device_train_batch_size",),
+        "lora_rank": ("rank", "r"),
+        "lora_alpha": ("alpha",),
+        "max_tokens": ("max_new_tokens",),
+        "max_length": ("max_seq_length",),
+        "kl_penalty_coef": ("beta", "kl_coef"),
+        "environment": ("env",),
+        "model": ("model_name", "base_model"),
+        "gpus": ("n_gpus",),
+        "dataset": (
             "data", "data_file", "data_files", "data_path", "dataset_id", "dataset_name",
             "dataset_path", "file", "hub", "rows", "train_data", "train_dataset", "train_file",
             "training_data", "training_file",
         ),
-        "dataset",
-    ),
-    **dict.fromkeys(
-        (
+        "question": (
             "dataset_text_field", "input_column", "input_field", "input_key", "prompt",
             "prompt_column", "prompt_field", "prompt_key", "question_column", "text_column",
             "text_field",
         ),
-        "question",
-    ),
-    **dict.fromkeys(
-        (
+        "answer": (
             "answer_column", "completion", "completion_column", "label", "label_column",
             "label_key", "labels", "output_column", "response_column", "response_key",
             "target_column",
         ),
-        "answer",
-    ),
+    }.items()
+    for other in others
 }  # fmt: skip
 """What other programs call a run's fields."""
 SDK_NAMES = {"id": "environment", "params": "environment_args"}
