@@ -98,9 +98,7 @@ def test_the_instructions_name_only_tools_that_exist():
 @pytest.mark.parametrize(
     "page", [REFERENCE, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (FAULTS, SECURITY))]
 )
-def test_the_generated_tables_are_up_to_date(
-    page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_generated_tables_are_up_to_date(page: Path, request: pytest.FixtureRequest, monkeypatch):
     items, config = request.session.items, request.config
     is_part = any(map(config.getoption, ("keyword", "markexpr", "lf"))) or "::" in "".join(config.args)
     if not is_part and hostile.marked() <= {item.path for item in items}:  # else another process collects them

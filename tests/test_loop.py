@@ -92,9 +92,7 @@ def test_an_agent_plays_the_loop_within_its_calls_and_tokens(folder: Path, tiny_
 
 @pytest.mark.long
 @pytest.mark.parametrize("day", list(rows.DAYS))
-def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(
-    day: str, tiny_model: Path, flash_home: Path, tmp_path: Path
-) -> None:
+def test_an_agent_comes_from_rows_to_a_verdict_in_eight_calls(day: str, tiny_model: Path, flash_home: Path, tmp_path):
     train: Json = {**rows.TRAIN, "steps": 3, "max_tokens": 8, "eval_examples": 20}
 
     async def loop() -> Json:
@@ -127,9 +125,7 @@ def test_runs_without_a_value_have_a_verdict_for_each_seed(tiny_model: Path, fla
 
 
 @pytest.mark.long
-def test_a_student_and_chosen_tasks_are_measured_beside_what_they_replace(
-    tiny_model: Path, flash_home: Path, tmp_path: Path
-) -> None:
+def test_a_student_and_chosen_tasks_are_measured_beside_what_they_replace(tiny_model: Path, flash_home: Path, tmp_path):
     quick: Json = {"model": str(tiny_model), "steps": 2, "max_tokens": 8, "eval_examples": 20}
 
     async def loop() -> Json:

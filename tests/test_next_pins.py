@@ -30,9 +30,7 @@ def newer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_version_that_breaks_a_test_is_named_with_the_test_and_with_what_it_lacks(
-    newer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_that_breaks_a_test_is_named_with_the_test_and_with_what_it_lacks(newer: Path, tmp_path, capsys):
     toy = tmp_path / "test_toy.py"
     toy.write_text(TOY)
     assert next_pins.tell([newer], [str(toy)])

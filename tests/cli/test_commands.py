@@ -179,9 +179,7 @@ def test_every_help_has_an_example_that_the_command_takes(name: str, capsys: pyt
 
 
 @pytest.mark.parametrize("below", [".", "folder"])
-def test_a_state_directory_that_cannot_be_used_is_one_line(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
-):
+def test_a_state_directory_that_cannot_be_used_is_one_line(run: Run, tmp_path: Path, monkeypatch, below: str):
     path = tmp_path / "file"
     path.touch()
     monkeypatch.setenv("FLASH_HOME", str(path / below))
@@ -192,9 +190,7 @@ def test_a_state_directory_that_cannot_be_used_is_one_line(
 
 
 @pytest.mark.parametrize("left", ["all", "database"])
-def test_a_state_directory_that_cannot_be_written_can_be_read(
-    left: str, flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_state_directory_that_cannot_be_written_can_be_read(left: str, flash_home, tmp_path, monkeypatch, capsys):
     run = finished_run(tmp_path)
     open_store().shrink()
     shutil.copytree(flash_home, tmp_path / "copy")
@@ -400,9 +396,7 @@ def found_by_doctor(name: str) -> tuple[str, str, str]:
     return finding.level, finding.detail, finding.fix
 
 
-def test_the_doctor_says_what_takes_the_disk_and_how_to_take_less(
-    run: Run, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_doctor_says_what_takes_the_disk_and_how_to_take_less(run: Run, flash_home: Path, monkeypatch):
     sizes = {
         "runs/run-1/checkpoints/10/1-1/optimizer.pt": 4_000_000,
         "runs/run-1/log.1": 1_000_000,

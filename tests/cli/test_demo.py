@@ -21,9 +21,7 @@ SHORT = {"steps": 1, "batch_size": 1, "group_size": 2, "max_tokens": 4, "eval_ex
 
 
 @pytest.mark.long
-def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(tiny_model: Path, tmp_path: Path, monkeypatch, capsys):
     folder = tmp_path / "templates" / "agent_calculator"
     shutil.copytree(AGENT_CALCULATOR.parent, folder)
     for config in folder.glob("configs/*.toml"):

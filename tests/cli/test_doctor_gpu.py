@@ -104,9 +104,7 @@ def test_a_library_that_vllm_for_the_cpu_needs_is_missed_before_a_run_fails_of_i
         check_machine()
 
 
-def test_triton_needs_a_compiler_and_pythons_headers(
-    gpu_packages: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_triton_needs_a_compiler_and_pythons_headers(gpu_packages: dict[str, str | None], monkeypatch, tmp_path: Path):
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("CC", "sh")
     level, detail, fix = doctor.c_compiler()

@@ -28,9 +28,7 @@ FLASH = [sys.executable, "-m", "flash_mcp.cli"]
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 3), ("cancelled", 4)])
-def test_wait_ends_with_the_runs_own_exit_code(
-    state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_wait_ends_with_the_runs_own_exit_code(state: str, code: int, tmp_path: Path, capsys):
     with supervised():
         run, writer = started_run(tmp_path)
         learn(writer, [1])
@@ -42,9 +40,7 @@ def test_wait_ends_with_the_runs_own_exit_code(
     assert captured.err == ""
 
 
-def test_follow_of_seeds_follows_each_and_ends_with_the_worst_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_follow_of_seeds_follows_each_and_ends_with_the_worst_exit_code(tmp_path: Path, capsys):
     push_echo(tmp_path)
     seeds = ["train", "--environment", "echo", "--seeds", "[1, 2]", "--idempotency-key", "seeds"]
     with supervised():
@@ -59,9 +55,7 @@ def test_follow_of_seeds_follows_each_and_ends_with_the_worst_exit_code(
     assert "succeeded" in captured.out and "failed" in captured.out
 
 
-def test_logs_print_what_comes_after_what_was_printed_until_the_run_has_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_logs_print_what_comes_after_what_was_printed_until_the_run_has_ended(tmp_path: Path, capsys, monkeypatch):
     run, writer = started_run(tmp_path)
     printed = [f"step {number}: {'loss' * 100}\n" for number in range(9)]
     tails = [printed[:5], printed[2:8], printed[5:]]  # as a node stores them: the end alone

@@ -123,9 +123,7 @@ def test_the_command_says_what_to_add_and_where(own_home: Path, capsys: pytest.C
     assert "--url: not allowed with argument --ssh" in capsys.readouterr().err
 
 
-def test_an_entry_has_what_reaches_hubs_and_indexes_but_no_password(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_entry_has_what_reaches_hubs_and_indexes_but_no_password(monkeypatch, capsys: pytest.CaptureFixture[str]):
     for name in surroundings.of(os.environ):
         monkeypatch.delenv(name)
     kept = {"HF_ENDPOINT": "https://hub.example", "no_proxy": "localhost", "UV_DEFAULT_INDEX": "https://index.example"}

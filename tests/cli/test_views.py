@@ -42,9 +42,7 @@ def test_what_is_laid_out_fits_a_terminal(words: tuple[str, ...], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_checks_of_an_environment_are_lines_with_the_fix_under_what_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_checks_of_an_environment_are_lines_with_the_fix_under_what_failed(tmp_path: Path, capsys):
     folder = tmp_path / "sort"
     assert main.main(["env-setup", str(folder), "--template", "sort_words"]) == 0
     source = (folder / "environment.py").read_text()
@@ -60,9 +58,7 @@ def test_the_checks_of_an_environment_are_lines_with_the_fix_under_what_failed(
     assert max(map(len, folded)) <= views.WIDTH
 
 
-def test_colours_are_for_terminals_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_colours_are_for_terminals_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     run = finished_run(tmp_path)
     plain = printed(capsys, "status", run.id)
     as_terminal(monkeypatch)
@@ -74,9 +70,7 @@ def test_colours_are_for_terminals_only(
     assert printed(capsys, "status", run.id) == plain
 
 
-def test_a_foreign_text_can_colour_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_foreign_text_can_colour_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     run, writer = started_run(tmp_path)
     writer.rollouts(1, [sample_rollout(1, 0, 0.0, "\033[31mred\033[0m\nand more")])
     read_in(open_store(), run.id)

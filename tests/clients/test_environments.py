@@ -73,9 +73,7 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=needs(PROGRAMS / each)) for each in SCRIPTS])
-async def test_an_agent_that_others_wrote_completes_a_session(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_agent_that_others_wrote_completes_a_session(name: str, tmp_path: Path, monkeypatch):
     programs = PROGRAMS.parent.parent
     monkeypatch.setenv(READABLE_VARIABLE, os.pathsep.join({str(programs), str(programs.resolve())}))
     known = {"QUESTION": QUESTION, "SCRIPT": SCRIPTS[name], "VARIABLES": {**VARIABLES, **node_path()}}

@@ -25,9 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_operator_creates_lists_unlocks_and_removes_exams(
-    folder: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_operator_creates_lists_unlocks_and_removes_exams(folder: Path, flash_home: Path, monkeypatch):
     key = folder.parent / "sums.exam-key"
     code, text = command("exam", "create", "sums", str(folder), "--looks", "5", "--key-file", str(key))
     assert code == 0 and "tasks_per_look: 12" in text and key.stat().st_mode & 0o777 == 0o600

@@ -261,9 +261,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int):
     assert ("No steps yet." in text) == (steps == 0)
 
 
-def test_the_command_writes_the_page_and_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_writes_the_page_and_says_where(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
     run_id = finished_run(tmp_path).id
     monkeypatch.chdir(tmp_path)
     assert main.main(["report", run_id]) == 0

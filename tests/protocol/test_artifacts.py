@@ -56,9 +56,7 @@ def test_the_digest_depends_on_content_alone(artifacts: Artifacts, folder: Path,
     assert artifacts.put(copy, "run-1") == digest
 
 
-def test_runs_of_several_targets_wait_for_one_upload(
-    artifacts: Artifacts, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_several_targets_wait_for_one_upload(artifacts: Artifacts, folder: Path, monkeypatch):
     storage = artifacts.url.removesuffix("/artifacts")
     targets = [artifacts, Artifacts(storage, retry_s=1)]
     upload, uploads = Artifacts._upload, list[str]()
@@ -82,9 +80,7 @@ def test_what_the_storage_lost_is_stored_again(artifacts: Artifacts, folder: Pat
     assert artifacts._fs.exists(artifacts._path(digest))
 
 
-def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(
-    artifacts: Artifacts, folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(artifacts: Artifacts, folder: Path, tmp_path):
     cache = tmp_path / "cache"
     digest = artifacts.put(folder, "run-1")
     artifacts._fs.pipe_file(artifacts._path(digest), b"not what it was")

@@ -161,9 +161,7 @@ def forget() -> None:
 @pytest.mark.slow
 @pytest.mark.hostile("run folders")
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_no_hostile_run_folder_writes_elsewhere_or_fails_without_a_code(
-    kind: str, honest: Files, tmp_path: Path, flash_home: Path
-) -> None:
+def test_no_hostile_run_folder_writes_elsewhere_or_fails_without_a_code(kind: str, honest: Files, tmp_path, flash_home):
     run = queued_run(tmp_path / "environment")
     store = open_store()
     store.execute("UPDATE main.runs SET id = ?", [RUN_ID])

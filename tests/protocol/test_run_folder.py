@@ -470,9 +470,7 @@ def test_a_result_of_an_attempt_that_was_replaced_is_no_result(folder: RunFolder
     assert (folder.result() or {})["state"] == "succeeded"
 
 
-def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
-    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(folder: RunFolder, tmp_path, monkeypatch):
     """Both save the same step; the older one was stopped when its files were half copied."""
     zombie, source = RunWriter(folder, 1), adapter(tmp_path, b"stale")
     check = zombie.check_owner
@@ -703,9 +701,7 @@ def test_a_store_that_refuses_our_keys_or_has_no_such_bucket_is_named(far_url: s
         read_beats([nowhere])
 
 
-def test_a_store_that_says_nothing_is_given_up_in_the_time_that_the_control_plane_has(
-    far_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_says_nothing_is_given_up_in_the_time_that_the_control_plane_has(far_url: str, monkeypatch):
     monkeypatch.setattr("flash_mcp.protocol.storage.READ_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and no more
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"

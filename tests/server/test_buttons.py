@@ -128,9 +128,7 @@ def local(flash_home: Path) -> Iterator[Team]:
         yield started
 
 
-def test_the_local_owner_exports_in_a_format(
-    local: Team, browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_local_owner_exports_in_a_format(local: Team, browser: Any, tmp_path: Path, monkeypatch):
     """The process that writes the files is the edge of the world: tests/worker/test_export.py has it."""
     folder, exporter = tmp_path / "export", checkpoints.Exporter
 

@@ -154,9 +154,7 @@ def test_who_has_requests_under_way_on_every_connection_is_refused_another(flash
             assert answer(third).startswith(b"HTTP/1.1 503 ")
 
 
-async def test_a_call_that_takes_longer_than_a_request_may_is_answered(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_takes_longer_than_a_request_may_is_answered(flash_home: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.3)
     run_id = queued_run(tmp_path / "environment").id
@@ -268,9 +266,7 @@ def routes() -> list[tuple[str, str]]:
 
 
 @pytest.mark.hostile("slow connections")
-def test_a_strangers_body_has_ten_seconds_on_every_route_and_holds_no_answer_up(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strangers_body_has_ten_seconds_on_every_route_and_holds_no_answer_up(flash_home: Path, monkeypatch):
     monkeypatch.setattr(connections, "STRANGER_BODY_S", 0.5)
     bodies = {"content-length: 90000": b"x", "transfer-encoding: chunked": b"1\r\nx\r\n"}
     with limited(flash_home, connections_per_address=500) as team, ExitStack() as stack:

@@ -317,9 +317,7 @@ async def test_each_refusal_of_something_local_names_the_way_of_that_argument(te
 
 
 @pytest.mark.hostile("other owners")
-async def test_environment_code_sees_only_the_secrets_that_the_token_was_given(
-    team: Team, monkeypatch: pytest.MonkeyPatch
-):
+async def test_environment_code_sees_only_the_secrets_that_the_token_was_given(team: Team, monkeypatch):
     monkeypatch.setenv("GRANTED", "1")
     monkeypatch.setenv("OTHERS", "2")
     push = {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
@@ -452,9 +450,7 @@ def test_a_session_is_of_no_use_to_another_token(team: Team):
         assert alice.post("/mcp", json=listing, headers=session).status_code == 200
 
 
-def test_tokens_are_made_listed_and_revoked_by_commands_and_kept_nowhere(
-    capsys: pytest.CaptureFixture[str], flash_home: Path
-):
+def test_tokens_are_made_listed_and_revoked_by_commands_and_kept_nowhere(capsys, flash_home: Path):
     assert main.main(["token", "create", "alice", "--read-only", "--expires-days", "2", "--secret", "HF_TOKEN"]) == 0
     text = capsys.readouterr().out.strip()
     assert text.startswith(tokens.PREFIX)
@@ -559,9 +555,7 @@ async def test_queued_runs_and_stored_bytes_have_a_limit_for_each_owner(flash_ho
 
 
 @pytest.mark.parametrize("target", [None, "lab"])
-def test_deployments_have_a_limit_for_each_owner_here_and_on_targets(
-    tmp_path: Path, flash_home: Path, target: str | None
-):
+def test_deployments_have_a_limit_for_each_owner_here_and_on_targets(tmp_path, flash_home: Path, target: str | None):
     store = open_store()
     (flash_home / "targets.toml").write_text(f'[lab]\nengine = "slurm"\nstorage = "{tmp_path}"\n')
     for owner, number in (("alice", 2), ("bob", 2), ("local", 3)):
@@ -616,9 +610,7 @@ def test_other_addresses_are_served_only_with_tokens(flash_home: Path, capsys: p
         (["--requests-per-minute", "0"], "requests_per_minute=0] every request would be refused"),
     ],
 )
-def test_options_with_which_nobody_can_be_served_are_refused(
-    words: list[str], named: str, flash_home: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_options_with_which_nobody_can_be_served_are_refused(words: list[str], named: str, flash_home: Path, capsys):
     assert main.main(["serve", "--http", *words]) == 2
     assert named in capsys.readouterr().err
 
@@ -645,9 +637,7 @@ def test_a_damaged_file_of_the_machines_own_token_is_made_anew_or_named(tmp_path
 
 
 @pytest.mark.hostile("requests")
-def test_a_server_on_loopback_asks_for_the_token_of_the_machines_own_user(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_server_on_loopback_asks_for_the_token_of_the_machines_own_user(flash_home: Path, monkeypatch):
     monkeypatch.setenv("ALLOWED", "1")
     monkeypatch.setenv("OTHERS", "2")
     flash_home.mkdir(mode=0o700)
@@ -676,9 +666,7 @@ async def names_its_settings_secrets_only(team: Team, token: str) -> None:
         assert body_of(allowed)["created"]
 
 
-async def test_a_server_that_asks_for_no_token_gives_none_of_its_variables(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_server_that_asks_for_no_token_gives_none_of_its_variables(flash_home: Path, monkeypatch):
     monkeypatch.setenv("OTHERS", "2")
     push: dict[str, Any] = {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
     with supervised(), team_server(authenticate=False) as team:

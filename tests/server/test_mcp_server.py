@@ -354,9 +354,7 @@ async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(c
     assert b64decode(picture.data).startswith(b"\x89PNG")
 
 
-async def test_a_picture_without_what_draws_it_is_refused(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_picture_without_what_draws_it_is_refused(client: Client, tmp_path: Path, monkeypatch):
     run_id = finished_run(tmp_path).id
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = await client.call_tool("status", {"run_id": run_id, "curve": True})

@@ -27,9 +27,7 @@ def add_queued(count: int) -> None:
             store.insert("runs", {**template, "id": f"run-q{number:07d}", "idempotency_key": None})
 
 
-async def test_a_list_and_a_report_read_few_rows_though_many_runs_are_queued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_list_and_a_report_read_few_rows_though_many_runs_are_queued(tmp_path: Path, monkeypatch):
     with supervised():
         ended = finished_run(tmp_path / "ended")
         queued_run(tmp_path / "queued")
@@ -51,9 +49,7 @@ async def test_a_list_and_a_report_read_few_rows_though_many_runs_are_queued(
         assert max(size for size in sizes) <= QUEUED  # the pairs of 100 examples
 
 
-def test_a_page_that_many_browsers_show_is_rendered_once_a_change_and_owner(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_many_browsers_show_is_rendered_once_a_change_and_owner(flash_home: Path, tmp_path, monkeypatch):
     rendered: list[None] = []
     overview = live.overview
 

@@ -115,9 +115,7 @@ async def test_what_leaves_no_work_behind_is_answered_plainly(client: Client, tm
 
 
 @pytest.mark.parametrize(("mode", "code"), [("auto", MISSING_CAPABILITY), ("legacy", METHOD_NOT_FOUND)])
-async def test_a_client_without_the_extension_gets_plain_results_and_no_task_methods(
-    tmp_path: Path, mode: str, code: int
-):
+async def test_a_client_without_the_extension_gets_plain_results_and_no_task_methods(tmp_path, mode: str, code: int):
     async with Client(server, mode=mode) as plain:
         with supervised():
             result = await train(plain, tmp_path)

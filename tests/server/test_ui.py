@@ -178,9 +178,7 @@ def test_the_overview_has_state_success_verdict_and_parent_of_every_run(team: Te
         assert word in text
 
 
-def test_a_dataset_shows_labels_lengths_copies_and_rows_as_learnt(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_shows_labels_lengths_copies_and_rows_as_learnt(flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLASH_MODELS", str(flash_home / "none"))
     rows: list[dict[str, Any]] = []
     for number in range(60):

@@ -162,9 +162,7 @@ def test_the_doctor_names_a_file_system_without_locks(flash_home: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "level"), [("ext4", "ok"), ("nfs4", "warning"), ("cifs", "warning"), ("fuse.sshfs", "warning")]
 )
-def test_the_doctor_names_a_network_file_system(
-    flash_home: Path, monkeypatch: pytest.MonkeyPatch, kind: str, level: str
-) -> None:
+def test_the_doctor_names_a_network_file_system(flash_home: Path, monkeypatch, kind: str, level: str):
     inner = SimpleNamespace(mountpoint=str(flash_home.parent), fstype=kind)
     outer = SimpleNamespace(mountpoint="/", fstype="overlay")
     monkeypatch.setattr(psutil, "disk_partitions", lambda *, all: [inner, outer])
@@ -178,9 +176,7 @@ def test_the_doctor_names_a_network_file_system(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_script")
-def test_a_state_directory_may_have_any_name_and_be_a_link(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_directory_may_have_any_name_and_be_a_link(environment: Path, tmp_path: Path, monkeypatch):
     real, link = tmp_path / "real", tmp_path / "-größe 日本 'quote\"$HOME\nline"
     real.mkdir()
     link.symlink_to(real)

@@ -203,9 +203,7 @@ def test_files_outside_of_the_state_directory_are_never_removed(store: Store, tm
     assert outside.is_dir() and not store.environments()
 
 
-def test_a_run_whose_files_lie_elsewhere_keeps_them_and_says_where(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_files_lie_elsewhere_keeps_them_and_says_where(store: Store, tmp_path: Path, capsys):
     run = made(store, published(store), tmp_path)
     outside = tmp_path / "bucket"
     Path(run.folder).rename(outside)
@@ -243,9 +241,7 @@ def ended_ago(store: Store, run: Run, days: float, state: str = "succeeded") -> 
     store.execute("UPDATE runs SET state = ?, ended = ? WHERE id = ?", values)
 
 
-def test_runs_are_removed_by_age_and_outcome_once_somebody_says_yes(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_removed_by_age_and_outcome_once_somebody_says_yes(store: Store, tmp_path: Path, capsys):
     environment = published(store)
     old, failed, new, served = (made(store, environment, tmp_path) for _ in range(4))
     active = made(store, environment, tmp_path, end=False)
@@ -303,9 +299,7 @@ def test_a_removal_that_concerns_no_run_says_so(store: Store, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("words", [[], ["--older-than", "soon"]])
-def test_remove_without_anything_to_remove_is_refused(
-    store: Store, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_remove_without_anything_to_remove_is_refused(store: Store, capsys, words: list[str]):
     assert main.main(["remove", *words]) != 0
     assert "invalid_argument" in capsys.readouterr().err
 

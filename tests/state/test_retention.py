@@ -80,9 +80,7 @@ def test_only_the_newest_good_checkpoint_keeps_the_optimizers_state(store: Store
     end(writer, run.id, 10)
 
 
-def test_a_checkpoint_that_cannot_be_read_back_takes_nothing_from_the_one_before(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_read_back_takes_nothing_from_the_one_before(store: Store, tmp_path, monkeypatch):
     run, writer = saved(tmp_path)
     put = Storage.put_files
 
@@ -222,9 +220,7 @@ def test_few_checkpoints_all_stay(store: Store, tmp_path: Path) -> None:
     assert steps(store, run) == list(STEPS)
 
 
-def test_a_kill_while_checkpoints_are_deleted_is_made_good(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_checkpoints_are_deleted_is_made_good(store: Store, tmp_path: Path, monkeypatch):
     run, _ = saved(tmp_path, keep_checkpoints=2)
     move = retention.move_away
 
@@ -240,9 +236,7 @@ def test_a_kill_while_checkpoints_are_deleted_is_made_good(
     assert steps(store, run) == [3, 8, 9, 10] and not (store.base / "removed").exists()
 
 
-def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(store: Store, tmp_path: Path, monkeypatch):
     run, _ = saved(tmp_path, keep_checkpoints=2)
     fetch = Checkpoints.fetch
 

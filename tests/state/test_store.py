@@ -349,9 +349,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
 
 
 @pytest.mark.slow
-def test_many_threads_that_write_wait_for_each_other_and_none_finds_the_database_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_threads_that_write_wait_for_each_other_and_none_finds_the_database_busy(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.01)
     store = Store(tmp_path)
     store.execute("CREATE TABLE counts (number INTEGER)")

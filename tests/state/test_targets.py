@@ -142,9 +142,7 @@ def test_the_commands_add_list_and_remove(flash_home: Path, capsys: pytest.Captu
     assert targets(flash_home) == {}
 
 
-def test_a_target_that_fails_its_proof_is_not_added(
-    flash_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_target_that_fails_its_proof_is_not_added(flash_home: Path, capsys, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no sbatch
     storage = str(tmp_path / "storage")
     assert main(["target", "add", "lab", "--engine", "slurm", "--storage", storage]) != 0

@@ -108,9 +108,7 @@ def test_a_slot_is_free_when_the_other_state_directorys_attempt_ends(folder: Pat
     assert device_locks.users(UUID, other) == []
 
 
-def test_a_card_is_free_once_an_attempt_is_ended_though_a_child_of_its_shell_takes_long_to_die(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_card_is_free_once_an_attempt_is_ended_though_a_child_of_its_shell_takes_long_to_die(folder: Path, tmp_path):
     is_large = tmp_path / "is large"
     large = f"memory = b'x' * 2**29; pathlib.Path({str(is_large)!r}).touch(); signal.pause()"
     program = folder.parent / "bin" / "rm"  # what the shell calls before it becomes the worker

@@ -35,9 +35,7 @@ def end_supervisors(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_starts_what_was_killed_and_hands_secrets_over(
-    flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_starts_what_was_killed_and_hands_secrets_over(flash_home: Path, waiting_run: Run, monkeypatch):
     with process.supervised(every_s=0.05):
         wait_for(lambda: is_supervised(flash_home))
         end_supervisors(flash_home)
@@ -54,9 +52,7 @@ def test_it_starts_nothing_where_nothing_is_to_be_done(flash_home: Path, tmp_pat
     assert not (flash_home / "supervisor.log").exists()
 
 
-def test_it_goes_on_after_trouble_and_tells_it_once(
-    waiting_run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_goes_on_after_trouble_and_tells_it_once(waiting_run: Run, monkeypatch, caplog: pytest.LogCaptureFixture):
     tried: list[Path] = []
 
     def fail(base: Path) -> bool:

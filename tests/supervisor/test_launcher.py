@@ -334,9 +334,7 @@ def answering(*answers: tuple[str, bytes]) -> Generator[str]:
 
 @pytest.mark.parametrize("engine", [RayLauncher, SkyLauncher])
 @pytest.mark.parametrize("status", ["200 OK", "302 Found", "504 Gateway Timeout"])
-def test_a_page_of_a_proxy_is_no_answer_of_the_engine(
-    engine: type[ApiLauncher], status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_of_a_proxy_is_no_answer_of_the_engine(engine: type[ApiLauncher], status: str, monkeypatch):
     handle = Handle("run-x-1", "7")
     monkeypatch.setattr(SkyLauncher, "_list", lambda *_, **__: [])  # what comes before a launch
     with answering((status, b"<html>Log in</html>")) as address, pytest.raises(FlashError) as caught:
@@ -371,9 +369,7 @@ def test_what_waits_for_a_node_of_slurm_is_pending_with_slurms_reason(there: Har
 
 
 @pytest.mark.slow
-def test_a_job_of_slurm_gets_its_own_environment_and_nothing_of_this_process(
-    there: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_slurm_gets_its_own_environment_and_nothing_of_this_process(there: Harness, monkeypatch):
     monkeypatch.setenv("PLANTED_KEY", "nobody must see this")
     launcher = there.reopen()
     launch = there.launch(command=["/usr/bin/env"])
@@ -447,9 +443,7 @@ def test_options_that_slurm_refuses_are_an_error_with_its_words(cluster: None) -
 
 
 @pytest.mark.slow
-def test_a_controller_that_does_not_answer_is_an_unknown_state_within_a_bound(
-    cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_controller_that_does_not_answer_is_an_unknown_state_within_a_bound(cluster: None, monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_port = f"SlurmctldPort={silent.getsockname()[1]}"
         config = Path(os.environ["SLURM_CONF"]).read_text()
@@ -680,9 +674,7 @@ def test_commands_over_ssh_share_one_connection(tmp_path: Path, monkeypatch: pyt
         assert (tmp_path / "sshd.log").read_text().count("Accepted") == before + 1
 
 
-def test_ssh_has_a_folder_for_its_sockets_though_the_one_before_was_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ssh_has_a_folder_for_its_sockets_though_the_one_before_was_removed(tmp_path: Path, monkeypatch):
     ssh = 'for word; do case "$word" in -oControlPath=*) dirname "${word#*=}";; esac; done'
     stand_in(tmp_path, {"ssh": ssh}, monkeypatch)
     launcher = SlurmLauncher(ssh="lab")
@@ -694,9 +686,7 @@ def test_ssh_has_a_folder_for_its_sockets_though_the_one_before_was_removed(
 
 
 @pytest.mark.parametrize(("said", "number"), [("Welcome to node 7\n4711;lab", "4711"), ("4711", "4711"), ("hello", "")])
-def test_a_greeting_of_the_host_is_no_number_of_a_job(
-    said: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_greeting_of_the_host_is_no_number_of_a_job(said: str, number: str, tmp_path: Path, monkeypatch):
     commands = {"squeue": "true", "sbatch": f"cat >/dev/null\necho '{said}'"}
     stand_in(tmp_path, commands, monkeypatch)
     launch = Launch("run-1", 1, SLEEPER, {}, None)
@@ -786,9 +776,7 @@ def test_names_and_comments_of_other_jobs_do_not_pass_for_an_attempt(cluster: No
         ("", True),
     ],
 )
-def test_a_job_counts_as_cancelled_only_if_slurm_says_that_it_is_over(
-    said: str, is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_counts_as_cancelled_only_if_slurm_says_that_it_is_over(said: str, is_over: bool, tmp_path, monkeypatch):
     squeue = squeue_of(tmp_path, [], [OURS])
     stand_in(tmp_path, {"squeue": squeue, "scancel": f"echo '{said}' >&2\nexit 1"}, monkeypatch)
     launcher, handle = SlurmLauncher(tag="flash-mcp-1"), Handle("run-1-1", "7")

@@ -54,9 +54,7 @@ def has_files(run: Run) -> bool:
 # -- leftovers -------------------------------------------------------------------------------------
 
 
-def test_leftovers_of_killed_processes_are_deleted_after_a_day(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_killed_processes_are_deleted_after_a_day(store: Store, tmp_path: Path, monkeypatch):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -166,9 +164,7 @@ def test_the_runs_that_ended_first_go_until_the_rest_fits(store: Store, tmp_path
     assert not export.exists()
 
 
-def test_a_broken_settings_file_stops_nothing_and_deletes_nothing(
-    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_settings_file_stops_nothing_and_deletes_nothing(store: Store, tmp_path: Path, caplog):
     run = ended_days_ago(store, finished_run(tmp_path), 1000)
     (store.base / "settings.toml").write_text("[disk]\nrun_days = 'soon'")
     timeouts = Timeouts(poll_s=0.01, idle_exit_s=0.05)

@@ -174,9 +174,7 @@ def test_reading_a_folder_twice_gives_the_same_rows(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
-def test_files_that_a_disk_cannot_read_now_are_read_at_a_later_look(
-    error: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_a_disk_cannot_read_now_are_read_at_a_later_look(error: int, bench: Bench, monkeypatch):
     run = bench.train({"steps": 4})
     bench.finish(run)
     before = all_rows(bench.store, run.id)
@@ -361,9 +359,7 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 5)
 
 
-def test_a_run_of_several_cards_waits_for_them_and_is_not_overtaken(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_several_cards_waits_for_them_and_is_not_overtaken(bench: Bench, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("FLASH_DEVICE_LOCKS", str(tmp_path))
     launcher = LocalLauncher(bench.base / "attempts", gpus=["a", "b"])
     supervisor = bench.new_supervisor(launcher)
@@ -660,9 +656,7 @@ def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -
 
 
 @pytest.mark.parametrize("point", ["claimed", "submitted", "result", "requeue", "end"])
-def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(bench: Bench, monkeypatch, point: str):
     class Death(BaseException):
         pass
 

@@ -108,9 +108,7 @@ def test_the_folder_of_a_removed_run_goes_though_the_remover_was_killed_and_an_a
     assert not bench.store.query("SELECT * FROM removed_folders")
 
 
-def test_a_storage_that_does_not_answer_keeps_a_removed_folder_for_later(
-    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_that_does_not_answer_keeps_a_removed_folder_for_later(bench: Bench, folder: Path, monkeypatch):
     def refuse(_: RunFolder) -> None:
         raise FlashError("store_unreachable", "it is away")
 

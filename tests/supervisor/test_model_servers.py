@@ -231,9 +231,7 @@ async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
     assert len(sent()["messages"]) == 1
 
 
-def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(store, deployments: Supervisor, tmp_path):
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     newest = settle(deployments, request(store, run_id).id, "ready")
     assert request(store, run_id, step=2) == newest
@@ -249,9 +247,7 @@ def test_a_later_supervisor_finds_the_server_where_it_runs(store: Store, deploym
     assert store.deployment(first.id).state == "ready"
 
 
-def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(store, deployments: Supervisor, tmp_path):
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     rows = [settle(deployments, request(store, run_id, step=step).id, "ready") for step in (1, 2)]
     ids = [row.id for row in rows]
@@ -275,9 +271,7 @@ def reboot(store: Store) -> Supervisor:
     return new_supervisor(store.base)
 
 
-def test_a_deployment_goes_on_whenever_its_machine_starts_anew(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_a_deployment_goes_on_whenever_its_machine_starts_anew(store: Store, deployments: Supervisor, tmp_path: Path):
     row = request(store, make_run(store, "toy", {1: make_adapter(tmp_path / "a")}))
     until(deployments, lambda: any((store.base / "attempts").glob("srv-*")))  # it does not listen yet
     later = reboot(store)
@@ -317,9 +311,7 @@ def test_a_server_that_no_deployment_needs_any_more_is_ended_by_whoever_comes_la
     assert not Path(server.folder).exists()
 
 
-def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(store: Store, deployments: Supervisor, tmp_path):
     run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
     failed = settle(deployments, request(store, run_id).id, "failed")
     assert failed.error and "the weights are of another model" in failed.error["wrote"]
@@ -349,9 +341,7 @@ def test_a_line_of_the_log_that_looks_like_our_error_is_not_taken_for_it(before:
     assert "send the keys" not in str(error).partition("\nenvironment or model wrote:\n")[0]
 
 
-def test_a_server_that_never_answers_fails_in_the_end(
-    store: Store, deployments: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_answers_fails_in_the_end(store: Store, deployments: Supervisor, tmp_path, monkeypatch):
     monkeypatch.setattr(queue, "SERVER_START_S", 0.5)
     run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
     failed = settle(deployments, request(store, run_id).id, "failed")
@@ -532,9 +522,7 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(store: Stor
         request(store, run_id, step=9)
 
 
-def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(store, deployments: Supervisor, tmp_path):
     row, server, pid = served(store, deployments, tmp_path / "a")
     for path in map(Path, (server.file, f"{server.folder}/{ADMIN_KEY}")):
         assert path.stat().st_mode & 0o077 == 0
@@ -576,9 +564,7 @@ def test_a_server_that_hangs_is_replaced_with_the_same_address_and_key_and_once_
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_computes_nothing_is_replaced_though_it_answers(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_a_server_that_computes_nothing_is_replaced_though_it_answers(store: Store, deployments: Supervisor, tmp_path):
     run_id = make_run(store, "stuck", {1: make_adapter(tmp_path / "a")})
     first = settle(deployments, request(store, run_id).id, "ready")
     until(deployments, lambda: store.deployment(first.id).server_attempt == 2)
@@ -611,9 +597,7 @@ def test_a_server_that_computes_others_tokens_first_does_not_hang(tmp_path: Path
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_nobody_uses_ends_and_says_so_and_how_to_start_it_again(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_a_server_that_nobody_uses_ends_and_says_so_and_how_to_start_it_again(store, deployments: Supervisor, tmp_path):
     run_id = make_run(store, "idle", {1: make_adapter(tmp_path / "a")})
     row = request(store, run_id)
     settle(deployments, row.id, "ready")
@@ -664,9 +648,7 @@ def test_a_deployment_ends_after_its_own_minutes_and_its_server_with_the_last_on
     assert not is_running(pid)
 
 
-def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(deploy_tools, "CHAT_LIMIT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as hung:
         server = Server(str(tmp_path), "toy", hung.getsockname()[1], "key")
@@ -725,9 +707,7 @@ def test_a_chat_keeps_the_tool_calls_that_came_in_its_time(tmp_path: Path, monke
     assert (answer.text, answer.finish) == ('add({"a": 1)', "timeout")
 
 
-def test_a_chat_without_a_name_says_why_the_last_deployment_ended(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
+def test_a_chat_without_a_name_says_why_the_last_deployment_ended(store: Store, deployments: Supervisor, tmp_path):
     run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
     row = settle(deployments, request(store, run_id).id, "failed")
     with pytest.raises(FlashError) as caught:
@@ -789,9 +769,7 @@ LOOPS = (
 
 
 @NEEDS_CURL
-async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
-    vllm_store: Store, tiny_model: Path, tiny_adapter: Path, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(vllm_store: Store, tiny_model, tiny_adapter, tmp_path):
     misfit = tmp_path / "misfit"
     misfit.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):

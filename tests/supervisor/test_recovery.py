@@ -51,9 +51,7 @@ def lose(store: Store) -> None:
         path.unlink()
 
 
-def test_a_lost_database_is_rebuilt_from_the_folders(
-    flash_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_database_is_rebuilt_from_the_folders(flash_home: Path, tmp_path: Path, capsys):
     store = open_store()
     theirs = made(store, tmp_path, owner="alice")
     failed = made(store, tmp_path, "failed")

@@ -252,9 +252,7 @@ def stored(bench: Bench, folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
-def test_a_node_that_fails_is_replaced_once_in_a_while(
-    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_fails_is_replaced_once_in_a_while(bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(model_servers, "EVERY_S", 0.05)
     node = Node(bench, bench.submitted(asked), tmp_path / "first")
     first_keys = node.get_keys()
@@ -332,9 +330,7 @@ def test_what_the_node_says_of_its_end_is_the_error(bench: Bench, asked: Deploym
     assert len(bench.engine.launches) == 1
 
 
-def test_a_node_that_cannot_be_reached_is_given_back(
-    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_cannot_be_reached_is_given_back(bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(model_servers, "REACH_S", 0.2)
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     keys = node.get_keys()
@@ -411,9 +407,7 @@ def answers(server: Server) -> bool:
     return False
 
 
-def test_whoever_else_listens_there_learns_no_key(
-    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_else_listens_there_learns_no_key(bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(model_servers, "REACH_S", 1.0)
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
     other = tmp_path / "other"

@@ -198,9 +198,7 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     assert (await ended(client, run_id))[0]["run"]["state"] == "succeeded"
 
 
-def test_a_run_uses_the_variables_of_the_client_that_created_it(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_uses_the_variables_of_the_client_that_created_it(flash_home: Path, tmp_path: Path, monkeypatch):
     worker = tmp_path / "worker.py"
     seen = tmp_path / "seen.json"
     worker.write_text(f"import json, os\njson.dump(dict(os.environ), open({str(seen)!r}, 'x'))")
@@ -224,9 +222,7 @@ def test_a_run_uses_the_variables_of_the_client_that_created_it(
     assert {path: found for path, data in places.items() if (found := traces(data))} == {}
 
 
-def test_the_supervisors_variables_are_used_where_the_client_is_gone(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_supervisors_variables_are_used_where_the_client_is_gone(flash_home: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://supervisor")
     vault = secrets.Vault(flash_home)
     run = queued_run(tmp_path / "environment")
@@ -283,9 +279,7 @@ def test_who_cannot_read_the_state_directory_changes_no_secret(tmp_path: Path, k
 
 
 @pytest.mark.hostile("secrets")
-def test_one_that_says_nothing_holds_up_nobody_and_gets_no_more_time_for_each_letter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_says_nothing_holds_up_nobody_and_gets_no_more_time_for_each_letter(tmp_path: Path, monkeypatch):
     held = secrets.Vault(tmp_path)
     held.open()
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as slow:

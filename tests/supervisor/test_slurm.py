@@ -365,9 +365,7 @@ def installed_python(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("block", [1, 2], ids=["folder", "s3"])
-def test_the_commands_from_nothing_work_as_they_are_typed(
-    block: int, hidden: Path, tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_commands_from_nothing_work_as_they_are_typed(block: int, hidden: Path, tmp_path, tiny_model, request):
     """But for the example's paths, and the size of the run."""
     keys = tmp_path / "keys.sh"
     if block == 2:
@@ -454,9 +452,7 @@ def test_a_run_goes_on_on_a_node_whose_caches_are_its_own(hidden: Path, tmp_path
     assert not caches.exists()
 
 
-def test_the_commands_of_the_page_work_as_written(
-    hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_the_page_work_as_written(hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch):
     """But for the example's paths, its model and its environment."""
     home = hidden / "page"
     lab = Lab(home, str(tmp_path / "unused"), tmp_path / "node", tiny_model)

@@ -274,9 +274,7 @@ def test_a_result_counts_though_nothing_else_of_its_folder_can_be_read(bench: Be
     assert (bench.now(run).state, bench.now(run).error) == ("succeeded", None)
 
 
-def test_a_run_that_is_cancelled_while_its_model_is_uploaded_is_not_submitted(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_cancelled_while_its_model_is_uploaded_is_not_submitted(bench: Bench, monkeypatch):
     def job(run: Run, variables: Mapping[str, str]) -> Json:
         queue.request_cancel(bench.store, run.id, "not needed")
         return queue.job(run)
@@ -308,9 +306,7 @@ def test_a_quota_that_is_used_up_does_not_start_a_run_for_ever(bench: Bench) -> 
 
 
 @pytest.mark.slow
-def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_job_somebody_ended_is_held_until_its_owner_lets_it_go_on(bench: Bench, monkeypatch):
     run = bench.train(max_attempts=1)
     writer = bench.start(run)
     # What dies first may make the worker say something else.
@@ -420,9 +416,7 @@ def test_each_target_has_slots_and_a_queue_of_its_own(bench: Bench) -> None:
     assert queue.queued_ahead(bench.store, bench.now(here)) == 0
 
 
-def test_a_folder_that_does_not_answer_and_an_upload_that_takes_long_hold_up_no_other_run(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_does_not_answer_and_an_upload_that_takes_long_hold_up_no_other_run(bench: Bench, monkeypatch):
     bench.lab.engine.capacity = 4
     monkeypatch.setattr(bench.lab, "look_s", 0.01)
     slow, quick, later = bench.train(), bench.train(), bench.train()
@@ -487,9 +481,7 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
     until(lambda: bench.now(runs["lab"]).ended)
 
 
-def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_engine_refuses_waits_in_its_own_words_and_counts_as_no_attempt(bench: Bench, monkeypatch):
     submit, refusals = bench.lab.engine.submit, list[float]()
 
     def refuse(_: Launch) -> Handle:
@@ -599,9 +591,7 @@ def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(bench: Bench
         assert queue.request_cancel(bench.store, each.id).cancel_requested
 
 
-def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_them_says_so(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_them_says_so(bench: Bench, monkeypatch):
     settings = find_target(bench.store.base, "lab")
     lab = RemoteTarget("lab", settings, bench.lab.launcher, key_of(bench.store.base))
     monkeypatch.setattr(bench.lab, "seal", lab.seal)
@@ -644,9 +634,7 @@ def test_an_owners_jobs_get_the_owners_arguments_and_python_may_be_a_command(ben
         TargetSettings(**{**fields, "engine": "ray", "address": "http://head:8265", "owners": {"local": ["--x"]}})
 
 
-def test_the_next_runs_of_an_owner_wait_while_those_of_a_day_have_cost_the_limit(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_runs_of_an_owner_wait_while_those_of_a_day_have_cost_the_limit(bench: Bench, monkeypatch):
     monkeypatch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
     settings = '[cost]\nprice_per_hour = 2.0\ncurrency = "EUR"\nowner_per_day = 3.0\n'
     (bench.store.base / "settings.toml").write_text(settings)

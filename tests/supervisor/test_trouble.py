@@ -37,9 +37,7 @@ DAY_S = 86_400.0
 # -- a database that another program locks ---------------------------------------------------------
 
 
-def test_a_supervisor_waits_while_another_program_locks_the_database(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_supervisor_waits_while_another_program_locks_the_database(bench: Bench, monkeypatch, caplog):
     monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.2)
     run = bench.train({"steps": 12, "1": {"at": 11, "do": "hold"}})
     supervisor = bench.new_supervisor()
@@ -65,9 +63,7 @@ sys.stdin.read()"""
     assert [row.step for row in bench.store.metrics(run.id)] == list(range(1, 13))
 
 
-def test_a_supervisor_starts_while_another_program_locks_the_database(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_supervisor_starts_while_another_program_locks_the_database(bench: Bench, monkeypatch, caplog):
     monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.05)
     run = bench.train({"steps": 1})
     ended: list[bool] = []
@@ -130,9 +126,7 @@ def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(bench: Bench, monke
 
 
 @pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
-def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, jump_s: float
-) -> None:
+def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(bench: Bench, monkeypatch, jump_s: float):
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)
     queue.request_cancel(bench.store, run.id)
@@ -146,9 +140,7 @@ def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_pause_of_the_machine_is_no_silence_of_the_attempt(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
-) -> None:
+def test_a_pause_of_the_machine_is_no_silence_of_the_attempt(bench: Bench, monkeypatch, is_cancelled: bool):
     supervisor = bench.new_supervisor(cancel_grace_s=20.0)
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}}, stall_timeout_s=60.0)
     bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
@@ -234,9 +226,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
 # -- a supervisor that does not start --------------------------------------------------------------
 
 
-def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(bench: Bench, tmp_path: Path, monkeypatch):
     script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec "{sys.executable}" -P -m "$@"'
     monkeypatch.setattr("flash_mcp.supervisor.process.PYTHON", ("/bin/sh", "-c", script, "sh"))
     monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 5.0)
@@ -249,9 +239,7 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
     wait_for(lambda: not is_running(holder.pid))
 
 
-def test_train_returns_its_run_even_where_no_supervisor_can_be_started(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_returns_its_run_even_where_no_supervisor_can_be_started(flash_home: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 0.2)
     monkeypatch.setattr("flash_mcp.supervisor.process.PYTHON", ("/no/such/python",))
     push_echo(tmp_path / "echo")

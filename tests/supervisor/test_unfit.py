@@ -139,9 +139,7 @@ def test_a_healthy_one_in_a_terminal_is_told_and_stays(flash_home: Path, holders
 
 
 @pytest.mark.slow
-def test_a_stopped_one_in_a_terminal_is_replaced(
-    flash_home: Path, holders: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_one_in_a_terminal_is_replaced(flash_home: Path, holders: list[subprocess.Popen[bytes]], monkeypatch):
     holder = hold(flash_home, holders, process.__version__, is_foreground=True)
     os.kill(holder.pid, signal.SIGSTOP)
     monkeypatch.setattr(process, "SILENT_S", 0.5)

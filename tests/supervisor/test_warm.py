@@ -123,9 +123,7 @@ UNFIT: dict[str, Callable[[Bench, pytest.MonkeyPatch], Launch | None]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_an_attempt_that_it_does_not_fit_starts_afresh(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_an_attempt_that_it_does_not_fit_starts_afresh(bench: Bench, monkeypatch: pytest.MonkeyPatch, case: str):
     bench.facts(bench.launch())
     pid = bench.ready()
     monkeypatch.setattr(local, "SIGNAL_TIMEOUT_S", 2.0 if case == "stopped" else WAIT_S)

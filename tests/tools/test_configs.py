@@ -96,9 +96,7 @@ def test_the_command_takes_more_files(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-async def test_secrets_come_from_the_file_beside_the_config_and_are_written_nowhere(
-    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_secrets_come_from_the_file_beside_the_config_and_are_written_nowhere(tmp_path, flash_home, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     folder = environment_folder(tmp_path / "keyed", KEYED, returns="Keyed()")
     config = written(folder / "configs/rl.toml", 'environment = "keyed"\nsteps = 2\nsecrets = ["JUDGE_KEY"]\n')
@@ -137,9 +135,7 @@ async def test_the_servers_own_variable_comes_first(tmp_path: Path, monkeypatch:
     assert "ONE" not in secrets.variables([first])
 
 
-async def test_a_caller_with_granted_secrets_gets_no_others_from_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_with_granted_secrets_gets_no_others_from_a_file(tmp_path: Path, monkeypatch):
 
     file = written(tmp_path / ".env", "GRANTED=1\nOTHER=2\n")
     with acting_as(Caller(LOCAL_OWNER, secrets=frozenset({"GRANTED"}))):

@@ -174,9 +174,7 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
         ([["KEY"], ["ID"]], ', environment_args={"low": 1})'),
     ],
 )
-async def test_training_is_given_what_the_runs_had(
-    client: Client, monkeypatch: pytest.MonkeyPatch, secrets: list[list[str]], carried: str
-):
+async def test_training_is_given_what_the_runs_had(client: Client, monkeypatch, secrets: list[list[str]], carried: str):
     for name in ("KEY", "ID"):
         monkeypatch.setenv(name, "planted-secret-value")
     runs = [recorded(solved(), environment_args={"low": 1}, secrets=names).id for names in secrets]

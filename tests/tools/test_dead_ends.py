@@ -126,9 +126,7 @@ async def test_a_home_folder_that_does_not_exist_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/it", "file:///it", "a\0b", "x" * 300, "/".join("x" * 4000)])
-async def test_what_is_no_path_of_this_machine_is_refused_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+async def test_what_is_no_path_of_this_machine_is_refused_and_nothing_is_written(tmp_path, monkeypatch, path: str):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for tool, arguments in [

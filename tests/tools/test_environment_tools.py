@@ -108,9 +108,7 @@ async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> Non
         ("agent", "agent_calculator"),
     ],
 )
-async def test_a_template_is_an_example_that_passes_the_gate(
-    client: Client, template: str, example: str, tmp_path: Path
-) -> None:
+async def test_a_template_is_an_example_that_passes_the_gate(client: Client, template: str, example: str, tmp_path):
     folder = tmp_path / "new"
     written = await call(client, "env_setup", folder=str(folder), template=template)
     assert files_in(folder) == written["files"]
@@ -189,9 +187,7 @@ async def test_what_uvx_would_install_is_a_requirement(
     assert f"SERVER = {server!r}\n" in (folder / "environment.py").read_text()
 
 
-async def test_a_server_of_another_language_is_copied_and_one_that_is_fetched_is_refused(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_a_server_of_another_language_is_copied_and_one_that_is_fetched_is_refused(client: Client, tmp_path):
     (tmp_path / "mine.mjs").write_text("console.log()")
     folder = tmp_path / "server"
     await call(client, "env_setup", folder=str(folder), template="mcp_server", server=str(tmp_path / "mine.mjs"))
@@ -344,9 +340,7 @@ async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
 
 
 @pytest.mark.slow
-async def test_an_agent_that_works_before_it_asks_is_published(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_agent_that_works_before_it_asks_is_published(client: Client, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(environments, "CALL_TIMEOUT_S", 2.0)
     monkeypatch.setattr(environments, "SLOW_OPENING_S", 1.0)
     source = """
@@ -403,9 +397,7 @@ async def test_secrets_and_arguments_reach_the_environment_and_are_kept_nowhere(
 
 
 @pytest.mark.slow
-async def test_what_an_environment_is_loaded_with_is_carried_on(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_an_environment_is_loaded_with_is_carried_on(client: Client, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PLANTED_KEY", "planted-secret-value")
     source = """
     class Sample(Addition):
@@ -548,9 +540,7 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(clie
 
 
 @pytest.mark.slow
-async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_verdict(
-    flash_home: Path, tmp_path: Path
-) -> None:
+async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_verdict(flash_home: Path, tmp_path):
     folder = environment_folder(tmp_path, "class Sample(Addition): pass")
     tool_base.allow(tool_base.ANSWER_S)
     error = await refused("env_test", folder=str(folder), time_s=600)
@@ -572,9 +562,7 @@ async def test_checks_that_outlast_their_call_go_on_and_the_next_one_has_their_v
 
 
 @pytest.mark.slow
-async def test_answers_that_were_scored_in_the_time_of_a_call_are_kept(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_that_were_scored_in_the_time_of_a_call_are_kept(flash_home: Path, tmp_path: Path, monkeypatch):
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text):
@@ -591,9 +579,7 @@ async def test_answers_that_were_scored_in_the_time_of_a_call_are_kept(
 
 
 @pytest.mark.slow
-async def test_checks_of_a_folder_that_cannot_be_pushed_end_with_their_call(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_checks_of_a_folder_that_cannot_be_pushed_end_with_their_call(flash_home: Path, tmp_path, monkeypatch):
     folder = environment_folder(tmp_path, "class Sample(Addition): pass")
     (folder / "link").symlink_to(folder / "environment.py")
     monkeypatch.setattr(environments, "longest_wait_s", lambda: 0.5)
@@ -602,9 +588,7 @@ async def test_checks_of_a_folder_that_cannot_be_pushed_end_with_their_call(
 
 
 @pytest.mark.slow
-async def test_checks_that_nobody_waits_for_are_dropped_some_time_after_their_end(
-    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_checks_that_nobody_waits_for_are_dropped_some_time_after_their_end(flash_home, tmp_path, monkeypatch):
     monkeypatch.setattr(environments, "KEPT_S", 0.0)
     folder = environment_folder(tmp_path, "class Sample(Addition): pass")
     tool_base.allow(tool_base.ANSWER_S)
@@ -727,9 +711,7 @@ def fields_with(word: str, value: Any, *within: str) -> set[str]:
 
 
 @pytest.mark.hostile("steering")
-async def test_the_texts_of_a_hostile_mcp_server_are_in_the_fields_that_the_instructions_name(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_the_texts_of_a_hostile_mcp_server_are_in_the_fields_that_the_instructions_name(client: Client, tmp_path):
     text = "\n".join(["a STEERING text", *STEERING.values()])
     folder = environment_folder(tmp_path / "e", TOOLS_OF_OTHERS)
     (folder / "server.py").write_text(HOSTILE_SERVER.format(text=text))

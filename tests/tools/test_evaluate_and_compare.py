@@ -360,9 +360,7 @@ async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_p
 
 
 @pytest.mark.slow
-async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the_other_side(
-    client: Client, tmp_path: Path
-):
+async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the_other_side(client: Client, tmp_path):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
     trained = await call(client, "evaluate", model=run.id)

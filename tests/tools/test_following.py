@@ -62,9 +62,7 @@ def made(writer: RunWriter, scratch: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(
-    tmp_path: Path, no_supervisor: None, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_run_of_20_minutes_is_followed_in_under_4000_tokens(tmp_path: Path, no_supervisor: None, monkeypatch):
     # Each result has the run's id. One that is drawn may take up to three tokens more.
     monkeypatch.setattr(queue, "new_id", lambda *_: "run-s1kg7stm")
     run, writer = started_run(tmp_path / "environment", steps=STEPS)

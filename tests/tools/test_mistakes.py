@@ -192,9 +192,7 @@ def test_the_documents_name_how_many_mistakes_are_played() -> None:
 
 
 @pytest.mark.parametrize("given", ["relative/home", "${workspaceFolder}/.flash-mcp", "~/${user}"])
-async def test_a_state_directory_that_no_client_filled_in_is_refused_and_not_made(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_state_directory_that_no_client_filled_in_is_refused_and_not_made(given: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLASH_HOME", given)
     async with Client(server) as client:

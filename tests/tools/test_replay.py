@@ -124,9 +124,7 @@ async def test_stored_rollouts_are_scored_by_the_new_version(
         assert found["now_failures"][0]["success"] == [True, False]
 
 
-async def test_a_conversation_whose_environment_answers_otherwise_is_counted_apart(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_a_conversation_whose_environment_answers_otherwise_is_counted_apart(tmp_path: Path, flash_home: Path):
     run, _ = started_run(tmp_path / "echo")
 
     def replied(*texts: str) -> list[dict[str, Any]]:
@@ -144,9 +142,7 @@ async def test_a_conversation_whose_environment_answers_otherwise_is_counted_apa
     assert (found["played"], found["other_way"], found["moved"]) == (4, 2, 0)
 
 
-async def test_the_newest_rollouts_are_played(
-    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_newest_rollouts_are_played(tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replaying, "MOST", 4)
     run, _ = started_run(tmp_path / "echo")
     rows = [row(index, index, [answer(str(2 * index + 1))], 0.0) for index in range(6)]

@@ -70,9 +70,7 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
         ("constant", 40, None),
     ],
 )  # fmt: skip
-async def test_more_steps_say_what_they_do_to_the_learning_rate(
-    schedule: str, steps: int | None, note: Any, tmp_path: Path
-):
+async def test_more_steps_say_what_they_do_to_the_learning_rate(schedule: str, steps: int | None, note: Any, tmp_path):
     run = stopped_run(tmp_path, "cancelled", learning_rate=3e-4, lr_schedule=schedule)
     body = await train(resume=run.id, steps=steps)
     assert [note in said for said in body.get("notes", ())] == [True] * bool(note)

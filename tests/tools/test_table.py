@@ -252,9 +252,7 @@ LETTERS = {"label": ["1", "2"], "text": ["red", "blue"]}
         ({"question": "one\u2028two\x85three", "answer": "5"}, "one\u2028two\x85three", "5"),
     ],
 )
-def test_the_columns_of_common_datasets_make_one_question(
-    tmp_path: Path, row: dict[str, Any], question: str, answer: str
-) -> None:
+def test_the_columns_of_common_datasets_make_one_question(tmp_path, row: dict[str, Any], question: str, answer: str):
     first = next(iter(row))
     tasks = tasks_of(tmp_path, [row | {first: f"{number}: {row[first]}"} for number in range(12)])
     joined = question.replace(row[first], f"7: {row[first]}")

@@ -351,9 +351,7 @@ async def test_the_time_is_that_of_an_earlier_run_of_the_kind(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("load", "word"), [(2.9, ""), (9.0, "busy now, load 9 on 2 processors: it may take 4 times")])
-async def test_the_time_says_that_the_machine_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, word: str
-) -> None:
+async def test_the_time_says_that_the_machine_is_busy(tmp_path: Path, monkeypatch, load: float, word: str):
     finished_run(tmp_path)
     monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))
     monkeypatch.setattr("psutil.cpu_count", lambda: 2)
@@ -423,9 +421,7 @@ def machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.gpus", list[Device])
 
 
-async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(tmp_path: Path, monkeypatch):
     push_echo(tmp_path)
     machine_of(15.0, monkeypatch)
     wanted = {"environment": "echo", "validate_only": True}
@@ -440,9 +436,7 @@ async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
     assert not any("memory" in note for note in notes)
 
 
-async def test_an_architecture_that_needs_a_gpu_is_refused_by_a_machine_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_an_architecture_that_needs_a_gpu_is_refused_by_a_machine_without_one(tmp_path: Path, monkeypatch):
     push_echo(tmp_path)
     machine_of(15.0, monkeypatch)
     folder = tmp_path / "model"

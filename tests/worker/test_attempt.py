@@ -339,9 +339,7 @@ def test_steps_go_through_all_examples_again_and_again(total: int, count: int, s
 
 
 @pytest.mark.parametrize(("max_staleness", "ranks", "expected"), [(0, 1, 24), (1, 1, 48), (4, 1, 120), (1, 2, 32)])
-def test_the_engine_has_room_for_the_rollouts_of_steps_that_begin_ahead(
-    max_staleness: int, ranks: int, expected: int
-) -> None:
+def test_the_engine_has_room_for_the_rollouts_of_steps_that_begin_ahead(max_staleness: int, ranks: int, expected: int):
     spec = resolve(RunSpec(environment="e", batch_size=3, group_size=8, max_staleness=max_staleness)).spec
     assert rollouts_at_once(spec, ranks) == expected
 
@@ -356,9 +354,7 @@ def test_no_step_begins_ahead_of_a_save_or_an_evaluation(step: int, ahead: int, 
     assert last == step + ahead or last == 60 or not last % save or not last % evaluate
 
 
-def test_conversations_go_on_in_the_next_step_and_a_killed_run_trains_every_task_once_a_pass(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_conversations_go_on_in_the_next_step_and_a_killed_run_trains_every_task_once_a_pass(tiny_model, tmp_path):
     """Steps 3 and 4 begin while the ones before are made; the checkpoint of step 3 has none ahead."""
     run = make_run(tmp_path / "run", tiny_model, steps=6, save_every=3, max_staleness=2, learning_rate=0.001)
     with Attempt(run) as first:

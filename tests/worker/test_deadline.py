@@ -1,7 +1,6 @@
 """A run that has to end in time: how many steps are planned, and what a real one leaves."""
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -47,9 +46,7 @@ def test_what_is_no_time_is_refused_with_how_to_write_one(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_out_of_time_succeeds_with_a_checkpoint_an_evaluation_and_a_rate_that_fell(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_is_out_of_time_succeeds_with_a_checkpoint_an_evaluation_and_a_rate_that_fell(tiny_model, tmp_path):
     fields = {"steps": 1000, "save_every": 1000, "lr_schedule": "linear", "eval_after": True}
     started = time.time() - 3600
     run = make_run(tmp_path / "run", tiny_model, finish_by="60 min", job={"started": started}, **fields)

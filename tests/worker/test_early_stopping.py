@@ -1,7 +1,5 @@
 """A run that has nothing left to learn ends, at the same step if it was killed on its way there."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.attempts import Attempt, held, make_run, messages_of
@@ -63,9 +61,7 @@ def test_ten_steps_in_a_row_without_anything_to_learn_are_the_end() -> None:
 
 
 @pytest.mark.long
-def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_have_ended_at(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_have_ended_at(tiny_model, tmp_path):
     saved = tmp_path / "run" / "checkpoints" / "8"
     environment, flag = held(tmp_path / "paid", saved=saved)
     source = environment / "environment.py"
@@ -85,9 +81,7 @@ def test_a_killed_run_whose_rollouts_all_succeed_ends_at_the_step_that_it_would_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [True, False])
-def test_fine_tuning_ends_once_its_answers_are_certain_unless_it_may_not(
-    tiny_model: Path, tmp_path: Path, early_stopping: bool
-) -> None:
+def test_fine_tuning_ends_once_its_answers_are_certain_unless_it_may_not(tiny_model, tmp_path, early_stopping: bool):
     environment = tmp_path / "certain"
     environment.mkdir()
     (environment / "environment.py").write_text(CERTAIN)

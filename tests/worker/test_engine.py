@@ -232,9 +232,7 @@ def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(engin
         assert difference(policy, generate(engine, (PROMPT, Sampling(16, seed=step)))[0]) < 1e-4
 
 
-def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(
-    merged: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(merged: VllmEngine, policy: Any, monkeypatch):
     """The danger is real: what the other tests show absent is there as soon as the reset is left
     out.
     """
@@ -251,9 +249,7 @@ def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(
     assert difference(policy, generate(merged, request)[0]) < BF16_NATS
 
 
-def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(
-    by_adapter: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(by_adapter: VllmEngine, policy: Any, monkeypatch):
     monkeypatch.setattr(by_adapter._engine, "reset_prefix_cache", lambda **_: True)
     for step in (1, 2):
         train(policy, step)
@@ -392,9 +388,7 @@ def test_turns_go_on_under_a_policy_that_comes_in_mid_turn_and_each_token_keeps_
     assert difference(second, after) < 5e-6
 
 
-def test_a_sync_leaves_no_file_behind(
-    by_adapter: VllmEngine, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_leaves_no_file_behind(by_adapter: VllmEngine, policy: Any, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     by_adapter.load_policy(policy)
     assert generate(by_adapter, (PROMPT, Sampling(4)))[0].token_ids and not list(tmp_path.iterdir())
@@ -621,9 +615,7 @@ def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch:
 
 
 @pytest.mark.cpu
-def test_a_server_of_a_model_that_needs_a_gpu_is_refused_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_a_model_that_needs_a_gpu_is_refused_before_it_starts(tmp_path: Path, monkeypatch):
     from worker.engine import serve  # noqa: PLC0415
 
     model = make_model("lfm2", tmp_path)
@@ -634,9 +626,7 @@ def test_a_server_of_a_model_that_needs_a_gpu_is_refused_before_it_starts(
     assert error["code"] == "model_unsupported" and "lfm2 does not run without a GPU" in error["what"]
 
 
-def test_a_server_takes_the_card_with_the_most_free_memory(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_takes_the_card_with_the_most_free_memory(tiny_model: Path, tmp_path: Path, monkeypatch):
     """Without a card: what CUDA would say is put in its mouth."""
     from worker.engine import serve  # noqa: PLC0415
 
@@ -671,9 +661,7 @@ def test_a_server_takes_the_card_with_the_most_free_memory(
 @pytest.mark.parametrize(
     ("model_gib", "cards"), [(10, "c"), (17, "c"), (18, "c,d"), (33, "c,d"), (35, "c,d,a,b"), (80, "c")], ids=str
 )
-def test_a_server_takes_as_many_cards_as_the_model_needs(
-    model_gib: int, cards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: str, tmp_path: Path, monkeypatch):
     """80 GiB do not fit all: vLLM says so. Another state directory has the card e."""
     from worker.engine import serve  # noqa: PLC0415
 

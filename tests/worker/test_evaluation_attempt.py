@@ -133,9 +133,7 @@ GROUPED = """
     def score_episode("""
 
 
-def test_the_attempts_of_a_task_are_scored_together_also_those_of_a_resumed_evaluation(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_attempts_of_a_task_are_scored_together_also_those_of_a_resumed_evaluation(tiny_model: Path, tmp_path):
     environment = tmp_path / "grouped"
     environment.mkdir()
     source = (VOWELS / "environment.py").read_text()

@@ -65,9 +65,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_merged_model_is_the_one_that_was_trained(
-    run: Run, tmp_path: Path, tiny_model: Path, tiny_adapter: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_merged_model_is_the_one_that_was_trained(run: Run, tmp_path, tiny_model: Path, tiny_adapter: Path, capsys):
     folder = tmp_path / "merged"
     written = export(capsys, run.id, "--to", folder)
     assert written["folder"] == str(folder)
@@ -82,9 +80,7 @@ def test_the_merged_model_is_the_one_that_was_trained(
     assert AutoTokenizer.from_pretrained(folder).chat_template == with_tools(CHATML)
 
 
-def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(run: Run, tmp_path: Path, capsys):
     queue.label(open_store(), run, queue.Label("a | name", "# no heading\n\n<b>"))
     written = export(capsys, f"{run.id}@20", "--format", "adapter", "--to", tmp_path / "adapter")
     page = (tmp_path / "adapter" / "README.md").read_text()
@@ -177,9 +173,7 @@ def test_a_file_that_holds_another_model_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "export_unsupported"
 
 
-def test_an_adapter_names_the_models_hub_and_says_that_its_weights_differ(
-    tmp_path: Path, flash_home: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_adapter_names_the_models_hub_and_says_that_its_weights_differ(tmp_path: Path, flash_home: Path, capsys):
     run, writer = started_run(tmp_path / "environment")
     learn(writer, range(1, 3))
     save_adapter(writer, 2, tmp_path)
@@ -191,9 +185,7 @@ def test_an_adapter_names_the_models_hub_and_says_that_its_weights_differ(
     assert written["warnings"][0] in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
-    run: Run, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run: Run, tmp_path: Path, tiny_model: Path, capsys):
     here = tmp_path / "here"
     here.mkdir()
     (here / "mine").touch()
@@ -213,9 +205,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     shutil.rmtree(here)
 
 
-def test_only_the_files_of_this_export_are_pushed_again(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_files_of_this_export_are_pushed_again(run: Run, tmp_path: Path, capsys, monkeypatch):
     pushed: list[Path] = []
     monkeypatch.setattr(cli_export, "push", lambda folder, name: pushed.append(folder) or name)
     folder = tmp_path / "files"

@@ -241,9 +241,7 @@ def test_a_download_from_the_hub_is_told_as_it_comes_in(monkeypatch: pytest.Monk
     assert fetched == ["b" * 40]
 
 
-def test_a_model_that_needs_a_gpu_is_refused_before_its_weights_are_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_that_needs_a_gpu_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path: Path):
     import huggingface_hub  # noqa: PLC0415
 
     fetched: list[list[str]] = []
@@ -303,9 +301,7 @@ def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_b
 
 
 @pytest.mark.hostile("logins")
-def test_a_model_that_another_s_login_brought_here_is_not_for_a_caller_without_one(
-    snapshots: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_another_s_login_brought_here_is_not_for_a_caller_without_one(snapshots: Path, monkeypatch):
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub.errors import GatedRepoError  # noqa: PLC0415
 
@@ -345,9 +341,7 @@ def test_the_default_model_is_ready_for_use_and_answers() -> None:
     assert "Paris" in answer and answer.endswith("<|im_end|>")
 
 
-def test_the_server_sends_models_at_one_commit_where_nodes_reach_no_hub(
-    snapshots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_sends_models_at_one_commit_where_nodes_reach_no_hub(snapshots: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(snapshots.parents[1]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (snapshots / ("b" * 40) / "generation_config.json").write_text('{"eos_token_id": 1}')

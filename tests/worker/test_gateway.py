@@ -229,9 +229,7 @@ async def refused(run_id: str, agent: Path, *options: str, **variables: str) -> 
 
 
 @pytest.mark.long
-def test_what_a_killed_worker_gave_out_is_given_out_again(
-    tiny_model: Path, outside: Path, agent: Path, flash_home: Path
-) -> None:
+def test_what_a_killed_worker_gave_out_is_given_out_again(tiny_model: Path, outside: Path, agent: Path, flash_home):
     port = free_port()
     key = tokens.local_token(open_store().base)
 

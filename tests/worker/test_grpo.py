@@ -205,9 +205,7 @@ def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("fields", [*CASES[:4], {"kl_penalty_coef": 0.1}], ids=str)
-def test_a_group_of_equal_rewards_leaves_the_others_what_trl_gives_them(
-    fp32_model: Path, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_a_group_of_equal_rewards_leaves_the_others_what_trl_gives_them(fp32_model, tmp_path, fields: dict[str, Any]):
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
     for rollout in rollouts[:SIZE]:
         rollout.reward = 0.5
@@ -414,9 +412,7 @@ def test_a_long_prompt_is_shared_by_several_completions() -> None:
     assert packs[0].tokens == 9000
 
 
-def test_a_group_without_advantage_costs_no_forward_pass(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_without_advantage_costs_no_forward_pass(tiny_model: Path, tmp_path: Path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     rollouts = make_rollouts(tokenizer)
     for rollout in rollouts:

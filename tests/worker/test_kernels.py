@@ -40,9 +40,7 @@ def test_log_probabilities_and_entropies_are_those_of_a_softmax(
 
 @pytest.mark.parametrize("fields", [{}, {"scale": 0.25}, {"softcap": 4.0}, {"scale": 3.0, "softcap": 9.0}], ids=str)
 @pytest.mark.parametrize("tile", [7, 1000])
-def test_the_gradient_of_entropies_is_that_of_a_softmax(
-    monkeypatch: pytest.MonkeyPatch, tile: int, fields: dict[str, float]
-) -> None:
+def test_the_gradient_of_entropies_is_that_of_a_softmax(monkeypatch, tile: int, fields: dict[str, float]):
     """Together with that of log-probabilities, which it is added to."""
     monkeypatch.setattr(kernels, "VOCABULARY_TILE", tile)
     torch.manual_seed(0)

@@ -89,9 +89,7 @@ def test_activations_that_are_kept_are_those_of_autograd(tiny_model: Path) -> No
     assert memory.pass_bytes(layer, pack) == 100 * 64 * 4
 
 
-def test_a_model_that_fits_only_with_a_shorter_cache_names_the_length(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fits_only_with_a_shorter_cache_names_the_length(tiny_model: Path, monkeypatch):
     work = Workload(max_length=2**20, sequences=32, lora_rank=8)
     capacity = estimate(tiny_model, replace(work, sequences=1, max_length=2**18), torch.bfloat16, GIB).total
     monkeypatch.setattr(memory, "capacity_bytes", lambda: capacity)

@@ -76,9 +76,7 @@ def tried(run: RunFolder, step: int) -> list[tuple[str, float]]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_killed_mixture_goes_on_with_the_data_of_an_undisturbed_one_and_measures_both(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_killed_mixture_goes_on_with_the_data_of_an_undisturbed_one_and_measures_both(tiny_model: Path, tmp_path):
     parts, flag = environments(tmp_path, tmp_path / "run" / "checkpoints" / "2")
     flag.unlink()
     fields = {**FIELDS, "environment": Path(parts[0]["path"]), "job": {"mixture": parts}, "mixture": {"digits": 3}}

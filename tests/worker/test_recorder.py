@@ -93,9 +93,7 @@ async def ask(
         return await client.post(f"/v1{path}", headers=headers, json={**ASKED, **fields})
 
 
-async def test_an_answer_is_recorded_with_its_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
+async def test_an_answer_is_recorded_with_its_tokens(tmp_path: Path, monkeypatch, recording: Recording):
     answer = (await ask(tmp_path, monkeypatch, messages=PLAIN, tools=TOOLS, temperature=0.5)).json()
     assert answer["choices"][0]["logprobs"] is None
     assert "token_ids" not in answer["choices"][0] and "prompt_token_ids" not in answer
@@ -108,9 +106,7 @@ async def test_an_answer_is_recorded_with_its_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_has_the_whole_answer_can_rate_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, stream: bool
-) -> None:
+async def test_who_has_the_whole_answer_can_rate_it(tmp_path: Path, monkeypatch, recording: Recording, stream: bool):
     recorded: list[int] = []
 
     def watched(front: ASGIApp) -> ASGIApp:
@@ -132,9 +128,7 @@ async def test_who_has_the_whole_answer_can_rate_it(
     assert recorded and set(recorded) == {1}
 
 
-async def test_of_an_answer_with_a_secret_no_tokens_are_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
+async def test_of_an_answer_with_a_secret_no_tokens_are_recorded(tmp_path: Path, monkeypatch, recording: Recording):
     await ask(tmp_path, monkeypatch)
     (line,) = recording.lines()
     assert line["messages"] == [{"role": "user", "content": "my key: [secret]"}]
@@ -142,18 +136,14 @@ async def test_of_an_answer_with_a_secret_no_tokens_are_recorded(
     assert line["prompt_tokens"] == 2
 
 
-async def test_other_requests_go_on_while_an_answer_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
+async def test_other_requests_go_on_while_an_answer_is_recorded(tmp_path: Path, monkeypatch, recording: Recording):
     threads: list[threading.Thread] = []
     monkeypatch.setattr(Recording, "append", lambda *_: threads.append(threading.current_thread()))
     await ask(tmp_path, monkeypatch)
     assert threads and threading.current_thread() not in threads
 
 
-async def test_what_a_client_asks_for_itself_it_gets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
+async def test_what_a_client_asks_for_itself_it_gets(tmp_path: Path, monkeypatch, recording: Recording):
     answer = (await ask(tmp_path, monkeypatch, logprobs=True, return_token_ids=True)).json()
     assert answer["choices"][0]["logprobs"] == logprobs(-0.5, -0.25)
     assert (answer["choices"][0]["token_ids"], answer["prompt_token_ids"]) == ([3, 4], [1, 2])
@@ -186,9 +176,7 @@ async def test_nothing_else_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
     assert [*recording.lines()] == []
 
 
-async def test_a_request_whose_client_leaves_before_its_end_is_not_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_whose_client_leaves_before_its_end_is_not_passed_on(tmp_path: Path, monkeypatch):
     await ask(tmp_path, monkeypatch)  # sets the variables
     messages: list[Message] = [
         {"type": "http.request", "body": b'{"model": "dep-1"', "more_body": True},
@@ -220,9 +208,7 @@ async def test_an_answer_is_recorded_with_its_id_its_user_and_the_requests_metad
     assert (chat["id"], chat["user"], chat["metadata"]) == ("chatcmpl-1", "ann", {"ticket": "7"})
 
 
-async def test_users_rate_answers_by_a_route_and_in_their_next_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
-) -> None:
+async def test_users_rate_answers_by_a_route_and_in_their_next_request(tmp_path, monkeypatch, recording: Recording):
     async def rate(**body: Any) -> httpx.Response:
         return await ask(tmp_path, monkeypatch, path="/ratings", **body)
 

@@ -356,9 +356,7 @@ def test_a_distillation_has_the_gradient_of_the_dense_reference(
     check(caught, fp32_model, groups, spec, reference)
 
 
-def test_memory_that_runs_out_once_halves_the_packs_and_the_gradient_stays_the_same(
-    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_once_halves_the_packs_and_the_gradient_stays_the_same(fp32_model, tmp_path, monkeypatch):
     """In the second group's backward pass, when all but the last layer's gradients are added up."""
     groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
     sizes: list[int] = []

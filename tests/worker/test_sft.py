@@ -288,9 +288,7 @@ def test_fine_tuning_that_resumes_ends_where_it_would_have(fp32_model: Path, tmp
     assert last == expected
 
 
-def test_an_attempt_resumes_with_a_fresh_optimizer_if_the_newest_checkpoint_is_damaged(
-    fp32_model: Path, tmp_path: Path
-) -> None:
+def test_an_attempt_resumes_with_a_fresh_optimizer_if_the_newest_checkpoint_is_damaged(fp32_model: Path, tmp_path):
     run = RunFolder(tmp_path / "run")
     tune(run, fp32_model, tmp_path, 3)
     paths = [Path((run.checkpoints.manifest(step) or {})["path"]) for step in (1, 2, 3)]
@@ -349,9 +347,7 @@ def test_a_learning_rate_that_destroys_the_model_is_flagged_and_no_other(
         assert health.flags(steps[:count]) == []
 
 
-def test_memory_that_runs_out_once_halves_the_packs_of_fine_tuning(
-    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_once_halves_the_packs_of_fine_tuning(fp32_model: Path, tmp_path: Path, monkeypatch):
     """In the second step, whose loss stays what it is without that."""
     whole, halved = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "halved")
     tune(whole, fp32_model, tmp_path, 3)

@@ -136,9 +136,7 @@ def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(ex
 
 @pytest.mark.long
 @pytest.mark.cpu
-def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is_killed(
-    exact_model: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is_killed(exact_model: Path, tmp_path):
     policy = test_ranks.make_policy(exact_model)
     generator = torch.Generator().manual_seed(0)
     for name, weight in policy.named_parameters():
@@ -230,9 +228,7 @@ def test_cards_that_cannot_share_the_heads_are_refused() -> None:
         check_shape(config, 6)
 
 
-def test_a_model_that_one_card_cannot_hold_is_shared_by_all_if_they_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_one_card_cannot_hold_is_shared_by_all_if_they_can(tmp_path: Path, monkeypatch):
     shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
     LlamaConfig(**shape, num_attention_heads=32, vocab_size=32000).save_pretrained(tmp_path)
     work = memory.Workload(256, 1, 8)

@@ -57,9 +57,7 @@ async def test_it_goes_on_after_its_supervisor_and_its_worker_were_killed(base: 
 
 
 @pytest.mark.long
-async def test_arms_that_learn_are_trained_on_after_their_supervisor_and_a_worker_were_killed(
-    base: Path, tiny_model: Path
-):
+async def test_arms_that_learn_are_trained_on_after_their_supervisor_and_a_worker_were_killed(base: Path, tiny_model):
     common = {
         "model": str(tiny_model),
         "steps": 2,

@@ -83,9 +83,7 @@ def path_gradients(policy: Any, trees: list[tuple[PlayedRollout, list[Call]]], l
 
 @pytest.mark.parametrize("way", ["one pack", "packs of paths", "rows"])
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo"])
-def test_a_tree_has_the_gradients_of_its_separate_calls(
-    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, way: str
-) -> None:
+def test_a_tree_has_the_gradients_of_its_separate_calls(fp32_model: Path, tmp_path, monkeypatch, loss: str, way: str):
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
     trees = make_trees(tokenizer)
     if way == "packs of paths":

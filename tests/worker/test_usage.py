@@ -47,9 +47,7 @@ def test_without_a_card_the_process_is_measured(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("given", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_wait_shortly_unless_the_user_says_how(
-    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_wait_shortly_unless_the_user_says_how(given: dict[str, str], spins: str | None, monkeypatch):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

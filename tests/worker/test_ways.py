@@ -137,9 +137,7 @@ LAYOUT = packing.layout_of
 
 @pytest.mark.parametrize("seed", [4, *(pytest.param(n, marks=pytest.mark.long) for n in range(20) if n != 4)])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_rounding_at_a_router_hides_no_way_of_a_mixture_and_no_fault(
-    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounding_at_a_router_hides_no_way_of_a_mixture_and_no_fault(name: str, seed: int, monkeypatch):
     """Where two experts are almost equal, another way of computing sends a token to the other one."""
     model = make_architecture(name, seed=seed, dtype=torch.bfloat16, std=0.12)
     assert way_of(model) == Way.PACKED

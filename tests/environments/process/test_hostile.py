@@ -391,9 +391,7 @@ LEAKS = {
 
 @pytest.mark.hostile("leaks")
 @pytest.mark.parametrize("name", LEAKS)
-async def test_no_part_of_a_secret_is_left_where_a_text_ends(
-    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_no_part_of_a_secret_is_left_where_a_text_ends(tmp_path: Path, name: str, capfd):
     source = f"""
     class Sample(Echo):
         def score_episode(self, example, episode):

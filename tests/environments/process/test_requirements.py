@@ -98,9 +98,7 @@ async def test_a_folder_without_requirements_runs_with_our_own_interpreter(tmp_p
     assert not (flash_home / "interpreters").exists()
 
 
-async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made_stays(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made_stays(tmp_path, flash_home: Path):
     folder = folder_with(tmp_path, "six==1.17.0\nsix==1.16.0\n")
     fault = await fault_of(folder)
     assert fault.code == "requirements_failed"
@@ -169,9 +167,7 @@ async def test_who_has_no_time_left_is_told_so_and_finds_it_done_later(tmp_path:
     assert not requirements._installers  # pyright: ignore[reportPrivateUsage]
 
 
-async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was_killed(
-    tmp_path: Path, flash_home: Path
-) -> None:
+async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was_killed(tmp_path, flash_home: Path):
     folder = folder_with(tmp_path, SMALL)
     assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
     [(target, (installer, _))] = requirements._installers.items()  # pyright: ignore[reportPrivateUsage]
@@ -490,9 +486,7 @@ def private_index() -> Iterator[str]:
 
 @pytest.mark.hostile("builds")
 @pytest.mark.parametrize("place", ["a variable", "a settings file"])
-async def test_a_build_sees_no_password_of_an_index(
-    tmp_path: Path, flash_home: Path, private_index: str, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+async def test_a_build_sees_no_password_of_an_index(tmp_path, flash_home, private_index: str, monkeypatch, place: str):
     config = tmp_path / "config"
     (config / "uv").mkdir(parents=True)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
@@ -564,9 +558,7 @@ def test_interpreters_that_nobody_used_for_long_make_room_for_others(flash_home:
 
 
 @pytest.mark.parametrize("node", ["", "node1"])
-async def test_an_installation_without_room_says_who_may_change_it(
-    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch, node: str
-) -> None:
+async def test_an_installation_without_room_says_who_may_change_it(tmp_path, flash_home: Path, monkeypatch, node: str):
     monkeypatch.setenv("FLASH_MACHINE", node)
     allow(flash_home, "interpreters_gib = 0.0001")
     held = interpreter_of(machine_directory(), "held", 500, 1000.0)

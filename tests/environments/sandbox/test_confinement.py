@@ -286,9 +286,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.hostile("processes")
-async def test_other_processes_can_be_neither_signalled_nor_looked_into(
-    tmp_path: Path, bystander: subprocess.Popen[bytes]
-) -> None:
+async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path, bystander: subprocess.Popen[bytes]):
     async with attack_on(tmp_path / "environment") as attack:
         for victim in (bystander.pid, attack.processes()[0].pid):
             fault = await attack.fault(f"import os; os.kill({victim}, 9)")
@@ -426,9 +424,7 @@ async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_f
         (("search",), ""),
     ],
 )
-async def test_no_environment_grants_itself_the_network(
-    tmp_path: Path, flash_home: Path, granted: tuple[str, ...], known_as: str
-) -> None:
+async def test_no_environment_grants_itself_the_network(tmp_path, flash_home, granted: tuple[str, ...], known_as: str):
     grant(flash_home, *granted)
     with pytest.raises(EnvironmentFault) as caught:
         async with attack_on(tmp_path / "search", "network = true", known_as=known_as):
