@@ -1,13 +1,11 @@
 """What hostile code tries against the sandbox, one statement or a few for each act.
 
-Each act runs where environment code runs, after PRELUDE. It must end with an OSError whose number
-is one of REFUSALS: another exception, such as that of a wrong call, fails its test. An act that
-ends without one has succeeded. The acts are also tried where nothing protects from them: what
-succeeds there must leave the machine as it was.
+Each act runs where environment code runs, after PRELUDE. It must end with an OSError whose number is one of REFUSALS:
+another exception, such as that of a wrong call, fails its test. An act that ends without one has succeeded. The acts
+are also tried where nothing protects from them: what succeeds there must leave the machine as it was.
 
     # tries them and prints what came of each, as JSON
-    python tests/acts.py FOLDER '{"SECRET": "/path", ...}' [faults]
-"""
+    python tests/acts.py FOLDER '{"SECRET": "/path", ...}' [faults]"""
 
 import asyncio
 import json

@@ -60,9 +60,8 @@ def load_environment(train=12, held_out=5, question="Write"):
 
 
 def held(folder: Path, *, after: float = math.inf, saved: Path | None = None) -> tuple[Path, Path]:
-    """An environment whose episodes wait as long as a file exists, and that file: those after the
-    first `after`, or those that begin when the checkpoint `saved` is there.
-    """
+    """An environment whose episodes wait as long as a file exists, and that file: those after the first `after`, or
+    those that begin when the checkpoint `saved` is there."""
     folder.mkdir()
     flag = folder / "flag"  # in the folder, for the environment sees nothing beside it
     flag.touch()

@@ -54,9 +54,8 @@ PIECE = re.compile(r" ?[A-Za-z]{1,5}|\d|[^\sA-Za-z\d]{1,2}|\s+")
 
 
 def tokens(text: str) -> int:
-    """About how many tokens a result costs: for results as JSON a little more than SmolLM2's
-    tokenizer makes of them, whose vocabulary is small.
-    """
+    """About how many tokens a result costs: for results as JSON a little more than SmolLM2's tokenizer makes of
+    them, whose vocabulary is small."""
     return len(PIECE.findall(text))
 
 

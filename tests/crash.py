@@ -48,9 +48,7 @@ STAND_INS = Path(__file__).with_name("stand_ins")
 KINDS = ("server", "supervisor", "worker", "host", "zombie", "serving", "engine")
 STEPS = {"quick": 12, "real": 4}
 SPAN_S = {"quick": 5.0, "real": 30.0}
-"""Moments are drawn from the first so many seconds after `train` was called, or `deploy` where that
-is the target.
-"""
+"""Moments are drawn from the first so many seconds after `train` was called, or `deploy` where that is the target."""
 DEADLINE_S = {"quick": 800.0, "real": 420.0}
 CALL_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 10
@@ -59,9 +57,7 @@ REAL_AT_ONCE = 2
 
 @dataclass
 class Fault:
-    """One signal: at which moment, to whom, and whether there was such a process before the run
-    ended.
-    """
+    """One signal: at which moment, to whom, and whether there was such a process before the run ended."""
 
     kind: str
     signal: str
@@ -89,9 +85,7 @@ class Outcome:
 
 
 def processes(base: Path, run_id: str = "") -> dict[str, list[psutil.Process]]:
-    """Every process that belongs to the state directory, by kind. A serving process's children are
-    its engine.
-    """
+    """Every process that belongs to the state directory, by kind. A serving process's children are its engine."""
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -295,9 +289,7 @@ async def _live(base: Path, chaos: Chaos, outcome: Outcome, model: Path | None) 
 
 
 async def _until_fine(agent: Agent, tool: str, **arguments: Any) -> dict[str, Any]:
-    """Call until it is not refused: an environment that was killed while the server looked at it,
-    for instance.
-    """
+    """Call until it is not refused: an environment that was killed while the server looked at it, for instance."""
     while True:
         answer = await agent.call(tool, **arguments)
         if "error" not in answer:
@@ -306,9 +298,7 @@ async def _until_fine(agent: Agent, tool: str, **arguments: Any) -> dict[str, An
 
 
 async def _serve(agent: Agent, chaos: Chaos, run_id: str) -> None:
-    """Deploy and chat, again where the server was lost, until all faults are over and an answer
-    came.
-    """
+    """Deploy and chat, again where the server was lost, until all faults are over and an answer came."""
     while True:
         settled = not chaos.is_alive()
         deployed = await agent.call("deploy", run_id=run_id)
@@ -331,9 +321,8 @@ def check(store: Store, run: Run, steps: int, outcome: Outcome) -> None:
 
 
 def defects_of(store: Store, run: Run, steps: int, *, is_quick: bool) -> list[str]:
-    """What is wrong with a run that must have succeeded after so many steps, each saved. The state
-    of a quick one is the chain of hashes.
-    """
+    """What is wrong with a run that must have succeeded after so many steps, each saved. The state of a quick one is
+    the chain of hashes."""
     defects: list[str] = []
 
     def expect(what: str, found: object, wanted: object) -> None:
@@ -370,9 +359,7 @@ def seen_in(folder: RunFolder) -> list[object]:
 
 
 def _everything(store: Store, run: Run) -> dict[str, Any]:
-    """All that the run left behind, but for what its attempts printed, and hidden files: those are
-    being written.
-    """
+    """All that the run left behind, but for what its attempts printed, and hidden files: those are being written."""
     kept = {
         table: store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run.id])
         for table in ("metrics", "rollouts", "evals", "events", "checkpoints")
@@ -385,9 +372,7 @@ def _everything(store: Store, run: Run) -> dict[str, Any]:
 
 
 async def _orphans(base: Path) -> list[str]:
-    """What runs on although no run, no deployment and no client is left; the supervisor may, until
-    it is told.
-    """
+    """What runs on although no run, no deployment and no client is left; the supervisor may, until it is told."""
     deadline = time.monotonic() + 60
     while True:
         left = processes(base)

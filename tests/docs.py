@@ -1,6 +1,5 @@
 """The tables of docs/reference.md, docs/next.md, bench/faults.md and docs/security.md that code and tests decide.
-`python -m tests.docs` writes them anew.
-"""
+`python -m tests.docs` writes them anew."""
 
 import re
 from collections.abc import Iterable

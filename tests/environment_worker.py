@@ -1,6 +1,5 @@
-"""A worker without a model: it plays every train task of the run's environment once, through the
-real host, and reports as worker.main does. Run as that is: FOLDER --attempt N.
-"""
+"""A worker without a model: it plays every train task of the run's environment once, through the real host, and
+reports as worker.main does. Run as that is: FOLDER --attempt N."""
 
 import asyncio
 import logging

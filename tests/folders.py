@@ -59,9 +59,7 @@ def allow(home: Path, *lines: str) -> None:
 
 
 def environment_folder(folder: Path, source: str, *, returns: str = "Sample()") -> Path:
-    """A folder whose environment.py holds the classes above, then `source`; load_environment
-    returns `returns`.
-    """
+    """A folder whose environment.py holds the classes above, then `source`; load_environment returns `returns`."""
     folder.mkdir(parents=True, exist_ok=True)
     loader = f"\n\ndef load_environment(**args):\n    return {returns}\n"
     (folder / "environment.py").write_text(ADDITION + textwrap.dedent(source) + loader)
@@ -92,8 +90,7 @@ def create_dataset(name, seed, size, **config):
 
 def generated_files(size: int = 6, source: str = "") -> dict[str, str]:
     """An environment whose tasks are other ones at every load, through reasoning-gym's adapter.
-    `source` may change the loaded `environment`.
-    """
+    `source` may change the loaded `environment`."""
     environment = f"""
 from environments import RewardResult
 from environments.adapters import reasoning_gym

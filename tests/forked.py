@@ -57,8 +57,7 @@ def fork_of(pid: int) -> int:
 
 
 class Forked:
-    """As `subprocess.Popen` of `python ARGUMENTS` in a session of its own, whose output goes to the
-    file `log`."""
+    """As `subprocess.Popen` of `python ARGUMENTS` in a session of its own, whose output goes to the file `log`."""
 
     def __init__(
         self, arguments: Sequence[str], log: Path, environment: dict[str, str], folder: Path | None = None
@@ -128,8 +127,7 @@ def forked(code: str, log: Path, **variables: str) -> Generator[None]:
 
 
 class _Fork(socketserver.BaseRequestHandler):
-    """Forks what one process asks for, passes signals on, and says how it ended. It runs in a fork
-    of the server."""
+    """Forks what one process asks for, passes signals on, and says how it ended. It runs in a fork of the server."""
 
     _has_ended = False
 

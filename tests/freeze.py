@@ -1,12 +1,10 @@
-"""What users see of the package, as text files: `python -m tests.freeze` writes them anew under
-tests/golden/.
+"""What users see of the package, as text files: `python -m tests.freeze` writes them anew under tests/golden/.
 
 tools/      an outline of every tool as `tools/list` sends it (tests/outlines.py)
 help/       `--help` of the program, of every command and of every sub-command; of tools as commands one
 flags.json  warning signs; server.json: instructions, resources and prompts
 results/    calls of tools through a client, on a store of finished, failed, cancelled, running and queued runs
-cli/        what commands print; report.html is the page that `report` writes
-"""
+cli/        what commands print; report.html is the page that `report` writes"""
 
 import contextlib
 import io
@@ -54,9 +52,7 @@ COMMANDS = {
 
 
 def frozen(folder: Path) -> dict[str, str]:
-    """{path below tests/golden: text}; `folder` is empty, and holds the state directory of the
-    calls.
-    """
+    """{path below tests/golden: text}; `folder` is empty, and holds the state directory of the calls."""
     with settings(folder):
         files = anyio.run(surface)
         files |= used(folder)
@@ -101,9 +97,8 @@ def without_repeats(page: str) -> str:
 
 @contextlib.contextmanager
 def settings(folder: Path) -> Generator[None, None, None]:
-    """A state directory and a model cache below `folder`, help 120 characters wide, and the same
-    ids of runs; models are placed on a machine of 16 GiB.
-    """
+    """A state directory and a model cache below `folder`, help 120 characters wide, and the same ids of runs; models
+    are placed on a machine of 16 GiB."""
     values = {"FLASH_HOME": str(folder / "home"), "FLASH_MODELS": str(folder / "models"), "COLUMNS": "120"}
     # Ids of runs decide between equals, and which names are near an unknown one: they are the same
     # each time.
@@ -143,8 +138,7 @@ async def surface() -> dict[str, str]:
 
 def helps() -> dict[str, str]:
     """{command: its --help}; sub-commands are named COMMAND-SUBCOMMAND. Of the tools that are commands one shows the
-    form: tools/ and docs/reference.md have the words of all.
-    """
+    form: tools/ and docs/reference.md have the words of all."""
     found = {"flash-mcp": help_of()}
     tools = {name.replace("_", "-") for name in TOOLS} - {"compare"}
     for command in COMMAND.findall(found["flash-mcp"]):

@@ -1,8 +1,7 @@
-"""The calls whose results tests/golden/results/ keeps, on a store with runs of every kind; see
-tests/freeze.py.
+"""The calls whose results tests/golden/results/ keeps, on a store with runs of every kind; see tests/freeze.py.
 
-Calls name runs, evaluations and deployments as the golden files do: `run-improved` stands for an id
-that is another each time."""
+Calls name runs, evaluations and deployments as the golden files do: `run-improved` stands for an id that is another
+each time."""
 
 import itertools
 import json
@@ -91,9 +90,7 @@ class Calls:
     async def __call__(
         self, name: str, tool: str, /, *, gives: Mapping[str, str] | None = None, **arguments: Any
     ) -> Any:
-        """Call the tool and keep its result; `gives` are {field of the result: name for the id in
-        it}.
-        """
+        """Call the tool and keep its result; `gives` are {field of the result: name for the id in it}."""
         result = await self.client.call_tool(tool, self.names.as_called(arguments))
         text = result.content[0].text
         kept: dict[str, Any] = {"tool": tool, "arguments": arguments}
@@ -168,9 +165,7 @@ def write_files(folder: Path) -> None:
 
 
 def fill_store(folder: Path, names: Names) -> None:
-    """Runs that ended in every way, and one that is running. Queued ones come later: the oldest
-    would start first.
-    """
+    """Runs that ended in every way, and one that is running. Queued ones come later: the oldest would start first."""
     names.give("run-improved", finished_run(folder / "improved").id)
     names.give("run-no-better", finished_run(folder / "no-better", solved=25).id)
     names.give("run-failed", failed_run(folder).id)
@@ -227,9 +222,7 @@ def troubled_run(folder: Path, troubles: Mapping[str, Metric]) -> Any:
 
 
 def play_evaluation(run_id: str, solved: int, tasks: int = 60) -> None:
-    """Be the worker of an evaluation: the first `solved` tasks succeed, the last one fails in
-    environment code.
-    """
+    """Be the worker of an evaluation: the first `solved` tasks succeed, the last one fails in environment code."""
     writer, step = start(run_id), open_store().run(run_id).spec.step
     rows = [
         {**sample_rollout(step, index, float(index < solved)), "task_id": f"eval-{index}"} for index in range(tasks)

@@ -2,9 +2,8 @@
 
     python -m tests.fuzz --cases 5000
 
-Whatever is given, the answer is a result that follows the schema or a coded error that says what to
-do; the client never sees a traceback, and a refused call leaves nothing behind. Prints how often
-each tool answered what."""
+Whatever is given, the answer is a result that follows the schema or a coded error that says what to do; the client
+never sees a traceback, and a refused call leaves nothing behind. Prints how often each tool answered what."""
 
 import argparse
 import json
@@ -123,9 +122,7 @@ def edges(schema: Json) -> list[Any]:
 
 @st.composite
 def calls(draw: st.DrawFn, tool: ListedTool, known: list[str]) -> tuple[str, Json]:
-    """A tool's name and arguments: most of the required ones, some of the others, seldom one that
-    it does not have.
-    """
+    """A tool's name and arguments: most of the required ones, some of the others, seldom one that it does not have."""
     properties, required = tool.input_schema["properties"], tool.input_schema.get("required", [])
     optional = [name for name in properties if name not in required]
     chosen = [name for name in required if draw(st.integers(0, 19))]
@@ -166,9 +163,8 @@ def judged(name: str, result: CallToolResult) -> str:
 
 
 def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
-    """Make at least `cases` calls, as many of each tool, on a state directory with an environment
-    and two runs in it; FLASH_HOME is that directory.
-    """
+    """Make at least `cases` calls, as many of each tool, on a state directory with an environment and two runs in
+    it; FLASH_HOME is that directory."""
     outcomes: Outcomes = Counter()
     home, work = Path(os.environ["FLASH_HOME"]), folder / "work"
     work.mkdir()

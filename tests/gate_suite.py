@@ -1,6 +1,5 @@
-"""Bad and good environments for the gate, as data. Each is a source that defines Sample, on the
-classes of tests.folders and those below.
-"""
+"""Bad and good environments for the gate, as data. Each is a source that defines Sample, on the classes of
+tests.folders and those below."""
 
 ROWS = '''
 class Rows(Addition):

@@ -65,9 +65,8 @@ LESSONS = [
 
 @dataclass(frozen=True)
 class Learned:
-    """The figures of one lesson: scores of the held-out tasks at first and after each training, or
-    of the tasks evaluated.
-    """
+    """The figures of one lesson: scores of the held-out tasks at first and after each training, or of the tasks
+    evaluated."""
 
     lesson: Lesson
     scores: Sequence[Mapping[str, Any]]

@@ -1,10 +1,9 @@
 """Plays the environments of packages that other people wrote, and prints what ran.
 
-Each package is installed as users do it, in an interpreter of its own (wheels only, but for those
-packages of reasoning-gym that have none). Each of its environments is loaded in the sandbox, and
-eight episodes with fixed answers are played one by one and then at once: on four tasks, each task
-twice. Equal means that every episode had the same messages and the same score both times, and that
-the two episodes of a task went alike.
+Each package is installed as users do it, in an interpreter of its own (wheels only, but for those packages of
+reasoning-gym that have none). Each of its environments is loaded in the sandbox, and eight episodes with fixed answers
+are played one by one and then at once: on four tasks, each task twice. Equal means that every episode had the same
+messages and the same score both times, and that the two episodes of a task went alike.
 
     scripts/hubs                      all packages, some 20 minutes on two cores
     scripts/hubs --only openenv       one of them
@@ -103,9 +102,8 @@ class Tried:
 
 @dataclass
 class Hub:
-    """One package. `name` is that of its folder in tests/hub_environments, but for reasoning-gym.
-    Without `names` its environment lists them.
-    """
+    """One package. `name` is that of its folder in tests/hub_environments, but for reasoning-gym. Without `names`
+    its environment lists them."""
 
     name: str
     package: str

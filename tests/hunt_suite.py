@@ -1,6 +1,5 @@
-"""Environments for the hunt, as data: 78 with a planted hack of one of twenty kinds, and 40 clean ones.
-None is in the gate's suite. One process serves them all (`MANY`).
-"""
+"""Environments for the hunt, as data: 78 with a planted hack of one of twenty kinds, and 40 clean ones. None is in
+the gate's suite. One process serves them all (`MANY`)."""
 
 import textwrap
 from functools import partial

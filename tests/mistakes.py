@@ -1,9 +1,8 @@
 """Mistakes that agents make, as rows: what they call, and what the answer has to name.
 
-tests/tools/test_mistakes.py plays every row. A text in capitals, such as IMPROVED, stands for the id of
-that run; FOLDER for the test's folder. `code` is the error's; without one the call is understood as it
-was meant, and `names` are in its result. `names` are words of the answer: the wrong value, and what to
-write instead."""
+tests/tools/test_mistakes.py plays every row. A text in capitals, such as IMPROVED, stands for the id of that run;
+FOLDER for the test's folder. `code` is the error's; without one the call is understood as it was meant, and `names`
+are in its result. `names` are words of the answer: the wrong value, and what to write instead."""
 
 from dataclasses import dataclass
 from typing import Any

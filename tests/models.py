@@ -2,9 +2,8 @@
 
     scripts/models [ROW...] [--only STEP...]
 
-With --only, the cells of other steps stay as the page has them. Each row runs in a process of its
-own. What a row says was tried here, on a CPU, with random weights; the first failure of a step is in
-its words."""
+With --only, the cells of other steps stay as the page has them. Each row runs in a process of its own. What a row
+says was tried here, on a CPU, with random weights; the first failure of a step is in its words."""
 
 from __future__ import annotations
 

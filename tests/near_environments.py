@@ -1,8 +1,7 @@
 """Environments that run in the test's own process.
 
-Starting a process with a sandbox takes longer than what most tests of tools do with it. Here the
-host's requests go straight to the program that the process would run, through the same JSON.
-tests/environments has the process."""
+Starting a process with a sandbox takes longer than what most tests of tools do with it. Here the host's requests go
+straight to the program that the process would run, through the same JSON. tests/environments has the process."""
 
 import json
 import types

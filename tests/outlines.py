@@ -18,8 +18,7 @@ SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
 
 def tool_outline(tool: dict[str, Any]) -> str:
-    """A tool as `tools/list` sends it. Its description and those of its arguments are whole: agents
-    decide by them."""
+    """A tool as `tools/list` sends it. Its description and those of its arguments are whole: agents decide by them."""
     schemas = {"inputSchema": "arguments", "outputSchema": "result"}
     parts = [tool["description"]]
     parts.append("\n".join(f"{key}: {_plain(tool[key])}" for key in sorted({*tool} - {"description", *schemas})))
@@ -72,9 +71,8 @@ WIDTH = 120
 
 
 def pretty(body: Any, indent: str = "") -> str:
-    """JSON in lines of at most WIDTH letters where it can be: what fits into one is in one, and short
-    entries share one.
-    """
+    """JSON in lines of at most WIDTH letters where it can be: what fits into one is in one, and short entries share
+    one."""
     text = json.dumps(body, ensure_ascii=False)
     if not isinstance(body, dict | list) or len(indent + text) <= WIDTH:
         return text

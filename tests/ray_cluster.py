@@ -30,9 +30,8 @@ def missing() -> str:
 
 
 class Cluster:
-    """A head and another node of one processor each, which are children in sessions of their own.
-    On both, the folders `hidden` are empty.
-    """
+    """A head and another node of one processor each, which are children in sessions of their own. On both, the
+    folders `hidden` are empty."""
 
     def __init__(self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None) -> None:
         self.folder = folder
@@ -98,9 +97,7 @@ class Cluster:
         raise LookupError(f"{name} has no {program}")
 
     def mend(self) -> None:
-        """Start nodes again that have ended, as a service manager does. A new head knows nothing of
-        the other node.
-        """
+        """Start nodes again that have ended, as a service manager does. A new head knows nothing of the other node."""
         ended = [name for name, node in self.nodes.items() if node.poll() is not None]
         if "head" in ended and "other" in self.nodes:
             with suppress(LookupError, psutil.Error):

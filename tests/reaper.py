@@ -1,6 +1,5 @@
-"""Ends the processes of a test run when the run is over, also if it was killed: `python reaper.py
-ID`, whose standard input ends with the run. They have FLASH_TEST_RUN=ID in their environment.
-"""
+"""Ends the processes of a test run when the run is over, also if it was killed: `python reaper.py ID`, whose
+standard input ends with the run. They have FLASH_TEST_RUN=ID in their environment."""
 
 import os
 import signal

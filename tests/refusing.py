@@ -1,7 +1,6 @@
 """Run a command where the kernel refuses system calls, as some containers do.
 
-python -m tests.refusing landlock,namespaces COMMAND...
-"""
+python -m tests.refusing landlock,namespaces COMMAND..."""
 
 import ctypes
 import errno

@@ -1,6 +1,4 @@
-"""Runs as a worker leaves them: written through RunWriter, read into the store by the supervisor's
-own reader.
-"""
+"""Runs as a worker leaves them: written through RunWriter, read into the store by the supervisor's own reader."""
 
 import json
 import math
@@ -84,9 +82,7 @@ def started_run(folder: Path, **fields: Any) -> tuple[Run, RunWriter]:
 
 
 def start(run_id: str) -> RunWriter:
-    """Start the oldest queued run, which has to be this one, and return its worker's side of the
-    folder.
-    """
+    """Start the oldest queued run, which has to be this one, and return its worker's side of the folder."""
     store = open_store()
     run = queue.claim(store)
     assert run is not None and run.id == run_id
@@ -151,9 +147,8 @@ def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: floa
 
 
 def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES, kinds: int = 0, **more: float) -> None:
-    """An evaluation in which the first `solved` of `of` examples succeed. `more` is for its summary;
-    neighbours are of one of so many kinds, without them each example is of its own.
-    """
+    """An evaluation in which the first `solved` of `of` examples succeed. `more` is for its summary; neighbours are
+    of one of so many kinds, without them each example is of its own."""
     rollouts = [sample_rollout(step, index, float(index < solved)) for index in range(of)]
     for index, rollout in enumerate(rollouts):
         rollout["kind"] = f"{index * kinds // of}" if kinds else None
@@ -192,9 +187,8 @@ def sample_rollout(step: int, index: int, reward: float, text: str = "The answer
 def save_adapter(
     writer: RunWriter, step: int, scratch: Path, *, rank: int = 32, alpha: int = 64, optimizer: bool = False
 ) -> None:
-    """A checkpoint with what the control plane looks at: the adapter's configuration, and weights
-    and an optimizer's state of no worth.
-    """
+    """A checkpoint with what the control plane looks at: the adapter's configuration, and weights and an optimizer's
+    state of no worth."""
     folder = scratch / f"adapter-{step}"
     folder.mkdir(parents=True)
     config = {"r": rank, "lora_alpha": alpha, "base_model_name_or_path": "smollm2-135m-instruct"}
@@ -206,9 +200,7 @@ def save_adapter(
 
 
 def finished_run(folder: Path, *, solved: int = 90) -> Run:
-    """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two
-    checkpoints.
-    """
+    """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two checkpoints."""
     run, writer = started_run(folder / "environment")
     evaluate(writer, 0, 20)
     learn(writer, range(1, 21))

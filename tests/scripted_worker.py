@@ -1,14 +1,13 @@
 """A worker that speaks the run-folder protocol and misbehaves on cue; run as worker.main is: FOLDER
 --attempt N.
 
-The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step, "do": MISDEED}}.
-At a step with "hold" it beats without moving on until the file `go` appears in the folder. With
-{"climbs": share} it makes the steps that it is asked for, and each solves so many more of 60 tasks.
+The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step, "do": MISDEED}}. At a step with "hold"
+it beats without moving on until the file `go` appears in the folder. With {"climbs": share} it makes the steps that it
+is asked for, and each solves so many more of 60 tasks.
 
-Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt
-is a success], "failing": [environment code raises], "endless": [cut off]}; all others are failures.
-{"hold": true} holds it, "climbing" with ever more attempts done; {"constant": share} is what the
-best constant answer, "Yes", reaches."""
+Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt is a success],
+"failing": [environment code raises], "endless": [cut off]}; all others are failures. {"hold": true} holds it,
+"climbing" with ever more attempts done; {"constant": share} is what the best constant answer, "Yes", reaches."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""A worker whose model servers are scripted (scripted_server.py) and start at once; run as
-worker.main is.
-"""
+"""A worker whose model servers are scripted (scripted_server.py) and start at once; run as worker.main is."""
 
 from pathlib import Path
 

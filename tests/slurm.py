@@ -1,7 +1,6 @@
 """A real Slurm of two nodes on this machine, for tests and scripts/scale.
 
-python -m tests.slurm FOLDER COMMAND ...      # runs COMMAND with SLURM_CONF set
-"""
+python -m tests.slurm FOLDER COMMAND ...      # runs COMMAND with SLURM_CONF set"""
 
 import os
 import shlex
@@ -67,9 +66,8 @@ def find(program: str) -> str | None:
 
 
 class Cluster:
-    """Its daemons are children in sessions of their own. On its nodes the folders `hidden` are
-    empty, as on a machine that is not this one.
-    """
+    """Its daemons are children in sessions of their own. On its nodes the folders `hidden` are empty, as on a
+    machine that is not this one."""
 
     def __init__(self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None) -> None:
         self.folder = folder
@@ -162,9 +160,8 @@ def daemon(
     log: Path,
     bound: Mapping[Path, Path] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a session of its own. It finds the folders `hidden` empty, and other files
-    in place of those that are `bound`.
-    """
+    """Start a program in a session of its own. It finds the folders `hidden` empty, and other files in place of
+    those that are `bound`."""
     mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(p))} && " for p in hidden)
     for place, file in (bound or {}).items():
         mounts += f"mount --bind {shlex.quote(str(file))} {shlex.quote(str(place))} && "

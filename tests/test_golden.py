@@ -1,6 +1,4 @@
-"""What users see is what tests/golden/ says. A change that is meant is written there by `python -m
-tests.freeze`.
-"""
+"""What users see is what tests/golden/ says. A change that is meant is written there by `python -m tests.freeze`."""
 
 import difflib
 

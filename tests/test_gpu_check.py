@@ -60,9 +60,7 @@ def test_the_other_stages_use_the_runner_that_was_chosen(tmp_path: Path, monkeyp
 @pytest.mark.long
 @pytest.mark.slow
 def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
-    """Without FLASH_SLOW, only the stages that no other test runs: those left out start attempts
-    and servers.
-    """
+    """Without FLASH_SLOW, only the stages that no other test runs: those left out start attempts and servers."""
     stages = ["environment", "trainer", "engine", "tests", "peers", "gsm8k"]
     if os.environ.get("FLASH_SLOW"):
         stages += ["loop", "big", "serve"]

@@ -40,9 +40,7 @@ FLOORS = (
     ("flash_mcp.client",),
     ("flash_mcp.cli",),
 )
-"""The rooms of docs/architecture.md, the lowest first. A room imports from itself and from the
-floors below.
-"""
+"""The rooms of docs/architecture.md, the lowest first. A room imports from itself and from the floors below."""
 
 
 def loaded_by(module: str) -> set[str]:
@@ -65,9 +63,7 @@ def roots(names: set[str]) -> set[str]:
 
 @cache
 def imports_of(package: str) -> list[tuple[str, str]]:
-    """(module, imported module) for every import of ours in the package, those within functions
-    included.
-    """
+    """(module, imported module) for every import of ours in the package, those within functions included."""
     known = {name for owner in (*PACKAGES, "bench") for name in modules_of(owner)}
     found: list[tuple[str, str]] = []
     for name in modules_of(package):

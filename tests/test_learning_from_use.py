@@ -49,9 +49,8 @@ async def deployed(session: DemoSession, **arguments: Any) -> dict[str, Any]:
 
 
 async def use(deployment: dict[str, Any]) -> dict[str, float]:
-    """Ask the deployment through its API, and rate each answer: by the route, or in the metadata of
-    the next request. {id of an answer: its rating}
-    """
+    """Ask the deployment through its API, and rate each answer: by the route, or in the metadata of the next
+    request. {id of an answer: its rating}"""
     key = json.loads(await anyio.Path(deployment["api_key_file"]).read_text())["api_key"]
     rated: dict[str, float] = {}
     headers = {"Authorization": f"Bearer {key}"}

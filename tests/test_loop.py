@@ -1,6 +1,4 @@
-"""The scripted loop as scripts/loop plays it, on the tiny model, through a real server and real
-workers.
-"""
+"""The scripted loop as scripts/loop plays it, on the tiny model, through a real server and real workers."""
 
 import io
 import os

@@ -1,10 +1,8 @@
-"""A real model made in seconds: 2 layers, one token per byte, a ChatML template. transformers and
-vLLM both run it.
+"""A real model made in seconds: 2 layers, one token per byte, a ChatML template. transformers and vLLM both run it.
 
     python -m tests.tiny FOLDER
 
-It was taught nothing, but it writes printable text and ends its turns after some twenty characters.
-"""
+It was taught nothing, but it writes printable text and ends its turns after some twenty characters."""
 
 import sys
 from pathlib import Path
@@ -61,9 +59,7 @@ def make_tokenizer(context: int = CONTEXT) -> PreTrainedTokenizerFast:
 
 
 def make_tiny_adapter(folder: Path, base: Path, *, rank: int = 4, alpha: int = 8, favourite: str = "Z") -> Path:
-    """A PEFT adapter of the tiny model that makes it write `favourite` far more often than anything
-    else.
-    """
+    """A PEFT adapter of the tiny model that makes it write `favourite` far more often than anything else."""
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))

@@ -1,6 +1,4 @@
-"""A virtual clock, and an engine and an environment that live on it: the real scheduler runs hours
-in seconds.
-"""
+"""A virtual clock, and an engine and an environment that live on it: the real scheduler runs hours in seconds."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def run_virtually(coroutine: Coroutine[Any, Any, T]) -> tuple[T, float]:
 
 @dataclass
 class FakeEngine:
-    """Answers every request with tokens that depend on its prompt and seed alone; a step decodes
-    one token of each.
-    """
+    """Answers every request with tokens that depend on its prompt and seed alone; a step decodes one token of each."""
 
     step_s: float = 0.01
     running: dict[str, list[int]] = field(default_factory=dict)
@@ -97,9 +93,7 @@ class FakeEngine:
 
 @dataclass
 class FakeHost:
-    """Episodes of a number of turns drawn from the task; every call takes `latency_s`, may raise,
-    and is recorded.
-    """
+    """Episodes of a number of turns drawn from the task; every call takes `latency_s`, may raise, and is recorded."""
 
     latency_s: Callable[[], float] = lambda: 0.0
     fault: Callable[[str, int], str | None] = lambda call, example: None

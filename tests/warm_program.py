@@ -1,8 +1,6 @@
 """Stands for the worker, without its packages: it writes what its attempt has to FOLDER/facts.json.
 
-python -P tests/warm_program.py worker.warm
-python -P tests/warm_program.py worker.main FOLDER [EXIT_CODE]
-"""
+python -P tests/warm_program.py worker.warm python -P tests/warm_program.py worker.main FOLDER [EXIT_CODE]"""
 
 import json
 import os

@@ -26,9 +26,7 @@ class Held:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended. A zombie has, even where nobody ever
-    reaps it.
-    """
+    """Whether there is such a process that has not ended. A zombie has, even where nobody ever reaps it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -57,9 +55,7 @@ def listening_ports(group: int) -> list[int]:
 
 
 def watch(run: RunFolder, attempt: Attempt, timeout_s: float) -> tuple[list[Held], float]:
-    """What the attempt held after each step, and the peak of its resident memory in MiB, until it
-    ends.
-    """
+    """What the attempt held after each step, and the peak of its resident memory in MiB, until it ends."""
     process, held, peak_mib = psutil.Process(attempt.process.pid), list[Held](), 0.0
     deadline = time.monotonic() + timeout_s
     while attempt.process.poll() is None:

@@ -1,11 +1,9 @@
-"""What the MCP conformance suite expects of a server under test, mounted on the product's own
-server.
+"""What the MCP conformance suite expects of a server under test, mounted on the product's own server.
 
     python -m tests.clients.fixtures PORT
 
-The suite's `--requirements` scenarios call tools, prompts and resources of these names; it
-describes each in its own output. The product's middleware, schemas and errors stay in front of all
-of them."""
+The suite's `--requirements` scenarios call tools, prompts and resources of these names; it describes each in its own
+output. The product's middleware, schemas and errors stay in front of all of them."""
 
 from __future__ import annotations
 

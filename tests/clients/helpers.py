@@ -74,9 +74,7 @@ def inspect(*words: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]:
-    """A server's process with its state in `folder`, once it listens on `port` of loopback; its
-    address.
-    """
+    """A server's process with its state in `folder`, once it listens on `port` of loopback; its address."""
     log, environment = folder / "log", {**os.environ, "FLASH_HOME": str(folder / "home")}
     with (
         log.open("wb") as stream,

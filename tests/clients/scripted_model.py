@@ -1,9 +1,7 @@
-"""A model that reads from a script, so that real coding agents can be driven without any model
-service.
+"""A model that reads from a script, so that real coding agents can be driven without any model service.
 
 It speaks Anthropic Messages (/v1/messages), OpenAI Responses (/v1/responses) and Chat Completions
-(/v1/chat/completions), and keeps what it was shown.
-"""
+(/v1/chat/completions), and keeps what it was shown."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ MAX_REPEATS = 60
 
 @dataclass(frozen=True)
 class Step:
-    """A call to make; again and again until its result has `until` in it. `arguments` may read the
-    results so far.
-    """
+    """A call to make; again and again until its result has `until` in it. `arguments` may read the results so far."""
 
     tool: str
     arguments: Callable[[Sequence[str]], Json]
@@ -33,21 +29,16 @@ class Step:
 @dataclass
 class Model:
     """Plays its script and remembers: `results` of the tools as the client last showed them,
-    `tools` as offered.
-    """
+    `tools` as offered."""
 
     script: Sequence[Step]
     prefix: str = ""
-    """What the client puts before tool names and does not tell: Claude Code hides tools until they
-    are searched for.
-    """
+    """What the client puts before tool names and does not tell: Claude Code hides tools until they are searched for."""
     results: list[str] = field(default_factory=list)
     tools: dict[str, Json] = field(default_factory=dict)
 
     def step(self, tools: Iterable[Json], results: Sequence[str]) -> tuple[Step, Json, Json] | None:
-        """(step, arguments, {"name", "namespace"?} as the client spells it); None when the script
-        has been played.
-        """
+        """(step, arguments, {"name", "namespace"?} as the client spells it); None when the script has been played."""
         offered = dict(_offered(tools))
         if not offered:  # the client wants a title for the conversation, or the like
             return None

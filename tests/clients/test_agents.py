@@ -1,8 +1,6 @@
-"""Claude Code, Codex and OpenCode as they come from npm, each led through the whole loop by a
-scripted model.
+"""Claude Code, Codex and OpenCode as they come from npm, each led through the whole loop by a scripted model.
 
-What is asserted is what the model was shown: that is all that an agent knows of a server.
-"""
+What is asserted is what the model was shown: that is all that an agent knows of a server."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def run_id_in(results: Sequence[str]) -> str:
 
 
 def loop(model: Path) -> list[Step]:
-    """Push, a mistake, train, status until it has ended, rollouts, deploy until it is ready, chat,
-    undeploy.
-    """
+    """Push, a mistake, train, status until it has ended, rollouts, deploy until it is ready, chat, undeploy."""
     given: Json = {"environment": "vowels", "model": str(model), **QUICK}
 
     def always(arguments: Json) -> Callable[[Sequence[str]], Json]:
@@ -78,9 +74,7 @@ def environment_of(folder: Path, **variables: str) -> dict[str, str]:
 
 
 def check(model: Model, output: str) -> None:
-    """The loop was played to its end, and every result said what it had to, compactly, with what to
-    do next.
-    """
+    """The loop was played to its end, and every result said what it had to, compactly, with what to do next."""
     ends = model.played()
     assert len(ends) == len(model.script), f"{output}\n{model.results}"
     pushed, refused, started, status, rollouts, deployed, chat, stopped = ends

@@ -1,6 +1,4 @@
-"""Environments written for other contracts: the real freesolo SDK, the real reasoning-gym, gym-like
-objects.
-"""
+"""Environments written for other contracts: the real freesolo SDK, the real reasoning-gym, gym-like objects."""
 
 from __future__ import annotations
 

@@ -20,11 +20,9 @@ def search(
     tags: list[str] = [],  # noqa: B006
     weights: dict[str, float] | None = None,
 ) -> str:
-    """Find pages
-    in the index.
+    """Find pages in the index.
 
-    Not part of the description.
-    """
+    Not part of the description."""
     if limit == 0:
         raise ValueError("limit is zero")
     return f"{query} {limit} {order} {tags} {weights}"

@@ -1,6 +1,5 @@
-"""A package of somebody else: an engine that starts jobs as processes of this machine and notes
-them in a folder, and an adapter for the quizzes that it has.
-"""
+"""A package of somebody else: an engine that starts jobs as processes of this machine and notes them in a folder,
+and an adapter for the quizzes that it has."""
 
 import os
 import signal

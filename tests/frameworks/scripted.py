@@ -1,5 +1,4 @@
-"""Plays short programs after the quickstarts of agent frameworks in the sandbox, against a scripted
-model.
+"""Plays short programs after the quickstarts of agent frameworks in the sandbox, against a scripted model.
 
     scripts/frameworks              installs the packages, plays all, and prints a table
     scripts/frameworks --only dspy  those of one framework
@@ -47,8 +46,7 @@ SCRIPTS = {
         "[[ ## reasoning ## ]]\nSeen.\n\n[[ ## answer ## ]]\n12.0\n\n[[ ## completed ## ]]",
     ],
 }
-"""What the model says in each call, where a framework reads a form of its own. The last is
-repeated."""
+"""What the model says in each call, where a framework reads a form of its own. The last is repeated."""
 TIMEOUT_S = 300.0
 AT_ONCE = 4
 

@@ -107,9 +107,7 @@ def test_a_paired_comparison_of_equal_models_cries_wolf_at_most_5_times_of_100()
 
 
 def templates(number: int, share: float, change: float, rng: random.Random) -> list[list[float]]:
-    """Success before and after of 200 tasks of `number` templates. `share` of what decides is the
-    template's.
-    """
+    """Success before and after of 200 tasks of `number` templates. `share` of what decides is the template's."""
     normal = NormalDist()
 
     def drawn() -> list[float]:

@@ -17,8 +17,7 @@ def outcomes(solved: Mapping[int, int], tasks: int) -> Names:
 
 def curves(draws: np.random.Generator) -> np.ndarray:
     """Success of each arm after each round: it rises to a ceiling of 0.3 to 0.95, each at its speed, so that the
-    curves cross.
-    """
+    curves cross."""
     ceilings = draws.uniform(0.3, 0.95, ARMS)
     speeds = np.exp(draws.uniform(np.log(0.08), np.log(1.0), ARMS)) * 12 / ROUNDS
     return ceilings[:, None] * (1 - np.exp(-speeds[:, None] * np.arange(1, ROUNDS + 1)))

@@ -154,9 +154,7 @@ def _listen(event: str, _: Any) -> None:
 
 @pytest.fixture(scope="module")
 def audited():
-    """{} as `run(call)`: what Python's audit hooks saw while it ran: imports, files, processes,
-    executed code.
-    """
+    """{} as `run(call)`: what Python's audit hooks saw while it ran: imports, files, processes, executed code."""
     sys.addaudithook(_listen)
 
     def run(call: Callable[[], Any]) -> set[str]:

@@ -15,9 +15,8 @@ CORRELATION = 0.5
 
 
 def tournaments(success: Sequence[float], tasks: int, count: int, templates: int = 0) -> tuple[list[Standing], float]:
-    """So many simulated tournaments, and their cost: the share of all arms' attempts at all tasks.
-    Half of what decides is the template's, if there are any.
-    """
+    """So many simulated tournaments, and their cost: the share of all arms' attempts at all tasks. Half of what
+    decides is the template's, if there are any."""
     draws, arms = np.random.default_rng(0), len(success)
     bounds = np.array([NormalDist().inv_cdf(share) for share in success])
     ended: list[Standing] = []

@@ -1,6 +1,5 @@
-"""Makes a Python look as one of a system that is not Linux: a process that finds this folder first has
-none of what Linux alone has, and neither have the processes that it starts.
-"""
+"""Makes a Python look as one of a system that is not Linux: a process that finds this folder first has none of what
+Linux alone has, and neither have the processes that it starts."""
 
 import ctypes
 import fcntl

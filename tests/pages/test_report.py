@@ -1,6 +1,4 @@
-"""The report page: what it holds, that nothing in a run can act in it, and how it looks in a real
-browser.
-"""
+"""The report page: what it holds, that nothing in a run can act in it, and how it looks in a real browser."""
 
 import json
 import shutil
@@ -88,9 +86,7 @@ def no_supervisor(flash_home: Path) -> Generator[None, None, None]:
 
 
 def hostile_run(folder: Path) -> Run:
-    """A run of 20 steps in which every text that a model, an environment or a user can write is
-    hostile.
-    """
+    """A run of 20 steps in which every text that a model, an environment or a user can write is hostile."""
     run, writer = started_run(folder / "environment", environment_args={"note": HOSTILE}, kl_penalty_coef=0.1)
     kl = {"kl": 0.02, "sampling_kl": 0.001, "eval_loss": 0.4, "groups/solved_share": 0.3, f"reward/{HOSTILE}": 0.5}
     evaluate(writer, 0, 20)

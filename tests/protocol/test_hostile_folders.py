@@ -1,6 +1,5 @@
-"""Run folders as a hostile node, or whoever can write to the storage, may leave them: nothing is
-written elsewhere, every refusal has a code, and the maintenance goes on.
-"""
+"""Run folders as a hostile node, or whoever can write to the storage, may leave them: nothing is written elsewhere,
+every refusal has a code, and the maintenance goes on."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""What a target costs against this machine: seconds to the first step, seconds of a step, and
-requests to the store.
-"""
+"""What a target costs against this machine: seconds to the first step, seconds of a step, and requests to the store."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ IDLE_S = 60.0
 
 @dataclass
 class Cost:
-    """Of one run of the tiny model. Requests of a step are those of the supervisor and the node,
-    without those that an idle run makes in its time.
-    """
+    """Of one run of the tiny model. Requests of a step are those of the supervisor and the node, without those that
+    an idle run makes in its time."""
 
     target: str
     first_step_s: float

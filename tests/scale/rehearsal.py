@@ -189,9 +189,8 @@ class Rehearsal:
 
 @contextmanager
 def running(engine: str) -> Generator[Rehearsal]:
-    """The rehearsal, ready. FLASH_HOME and the store's keys are set within, after the cluster was
-    started: its daemons, whose variables a job may inherit, have neither.
-    """
+    """The rehearsal, ready. FLASH_HOME and the store's keys are set within, after the cluster was started: its
+    daemons, whose variables a job may inherit, have neither."""
     before = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix=f"scale-{engine}-"))
     folder.chmod(0o755)

@@ -1,9 +1,8 @@
 """A thousand runs under way on one target, by the real loop of the supervisor, its database and run folders. Only the
-engine and the workers pretend: the engine takes its time for each job, and one process writes the heartbeats and
-steps of all runs.
+engine and the workers pretend: the engine takes its time for each job, and one process writes the heartbeats and steps
+of all runs.
 
-    scripts/scale simulation --runs 1000 --queued 10000
-"""
+    scripts/scale simulation --runs 1000 --queued 10000"""
 
 from __future__ import annotations
 

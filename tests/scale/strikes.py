@@ -117,9 +117,8 @@ class Strikes(threading.Thread):
         self.rehearsal.store.close()
 
     def mend(self) -> None:
-        """Start again what was killed, once it was down for long enough, and let runs go on whose
-        jobs were cancelled.
-        """
+        """Start again what was killed, once it was down for long enough, and let runs go on whose jobs were
+        cancelled."""
         if time.monotonic() >= self._down_until:
             self.rehearsal.cluster.mend()
         for run in self.rehearsal.store.runs(limit=1000):

@@ -1,6 +1,4 @@
-"""The server for teams: tokens, owners kept apart, limits, health, shutdown; over real HTTP, in
-both protocol eras.
-"""
+"""The server for teams: tokens, owners kept apart, limits, health, shutdown; over real HTTP, in both protocol eras."""
 
 import json
 import re
@@ -87,9 +85,7 @@ def things(team: Team, tmp_path: Path) -> dict[str, dict[str, str]]:
 
 
 def missing(reference: str) -> str:
-    """A reference of the same shape that nothing has; as near as can be, so that a careless hint
-    would tell.
-    """
+    """A reference of the same shape that nothing has; as near as can be, so that a careless hint would tell."""
     head, at, tail = reference.partition("@")
     return f"{head[:-1]}{'x' if head[-1] != 'x' else 'y'}{at}{tail}"
 
@@ -106,9 +102,7 @@ def everything() -> dict[str, list[dict[str, Any]]]:
 
 
 async def calls_with(client: Client, own: dict[str, str], value: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every tool, with `value` in each of its text arguments in turn, and the rest as harmless as
-    can be.
-    """
+    """Every tool, with `value` in each of its text arguments in turn, and the rest as harmless as can be."""
     own = {**own, "message": "hello", "name": "a-name"}
     calls: list[tuple[str, dict[str, Any]]] = []
     for tool in (await client.list_tools()).tools:

@@ -1,6 +1,4 @@
-"""What acts for a caller over HTTP has the secrets that their token was granted, and no other
-login of the server.
-"""
+"""What acts for a caller over HTTP has the secrets that their token was granted, and no other login of the server."""
 
 import fcntl
 import os

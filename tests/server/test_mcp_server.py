@@ -58,9 +58,7 @@ def code_of(result: CallToolResult) -> str:
 
 
 def body_of(result: CallToolResult) -> dict[str, Any]:
-    """The structured content, which has to say the same as the text, compactly and within the
-    limit.
-    """
+    """The structured content, which has to say the same as the text, compactly and within the limit."""
     text = text_of(result)
     assert not result.is_error, text
     assert result.structured_content == json.loads(text)

@@ -37,8 +37,7 @@ call("rollouts", run.id)
 call("checkpoints", run.id)
 print(run.id)
 """
-"""What an agent does, with the real tools, supervisor and launcher, and a worker that is a
-script."""
+"""What an agent does, with the real tools, supervisor and launcher, and a worker that is a script."""
 
 
 @pytest.fixture
@@ -78,8 +77,7 @@ def play(environment: Path, *prefix: str, cwd: Path = ROOT) -> str:
 
 
 def refused(names: str, code: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python code, which finds the state directory in sys.argv[1], without these system
-    calls."""
+    """Run Python code, which finds the state directory in sys.argv[1], without these system calls."""
     command = [*refusing(names), sys.executable, "-c", code, str(home)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 

@@ -294,9 +294,7 @@ for run in iter(lambda: queue.claim(store), None):
 
 
 class RunLife(RuleBasedStateMachine):
-    """One run among transitions in any order, some about older attempts, beside a model of a few
-    lines.
-    """
+    """One run among transitions in any order, some about older attempts, beside a model of a few lines."""
 
     def __init__(self) -> None:
         super().__init__()

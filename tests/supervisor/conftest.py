@@ -12,8 +12,7 @@ from flash_mcp.supervisor.reconciler import Crew
 @pytest.fixture(autouse=True)
 def target_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """End the threads of targets with the test that started them. One that asks for a store that is gone draws its
-    delays at random, which Hypothesis takes for a fault of the tests that come after it.
-    """
+    delays at random, which Hypothesis takes for a fault of the tests that come after it."""
     crews: list[Crew] = []
     begin = Crew.__init__
 

@@ -1,6 +1,4 @@
-"""The supervisor with real worker processes that speak the run-folder protocol, and are really
-killed and stopped.
-"""
+"""The supervisor with real worker processes that speak the run-folder protocol, and are really killed and stopped."""
 
 import errno
 import json
@@ -54,9 +52,7 @@ TIMEOUT_S = 120.0
 
 
 class Bench:
-    """A state directory, a supervisor that is ticked by hand, and runs whose worker follows a
-    script.
-    """
+    """A state directory, a supervisor that is ticked by hand, and runs whose worker follows a script."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -75,9 +71,7 @@ class Bench:
         return queue.enqueue(self.store, resolve(spec), environment, lineage=nobody)[0]
 
     def until(self, condition: Callable[[], object], *, supervisor: Supervisor | None = None) -> None:
-        """Tick until the condition holds, and once more: the store has by then what the condition
-        saw in a folder.
-        """
+        """Tick until the condition holds, and once more: the store has by then what the condition saw in a folder."""
         tick = (supervisor or self.supervisor).tick
         wait_for(condition, TIMEOUT_S, tick=tick, evidence=lambda: [vars(run) for run in self.store.runs()])
         tick()
@@ -299,9 +293,7 @@ def test_a_worker_that_does_not_leave_after_its_result_is_ended(bench: Bench) ->
 
 
 class Slanderer(LocalLauncher):
-    """A machine that loses its network: `slandered` attempts are called gone while they run, and
-    cannot be ended.
-    """
+    """A machine that loses its network: `slandered` attempts are called gone while they run, and cannot be ended."""
 
     def __init__(self, base: Path) -> None:
         super().__init__(base / "attempts", gpus=["0", "1"])
@@ -392,9 +384,7 @@ def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) 
 def test_a_run_whose_secret_was_lost_while_it_ran_is_found_or_waits_without_its_slot(
     bench: Bench, was_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor ended, and the secret with it; its worker lives, or ended too, as when the
-    machine restarts.
-    """
+    """The supervisor ended, and the secret with it; its worker lives, or ended too, as when the machine restarts."""
     monkeypatch.setenv("CALC_KEY", "42")
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}}, secrets=["CALC_KEY"])
     other = bench.train()
@@ -620,9 +610,8 @@ def test_a_result_written_while_nobody_watched_is_found(bench: Bench) -> None:
 
 
 def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -> None:
-    """Kills at moments spread over a supervisor's life: every run ends once, with every step's
-    rows, and no attempt that began is made again unless it was killed.
-    """
+    """Kills at moments spread over a supervisor's life: every run ends once, with every step's rows, and no attempt
+    that began is made again unless it was killed."""
     runs = [
         bench.train({"steps": 3, "1": {"at": 2, "do": "kill"} if number % 2 else {}}, max_attempts=9)
         for number in range(4)

@@ -881,9 +881,7 @@ async def talk_with_tools(store: Store, run_id: str, deployment: str, model: Pat
 
 
 async def records_from_now_on(store: Store, run_id: str, deployment: str) -> None:
-    """A deployment that is asked to records what it computes, token by token, until it is told
-    not to.
-    """
+    """A deployment that is asked to records what it computes, token by token, until it is told not to."""
     recording = Recording(store.base, deployment)
     assert (await ready(run_id, step=5, record=True)).record
     said = await chat(deployment, message="Say it", max_tokens=4, seed=7, raw=True)

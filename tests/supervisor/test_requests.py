@@ -1,6 +1,4 @@
-"""What runs on a target cost in requests to its store, and that a store that says nothing holds up
-nobody else.
-"""
+"""What runs on a target cost in requests to its store, and that a store that says nothing holds up nobody else."""
 
 import os
 import subprocess

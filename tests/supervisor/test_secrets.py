@@ -1,6 +1,4 @@
-"""Secrets: from the server to environment code by way of memory alone, and out of all that a run
-leaves behind.
-"""
+"""Secrets: from the server to environment code by way of memory alone, and out of all that a run leaves behind."""
 
 import base64
 import dataclasses
@@ -120,9 +118,7 @@ async def ended(client: Client, run_id: str) -> tuple[dict[str, Any], str]:
 
 
 def traces(data: bytes) -> list[str]:
-    """How the secret stands in the data, if it does. Line breaks, escaped ones too, and indentation
-    are passed over.
-    """
+    """How the secret stands in the data, if it does. Line breaks, escaped ones too, and indentation are passed over."""
     raw = SECRET.encode()
     forms = {"plain": raw, "escaped": json.dumps(SECRET)[1:-1].encode(), "hex": raw.hex().encode()}
     for offset in range(3):

@@ -96,9 +96,8 @@ class Lab:
             time.sleep(0.05)
 
     def until_step(self, run: Run, step: int) -> psutil.Process:
-        """Until the attempt has made that step; its worker. Looks at engines and folders take some
-        steps' time: who waits with them may find that the run has ended.
-        """
+        """Until the attempt has made that step; its worker. Looks at engines and folders take some steps' time: who
+        waits with them may find that the run has ended."""
         self.until(lambda: find_worker(run))
         folder = RunFolder(run.folder)
         deadline = time.monotonic() + self.timeout_s

@@ -1,6 +1,4 @@
-"""What befalls a state directory from outside: each is a clear state with a coded error, and
-nothing is lost by it.
-"""
+"""What befalls a state directory from outside: each is a clear state with a coded error, and nothing is lost by it."""
 
 import asyncio
 import os

@@ -1,6 +1,4 @@
-"""evaluate, compare and the sample before training, through a real MCP client; a scripted worker
-makes the attempts.
-"""
+"""evaluate, compare and the sample before training, through a real MCP client; a scripted worker makes the attempts."""
 
 import re
 import shutil

@@ -1,6 +1,5 @@
-"""Every row of tests/mistakes.py is played through a client, on a store with runs in every state: the
-answer names the value and the way on, the way on works as it is written, and nothing is lost or left.
-"""
+"""Every row of tests/mistakes.py is played through a client, on a store with runs in every state: the answer names
+the value and the way on, the way on works as it is written, and nothing is lost or left."""
 
 import json
 import os

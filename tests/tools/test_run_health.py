@@ -1,6 +1,4 @@
-"""What the tools say of a run's health: contaminated splits, failure modes, lineage, and the
-detailed status.
-"""
+"""What the tools say of a run's health: contaminated splits, failure modes, lineage, and the detailed status."""
 
 import os
 from pathlib import Path

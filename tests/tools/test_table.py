@@ -81,9 +81,8 @@ def test_every_format_gives_the_same_tasks(tmp_path: Path) -> None:
 
 @contextmanager
 def hub(folder: Path, logins: list[str | None], others: Sequence[str] = ()) -> Generator[str]:
-    """A server that lists parquet files of the datasets in `folder` as the hub does, and notes the
-    login of each request. `others` are configurations beside the default one.
-    """
+    """A server that lists parquet files of the datasets in `folder` as the hub does, and notes the login of each
+    request. `others` are configurations beside the default one."""
     (folder / "api" / "datasets" / "o" / "minutes").mkdir(parents=True)
     for number, rows in enumerate((ROWS[:70], ROWS[70:])):
         parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{number}.parquet")

@@ -1,6 +1,4 @@
-"""Calls of an agent in several roles: which are trained, which the base model answers, and what is
-kept of each.
-"""
+"""Calls of an agent in several roles: which are trained, which the base model answers, and what is kept of each."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -87,9 +87,8 @@ async def rollouts_of(host: EnvironmentHost, engine: FakeEngine, first: int = 0)
 
 
 def heard(rollout: PlayedRollout) -> bool:
-    """Whether the agent asked its own question and heard what the model said to it. Raises if it
-    heard anything else.
-    """
+    """Whether the agent asked its own question and heard what the model said to it. Raises if it heard anything
+    else."""
     if rollout.error:
         return False
     assert rollout.transcript

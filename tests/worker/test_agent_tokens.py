@@ -32,9 +32,8 @@ AT_ONCE = 500
 
 
 class Fuzzer(EnvironmentAgent):
-    """Asks in every way that an agent may: it adds messages, writes answers anew, asks again, asks
-    twice at once, changes history, begins anew, leaves, or fails. The task's number decides.
-    """
+    """Asks in every way that an agent may: it adds messages, writes answers anew, asks again, asks twice at once,
+    changes history, begins anew, leaves, or fails. The task's number decides."""
 
     max_calls = 6
 
@@ -213,9 +212,8 @@ def test_the_trained_ids_of_agents_are_those_that_were_sampled(caplog: pytest.Lo
 
 
 def check(rollout: PlayedRollout, engine: Recorder) -> None:
-    """Each of the rollout's own turns was sampled after exactly the tokens on its path before it,
-    and is trained once.
-    """
+    """Each of the rollout's own turns was sampled after exactly the tokens on its path before it, and is trained
+    once."""
     transcript = rollout.transcript
     if transcript is None:
         return

@@ -1,6 +1,4 @@
-"""Attempts of real runs: the tiny model, the real engine, the real trainer, real processes and
-signals.
-"""
+"""Attempts of real runs: the tiny model, the real engine, the real trainer, real processes and signals."""
 
 import asyncio
 import itertools
@@ -171,9 +169,7 @@ def test_a_tracker_gets_every_metric_and_one_that_is_not_installed_is_an_event(w
 
 
 def scalars(path: Path) -> dict[tuple[int, str], float]:
-    """{(step, tag): value} of a file that tensorboard reads: records of length, check sums and an
-    Event.
-    """
+    """{(step, tag): value} of a file that tensorboard reads: records of length, check sums and an Event."""
     found: dict[tuple[int, str], float] = {}
     data = path.read_bytes()
     while data:

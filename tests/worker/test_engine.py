@@ -42,9 +42,7 @@ from worker.training.policy import load_policy
 RANK = 12  # not one of vLLM's
 PROMPT = [33 + (index * index) % 90 for index in range(300)]  # longer than two blocks of the CPU's prefix cache
 BF16_NATS = 0.2
-"""Engine and trainer round at different places: at most 0.074 in 4,600 tokens; to the policy before
-at least 1.5.
-"""
+"""Engine and trainer round at different places: at most 0.074 in 4,600 tokens; to the policy before at least 1.5."""
 
 
 Core = Literal["synchronous", "asynchronous"]
@@ -53,9 +51,7 @@ Engines = dict[tuple[Path, Sync, Core], VllmEngine]
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    """Those that the tests have started. All live until the last test: the end of one breaks the
-    others.
-    """
+    """Those that the tests have started. All live until the last test: the end of one breaks the others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -233,9 +229,7 @@ def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(engin
 
 
 def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(merged: VllmEngine, policy: Any, monkeypatch):
-    """The danger is real: what the other tests show absent is there as soon as the reset is left
-    out.
-    """
+    """The danger is real: what the other tests show absent is there as soon as the reset is left out."""
     train(policy, 1)
     merged.load_policy(policy)
     request = (PROMPT, Sampling(4, temperature=0.0))
@@ -475,9 +469,7 @@ def test_rollouts_of_an_asynchronous_core_are_those_of_a_synchronous_one(engines
 # -- the sampler -----------------------------------------------------------------------------------
 
 CHI_SQUARE_999 = {11: 31.26, 4: 18.47}
-"""Of the distribution's tail, by degrees of freedom: a right sampler exceeds it once in a thousand
-seeds.
-"""
+"""Of the distribution's tail, by degrees of freedom: a right sampler exceeds it once in a thousand seeds."""
 
 
 def draw(logits: Tensor, *, p: float | None = None, seeded: bool) -> tuple[Tensor, Tensor]:

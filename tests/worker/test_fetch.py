@@ -1,6 +1,4 @@
-"""Making base models ready: the real pip, the real conversion, real processes that want the same
-model at once.
-"""
+"""Making base models ready: the real pip, the real conversion, real processes that want the same model at once."""
 
 import errno
 import fcntl

@@ -1,6 +1,5 @@
 """Agents outside the sandbox play the rollouts of a run: through the worker's gateway, and through
-`flash-mcp serve --http`.
-"""
+`flash-mcp serve --http`."""
 
 import asyncio
 import io

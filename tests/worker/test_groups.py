@@ -112,8 +112,7 @@ async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
 
 def test_a_group_waits_for_its_last_and_for_no_other_group() -> None:
     """Examples 1 to 3 end after two to four turns. In group 1 every third rollout is of example
-    3, and the others have to wait for it; group 0 has none.
-    """
+    3, and the others have to wait for it; group 0 has none."""
 
     def fault(call: str, example: int) -> str | None:
         return "environment_error" if (call, example) == ("step", 9) else None

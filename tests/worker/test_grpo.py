@@ -35,8 +35,7 @@ GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
 
 def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2, groups: int = GROUPS) -> list[PlayedRollout]:
     """`groups` x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little
-    off.
-    """
+    off."""
     rng, template = random.Random(seed), ChatTemplate(tokenizer)
     rollouts = []
     for index in range(groups * SIZE):

@@ -1,6 +1,5 @@
 """Training in environments of verifiers: the tiny model and the real engine. The tests need what
-`scripts/hubs --only PACKAGE` installs.
-"""
+`scripts/hubs --only PACKAGE` installs."""
 
 from pathlib import Path
 

@@ -203,9 +203,7 @@ def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(tiny_model: P
 @pytest.mark.cpu
 @pytest.mark.parametrize(("limit", "code"), [("resource.RLIM_INFINITY", "worker_failed"), ("2**34", "out_of_memory")])
 def test_a_thread_without_memory_for_its_stack_is_a_lack_of_memory(limit: str, code: str) -> None:
-    """A stack larger than the address space; without a limit of it, only the number of threads can
-    be at its end.
-    """
+    """A stack larger than the address space; without a limit of it, only the number of threads can be at its end."""
     start = f"""if True:
         import resource, threading
         from worker.main import _explain

@@ -182,9 +182,7 @@ async def one_step(step: int, engine: FakeEngine, host: FakeHost) -> list[list[P
 
 
 def trained(folder: Path, lengths: Sequence[int], judge: Callable[[int, str], tuple[float, bool]]) -> str:
-    """The id of a run whose policy wrote answers of these lengths, step by step, read into the
-    store.
-    """
+    """The id of a run whose policy wrote answers of these lengths, step by step, read into the store."""
     run, writer = started_run(folder)
     for step, length in enumerate(lengths, start=1):
         host = Scorer(judge=lambda text, step=step: judge(step, text))

@@ -169,8 +169,7 @@ def test_masks_align_and_budgets_hold_whatever_fails(seed: int, max_length: int)
 
 def test_no_rollout_waits_for_another() -> None:
     """512 rollouts of up to 20 turns with a second of latency take little longer than the longest
-    of them alone.
-    """
+    of them alone."""
     wanted = tasks(512)
     started = time.process_time()
     limits, host = TalkLimits(12, 4096), lambda: FakeHost(lambda: 1.0, max_turns=20)

@@ -1,8 +1,7 @@
-"""A long run holds no more at its end than after its first steps. FLASH_SLOW=1 makes it 200 steps
-instead of 25.
+"""A long run holds no more at its end than after its first steps. FLASH_SLOW=1 makes it 200 steps instead of 25.
 
-That no request stays behind in the engine needs no counter here: every step's weight sync refuses
-to begin while the engine holds one (worker.engine.vllm.VllmEngine.load_policy)."""
+That no request stays behind in the engine needs no counter here: every step's weight sync refuses to begin while the
+engine holds one (worker.engine.vllm.VllmEngine.load_policy)."""
 
 import os
 from pathlib import Path

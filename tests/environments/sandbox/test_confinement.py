@@ -58,9 +58,7 @@ class Attack:
         return psutil.Process(outer_pid(self.processes()[0].pid, int(inner)))
 
     def processes(self) -> list[psutil.Process]:
-        """The warden, the namespace's first process, the one that runs the code, and all that it
-        started.
-        """
+        """The warden, the namespace's first process, the one that runs the code, and all that it started."""
         warden = psutil.Process(self.host._children[-1]._transport.get_pid())
         return [warden, *warden.children(recursive=True)]
 
@@ -84,9 +82,7 @@ REFUSED_IN_CONTAINERS = dict.fromkeys(("attributes", "process_tree", "proc", "ke
 
 @pytest.fixture
 def published(flash_home: Path) -> Path:
-    """Where the attacker's folder lies once it was pushed, beside a database and another's
-    environment.
-    """
+    """Where the attacker's folder lies once it was pushed, beside a database and another's environment."""
     open_store().add_environment(name="other", digest="0", path="/", size_bytes=0)
     other = environments_dir() / "other" / "0"
     other.mkdir(parents=True)
@@ -1106,9 +1102,7 @@ async def test_numpy_and_its_threads_work(tmp_path: Path) -> None:
 
 
 async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path) -> None:
-    """The walls are the kernel's: nothing is done for a call, but to search what it says for
-    secrets.
-    """
+    """The walls are the kernel's: nothing is done for a call, but to search what it says for secrets."""
     environment_folder(tmp_path, "", returns="Echo()")
     async with await EnvironmentHost.start(tmp_path, secrets={"KEY": "a-secret-of-usual-length"}) as host:
         opening = await host.open("train", 0)

@@ -1,6 +1,4 @@
-"""Two turns, rewarded by their share of vowels: even a model that was taught nothing learns it in a
-few steps.
-"""
+"""Two turns, rewarded by their share of vowels: even a model that was taught nothing learns it in a few steps."""
 
 from environments import EnvironmentMultiTurn, EnvironmentStepResult, RewardMetric, RewardResult, TaskExample
 

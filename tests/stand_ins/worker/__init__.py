@@ -1,6 +1,5 @@
 """`worker` without torch and vLLM, for a PYTHONPATH before the real one: `train` and `engine.serve` stand
-in for its own.
-"""
+in for its own."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""A training loop whose state is a chain of hashes: a step left out, done twice or begun from a
-torn file shows.
-"""
+"""A training loop whose state is a chain of hashes: a step left out, done twice or begun from a torn file shows."""
 
 from __future__ import annotations
 
