@@ -40,13 +40,19 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 """A thought at the beginning of a text; where the prompt opens it, the text has its end only."""
+RENDERED = re.compile(
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
+    r"(\[INST\]|<start_of_turn>|<\|turn>|<\|(?:im_start|start_header_id|start|channel|user|assistant)\|>)"
+)
+"""How a text begins that a chat template has rendered already."""
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
-    "tool": "tool",
+    **dict.fromkeys(("tool", "observation", "function", "ipython"), "tool"),
 }
 """Roles as rows name them, those of the ShareGPT form, {"from": role, "value": text}, included."""
+CALL_FIX = "write the call as tool_calls of an answer, and its result as a message of the role tool"
 TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -66,13 +72,16 @@ def learnable(value: Any) -> ChatMessage:
         if name not in KNOWN:
             fix = f"remove it, or say it by one of {', '.join(KNOWN)}"
             if name == "function_call":
-                fix = "write the call as tool_calls, and its result as a message of the role tool"
+                fix = CALL_FIX
             raise Unlearnable(f"{name} is {field!r:.50}, a field that is not understood", fix)
     spoken = agreed(fields, ("role", "from"))
-    role = ROLES.get(str(spoken))
+    role = ROLES.get(str(spoken).casefold())
     if role is None:
         what = f"a role is {spoken!r:.50}, none of {', '.join(ROLES)}"
-        raise Unlearnable(what, "name the role by one of these")
+        fix = "name the role by one of these"
+        if spoken == "function_call":
+            fix = CALL_FIX
+        raise Unlearnable(what, fix)
     calls = tool_calls_of(without_nulls(fields.get("tool_calls") or ()))
     thought = agreed(fields, THOUGHTS)
     is_learnt = _is_learnt(fields)
@@ -90,7 +99,9 @@ def learnable(value: Any) -> ChatMessage:
     if calls:
         message["tool_calls"] = calls
     if role == "assistant":
-        thought_of(message)
+        said, text = thought_of(message)
+        if said and "<think>" not in message["content"]:  # begun where the prompt opens it
+            message |= {"content": text, THOUGHTS[0]: said}
     message |= {name: fields[name] for name in KNOWN["name"] if name in fields}
     return message | ({"weight": 0} if role == "assistant" and is_learnt is False else {})
 
@@ -168,6 +179,9 @@ def _is_learnt(fields: Mapping[str, Any]) -> bool | None:
 def _text(content: Any) -> str:
     """The text of a message, which OpenAI's form may have in parts. Raises Unlearnable."""
     if isinstance(content, str):
+        if mark := RENDERED.match(content):
+            what = f"a text begins with {mark[1]!r}, as a chat template writes it"
+            raise Unlearnable(what, "give the text alone: the model's own template is put around")
         return content
     texts: list[str] = []
     for part in as_list(content) or [None]:

@@ -60,7 +60,9 @@ async def test_results_are_shown_by_label_wherever_an_evaluation_is(tmp_path: Pa
     read_in(open_store(), run.id)
     end(writer, run.id, 20)
 
-    found = (await call("status", run_id=run.id))["run"]["by_label"]
+    view = (await call("status", run_id=run.id))["run"]
+    found = view["by_label"]
+    assert "counting words does as well" in view["verdict"]["explanation"]
     worst = found["labels"][0]
     assert (worst["label"], worst["n"], worst["right"], worst["taken_for"]) == ("log in", 6, 0.0, {"bill": 6})
     bill = next(row for row in found["labels"] if row["label"] == "bill")

@@ -20,6 +20,7 @@ from pyarrow import parquet
 
 from environments import load_dataset
 from environments.checks import gate
+from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.owners import LOCAL_OWNER, Caller, acting_as
 from flash_mcp.tools.shared.table import keep_conversations, read_conversations, read_table
@@ -215,6 +216,16 @@ def tasks_of(tmp_path: Path, rows: list[dict[str, Any]], question: str | None = 
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     table = read_table(str(path), question, None)
     return {row["input"]: row["output"] for row in (*table.train, *table.held_out)}
+
+
+@pytest.mark.parametrize("said", [{"reasoning": "t", "answer": "5"}, {"answer": "<think>t</think>\n5"}])
+async def test_thoughts_of_rows_are_in_the_gold_answers(tmp_path: Path, said: dict[str, str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"What is {n} - {n - 5}?", **said}) for n in range(40)))
+    env_setup(str(tmp_path / "sums"), dataset=str(path))
+    async with await EnvironmentHost.start(tmp_path / "sums") as host:
+        (gold,) = await host.gold("eval", 0)
+    assert (gold["content"], gold["reasoning_content"]) == ("<answer>5</answer>", "t")
 
 
 CHOICE = "Which?\n\nA. red\n\nB. blue"

@@ -96,6 +96,8 @@ LEARNT = [
     ({"text": "q", "label": "a"}, PLAIN),
     ({"text": "q", "label": 0}, shown("user: q", "answer: 0")),
     ({"prompt": "q", "completion": "a", "label": "sport"}, PLAIN),
+    (chat(Q | {"role": "User"}, {"from": "GPT", "value": "a"}), PLAIN),
+    (chat(Q, {"from": "function", "value": "r"}, GOOD), shown("user: q", "tool: r", "answer: a")),
     (chat(Q, GOOD, images=[], image=None, weight=1, split="train", num_tools=3, source="web", prompt="q"), PLAIN),
 ]  # fmt: skip
 
@@ -141,6 +143,11 @@ REFUSED = [
     (chat(Q, GOOD | {"content": 5}), "a content is 5, no text", "as a text"),
     (chat(Q, GOOD | {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}), "no text", "type text"),
     (chat(Q, GOOD | {"role": "narrator"}), "a role is 'narrator', none of system", "by one of these"),
+    (chat(Q, {"from": "function_call", "value": "{}"}), "a role is 'function_call'", "tool_calls"),
+    ({"input": [Q], "output": "a"}, "the column input holds messages", "in prompt and completion"),
+    ({"question": "q", "answer": GOOD}, "the column answer holds messages", "give a text"),
+    ({"instruction": "<s>[INST] q [/INST]", "output": "a"}, "begins with '[INST]'", "give the text alone"),
+    (chat(Q, GOOD | {"content": "<|channel|>final<|message|>a"}), "message 2: a text begins with '<|channel|>'", "own"),
     (chat(Q, GOOD | {"value": "b"}), "content is 'a', value is 'b'", "keep one"),
     (chat(Q, "a"), "message 2: a role is None", "by one of these"),
     ({"messages": "hello"}, "Expecting value", "give messages as"),
@@ -164,7 +171,11 @@ def calling(arguments: Any, name: str = "weather", **fields: Any) -> dict[str, A
     )
 
 
+OSLO_CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+TWICE = {"role": "assistant", "tool_calls": [OSLO_CALL, OSLO_CALL]}
+RESULTS = [RAIN | {"tool_call_id": f"call0000{number}"} for number in (0, 1)]
 CALLS = [
+    (chat(Q, TWICE, *RESULTS, GOOD, tools=TOOLS), [OSLO.replace("<|im_end|>", "\n") + OSLO, "a<|im_end|>"]),
     (calling('{"city": "Oslo"}'), [OSLO, "a<|im_end|>"]),
     (calling({"city": "Oslo", "left": None}, content=""), [OSLO, "a<|im_end|>"]),
     (calling({"city": "Oslo"}, content="So:", function_call=None), [f"So:\n{OSLO}", "a<|im_end|>"]),
@@ -195,6 +206,22 @@ BAD_CALLS = [
     (calling('["Oslo"]', weight=0), "must be an object", "correct"),
     (calling({"city": "Oslo"}) | {"tools": []}, "an answer has tool_calls, but the row has no tools", "column tools"),
     (calling({"city": "Oslo"}) | {"tools": ["weather"]}, "a tool must be", "give messages as"),
+    (
+        chat(Q, TWICE, *RESULTS[::-1], GOOD, tools=TOOLS),
+        "message 3 answers the call 'call00001', and the next",
+        "order",
+    ),
+    (
+        chat(Q, TWICE, RAIN, GOOD, tools=TOOLS),
+        "message 3 answers the call 'c', and the next is 'call00000'",
+        "in the order",
+    ),
+    (chat(Q, GOOD, RAIN, GOOD), "message 3 answers the call 'c', which no answer made", "after it"),
+    (
+        {"query": "q", "answers": json.dumps([OSLO_CALL]), "tools": TOOLS},
+        "message 2 calls weather in its text",
+        "tool_calls",
+    ),
     (calling({"city": "Oslo"}, role="user"), "tool_calls is in a message of the role user", "remove it"),
     (chat(Q, GOOD | {"tool_calls": 5}, tools=TOOLS), "tool_calls must be a list", "OpenAI's form"),
 ]
@@ -214,7 +241,7 @@ def test_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, row: Any, 
         chat(Q, GOOD | {"content": "a<|im_end|>"}),
         chat(Q, GOOD | {"content": "a<|endoftext|>b"}),
         calling({"city": "Os<|im_end|>lo"}),
-        chat(Q, BAD, RAIN | {"content": "<|im_start|>"}, GOOD),
+        chat(Q, BAD, {"role": "tool", "content": "x<|im_start|>"}, GOOD),
         chat(Q, GOOD, system="<|pad|>"),
     ],
 )
@@ -317,7 +344,10 @@ def test_rows_are_the_templates_own_rendering_or_refused(tmp_path: Path, name: s
 THINK = "<think>\nt\n</think>\n\n"
 
 
-@pytest.mark.parametrize("form", [{field: "t"} for field in messages.THOUGHTS] + [{"content": f"{THINK}a"}])
+FORMS = [{"content": f"{THINK}a"}, {"content": "t\n</think>\n\na"}]
+
+
+@pytest.mark.parametrize("form", [{field: "t"} for field in messages.THOUGHTS] + FORMS)
 def test_all_forms_of_a_thought_are_one(tmp_path: Path, form: dict[str, str]) -> None:
     row = chat(Q, GOOD | form)
     assert marked(tmp_path, row) == shown("user: q", f"answer: {THINK}a")

@@ -47,7 +47,9 @@ class Questions(EnvironmentSingleTurn):
         return [{"role": "user", "content": question}]
 
     def sft_completion(self, example: TaskExample) -> list[dict[str, str]]:
-        return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
+        answer = {"role": "assistant", "content": f"<answer>{example.output}</answer>"}
+        thought = example.record.get("reasoning_content")
+        return [{**answer, "reasoning_content": thought} if thought else answer]
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
         answers = re.findall(r"<answer>(.*?)</answer>", response_text or "", re.DOTALL)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from environments.messages import (
+    CALL_FIX,
     THOUGHTS,
     TRUTHS,
     Unlearnable,
@@ -22,7 +24,7 @@ from environments.messages import (
     says,
     without_nulls,
 )
-from environments.tools import as_list, problem_of, tool_schemas
+from environments.tools import as_list, as_object, problem_of, tool_schemas
 from flash_mcp.protocol.records import Json
 
 CHATS = ("messages", "conversations")
@@ -96,8 +98,12 @@ def conversation_of(
         raise Unlearnable(f"tools is {tools!r:.50}, no list", "give tools as a list of schemas")
     tools = tool_schemas(without_nulls(tools))
     prompt = _unlearnt(messages, prompt)
+    _check_results(messages)
     for number, message in enumerate(messages):
         is_learnt = number >= prompt and message.get("weight") != 0
+        if is_learnt and (name := _called_in_text(message, tools)):
+            what = f"message {number + 1} calls {name} in its text, which no client reads as a call"
+            raise Unlearnable(what, CALL_FIX)
         for call in message.get("tool_calls", ()):
             if not tools:
                 fix = "give the schemas of its tools in the column tools"
@@ -110,6 +116,34 @@ def conversation_of(
     if tools:
         kept["tools"] = tools
     return kept, ignored
+
+
+def _called_in_text(message: Json, tools: Sequence[Json]) -> str | None:
+    """The tool that an answer's text calls, which is JSON of a call or of several, as in xLAM's
+    rows; else None."""
+    value: Any = None
+    if message["role"] == "assistant" and tools:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(message["content"])
+    called = {str(as_object(call).get("name")) for call in as_list(value) or [value]}
+    return next((name for tool in tools if (name := tool["function"]["name"]) in called), None)
+
+
+def _check_results(messages: Sequence[Json]) -> None:
+    """Raises Unlearnable of results of tools that answer other calls than those before them, or in
+    another order: most templates show no ids, so that each is read as the next call's."""
+    waiting: list[str] = []
+    for number, message in enumerate(messages, start=1):
+        identity = message.get("tool_call_id")
+        if message["role"] == "tool" and identity is not None:
+            if identity not in waiting[:1]:
+                what = f"message {number} answers the call {identity!r:.50}"
+                next_one = f", and the next is {waiting[0]!r:.50}" if waiting else ""
+                fix = "give each call's result after it, in the order of the calls"
+                raise Unlearnable(f"{what}{next_one or ', which no answer made'}", fix)
+            waiting = waiting[1:]
+        elif message["role"] == "assistant":
+            waiting = [call["id"] for call in message.get("tool_calls", ())]
 
 
 def check_columns(fields: Json, used: Collection[str]) -> list[str]:

@@ -26,7 +26,15 @@ from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.scores import ByLabel, Scores, by_label, elsewhere, scores_of, spread_of
+from flash_mcp.tools.shared.scores import (
+    ByLabel,
+    Scores,
+    by_label,
+    by_words,
+    elsewhere,
+    scores_of,
+    spread_of,
+)
 from flash_mcp.tools.shared.truncation import shorten, without_empty
 from flash_mcp.tools.shared.waiting import obstacles
 
@@ -168,6 +176,9 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
     view.exams = looks.lines(store, run) or None
     if history.evaluations:
         view.by_label = by_label(store, run, history.evaluations[-1].step)
+    words = by_words(store, run)
+    if words and view.verdict and view.by_label and words.macro_f1 >= view.by_label.macro_f1:
+        view.verdict.explanation += "; but counting words does as well: by_label.baseline"
     if run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, run)
     if detailed:

@@ -280,6 +280,7 @@ def by_label(store: Store, run: Run, step: int, most: int = MOST_SHOWN) -> ByLab
     tasks: defaultdict[str, set[str]] = defaultdict(set)
     for row in answers:
         tasks[row["expected"]].add(row["task_id"])
+    words = by_words(store, run)
     few: list[str] = []
     for label in order:
         if len(tasks[label]) < FEW_EVAL:
@@ -290,7 +291,7 @@ def by_label(store: Store, run: Run, step: int, most: int = MOST_SHOWN) -> ByLab
         balanced=result.balanced,
         labels=[score_of(result, label) for label in order[:most]],
         more=max(0, len(order) - most) or None,
-        baseline=_baseline(store, run),
+        baseline=said_of("nearest neighbours by words", words) if words else None,
         few=f"fewer than {FEW_EVAL} tasks: {', '.join(few[:most])}" if few else None,
     )
 
@@ -322,14 +323,15 @@ def _short(label: str) -> str:
     return shorten(label, LABEL_CHARACTERS)
 
 
-def _baseline(store: Store, run: Run) -> str | None:
+def by_words(store: Store, run: Run) -> Confusion | None:
+    """What word counts reach on the eval rows of the run's environment."""
     with suppress(FlashError):  # it may have been removed
         return _by_words(store.environment(run.environment_reference).path)
     return None
 
 
 @lru_cache(maxsize=64)
-def _by_words(folder: str) -> str | None:
+def _by_words(folder: str) -> Confusion | None:
     """A version's files never change."""
     splits: dict[str, tuple[list[str], list[str]]] = {}
     for split in ("train", "eval"):
@@ -348,8 +350,7 @@ def _by_words(folder: str) -> str | None:
         return None
     predict = labels.learn_by_words(*splits["train"])
     texts, golds = splits["eval"]
-    pairs = [(gold, predict(text)[0]) for text, gold in zip(texts, golds, strict=True)]
-    return said_of("nearest neighbours by words", Confusion.of(pairs))
+    return Confusion.of((gold, predict(text)[0]) for text, gold in zip(texts, golds, strict=True))
 
 
 def _rows(path: Path) -> Sequence[Json]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -13,11 +12,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from environments.messages import MASKS, THOUGHTS, Unlearnable
+from environments.messages import MASKS, THOUGHTS, Unlearnable, learnable, thought_of
+from environments.tools import as_list, as_object
 from flash_mcp.judgement.curation import Counts, is_held_back
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json
@@ -77,8 +76,8 @@ FEWEST_ROWS = 10
 class Table:
     """The tasks of a file, as rows of train.jsonl and eval.jsonl."""
 
-    train: list[dict[str, str]]
-    held_out: list[dict[str, str]]
+    train: list[Json]
+    held_out: list[Json]
     columns: list[str]
     question: str
     """The column of the questions, or the columns that together are one."""
@@ -103,11 +102,15 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
     rows, columns, origin = read_rows(source)
     asking = _asking(source, columns, question, "name it: question=...")
     answer = _column(source, columns, answer, ANSWERS, "name it: answer=...")
-    task = partial(_task, source, asking, answer)
+    prompts: list[str] = []
+    golds: list[str] = []
+    thoughts: list[str | None] = []
     for number, row in enumerate(rows, start=1):
-        _refuse_others(source, number, row, {*_used(asking, answer), *MASKS})
-    pairs = list(itertools.starmap(task, enumerate(rows, start=1)))
-    prompts, golds = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+        prompt, gold = _task(source, asking, answer, number, row)
+        thought, gold = _answer(source, number, row, {*_used(asking, answer), *MASKS}, gold)
+        prompts.append(prompt)
+        golds.append(gold)
+        thoughts.append(thought)
     if all(FINAL in gold for gold in golds if gold):
         golds = [gold.rpartition(FINAL)[2].strip() for gold in golds]
     is_choice = any(column.strip().casefold() in CHOICES for column in columns)
@@ -117,11 +120,14 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
         what = f"there are {count} different questions with an answer"
         raise refusal(source, what, f"give at least {FEWEST_ROWS}, better some hundreds")
 
-    def rows_of(name: str, places: Sequence[int]) -> list[dict[str, str]]:
-        return [
-            {"id": f"{name}-{number:05}", "input": prompts[place], "output": split.golds[place]}
-            for number, place in enumerate(places)
-        ]
+    def rows_of(name: str, places: Sequence[int]) -> list[Json]:
+        kept: list[Json] = []
+        for number, place in enumerate(places):
+            task: Json = {"input": prompts[place], "output": split.golds[place]}
+            if thoughts[place]:
+                task[THOUGHTS[0]] = thoughts[place]
+            kept.append({"id": f"{name}-{number:05}", **task})
+        return kept
 
     train, held_out = rows_of("train", split.train), rows_of("eval", split.held_out)
     return Table(train, held_out, columns, ", ".join(asking), answer, split, origin)
@@ -130,6 +136,14 @@ def read_table(source: str, question: str | None, answer: str | None) -> Table:
 def _task(
     source: str, asking: Sequence[str], answer: str, number: int, row: Row
 ) -> tuple[str, str]:
+    for column in (*asking, answer):
+        value = row.get(column)
+        if any({"role", "from"} & as_object(item).keys() for item in as_list(value) or [value]):
+            fix = (
+                "give a text; conversations to learn stand in messages, or in prompt and "
+                "completion, of train(algorithm='sft', dataset=...)"
+            )
+            raise refusal(source, f"row {number}: the column {column} holds messages", fix)
     texts = list(map(_text, map(row.get, asking)))
     try:
         options = _options(row, (*asking, answer))
@@ -224,7 +238,7 @@ def read_conversations(
             answer = _column(source, columns, answer, ANSWERS, NAME_COLUMNS)
         except FlashError:
             for row in rows[:1]:  # one of preferences has no answer
-                _refuse_others(source, 1, row, ())
+                _answer(source, 1, row, ())
             raise
     results: list[Row] = []
     ignored: Counter[str] = Counter()
@@ -253,15 +267,21 @@ def _used(asking: Sequence[str], answer: str) -> set[str]:
     return {*_by_name((*asking, answer)), *UNCHOSEN}
 
 
-def _refuse_others(source: str, number: int, row: Row, used: Collection[str]) -> None:
-    """FlashError(invalid_argument) of a column that is not `used` and says more than a task has."""
+def _answer(
+    source: str, number: int, row: Row, used: Collection[str], gold: str = ""
+) -> tuple[str | None, str]:
+    """The thought and the text of a task's gold answer. FlashError(invalid_argument) of a column
+    that is not `used` and says more than a task has."""
+    fields = fields_of(row)
     try:
-        check_columns(fields_of(row), used)
+        check_columns(fields, used)
+        thought, text = thought_of(learnable(pair_of(fields, "", gold)[1]))
     except Unlearnable as error:
         fix = error.fix
         if fix == RENAME:
             fix = "name it too, as question='system, question', or remove it"
         raise refusal(source, f"row {number}: {error}", fix) from error
+    return thought, text.strip()
 
 
 def split_conversations(
