@@ -29,6 +29,7 @@ from flash_mcp.protocol.errors import FlashError, first_of
 from flash_mcp.protocol.records import ACTIVE, Json
 from flash_mcp.state.database import pick
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.truncation import to_text
 from flash_mcp.tools.starters import TEMPLATES
 
 NOT_INSTALLED = "[not_ready environment="
@@ -60,7 +61,7 @@ class DemoSession:
         `waits` it takes progress, so that `until` may last an hour.
         """
         if not quiet:
-            shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items())
+            shown = ", ".join(f"{name}={to_text(value):.70}" for name, value in arguments.items())
             self.console.print(f"\n[bold cyan]{tool}[/]({_escaped(shown)})", highlight=False)
         deadline = time.monotonic() + INSTALL_S
         result, text = await self._once(tool, arguments, waits=waits)
@@ -300,13 +301,6 @@ async def _cancel_another(session: DemoSession, requested: Json) -> None:
 
 def _escaped(text: str) -> str:
     return escape(visible(text))
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    if len(text) <= 70:
-        return text
-    return f"{text[:69]}…"
 
 
 def play(

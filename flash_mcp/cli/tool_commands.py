@@ -127,7 +127,7 @@ def _add_argument(parser: Parser, parameter: inspect.Parameter, positional: bool
         type=reader,
     )
     hidden = argparse.SUPPRESS
-    if parameter.name != "config":  # `_add_extras` has that one
+    if parameter.name != "config":  # `add_tool` has that one
         parser.add_argument(flag, dest=parameter.name, default=hidden, help=hidden, type=reader)
 
 

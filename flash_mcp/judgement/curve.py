@@ -21,7 +21,7 @@ METRICS = {
     "distill": {"reward": "reward/mean", "success": "success/rate"},
     "eval": {},
 }
-"""Metrics that are drawn of each algorithm's runs."""
+"""Metrics of each algorithm's runs that are drawn, and whose trend is shown."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,8 @@ class Curve:
         return "loss" in self.lines
 
     def measured(self) -> tuple[list[int], list[float]]:
-        steps: list[int] = []
-        successes: list[float] = []
-        for point in self.held_out:
-            steps.append(point.step)
-            successes.append(point.success)
-        return steps, successes
+        points = self.held_out
+        return [point.step for point in points], [point.success for point in points]
 
 
 def drawn(
@@ -127,11 +123,8 @@ def png(curve: Curve) -> bytes:
         if curve.has_losses:
             right = axes.twinx()
             right.set(ylabel="success", ylim=(0, 1))
-        below: list[float] = []
-        above: list[float] = []
-        for point in curve.held_out:
-            below.append(point.success - point.interval.low)
-            above.append(point.interval.high - point.success)
+        below = [point.success - point.interval.low for point in curve.held_out]
+        above = [point.interval.high - point.success for point in curve.held_out]
         right.errorbar(
             *curve.measured(),
             yerr=[below, above],

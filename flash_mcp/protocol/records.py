@@ -448,10 +448,6 @@ class GateVerdict(Record):
     def is_refused(self) -> bool:
         return bool(self.failed or self.unfinished)
 
-    @property
-    def is_pass(self) -> bool:
-        return self.time is not None and not self.is_refused
-
     def __str__(self) -> str:
         if self.time is None:
             return "never run"

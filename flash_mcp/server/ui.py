@@ -347,14 +347,23 @@ async def sign_in(request: Request, start: SignIn) -> Response:
     except FlashError as error:
         return HTMLResponse(live.sign_in(error.what), 401, headers=HEADERS)
     answer = RedirectResponse(PATH, 303, headers=HEADERS)
-    keep_in_cookie(session, request, answer, PATH)
+    # A browser that came by https never sends it by http.
+    origin = request.headers.get("origin", "")
+    answer.set_cookie(
+        _cookie(request),
+        session,
+        httponly=True,
+        samesite="strict",
+        path=PATH,
+        secure=request.url.scheme == "https" or origin.startswith("https://"),
+    )
     return answer
 
 
 async def sign_out(request: Request) -> Response:
     request.app.state.sessions.end(request)
     answer = HTMLResponse(live.sign_in(), headers=HEADERS)
-    forget_cookie(request, answer, PATH)
+    answer.delete_cookie(_cookie(request), PATH)
     return answer
 
 
@@ -416,23 +425,6 @@ class Sessions:
             return False
         self._code = ""
         return True
-
-
-def keep_in_cookie(session: str, request: Request, answer: Response, path: str) -> None:
-    """Give the browser the session. A browser that came by https never sends it by http."""
-    origin = request.headers.get("origin", "")
-    answer.set_cookie(
-        _cookie(request),
-        session,
-        httponly=True,
-        samesite="strict",
-        path=path,
-        secure=request.url.scheme == "https" or origin.startswith("https://"),
-    )
-
-
-def forget_cookie(request: Request, answer: Response, path: str) -> None:
-    answer.delete_cookie(_cookie(request), path)
 
 
 def _cookie(request: Request) -> str:

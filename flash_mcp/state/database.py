@@ -58,11 +58,6 @@ def to_stored(base: Path, value: Any) -> Any:
     return moved(value, f"{base}/", HERE)
 
 
-def from_stored(base: Path, value: Any) -> Any:
-    """The inverse of `to_stored`, in a state directory that may have moved since."""
-    return moved(value, HERE, f"{base}/")
-
-
 def moved(value: Any, old: str, new: str) -> Any:
     """`value` with `new` for `old` at the beginning of every text in it."""
     if isinstance(value, str):
@@ -262,7 +257,7 @@ class Connection:
         if name in JSON_COLUMNS:
             value = json.loads(value)
         if name in NAMES:
-            return from_stored(self.base, value)
+            return moved(value, HERE, f"{self.base}/")  # which may have moved since
         return value
 
     def encode(self, name: str, value: Any) -> Any:

@@ -32,13 +32,6 @@ NEWEST_STEPS = WINDOW
 """Steps of which the speed is the mean; the newest steps of an outline are whole."""
 OUTLINE_STEPS = 400
 """About the number of steps of a long run that an outline has."""
-TRENDS = {
-    "grpo": ("reward/mean", "success/rate"),
-    "distill": ("reward/mean", "success/rate"),
-    "sft": ("loss", "eval_loss"),
-    "eval": (),
-}
-"""Metrics whose trend is shown, by algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +312,7 @@ class HistoryTables(RunTable):
             checkpoints=self.checkpoints(run_id),
             recent=[row for row in outline if row.step > last - NEWEST_STEPS],
             outline=outline,
-            values={name: self.values(run_id, name) for name in TRENDS[run.algorithm]},
+            values={name: self.values(run_id, name) for name in METRICS[run.algorithm].values()},
             warnings=[event.message for event in self.events(run_id, 3, ["warning"])],
             model_commit=self.model_commit(run_id),
             sampling=sampling[0] if sampling else None,

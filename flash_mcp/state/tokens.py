@@ -6,7 +6,6 @@ expired or was lost."""
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
 import time
 from collections.abc import Sequence
@@ -123,10 +122,6 @@ def local_token(base: Path) -> str:
         what = f"the token of the machine's own user cannot be read: {error.strerror}"
         fix = f"make {path} a file of this user, or remove it: the server writes a new one"
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
-
-
-def is_local_token(base: Path, digest: str) -> bool:
-    return hmac.compare_digest(digest_of(local_token(base)), digest)
 
 
 def digest_of(text: str) -> str:

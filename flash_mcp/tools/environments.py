@@ -582,7 +582,8 @@ def _keep(subject: _Subject, result: GateReport, has_hunted: bool) -> None:
         before = store.gate(digest, subject.args)
         if not has_hunted and HUNT in before.failed:
             failed = [*failed, HUNT]
-        if not failed and result.unfinished and before.is_pass:
+        has_passed = before.time is not None and not before.is_refused
+        if not failed and result.unfinished and has_passed:
             return
         store.put_gate(digest, subject.args, failed, result.unfinished, result.accepted)
 

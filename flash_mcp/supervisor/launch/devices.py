@@ -52,7 +52,13 @@ def processor() -> Device:
 
 def gpus() -> list[Device]:
     """NVIDIA GPUs as nvidia-smi tells; none where it is missing or fails."""
-    return [_gpu(line) for line in ask(QUERY) if line.count(",") >= 3]
+    results: list[Device] = []
+    for line in ask(QUERY):
+        if line.count(",") >= 3:
+            name, total, free, busy = (part.strip() for part in line.rsplit(",", 3))
+            share = float(busy) / 100 if busy.isdigit() else None
+            results.append(Device("gpu", name, _from_mib(total), _from_mib(free), busy=share))
+    return results
 
 
 def drivers() -> list[Driver]:
@@ -105,17 +111,6 @@ def _pairs(query: str, timeout_s: float = 10.0) -> dict[str, str]:
     """{first column: second column} of a query for two."""
     rows = [line.partition(",") for line in ask(query, timeout_s)]
     return {first.strip(): second.strip() for first, _, second in rows}
-
-
-def _gpu(line: str) -> Device:
-    name, total, free, busy = (part.strip() for part in line.rsplit(",", 3))
-    return Device(
-        "gpu",
-        name,
-        _from_mib(total),
-        _from_mib(free),
-        busy=float(busy) / 100 if busy.isdigit() else None,
-    )
 
 
 def _from_mib(text: str) -> float:

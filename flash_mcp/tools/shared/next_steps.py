@@ -146,11 +146,6 @@ def going_on(run: Run, step: int) -> str:
     return _train_call(run, start, ("algorithm", "max_tokens"))
 
 
-def training_on(evaluation: Run) -> str:
-    start = {"init_from_adapter": evaluation.evaluation.checkpoint}
-    return _train_call(evaluation, start, ("max_tokens",))
-
-
 def _train_call(run: Run, start: Mapping[str, Any], names: Sequence[str]) -> str:
     """The call that trains on a run's environment, without values that train takes by itself."""
     fields = {"environment": run.environment, **start}
@@ -317,7 +312,8 @@ def _after_scores(context: RunContext) -> str:
     if run.evaluation.is_sample and context.problem:
         return f"do not train on these yet: {context.problem.remedy}; {failures}"
     if run.evaluation.split == "train":
-        return f"{failures}; {training_on(run)} trains on these tasks"
+        start = {"init_from_adapter": run.evaluation.checkpoint}
+        return f"{failures}; {_train_call(run, start, ('max_tokens',))} trains on these tasks"
     if partner is None:
         return f"{failures}; evaluate another model on the same tasks, then compare"
     # The less trained is the base: without an adapter, then before training, then the earlier.
