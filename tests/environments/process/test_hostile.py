@@ -9,6 +9,7 @@ import pytest
 
 from environments.process.host import FORGED, Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
+from tests.near_environments import NearChild
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,8 @@ class Generated(list):
 def forger(args):
     global ARGS
     ARGS = args
-    task_cache.rows("0" * 16, Generated)
+    if args["op"]:
+        task_cache.rows("0" * 16, Generated)
     return Sample()
 """
 
@@ -228,13 +230,47 @@ async def use(host: EnvironmentHost, op: str) -> object:
     return await host.close(opening.episode)
 
 
+OPS = {"step": "step_episode", "score": "score_episode", "group": "score_group", "start": "start_episode",
+       "gold": "sft_completion", "tasks": "list_tasks", "close": "close_episode"}  # fmt: skip
+"""What the host calls each of them, if not by the same word."""
+BY_A_PROCESS = {op: name for name, (op, _) in reversed(FORGED_REPLIES.items())}
+"""Of each kind of reply the first, which a process forges. The host gets the others from this process."""
+
+
+class Forging(NearChild):
+    """A process of which the host gets `line` in the place of its reply to `op`."""
+
+    def __init__(self, of: EnvironmentHost, op: str, line: str) -> None:
+        super().__init__(of)
+        self._op, self._line, self._forged = OPS.get(op, op), line, 0
+
+    def _send(self, request: Any) -> None:
+        if request["op"] == self._op:
+            self._forged = request["number"]
+        super()._send(request)
+
+    def _take(self, reply: Any) -> None:
+        if reply["number"] == self._forged:
+            self.pipe_data_received(1, self._line.replace("NUMBER", str(self._forged)).encode() + b"\n")
+        else:
+            super()._take(reply)
+
+
 @pytest.mark.hostile("forged replies")
 @pytest.mark.parametrize("name", FORGED_REPLIES)
-async def test_a_forged_reply_ends_the_process_with_a_word(tmp_path: Path, name: str) -> None:
+async def test_a_forged_reply_ends_the_process_with_a_word(tmp_path: Path, name: str, monkeypatch) -> None:
     op, line = FORGED_REPLIES[name]
     environment_folder(tmp_path, FORGER, returns="forger(args)")
+    args = {"op": op, "line": line}
+    if op != "generated" and name not in BY_A_PROCESS.values():
+
+        async def start(host: EnvironmentHost, _: Path) -> Forging:
+            return Forging(host, op, line)
+
+        monkeypatch.setattr(EnvironmentHost, "_start_process", start)
+        args = {"op": ""}
     with pytest.raises(EnvironmentFault) as caught:
-        async with await EnvironmentHost.start(tmp_path, args={"op": op, "line": line}) as host:
+        async with await EnvironmentHost.start(tmp_path, args=args) as host:
             await use(host, op)
     expected = "environment_invalid" if op == "load" else "environment_error"
     assert (caught.value.code, FORGED in caught.value.what) == (expected, True), caught.value.what
