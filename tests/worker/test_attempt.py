@@ -10,6 +10,7 @@ import signal
 import statistics
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -68,6 +69,7 @@ def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
     return run
 
 
+LONG = partial(pytest.param, marks=pytest.mark.long)
 SHORT: dict[str, Any] = {"group_size": 4, "max_tokens": 8, "eval_before": True, "eval_after": True}
 
 
@@ -199,13 +201,6 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
     )
 
 
-def test_an_attempt_listens_on_no_port(tiny_model: Path, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", tiny_model, steps=1000, save_every=1000)
-    with Attempt(run) as attempt:
-        attempt.wait_until(run.metric_steps)
-        assert listening_ports(attempt.process.pid) == []
-
-
 @pytest.mark.cpu
 def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undisturbed_run_ends(
     exact_run: RunFolder, tiny_model: Path, tmp_path: Path
@@ -236,6 +231,7 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
 
 
 @pytest.mark.cpu
+@pytest.mark.long
 def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed_run_ends(
     exact_run: RunFolder, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -373,6 +369,7 @@ def test_conversations_go_on_in_the_next_step_and_a_killed_run_trains_every_task
         assert 0.3 < step["is_ratio/effective_share"] <= 1.0001 and step["is_ratio/clipped_share"] < 0.2
 
 
+@pytest.mark.long
 def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     def files() -> dict[Path, bytes]:
         paths = (path for path in Path(run.root).rglob("*") if path.is_file() and "log" not in path.name)
@@ -398,6 +395,7 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(ti
     run = make_run(tmp_path / "run", tiny_model, steps=1000, save_every=1000)
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: 2 in run.metric_steps())
+        assert listening_ports(attempt.process.pid) == [], "nobody can reach it"
         run.request_cancel()
         assert attempt.wait() == 0, attempt.log_path.read_text()
     step = finished(run, "cancelled")["step"]
@@ -432,9 +430,9 @@ def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_mo
     ("fields", "code", "evidence"),
     [
         ({"environment_args": {"question": "x" * 400}}, "prompt_too_long", "max_length=256"),
-        ({"environment_args": {"train": 0}}, "dataset_invalid", "empty"),
-        ({"environment_args": {"nonsense": 1}}, "environment_invalid", "nonsense"),
-        ({"max_length": 5000}, "invalid_argument", "context=4096"),
+        LONG({"environment_args": {"train": 0}}, "dataset_invalid", "empty"),
+        LONG({"environment_args": {"nonsense": 1}}, "environment_invalid", "nonsense"),
+        LONG({"max_length": 5000}, "invalid_argument", "context=4096"),
         ({"model": "no-such-model"}, "unknown_model", "no-such-model"),
     ],
 )
