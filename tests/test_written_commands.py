@@ -15,7 +15,8 @@ from tests.places import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ELSEWHERE = ("serve", "deploy", "gateway", "train", "evaluate", "tournament", "target add", "target check", "install")
+ELSEWHERE = ("serve", "deploy", "gateway", "train", "evaluate", "tournament", "target add", "target check", "install",
+             "certify calculator")  # fmt: skip
 """Commands that go on, need a cluster, or change the configuration of the machine's own agents."""
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.stem != "__init__")
 WITH_HELP = {"bench", "crash", "demo", "gpu-check", "hubs", "loop", "scale"}
@@ -41,8 +42,12 @@ def mentions(program: str) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_its_blocks_run(page: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_its_blocks_run(
+    page: Path, tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(flash_home))
+    monkeypatch.chdir(tmp_path)  # they write files
+    Path("environments").symlink_to(ROOT / "environments")
     for words in blocks(page, "flash-mcp"):
         parser = parser_for(words)
         check_known(*parser.parse_known_args(words))

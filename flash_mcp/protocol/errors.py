@@ -63,6 +63,7 @@ CODES: dict[str, str] = {
     "requirements_failed": "packages of an environment's requirements.txt could not be installed",
     "dataset_invalid": "a dataset is missing, empty or has a malformed row",
     "upload_invalid": "a pushed folder or file exceeds a limit or has a path outside its folder",
+    "certificate_invalid": "a certificate was changed, is of another key, or is about other files",
     "adapter_mismatch": "the adapter does not match the run's model, rank or alpha, or is no LoRA",
     "lost_call": "the model's answer to a request of an agent reached no client",
     "prompt_too_long": "a prompt leaves no room for an answer in the context",

@@ -60,6 +60,7 @@ def routes() -> list[Route]:
         "": _overview,
         "/together": _together,
         "/datasets/{reference}": _dataset,
+        "/certificates/{reference}": _certificate,
         "/runs/{run_id}": _run,
         "/runs/{run_id}/rollouts": _transcripts,
         "/runs/{run_id}/changes": _changes,
@@ -167,6 +168,10 @@ def _changes(request: Request) -> str:
 
 def _dataset(request: Request) -> str:
     return live.dataset(request.path_params["reference"])
+
+
+def _certificate(request: Request) -> str:
+    return live.certificate(open_store(), request.path_params["reference"])
 
 
 def _chosen(text: str | None, values: Sequence[Any], default: Any) -> Any:

@@ -39,7 +39,7 @@ from flash_mcp.protocol.errors import (
 )
 from flash_mcp.protocol.records import EnvironmentVersion, Json, text_of
 from flash_mcp.protocol.result_model import Rounded
-from flash_mcp.state import references, versions
+from flash_mcp.state import certificates, references, versions
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.store import open_store
@@ -88,6 +88,8 @@ class EnvPush(Result):
     """Present if eval tasks are train tasks too: how many, and which."""
     gate: str
     """What env_test last found of these files: passed, failed with its checks, or never run."""
+    certificate: str | None = None
+    """The answers of `flash-mcp certify` on exactly these files, if it was made."""
 
 
 class CheckView(ResultModel):
@@ -195,7 +197,7 @@ async def publish(
         if load:
             splits, shared, generated = await _splits(stage, environment_args, dict(values or {}))
         data = {"tasks": splits} if splits else {}
-        _, version = await run_sync(open_store().publish, stage, data)
+        pushed, version = await run_sync(open_store().publish, stage, data)
         await run_sync(versions.keep_generated, version.path, generated)
     gate_verdict = await run_sync(open_store().gate, version.digest, environment_args)
     if gate_verdict.is_refused and not gate_verdict.failed:
@@ -219,6 +221,7 @@ async def publish(
         size_bytes=version.size_bytes,
         contaminated=loading.contamination_note(shared) if shared else None,
         gate=str(gate_verdict),
+        certificate=await run_sync(certificates.line_of, pushed),
         next=next_step,
     )
 
@@ -339,7 +342,7 @@ async def env_test(
             ends = started + preflight.SAMPLE_LIMIT_S
             sample = await _sampled(model, environment, path, result, arguments, ends)
         if hunt and sample and sample.scores:
-            result.probes.append(await run_sync(_best_of_n, sample))
+            result.probes.append(await run_sync(best_of_n, sample))
     trainable = environment or (folder if folder and references.files_of(folder) else None)
     needed = passed_on(secrets, environment_args)
     next_step = after_test(result, trainable, path, needed)
@@ -562,7 +565,7 @@ async def _task(host: EnvironmentHost, task_id: str | None) -> Task:
     raise FlashError("invalid_argument", f"there is no task {task_id!r:.100}", fix=fix)
 
 
-def _best_of_n(sample: preflight.Sample) -> GateProbe:
+def best_of_n(sample: preflight.Sample) -> GateProbe:
     store = open_store()
     step = store.run(sample.run_id).evaluation.step
     scored: list[list[tuple[float, bool]]] = []
