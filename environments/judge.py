@@ -159,8 +159,11 @@ class JudgeRubric:
         reply = ""
         for seed in range(TRIES):
             reply = self._post({"messages": messages, "temperature": 0, "seed": seed})
-            if order := _order(reply, len(answers)):
-                return [order.index(place) for place in range(len(answers))]
+            # By the last whole list in the reply, the best first
+            for item in reversed(LIST.findall(reply)):
+                order = cast("list[int]", json.loads(item))
+                if sorted(order) == list(range(1, len(answers) + 1)):
+                    return [order.index(number) for number in range(1, len(answers) + 1)]
         what = f"its reply is no ranking of {len(answers)} answers: {reply[-200:]!r}"
         raise JudgeError(f"the judge {self.model}: {what}")
 
@@ -249,15 +252,6 @@ def _data_rule(word: str) -> str:
 
 def _enclosed(word: str, shown: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name}:\n<{word}>\n{text[:ANSWER_CHARACTERS]}\n</{word}>" for name, text in shown]
-
-
-def _order(reply: str, count: int) -> list[int] | None:
-    """The places of the answers, the best first, by the last whole list in the reply; or None."""
-    for item in reversed(LIST.findall(reply)):
-        numbers = cast("list[int]", json.loads(item))
-        if sorted(numbers) == list(range(1, count + 1)):
-            return [number - 1 for number in numbers]
-    return None
 
 
 def _hash(text: str) -> str:

@@ -250,7 +250,9 @@ class SameTasks:
                 if both < ALIKE * (fewer + more - both):
                     continue
                 is_known = gold is not None and self.golds[place] is not None
-                if not is_known and not _same_order(whole, self.words[place]):
+                other = self.words[place]
+                signs = [[word for word in one if not word[0].isalpha()] for one in (whole, other)]
+                if not is_known and signs[0] != signs[1]:
                     continue  # without a gold answer, 3 - 4 and 4 - 3 are two tasks
                 tells = self._tells[place]
                 least = TELLING_ALIKE * min(len(telling), len(tells))
@@ -285,9 +287,3 @@ def _slot(one: Sequence[str], other: Sequence[str]) -> int | None:
     after = alike(zip(reversed(one), reversed(other), strict=False))
     fewer, more = sorted((len(one) - before - after, len(other) - before - after))
     return before if 0 < fewer <= more <= MOST_FILLED else None
-
-
-def _same_order(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether numbers and signs come in the same order."""
-    first, second = ([word for word in words if not word[0].isalpha()] for words in (one, other))
-    return first == second

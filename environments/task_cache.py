@@ -44,7 +44,12 @@ def rows(name: str, generate: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     with contextlib.suppress(FileNotFoundError):
         if _version is not None:
             path = _version / FOLDER / name
-            return [_row(line, path) for line in path.read_text("ascii").splitlines()]
+            lines = path.read_text("ascii").splitlines()
+            try:
+                return list(map(ast.literal_eval, lines))
+            except (ValueError, SyntaxError) as error:
+                what = f"the kept tasks in {path} are damaged"
+                raise ValueError(f"{what}; remove this file to generate them again") from error
     rows = generate()
     if len(_generated) < MAX_NAMES:
         _generated[name] = rows
@@ -91,26 +96,14 @@ def keep(folder: Path, texts: Mapping[str, str]) -> None:
         room -= len(text)
         if room < 0:
             return
-        _write_once(target / name, text)
-
-
-def _write_once(path: Path, text: str) -> None:
-    """Write a whole file, unless another process did so."""
-    with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=path.parent, prefix=".") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-        os.fchmod(file.fileno(), 0o444)
-        with contextlib.suppress(FileExistsError):
-            os.link(file.name, path)
-
-
-def _row(line: str, path: Path) -> Any:
-    try:
-        return ast.literal_eval(line)
-    except (ValueError, SyntaxError) as error:
-        what = f"the kept tasks in {path} are damaged"
-        raise ValueError(f"{what}; remove this file to generate them again") from error
+        # Whole, unless another process wrote it
+        with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=target, prefix=".") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o444)
+            with contextlib.suppress(FileExistsError):
+                os.link(file.name, target / name)
 
 
 def _is_literal(line: str, row: Any) -> bool:

@@ -161,12 +161,22 @@ def _sync(way: Any, policy: Any, tokenizer: Any, base: Path, dtype: Any) -> str:
     return "=" if exact else f"{agreement.noisy:.2g} nats (bf16)"
 
 
+def _has_experts(config: Any) -> bool:
+    text = config.get_text_config()
+    kinds: list[str] = getattr(text, "layer_types", None) or []
+    # Nemotron-H lists feed-forward layers as well, and counts experts though no layer has them.
+    if "mlp" in kinds:
+        return "moe" in kinds
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(text, name, None) for name in counts)
+
+
 def _experts(tokenizer: Any, base: Path, dtype: Any, folder: Path) -> str:
     """All steps that a run with `experts` takes."""
-    from worker.model_files import config_of, has_experts  # noqa: PLC0415
+    from worker.model_files import config_of  # noqa: PLC0415
     from worker.training.policy import load_policy  # noqa: PLC0415
 
-    if not has_experts(config_of(base)):
+    if not _has_experts(config_of(base)):
         return "-"
     folder.mkdir()
     policy = load_policy(base, rank=RANK, alpha=16, seed=0, dtype=dtype, experts=True)

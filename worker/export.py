@@ -29,7 +29,7 @@ from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.result_model import Agreement, Exported, ExportJob
 from worker import gguf_file
-from worker.adapter import merged_weights, named_in_files, names_as_they_are
+from worker.adapter import CONFIG, WEIGHTS, merged_weights, named_in_files, names_as_they_are
 from worker.engine.fetch import ensure
 from worker.model_files import auto_class, checkpoint_prefix, config_of
 
@@ -47,7 +47,11 @@ def export(job: ExportJob) -> Exported:
     base = ensure(job.model)
     result = Exported(base_digest=digest_of(base))
     if job.kind == "adapter":
-        _write_adapter(job)
+        assert job.adapter is not None
+        shutil.copyfile(job.adapter / WEIGHTS, job.folder / WEIGHTS)
+        adapter_config = json.loads((job.adapter / CONFIG).read_text())
+        adapter_config["base_model_name_or_path"] = job.hub_id or job.model
+        (job.folder / CONFIG).write_text(json.dumps(adapter_config, indent=2) + "\n")
         return result
     disable_progress_bar()
     config = config_of(base)
@@ -60,7 +64,13 @@ def export(job: ExportJob) -> Exported:
     changed: dict[str, Tensor] = {}
     if job.adapter is not None:
         say("merging the adapter", 0.2)
-        changed = _merge(model, job.adapter, checkpoint_prefix(base))
+        # As the engine does it for rollouts
+        with names_as_they_are():
+            adapted = cast(Any, PeftModel).from_pretrained(model, str(job.adapter))
+        merged = {name: weight.clone() for name, weight in merged_weights(adapted)}
+        adapted.unload()
+        model.load_state_dict(merged, strict=False)
+        changed = named_in_files(model, merged, checkpoint_prefix(base))
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(base)
     tokenizer.chat_template = with_tools(tokenizer.chat_template)
     options = {"add_generation_prompt": True, "return_dict": False}
@@ -75,32 +85,23 @@ def export(job: ExportJob) -> Exported:
     else:
         type_name = job.kind.removeprefix("gguf-")
         path = job.folder / f"{job.name}-{type_name}.gguf"
-        with tempfile.TemporaryDirectory(dir=job.folder.parent) as merged:
-            _write_merged(base, Path(merged), changed, tokenizer)
-            gguf_file.write(Path(merged), path, type_name)
+        with tempfile.TemporaryDirectory(dir=job.folder.parent) as whole:
+            _write_merged(base, Path(whole), changed, tokenizer)
+            gguf_file.write(Path(whole), path, type_name)
         say("comparing greedy answers with those of the file", 0.7)
         answers = gguf_file.answers(path, prompts, ANSWER_TOKENS)
         pairs = zip(prompts, answers, strict=True)
         ours = [_likeliest(model, prompt, answer) for prompt, answer in pairs]
-    agreement = _agreement(ours, answers)
+    agreement = Agreement(tokens=0, equal=0)
+    for own, other in zip(ours, answers, strict=True):
+        agreement.tokens += max(len(own), len(other))
+        agreement.equal += sum(map(operator.eq, own, other))
     if agreement.equal < LEAST_EQUAL * agreement.tokens:
         what = "the file holds another model: its greedy answers differ from those in memory"
         values = agreement.model_dump()
         raise FlashError("export_unsupported", what, **values, fix=gguf_file.OTHER_FORMATS)
     result.agreement = agreement
     return result
-
-
-def _merge(model: Any, adapter: Path, prefix: str) -> dict[str, Tensor]:
-    """Add the adapter to the weights of `model`, as the engine does it for rollouts. Returns the
-    weights that changed, named as in the base model's files, whose decoder has this prefix.
-    """
-    with names_as_they_are():
-        adapted = cast(Any, PeftModel).from_pretrained(model, str(adapter))
-    merged = {name: weight.clone() for name, weight in merged_weights(adapted)}
-    adapted.unload()
-    model.load_state_dict(merged, strict=False)
-    return named_in_files(model, merged, prefix)
 
 
 def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor], tokenizer: Any) -> None:
@@ -124,25 +125,6 @@ def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor], tokenizer
         fix = "export the adapter (kind adapter) and merge it where it is used"
         raise FlashError("export_unsupported", what, missing=len(missing), fix=fix)
     tokenizer.save_pretrained(folder)
-
-
-def _write_adapter(job: ExportJob) -> None:
-    assert job.adapter is not None
-    config = json.loads((job.adapter / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = job.hub_id or job.model
-    (job.folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copyfile(
-        job.adapter / "adapter_model.safetensors", job.folder / "adapter_model.safetensors"
-    )
-
-
-def _agreement(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> Agreement:
-    """How many tokens are the same, place by place."""
-    result = Agreement(tokens=0, equal=0)
-    for own, other in zip(ours, theirs, strict=True):
-        result.tokens += max(len(own), len(other))
-        result.equal += sum(map(operator.eq, own, other))
-    return result
 
 
 def _likeliest(model: Any, prompt: list[int], answer: list[int]) -> list[int]:

@@ -277,13 +277,18 @@ def record_of(
         if b_OR.any():
             return None
         layers.append((name, tuple(b_OR.shape), layer.scaling[ADAPTER]))
+    # Any change of a file's content changes one of its numbers.
+    states: list[object] = []
+    for path in sorted([*model.iterdir(), *Path(__file__).parent.rglob("*.py")]):
+        stat = path.stat()
+        states.append((str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
     processor = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     decides = {
         "way": way,
         "length": max_length,
         "numbers": [str(policy.dtype), _limit(policy)],
         "layers": layers,
-        "files": _states([*model.iterdir(), *Path(__file__).parent.rglob("*.py")]),
+        "files": states,
         "packages": [importlib.metadata.version(package) for package in PACKAGES],
         "vllm": vllm.__version__,
         "machine": [line for line in processor if line.startswith(PROCESSOR)],
@@ -293,15 +298,6 @@ def record_of(
     }
     digest = hashlib.sha256(json.dumps(decides, default=str).encode()).hexdigest()
     return folder / digest[:32]
-
-
-def _states(files: Sequence[Path]) -> list[object]:
-    """Any change of a file's content changes one of these."""
-    states: list[object] = []
-    for path in sorted(files):
-        stat = path.stat()
-        states.append((str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
-    return states
 
 
 def check_effect(engine: VllmEngine, adapter: Path, tokenizer: Any) -> None:

@@ -113,7 +113,9 @@ def main() -> int:
             return 3
     heartbeat.stop()
     if state == "cancelled" and heartbeat.is_preempted and not folder.is_cancelled():
-        state, error = "failed", _preempted(step)
+        what = "the attempt was told to end: its machine is taken away"
+        state = "failed"
+        error = FlashError("preempted", what, step=step, fix="nothing: the run goes on by itself")
     seconds = round(time.monotonic() - started, 1)
     retryable = error is not None and (_was_killed(error) or error.code in ANOTHER_MAY_CURE)
     return _commit(writer, state, step, error, retryable=retryable, seconds=seconds)
@@ -141,14 +143,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _preempted(step: int) -> FlashError:
-    what = "the attempt was told to end: its machine is taken away"
-    return FlashError("preempted", what, step=step, fix="nothing: the run goes on by itself")
-
-
 def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
     if "serve" in job:
-        return _serve(job, writer, heartbeat)
+        from worker.serving import serve  # noqa: PLC0415
+
+        job = _with_artifacts(job, heartbeat)
+        with _scratch_folder(writer.folder.url) as scratch:
+            serve(job, writer, heartbeat, scratch)
+        return 0
     spec = stored_spec(job["spec"])
     arguments = variables(spec.gpus)
     own, *others = arguments
@@ -175,15 +177,6 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
 
         with started(job, others, heartbeat, scratch, lost) as ranks:
             return _train(job, writer, heartbeat, scratch, ranks)
-
-
-def _serve(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
-    from worker.serving import serve  # noqa: PLC0415
-
-    job = _with_artifacts(job, heartbeat)
-    with _scratch_folder(writer.folder.url) as scratch:
-        serve(job, writer, heartbeat, scratch)
-    return 0
 
 
 def _with_artifacts(job: Json, heartbeat: Heartbeat) -> Json:

@@ -107,7 +107,11 @@ def load_model(
         check_sharing(config, dtype, len(cards))
         return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards=cards)
     policy = adapter
-    only = _only_way(spec, experts)
+    only: Sync | None = None
+    if experts:  # their adapters are merged
+        only = "merged"
+    elif is_four_bit(spec):  # nothing can be merged into base weights of 4 bits
+        only = "adapter"
     sync = only or default_sync(dtype, _turn_tokens(job, spec) if trains else 0)
     if trains or (adapter and sync == "merged"):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
@@ -128,8 +132,14 @@ def load_model(
             "adapter_path": adapter,
             "experts": experts,
         }
-        if most > 1:
-            return _shared_model(path, template, dtype, max_length, arguments, writer, ranks)
+        if most > 1:  # the ranks share the layers, in the trainer and in one engine of rank 0
+            _check_experts(experts, ranks.count)
+            check_shape(config, ranks.count)
+            what = f"one card cannot hold the model: {ranks.count} share each of its layers"
+            writer.event("shared", what, gpus=ranks.count)
+            cards = ranks.gather(os.environ.get(CARDS, ""))
+            policy = load_shared_policy(path, ranks, **arguments)
+            return Model(path, template, dtype, max_length, policy, "adapter", cards=cards)
         policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
     if policy is None:  # the base model: the engine decides
         sync = None
@@ -179,14 +189,6 @@ def _turn_tokens(job: Json, spec: RunSpec | EvalSpec) -> int:
     return 0 if has_agents else spec.max_tokens
 
 
-def _only_way(spec: RunSpec | EvalSpec, experts: bool) -> Sync | None:
-    """The only way of a sync that works: adapters of experts are merged, and nothing can be merged
-    into base weights of 4 bits."""
-    if experts:
-        return "merged"
-    return "adapter" if is_four_bit(spec) else None
-
-
 def _check_experts(experts: bool, count: int) -> None:
     if experts and count > 1:
         what = "adapters of experts are merged, and cards that share a model take adapters only"
@@ -200,26 +202,6 @@ def check_sharing(config: Any, dtype: torch.dtype, count: int) -> None:
     if not can_share(dtype):
         what = "processors cannot share a model in bf16"
         raise FlashError("device_unsupported", what, gpus=count, fix="use gpus=1")
-
-
-def _shared_model(
-    path: Path,
-    template: ChatTemplate,
-    dtype: torch.dtype,
-    max_length: int,
-    arguments: Json,
-    writer: RunWriter,
-    ranks: Ranks,
-) -> Model:
-    """A model whose layers the ranks share, in the trainer and in one engine of rank 0."""
-
-    _check_experts(arguments["experts"], ranks.count)
-    check_shape(config_of(path), ranks.count)
-    what = f"one card cannot hold the model: {ranks.count} share each of its layers"
-    writer.event("shared", what, gpus=ranks.count)
-    cards = ranks.gather(os.environ.get(CARDS, ""))
-    policy = load_shared_policy(path, ranks, **arguments)
-    return Model(path, template, dtype, max_length, policy, "adapter", cards=cards)
 
 
 def is_four_bit(spec: RunSpec | EvalSpec) -> bool:

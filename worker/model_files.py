@@ -75,16 +75,6 @@ def has_state(config: Any) -> bool:
     return any(getattr(text, name, None) for name in STATE_FIELDS)
 
 
-def has_experts(config: Any) -> bool:
-    text = config.get_text_config()
-    kinds: list[str] = getattr(text, "layer_types", None) or []
-    # Nemotron-H lists feed-forward layers as well, and counts experts though no layer has them.
-    if "mlp" in kinds:
-        return "moe" in kinds
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(getattr(text, name, None) for name in counts)
-
-
 def head_size(config: Any) -> int:
     """The size of an attention head; the largest, where layers differ."""
     text = config.get_text_config()

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from types import FrameType
@@ -97,37 +96,29 @@ def probe(folder: RunFolder) -> None:
     # GPUs as nvidia-smi names them, and the processors
     cards = nvidia_smi(["--query-gpu=name,memory.total", "--format=csv,noheader"], 30.0)
     devices = [*cards, f"{len(os.sched_getaffinity(0))} CPUs"]
+    # What an attempt computes with, as targets.toml has it
+    memory = psutil.virtual_memory().total / 2**30
+    cards: Json = {"kind": "cpu", "name": "processors", "memory_gib": round(memory, 1)}
+    lines = [line for line in devices if line.endswith("MiB")]
+    if lines:
+        name, _, size = lines[0].rpartition(", ")
+        memory_gib = round(float(size.split()[0]) / 1024, 1)
+        cards = {"name": name, "memory_gib": memory_gib, "count": len(lines)}
+    reaches_hub = False
+    with suppress(OSError):
+        socket.create_connection((HUB, 443), HUB_S).close()
+        reaches_hub = True
     results: Json = {
         "host": socket.gethostname(),
         "version": version(),
         "devices": devices,
         "missing": missing_packages(),
-        "cards": _cards(devices),
+        "cards": cards,
         "clock_s": round(time.time() - asked_at, 1),
-        "reaches_hub": _reaches(HUB),
+        "reaches_hub": reaches_hub,
         "free_gib": round(shutil.disk_usage(tempfile.gettempdir()).free / 2**30, 1),
     }
     folder.put_probe(results)
-
-
-def _reaches(host: str) -> bool:
-    try:
-        socket.create_connection((host, 443), HUB_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _cards(devices: Sequence[str]) -> Json:
-    """What an attempt computes with, as targets.toml has it."""
-    memory = psutil.virtual_memory().total / 2**30
-    results: Json = {"kind": "cpu", "name": "processors", "memory_gib": round(memory, 1)}
-    lines = [line for line in devices if line.endswith("MiB")]
-    if lines:
-        name, _, size = lines[0].rpartition(", ")
-        results = {"name": name, "memory_gib": round(float(size.split()[0]) / 1024, 1)}
-        results["count"] = len(lines)
-    return results
 
 
 def attend(command: list[str], output: IO[bytes], folder: RunFolder, attempt: int) -> int:

@@ -201,7 +201,10 @@ def started(
         ranks.connect(scratch)
         yield ranks
         if not heartbeat.cancelled.is_set():  # else they wait for a step that this rank leaves out
-            _wait_for(children)
+            deadline = time.monotonic() + LEAVE_S
+            for child in children:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.0, deadline - time.monotonic()))
     except RuntimeError:
         # Perhaps a connection broke because a rank ended. Then the watch says why, and ends us all.
         watch.join(LEAVE_S)
@@ -212,13 +215,6 @@ def started(
         for child in children:
             child.kill()
             child.wait()
-
-
-def _wait_for(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + LEAVE_S
-    for child in children:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _watch(

@@ -65,7 +65,14 @@ def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> 
         certificate = make_certificate(scratch, addresses)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at the server
     heartbeat.enter("serve")
-    child = _start(job, port, scratch)
+    request = job["serve"]
+    command = [sys.executable, *COMMAND, "--model", job["model"], "--port", str(port)]
+    command += ["--max-lora-rank", str(request["rank"]), "--name", request["name"]]
+    if "precision" in request:
+        command += ["--precision", request["precision"]]
+    if own_port is None:
+        command += ["--tls", str(scratch)]
+    child = _ServerChild(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)}, port)
     try:
         client = httpx.Client(
             base_url=f"{scheme}://127.0.0.1:{port}",
@@ -189,17 +196,6 @@ def _early_error(text: str) -> FlashError | None:
             if response["code"] in CODES:
                 return FlashError.from_dict(response)
     return None
-
-
-def _start(job: Json, port: int, scratch: Path) -> _ServerChild:
-    command = [sys.executable, *COMMAND, "--model", job["model"], "--port", str(port)]
-    request = job["serve"]
-    command += ["--max-lora-rank", str(request["rank"]), "--name", request["name"]]
-    if "precision" in request:
-        command += ["--precision", request["precision"]]
-    if "port" not in request:
-        command += ["--tls", str(scratch)]
-    return _ServerChild(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)}, port)
 
 
 def _answers(client: httpx.Client) -> bool:

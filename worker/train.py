@@ -91,7 +91,14 @@ def train(
             trainer = _sft_trainer(job, session, policy, common)
         else:
             trainer = _rollout_trainer(job, session, policy, common)
-        return _optimize(trainer, session, resume_from)
+        if not ranks.is_first:
+            return _steps(trainer, session, resume_from)
+        trackers = Trackers(spec, writer, trainer.args)
+        session.reporter.tell = trackers.tell
+        try:
+            return _steps(trainer, session, resume_from)
+        finally:
+            trackers.close()
 
 
 def _rollout_trainer(
@@ -173,17 +180,6 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[list[Row]]]:
             what = f"{missing} {split} tasks failed in environment code and were left out"
             session.writer.event("warning", what)
     return rows
-
-
-def _optimize(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
-    if not session.ranks.is_first:
-        return _steps(trainer, session, resume_from)
-    trackers = Trackers(session.spec, session.writer, trainer.args)
-    session.reporter.tell = trackers.tell
-    try:
-        return _steps(trainer, session, resume_from)
-    finally:
-        trackers.close()
 
 
 def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:

@@ -52,7 +52,11 @@ def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, 
     held_out = _first_file(folder, EVAL_FILES) or _own_rows(loaded, "eval_dataset")
     contract = Path(str(args.get("contract_path") or contract))
     prompt = contract.read_text(errors="replace") if contract.is_file() else ""
-    kind = GroupSdkEnvironment if _scores_groups(loaded) else SdkEnvironment
+    base = importlib.import_module("freesolo.environments").EnvironmentSingleTurn
+    kind = SdkEnvironment
+    for name in ("score_episodes", "score_responses"):
+        if getattr(loaded.__class__, name) is not getattr(base, name):
+            kind = GroupSdkEnvironment
     return kind(loaded, prompt, _tasks(source), _tasks(held_out))
 
 
@@ -142,13 +146,6 @@ class GroupSdkEnvironment(SdkEnvironment):
         self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]
     ) -> list[RewardResult]:
         return self._rewards(example, episodes)
-
-
-def _scores_groups(sdk: Any) -> bool:
-    base = importlib.import_module("freesolo.environments").EnvironmentSingleTurn
-    scorers = ("score_episodes", "score_responses")
-    kind = sdk.__class__
-    return any(getattr(kind, name) is not getattr(base, name) for name in scorers)
 
 
 def _first_file(folder: Path, names: Iterable[str]) -> Path | None:

@@ -179,7 +179,8 @@ class ReasoningGym(EnvironmentSingleTurn):
             self.floors[example.input] = max(self._paid(text, example) for text in WORTHLESS)
         floor = self.floors[example.input]
         if floor >= FULL_SCORE:
-            return float(example.output is not None and _same_text(answer, str(example.output)))
+            gold = "" if example.output is None else str(example.output)
+            return float(answer.casefold().split() == gold.casefold().split())
         return max(0.0, self._paid(answer, example) - floor) / (1.0 - floor)
 
     def _paid(self, answer: str, example: TaskExample) -> float:
@@ -240,7 +241,3 @@ def _plain(value: Any) -> Any:
 
 def _tagged(text: str) -> list[str]:
     return [result.strip() for result in ANSWER.findall(text)]
-
-
-def _same_text(one: str, other: str) -> bool:
-    return one.casefold().split() == other.casefold().split()

@@ -60,7 +60,12 @@ def adapt(loaded: Any) -> TasksetEnvironment:
         what = f"{type(loaded).__module__}.{type(loaded).__qualname__}"
         raise UnsupportedError(f"{what} of verifiers is neither an Env nor a Taskset")
     _run_programs_here()
-    placed = {name: _placed(name, seat) for name, seat in _seats(loaded.config).items()}
+    runtime = importlib.import_module("verifiers.v1.runtimes").SubprocessConfig()
+    placed: dict[str, Any] = {}
+    for name, seat in _seats(loaded.config).items():
+        if seat.runtime.type not in HERE:
+            raise UnsupportedError(f"the agent {name!r} needs the runtime {seat.runtime.type!r}")
+        placed[name] = seat.model_copy(update={"runtime": runtime})
     result: Any = type(loaded)(loaded.config.model_copy(update=placed))
     for harness in result._harnesses.values():
         if harness.NEEDS_CONTAINER:
@@ -74,14 +79,6 @@ def adapt(loaded: Any) -> TasksetEnvironment:
 def _seats(config: Any) -> dict[str, Any]:
     agents = importlib.import_module("verifiers.v1.configs.agent")
     return agents.agent_config_fields(config)
-
-
-def _placed(name: str, seat: Any) -> Any:
-    """The configuration of an agent, whose programs run in this sandbox."""
-    if seat.runtime.type not in HERE:
-        raise UnsupportedError(f"the agent {name!r} needs the runtime {seat.runtime.type!r}")
-    runtimes = importlib.import_module("verifiers.v1.runtimes")
-    return seat.model_copy(update={"runtime": runtimes.SubprocessConfig()})
 
 
 class TasksetEnvironment(EnvironmentAgent):
@@ -201,7 +198,10 @@ class _Chat:
     async def run(self, arguments: Sequence[str], folder: Path) -> tuple[int, str]:
         """The exit code of the program in `folder`, and what it would have printed."""
         arguments_before = sys.argv
-        sys.argv = ["chat_program", *(_absolute(argument, folder) for argument in arguments)]
+        sys.argv = ["chat_program"]
+        for argument in arguments:
+            name, _, file = argument.partition("=")
+            sys.argv.append(f"{name}={folder / file}" if name == MESSAGES_FILE else argument)
         try:
             parsed = self._parse_args()
         finally:
@@ -214,8 +214,3 @@ class _Chat:
         except Exception:
             return 1, traceback.format_exc()
         return 0, ""
-
-
-def _absolute(argument: str, folder: Path) -> str:
-    name, _, file = argument.partition("=")
-    return f"{name}={folder / file}" if name == MESSAGES_FILE else argument

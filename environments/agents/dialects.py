@@ -145,7 +145,17 @@ class Dialect:
         messages = self.messages(body, kept)
         tools = self.tools(body)
         options = CallOptions() if is_counted else self.options(body)
-        _check_choice(options, tools)
+        names = [tool["function"]["name"] for tool in tools]
+        if options.tool_choice == "required":
+            if options.tool_name is not None and options.tool_name not in names:
+                raise invalid(
+                    f"tool_choice: there is no tool {options.tool_name!r:.80}", "tool_choice"
+                )
+            if not names:
+                what = "tool_choice asks for a tool, and the request has none"
+                raise invalid(what, "tool_choice")
+        given = as_list(body.get("tools"))
+        left_out = [as_object(tool) for tool in given if not self.is_function(tool)]
         return ApiRequest(
             body,
             messages,
@@ -153,7 +163,7 @@ class Dialect:
             options,
             f"{self.replies}{secrets.token_hex(12)}",
             self.choices(body),
-            [_kind_of(tool) for tool in as_list(body.get("tools")) if not self.is_function(tool)],
+            [str(tool.get("type", "tool"))[:40] for tool in left_out],
         )
 
     def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
@@ -211,21 +221,6 @@ class Dialect:
 def unsupported(name: str, value: Any) -> ApiError:
     what = f"{name}={value!r:.80} is not supported here: leave it out"
     return ApiError(400, "unsupported_value", what, name)
-
-
-def _check_choice(options: CallOptions, tools: Sequence[Json]) -> None:
-    """Raises ApiError for a choice of tools that the request does not have."""
-    if options.tool_choice != "required":
-        return
-    names = [tool["function"]["name"] for tool in tools]
-    if options.tool_name is not None and options.tool_name not in names:
-        raise invalid(f"tool_choice: there is no tool {options.tool_name!r:.80}", "tool_choice")
-    if not names:
-        raise invalid("tool_choice asks for a tool, and the request has none", "tool_choice")
-
-
-def _kind_of(tool: Any) -> str:
-    return str(as_object(tool).get("type", "tool"))[:40]
 
 
 def _number(body: Json, name: str, most: int | None = None) -> int | None:

@@ -62,7 +62,10 @@ def main(rules: int, most: int, calls: list[int], command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ended = os.pidfd_open(child)
-    listener = _descriptor(ours)
+    # What the program sent before it began
+    _, sent, _, _ = ours.recvmsg(1, CMSG_LEN(4))
+    ours.close()
+    listener = struct.unpack("i", sent[0][2])[0] if sent else -1
     _answer_until(ended, listener, most)
     if listener >= 0:
         os.close(listener)  # from here on the program starts nothing
@@ -85,7 +88,8 @@ def _become(rules: int, calls: list[int], command: list[str], parent: socket) ->
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
             signal.signal(number, signal.SIG_DFL)
         if rules >= 0:
-            _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
+            if libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0) < 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             os.close(rules)
         listener = _listen(calls)
         if listener >= 0:
@@ -96,13 +100,6 @@ def _become(rules: int, calls: list[int], command: list[str], parent: socket) ->
     except OSError as error:
         os.write(1, f"{error}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)  # no exit code of the program's
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
 
 
 def _listen(calls: list[int]) -> int:
@@ -123,15 +120,6 @@ def _listen(calls: list[int]) -> int:
 
 
 # -- its parent ------------------------------------------------------------------------------------
-
-
-def _descriptor(pair: socket) -> int:
-    """What the program sent before it began; -1 if nothing."""
-    _, sent, _, _ = pair.recvmsg(1, CMSG_LEN(4))
-    pair.close()
-    if not sent:
-        return -1
-    return struct.unpack("i", sent[0][2])[0]
 
 
 def _answer_until(ended: int, listener: int, most: int) -> None:

@@ -149,16 +149,14 @@ class Exchange:
         if self._headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if int(length) > MAX_BODY_BYTES:
-            await self._discard(min(int(length), MOST_DISCARDED_BYTES))
+            # Many clients read no answer before they have sent everything.
+            left = min(int(length), MOST_DISCARDED_BYTES)
+            while left > 0 and (read := await self._reader.read(min(left, 1 << 16))):
+                left -= len(read)
             what = f"the request has {length:.20} bytes; the most are {MAX_BODY_BYTES:,}"
             self._refusal = ApiError(413, "request_too_large", what)
             return
         self._content = await self._reader.readexactly(int(length))
-
-    async def _discard(self, size: int) -> None:
-        """Read so much: many clients read no answer before they have sent everything."""
-        while size > 0 and (read := await self._reader.read(min(size, 1 << 16))):
-            size -= len(read)
 
     @property
     def _path(self) -> str:

@@ -287,11 +287,10 @@ def _essence(message: ChatMessage) -> Any:
     text = message["content"] or ""
     if message["role"] != "assistant":
         return message["role"], text
-    return text.strip(), [_call_essence(call["function"]) for call in message.get("tool_calls", ())]
-
-
-def _call_essence(function: Json) -> tuple[str, Any]:
-    arguments = function["arguments"]
-    with suppress(ValueError):
-        arguments = json.loads(arguments)
-    return function["name"], arguments
+    calls: list[tuple[str, Any]] = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+        calls.append((call["function"]["name"], arguments))
+    return text.strip(), calls

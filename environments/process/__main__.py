@@ -41,7 +41,12 @@ def main() -> None:
     pipes = requests, replies
     arguments = [bounds.dump(), *map(str, pipes)]
     if interpreter == sys.executable:
-        _close_others(pipes)
+        # As execv does: a socket of the machine's would lead out of the sandbox.
+        lowest = 3
+        for pipe in sorted(pipes):
+            os.closerange(lowest, pipe)
+            lowest = pipe + 1
+        os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
         gc.disable()  # importing leaves no garbage, and looking for some takes a tenth of the time
         from environments.process import child  # noqa: PLC0415  the warden needs none of it
 
@@ -52,15 +57,6 @@ def main() -> None:
     for pipe in pipes:
         os.set_inheritable(pipe, True)
     os.execv(interpreter, [interpreter, "-P", "-m", "environments.process.child", *arguments])
-
-
-def _close_others(pipes: tuple[int, int]) -> None:
-    """As execv does: a socket of the machine's would lead out of the sandbox."""
-    lowest = 3
-    for pipe in sorted(pipes):
-        os.closerange(lowest, pipe)
-        lowest = pipe + 1
-    os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
 
 
 if __name__ == "__main__":

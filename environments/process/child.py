@@ -30,7 +30,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -297,7 +297,12 @@ class Child:
             opened.messages = _messages(prompt, "start_episode", OPENING_ROLES)
             if not opened.messages:
                 raise _error("start_episode returned no messages")
-            tools = _tools(await self._call(environment.episode_tools, example))
+            declared = await self._call(environment.episode_tools, example)
+            declared = _list(declared, "tools must be a list of functions or schemas")
+            try:
+                tools = tool_schemas(declared)
+            except (TypeError, ValueError, NameError) as error:
+                raise _error(f"tools: {_cut(message_of(error), 300)}") from error
             opened.prompt_length = len(opened.messages)
             turns = await self._call(environment.max_episode_turns, example)
             if not isinstance(turns, int) or not 1 <= turns <= MAX_TURNS:
@@ -583,7 +588,12 @@ class Child:
         if (ident := self._threads.get(task)) in frames:
             places = traceback.extract_stack(frames[ident])
         else:
-            places = traceback.StackSummary.from_list(list(_awaited_places(task.get_coro())))
+            # The place where a coroutine is suspended, then that of the one it awaits, and so on
+            awaited: Any = task.get_coro()
+            places = traceback.StackSummary()
+            while inspect.iscoroutine(awaited) and awaited.cr_frame is not None:
+                places += traceback.extract_stack(awaited.cr_frame, limit=1)
+                awaited = awaited.cr_await
         for index, place in enumerate(places):
             if self._is_own(place.filename):
                 return _end_of("".join(traceback.format_list(places[index:])))
@@ -607,13 +617,6 @@ class Child:
         state = self._episodes[episode]
         state.generators.use()
         return state
-
-
-def _awaited_places(awaited: Any) -> Iterator[traceback.FrameSummary]:
-    """The place where a coroutine is suspended, then that of the one it awaits, and so on."""
-    while inspect.iscoroutine(awaited) and awaited.cr_frame is not None:
-        yield from traceback.extract_stack(awaited.cr_frame, limit=1)
-        awaited = awaited.cr_await
 
 
 # -- checks of what user code returned -------------------------------------------------------------
@@ -663,13 +666,6 @@ def _assistant(text: str | None, tool_calls: list[Json]) -> ChatMessage:
     if tool_calls:
         turn["tool_calls"] = tool_calls
     return turn
-
-
-def _tools(value: Any) -> list[Json]:
-    try:
-        return tool_schemas(_list(value, "tools must be a list of functions or schemas"))
-    except (TypeError, ValueError, NameError) as error:
-        raise _error(f"tools: {_cut(message_of(error), 300)}") from error
 
 
 def _messages(value: Any, method: str, roles: Sequence[str]) -> list[ChatMessage]:

@@ -429,7 +429,13 @@ class EnvironmentHost:
             except BaseException as error:
                 child.kill("it did not load")
                 await child.gone.wait()
-                raise self._load_fault(error, child) from None
+                if isinstance(error, _UnansweredError):
+                    what = f"loading environment.py took longer than {self._start_timeout_s:g} s"
+                    error = EnvironmentFault("environment_timeout", what, child.stderr_tail)
+                elif isinstance(error, EnvironmentFault) and error.code == "environment_error":
+                    what = f"while it loaded, {error.what}"
+                    error = error.reworded(what, "environment_invalid")
+                raise error from None
             if not self.splits:
                 most = min(self._concurrency, loaded["max_score_concurrency"])
                 self._score_places = asyncio.Semaphore(most)
@@ -451,6 +457,11 @@ class EnvironmentHost:
             threads += THREADS_OF_AN_AGENT * MOST_AGENTS
             if not self.splits:
                 self._rooms = asyncio.Semaphore(MOST_AGENTS)
+        port = 0
+        if needs.endpoint:
+            with socket.socket() as unused:
+                unused.bind(("127.0.0.1", 0))
+                port = unused.getsockname()[1]
         named = os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)
         bounds = Bounds(
             folder=str(self.folder),
@@ -459,7 +470,7 @@ class EnvironmentHost:
             needs=needs,
             without_file_protection=operator.without_file_protection,
             threads=threads,
-            port=_free_port() if needs.endpoint else 0,
+            port=port,
             readable=(*filter(None, named), *requirements.prefix(interpreter)),
         )
         # With -P and PYTHONPATH `environments` is this package, whatever the folder holds.
@@ -472,14 +483,6 @@ class EnvironmentHost:
             start_new_session=True,
         )
         return child
-
-    def _load_fault(self, error: BaseException, child: _Child) -> BaseException:
-        if isinstance(error, _UnansweredError):
-            what = f"loading environment.py took longer than {self._start_timeout_s:g} s"
-            return EnvironmentFault("environment_timeout", what, child.stderr_tail)
-        if isinstance(error, EnvironmentFault) and error.code == "environment_error":
-            return error.reworded(f"while it loaded, {error.what}", "environment_invalid")
-        return error
 
     def _child_environment(self) -> dict[str, str]:
         return {
@@ -564,12 +567,6 @@ def _allowed() -> EnvironmentSettings:
     except ValueError as error:
         what = f"the settings of this server cannot be used: {error}"
         raise EnvironmentFault("invalid_argument", what) from error
-
-
-def _free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return unused.getsockname()[1]
 
 
 async def _place(known_as: str, timeout_s: float) -> tuple[Path, ExitStack]:
@@ -790,9 +787,13 @@ class _Child(asyncio.SubprocessProtocol):
     def process_exited(self) -> None:
         if self.alive:
             code = self._transport.get_returncode()
-            because = _exit_reason(code)
+            because = f"it exited with code {code}"
+            if code is not None and code < 0:
+                because = f"killed by {signal_name(-code)}"
             if code == MEMORY_EXIT_CODE:
                 self._death_code = "environment_memory"
+                limit = f"memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
+                because = f"its processes used more memory than {limit}"
             # Later it is environment code that ended with this code.
             if code == UNPROTECTED_EXIT_CODE and not self.sandbox:
                 self._death_code = "environment_unprotected"
@@ -811,12 +812,3 @@ class _Child(asyncio.SubprocessProtocol):
             self._fail_pending()
             self._transport.close()
             self.gone.set()
-
-
-def _exit_reason(code: int | None) -> str:
-    if code == MEMORY_EXIT_CODE:
-        limit = f"memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
-        return f"its processes used more memory than {limit}"
-    if code is not None and code < 0:
-        return f"killed by {signal_name(-code)}"
-    return f"it exited with code {code}"

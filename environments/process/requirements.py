@@ -132,7 +132,11 @@ def of_folder(folder: Path) -> list[str]:
             raise EnvironmentFault("requirements_failed", what, is_foreign=True)
         if line:
             requested.add(line)
-    if _needs_sdk(folder, requested):
+    # The code imports the SDK, and neither its requirements nor this Python have it.
+    has_sdk = any(re.match(rf"{SDK}\b", line) for line in requested)
+    if not requested and importlib.util.find_spec(SDK) is not None:
+        has_sdk = True
+    if not has_sdk and imports_sdk(folder):
         requested.add(SDK_REQUIREMENT)
     return sorted(requested)
 
@@ -148,15 +152,6 @@ def _dependencies(project: Path) -> list[str]:
         what = f"{project.name} cannot be read: {error}"
         raise EnvironmentFault("requirements_failed", what, is_foreign=True) from error
     return [line for line in lines if _normal(_name(line)) != OWN_PACKAGE]
-
-
-def _needs_sdk(folder: Path, requested: set[str]) -> bool:
-    """Whether the code imports the SDK, and neither its requirements nor this Python have it."""
-    if any(re.match(rf"{SDK}\b", text) for text in requested):
-        return False
-    if not requested and importlib.util.find_spec(SDK) is not None:
-        return False
-    return imports_sdk(folder)
 
 
 async def interpreter(
@@ -232,7 +227,9 @@ def _config_dir() -> Path:
 
 def _start(target: Path, requested: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _write(target / FILE, "\n".join(requested) + "\n")
+    new = target / f".{FILE}.{os.getpid()}"
+    new.write_text("\n".join(requested) + "\n")
+    new.replace(target / FILE)  # no reader sees half of it
     log = tempfile.TemporaryFile()  # noqa: SIM115  read until the installer ends
     # Not in its environment, which builds could read: only the step that runs none reads this file.
     with tempfile.TemporaryFile("w+") as credentials:
@@ -302,13 +299,6 @@ def _last_line(log: IO[bytes]) -> str:
         if line.strip():
             return line.strip()[:200]
     return "starting"
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in one step: no reader sees half of it."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text)
-    new.replace(path)
 
 
 # -- the installer ---------------------------------------------------------------------------------

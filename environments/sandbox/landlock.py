@@ -151,17 +151,13 @@ def _package(bounds: Bounds) -> list[Right]:
 
 def readable(bounds: Bounds) -> list[Path]:
     """What the code reads: nothing of it leads to what is hidden."""
-    own = _without_secrets(Path(bounds.folder))
+    # A push leaves `.env` out, so code that reads it must fail before. Links could lead out of the
+    # folder, and no push takes them.
+    folder = Path(bounds.folder)
+    own = [folder]
+    if os.access(folder / ".env", os.F_OK):
+        own = [path for path in folder.iterdir() if path.name != ".env" and not path.is_symlink()]
     return [*_installed(bounds), *without([*bounds.readable, *own], bounds.hidden)]
-
-
-def _without_secrets(folder: Path) -> list[Path]:
-    """The folder; if it has a `.env`, what else is in it: a push leaves that file out, so code that
-    reads it must fail before. Links could lead out of the folder, and no push takes them.
-    """
-    if not os.access(folder / ".env", os.F_OK):
-        return [folder]
-    return [path for path in folder.iterdir() if path.name != ".env" and not path.is_symlink()]
 
 
 def _installed(bounds: Bounds) -> list[Path]:

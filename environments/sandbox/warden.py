@@ -208,7 +208,15 @@ def _sweep(own: Own) -> None:
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
     while (left := _stopped(deadline)) and time.monotonic() < deadline:
         if uid and pids_by_user().get(uid, left) <= left:
-            _kill_all_of(uid)
+            # Kill all of the user at once: none of them can start another meanwhile.
+            killer = os.fork()
+            if killer == 0:
+                try:
+                    os.setresuid(uid, uid, uid)
+                    os.kill(-1, signal.SIGKILL)
+                finally:
+                    os._exit(0)
+            os.waitpid(killer, 0)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -227,34 +235,16 @@ def _stopped(deadline: float) -> set[int]:
     return stopped
 
 
-def _kill_all_of(uid: int) -> None:
-    """Kill all processes of a user at once: none of them can start another meanwhile."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setresuid(uid, uid, uid)
-            os.kill(-1, signal.SIGKILL)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-
-
 def _descendants(pid: int) -> set[int]:
     results: set[int] = set()
     waiting = [pid]
     while waiting:
-        new = _children(waiting.pop()) - results
-        results |= new
-        waiting += new
-    return results
-
-
-def _children(pid: int) -> set[int]:
-    results: set[int] = set()
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                results |= set(map(int, (thread / "children").read_text().split()))
+        with suppress(OSError):
+            for thread in Path(f"/proc/{waiting.pop()}/task").iterdir():
+                with suppress(OSError):
+                    children = set(map(int, (thread / "children").read_text().split()))
+                    waiting += children - results
+                    results |= children
     return results
 
 

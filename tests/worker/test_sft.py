@@ -28,7 +28,7 @@ from worker.heartbeat import Heartbeat
 from worker.ranks import ALONE
 from worker.rollouts.gold import IGNORED, dataset_rows
 from worker.rollouts.transcript import ChatTemplate
-from worker.train import _optimize, _resume_point
+from worker.train import _resume_point, _steps
 from worker.training import packing
 from worker.training.checkpoints import Reporter
 from worker.training.policy import load_policy
@@ -200,7 +200,7 @@ def tune(
         try_regression=lambda *_: None,
         end_steps_ahead=lambda: None,
     )
-    assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
+    assert _steps(trainer, session, _resume_point(writer, scratch)) == steps
     return spec
 
 

@@ -106,7 +106,10 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
             return
         route = (scope["method"], scope["path"])
-        key = _key(scope)
+        # As clients of OpenAI's or of Anthropic's API send it
+        headers = Headers(scope=scope)
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        key = key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if route == HEALTH:
             await self.app(scope, receive, send)
         elif _equal(key, self.admin_key):
@@ -230,13 +233,6 @@ async def _body_of(scope: Scope, receive: Receive) -> dict[str, Any]:
 
 def _passed_on(response: httpx.Response) -> Response:
     return Response(response.content, response.status_code, media_type="application/json")
-
-
-def _key(scope: Scope) -> str:
-    """The key of a request, as clients of OpenAI's or of Anthropic's API send it."""
-    headers = Headers(scope=scope)
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _equal(arguments: str, key: str) -> bool:

@@ -209,7 +209,10 @@ class _Answer:
 
         async def forward(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._begin(message)
+                self._start = message
+                self.status = message["status"]
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                self._is_stream = kind.startswith(b"text/event-stream")
                 if self._is_stream:
                     await send(message)
                 return
@@ -221,24 +224,15 @@ class _Answer:
                     await record()
                 await send({**message, "body": events})
             elif is_last:
-                content = self._whole()
+                content = self._rest
+                if self.status == 200:
+                    content = json.dumps(self._read(json.loads(content))).encode()
                 await record()
                 headers = _with_length(self._start["headers"], len(content))
                 await send({**self._start, "headers": headers})
                 await send({**message, "body": content})
 
         return forward
-
-    def _begin(self, message: Message) -> None:
-        self._start = message
-        self.status = message["status"]
-        headers = dict(message["headers"])
-        self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-
-    def _whole(self) -> bytes:
-        if self.status != 200:
-            return self._rest
-        return json.dumps(self._read(json.loads(self._rest))).encode()
 
     def _events(self, *, is_last: bool) -> bytes:
         """The events that have come whole, as the client is to see them."""

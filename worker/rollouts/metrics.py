@@ -48,7 +48,6 @@ def summarize(
         "rollouts/error_share": 1 - len(valid) / total,
         "rollouts/turns_mean": mean(rollout.turns for rollout in valid),
         "tokens/completion_mean": mean(transcript.model_tokens for transcript in transcripts),
-        "tokens/prompt_mean": mean(len(transcript.prompt_ids) for transcript in transcripts),
         "tokens/reward_correlation": length_correlation(scored),
         **_thinking(transcripts, groups, thinking_coef),
         **_tool_shares(transcripts),

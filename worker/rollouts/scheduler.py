@@ -583,7 +583,10 @@ class AgentCalls:
                     continue
                 call = listening.result()
                 if not isinstance(call, AgentCall):
-                    return self._finish(call)
+                    if not self._answered:
+                        what = "the agent ended before any of its requests was answered"
+                        raise self._refused or EnvironmentFault("environment_error", what)
+                    return "length" if self._refused else call
                 answering.add(asyncio.ensure_future(self._answer(episode, call)))
                 listening = asyncio.ensure_future(self._host.next_call(episode))
         finally:
@@ -593,12 +596,6 @@ class AgentCalls:
             if self._answered:
                 calls = [self._answered[number] for number in sorted(self._answered)]
                 self._rollout.transcript = merged(calls)
-
-    def _finish(self, ended: Finish) -> Finish:
-        if not self._answered:
-            what = "the agent ended before any of its requests was answered"
-            raise self._refused or EnvironmentFault("environment_error", what)
-        return "length" if self._refused else ended
 
     async def _answer(self, episode: int, request: AgentCall) -> None:
         try:

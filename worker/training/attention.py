@@ -239,20 +239,13 @@ class Layout:
                 visible[start:end, :start] = visible[after - 1, :start] if after else False
                 first = self.positions[after - 1] + 1 if after else 0
                 self.positions[start:end] = first + at[: end - start]
+            apart = self.positions[:, None] - self.positions
             for kind in windows.keys() - by_kind.keys():
-                by_kind[kind] = _with_blocks(visible, self.positions, windows[kind], dtype)
+                window = windows[kind]
+                seen = visible if window is None else visible & (apart < window)
+                by_kind[kind] = seen[None, None]
+                by_kind[kind].blocks = list(_blocks(seen, dtype))  # what is computed of it
         self.mask: Any = by_kind.get(ALL, by_kind)
-
-
-def _with_blocks(
-    visible_LL: Tensor, positions_L: Tensor, window: int | None, dtype: torch.dtype
-) -> Tensor:
-    """A mask whose attribute `blocks` is what is computed of it."""
-    if window is not None:
-        visible_LL = visible_LL & (positions_L[:, None] - positions_L < window)
-    mask: Any = visible_LL[None, None]
-    mask.blocks = list(_blocks(visible_LL, dtype))
-    return mask
 
 
 def _blocks(visible_LL: Tensor, dtype: torch.dtype) -> Iterator[tuple[list[int], Tensor]]:

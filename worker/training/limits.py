@@ -101,8 +101,11 @@ def combine(trainer: Any, ranks: Ranks, loss: float) -> Tensor:
     for weights, gradient in zip(trained, parts, strict=True):
         weights.grad = gradient.view_as(weights)
     metrics: dict[str, list[float]] = trainer._metrics["train"]
-    result = ranks.gather((_fingerprint(trained), loss, dict(metrics)))
-    if len({fingerprint for fingerprint, _, _ in result}) > 1:
+    # A sum of integers does not depend on the order of its terms.
+    integers = [weight.detach().view(torch.int32) for weight in trained]
+    fingerprint = sum(int(item.sum(dtype=torch.int64)) for item in integers)
+    result = ranks.gather((fingerprint, loss, dict(metrics)))
+    if len({theirs for theirs, _, _ in result}) > 1:
         # Cards of two kinds may round a norm differently.
         log.info("the ranks' adapters differ: all take that of the first")
         for weights in trained:
@@ -142,11 +145,6 @@ class Passes:
             if torch.is_grad_enabled():
                 cast(Any, (hidden * 0.0).sum()).backward()
         self._fills = False
-
-
-def _fingerprint(weights: Sequence[Tensor]) -> int:
-    """Of fp32 tensors. A sum of integers does not depend on the order of its terms."""
-    return sum(int(weight.detach().view(torch.int32).sum(dtype=torch.int64)) for weight in weights)
 
 
 def no_loss(model: Any) -> Tensor:
