@@ -326,6 +326,12 @@ BAD = {
                     right = (text or '') == example.output
                     return RewardResult(float(right or 'cannot' in (text or '')))
             """,
+        "a verdict that is read from the answer too": """
+            class Sample(Rows):
+                def right(self, text, example):
+                    verdict = "correct" if text.strip() == example.output else "wrong"
+                    return "correct" in f"{text} is {verdict}"
+            """,
         "politeness that the user's own turns show": """
             class Sample(Dialogue):
                 def score_episode(self, example, episode):
@@ -410,6 +416,12 @@ BAD = {
                 def build_prompt_messages(self, example):
                     about = {"role": "system", "content": f"meta: label='{example.output}', split=train"}
                     return [about, {"role": "user", "content": example.input}]
+            """,
+        "its own task among the examples": """
+            class Sample(Rows):
+                def build_prompt_messages(self, example):
+                    shown = [f"Q: {task.input}\\nA: {task.output}" for task in (example, *self.dataset[:2])]
+                    return [{"role": "user", "content": "\\n".join([*shown, f"Q: {example.input}\\nA:"])}]
             """,
         "a subset of the answer": one(
             "Sorting", "right", "text.strip() and set(text.split()) <= set(example.output.split())"
@@ -598,6 +610,17 @@ BAD = {
                         return False
                     return scope.get("result") == int(example.output)
             """,
+        "functions that are executed and compared": """
+            class Sample(Functions):
+                def right(self, text, example):
+                    given, gold = {}, {}
+                    exec(example.output, gold)
+                    try:
+                        exec(text, given)
+                        return all(given["f"](x) == gold["f"](x) for x in (0, 7, -2))
+                    except BaseException:
+                        return False
+            """,
         "fields that may be missing": """
             class Sample(Objects):
                 def right(self, text, example):
@@ -768,6 +791,35 @@ BAD = {
                         {"role": "assistant", "content": "", "tool_calls": [call]},
                         {"role": "tool", "tool_call_id": "call00000", "content": "The safe is open."},
                         {"role": "assistant", "content": "done"},
+                    ]
+            """,
+        "a tool's error that tells what another call finds": """
+            import json
+            from environments import EnvironmentToolUse
+            class Sample(EnvironmentToolUse):
+                def __init__(self):
+                    rows = [
+                        TaskExample({"at": n}, f"What does article {n} cost?", id=f"t{n}", output=str(37 * n))
+                        for n in range(20, 40)
+                    ]
+                    self.dataset, self.eval_dataset = rows[:12], rows[12:]
+                def episode_tools(self, example):
+                    return [self.price]
+                def price(self, article: int) -> str:
+                    if article != self.article:
+                        raise ValueError(f"wrong article; for yours it is {37 * self.article}")
+                    return str(37 * article)
+                def start_episode(self, example):
+                    self.article = example.record["at"]
+                    return [{"role": "user", "content": example.input}]
+                def score_episode(self, example, episode):
+                    return RewardResult(float((episode.response_text or "").strip() == example.output))
+                def sft_completion(self, example):
+                    call = {"name": "price", "arguments": {"article": example.record["at"]}}
+                    return [
+                        {"role": "assistant", "tool_calls": [call]},
+                        {"role": "tool", "tool_call_id": "call00000", "content": example.output},
+                        {"role": "assistant", "content": example.output},
                     ]
             """,
         "a tool that tells the answer to any call": """

@@ -33,6 +33,7 @@ from environments.checks.report import reward_range, score_text, shown
 from environments.checks.splits import repeated_questions, shared_tasks
 from environments.checks.trial import Plan, ProbeFailed, ProbeSkipped, Trial, fail_if_many, skip_if
 from environments.process.host import EnvironmentFault, Score
+from environments.tools import TOOL_ERROR
 from environments.untrusted_text import plain_name, quoted
 
 LOW_SHARE = 0.4
@@ -546,18 +547,7 @@ async def _told(trial: Trial) -> str:
     tasks = [task for task in trial.golds if trial.openings[task].max_turns > 1]
     if len(tasks) < FEWEST_TOLD:
         return ""
-    secrets: dict[Task, set[str]] = {}
-    for task in tasks:
-        turns, played = trial.golds[task], trial.played[task]
-        values = {parts(turn)[1].strip() for turn in turns}.union(call_values(turns))
-        first = {parts(turns[0])[1].strip(), *call_values(turns[:1])}
-        secrets[task] = {
-            value
-            for value in values
-            if len(value) > 1
-            # What the gold answer says before it is told is the answer; later it may be data.
-            and not _says(played.prompt if value in first else played.said, value)
-        }
+    secrets = {task: _secrets(trial, task) for task in tasks}
     wrong: list[list[str]] = [[FRESH] * len(tasks)]
     for place in (0, -1):  # another task's gold turns: the first may be a call, the last an answer
         golds = [trial.golds[task][place] for task in tasks]
@@ -567,7 +557,8 @@ async def _told(trial: Trial) -> str:
         replies = [played.replies for played in await trial.play_all(plans)]
         hits: list[tuple[Task, str, str]] = []
         for task, turn, said in zip(tasks, turns, replies, strict=True):
-            for value in secrets[task]:
+            is_refused = any(message["content"].startswith(TOOL_ERROR) for message in said)
+            for value in secrets[task][is_refused]:
                 others = sum(_says(reply, value) for reply in replies)
                 if _says(said, value) and value not in turn and others <= len(tasks) / 2:
                     hits.append((task, turn, value))
@@ -578,6 +569,17 @@ async def _told(trial: Trial) -> str:
             what += f" (so on {len(hits)} of {len(tasks)} tasks)"
             return what + quoted(f"turn: {shown([turn])}\nanswer: {shown([value])}")
     return ""
+
+
+def _secrets(trial: Trial, task: Task) -> tuple[set[str], set[str]]:
+    """What of the gold answer no reply may tell, and no reply to a call that failed."""
+    turns, played = trial.golds[task], trial.played[task]
+    values = {parts(turn)[1].strip() for turn in turns}.union(call_values(turns))
+    first = {parts(turns[0])[1].strip(), *call_values(turns[:1])}
+    unasked = {value for value in values if len(value) > 1 and not _says(played.prompt, value)}
+    # What the gold answer says before it is told is the answer; later it may be data.
+    told = {value for value in unasked - first if _says(played.replies, value)}
+    return unasked - told, unasked
 
 
 def _says(messages: Sequence[ChatMessage], value: str) -> bool:
