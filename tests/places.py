@@ -8,6 +8,7 @@ ROOT = TESTS.parent
 CALCULATOR = ROOT / "environments" / "examples" / "calculator"
 TOOL_CALCULATOR = ROOT / "environments" / "examples" / "tool_calculator"
 AGENT_CALCULATOR = ROOT / "environments" / "examples" / "agent_calculator" / "agent.py"
+TERMINAL = ROOT / "environments" / "examples" / "terminal"
 AGENT_VOWELS = TESTS / "fixture_environments" / "agent_vowels"
 VOWELS = TESTS / "fixture_environments" / "vowels"
 NO_TORCH = TESTS / "no_torch"

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 import environments
+from environments.base import DatasetError, UnsupportedError
 from flash_mcp.protocol.errors import FlashError, disk_error, expanded
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import open_store
@@ -25,13 +26,22 @@ from flash_mcp.tools.shared.tool_base import Result, ResultModel
 from flash_mcp.tools.shared.truncation import json_characters, shorten
 
 Template = Literal[
-    "calculator", "sort_words", "dataset", "multi_turn", "tool_use", "mcp_server", "agent"
+    "calculator",
+    "sort_words",
+    "dataset",
+    "multi_turn",
+    "tool_use",
+    "mcp_server",
+    "agent",
+    "terminal",
 ]
 Scorer = Literal["tolerant", "exact", "judge"]
 
 TEMPLATES = Path(environments.__file__).parent / "examples"
 FOLDERS = {"multi_turn": "calculator", "tool_use": "tool_calculator", "agent": "agent_calculator"}
 """The folder of a template, where it has another name."""
+HARBOR = "harbor:"
+"""Before a folder of tasks in Harbor's form."""
 PROGRAMS = {".py": "python", ".js": "node", ".mjs": "node", ".cjs": "node"}
 BUNDLE = (
     "make one file of it: npm install esbuild PACKAGE; npx esbuild node_modules/PACKAGE/FILE "
@@ -98,9 +108,10 @@ def env_setup(
         folder: Folder on the server to write to; created if missing. A remote caller leaves it out.
         template: calculator (default) or multi_turn: a tool that the environment answers for.
             sort_words: one prompt, one answer. agent: your program that calls a model's API.
-            mcp_server: an MCP server's tools. dataset: rows of data.
+            mcp_server: an MCP server's tools. dataset: rows of data. terminal: bash.
         environment: Instead of template: NAME@DIGEST, to get a published version's files back.
-        dataset: File of rows on the server (CSV, TSV, JSON, JSONL, parquet) or hub:OWNER/NAME.
+        dataset: File of rows on the server (CSV, TSV, JSON, JSONL, parquet), hub:OWNER/NAME or
+            harbor:FOLDER.
         question: Column of the questions, if its name does not tell.
         answer: Column of the answers.
         scorer: How answers are compared; default tolerant.
@@ -122,6 +133,9 @@ def env_setup(
         raise FlashError("invalid_argument", "server is that of an MCP server", fix=fix)
     if template not in (None, "dataset"):
         _exclude(f"template={template!r}", **of_rows)
+    if dataset is not None and dataset.startswith(HARBOR):
+        _exclude(f"dataset={dataset!r}", question=question, answer=answer, scorer=scorer)
+        return _of_tasks(folder, expanded(dataset.removeprefix(HARBOR)))
     if dataset is not None:
         return _of_rows(folder, dataset, question, answer, scorer or "tolerant")
     if template == "dataset" or any(value is not None for value in of_rows.values()):
@@ -245,6 +259,24 @@ def _of_rows(
         example={key: shorten(value, 300) for key, value in table.train[0].items()},
     )
     return result
+
+
+def _of_tasks(folder: str | None, tasks: Path) -> EnvSetup:
+    """The starter of an agent in a terminal, with the tasks of this folder in place of its own."""
+    from environments.agents import harbor  # noqa: PLC0415  with it come 50 ms of imports
+
+    name = _name(folder, "terminal")
+    files = _starter("terminal", name)
+    files = {path: content for path, content in files.items() if not path.startswith("tasks/")}
+    try:
+        harbor.load(tasks)
+        for path in tasks.rglob("*"):
+            if path.is_file():
+                files[f"tasks/{path.relative_to(tasks).as_posix()}"] = path.read_bytes()
+    except (DatasetError, UnsupportedError, OSError) as error:
+        fix = "mend or leave out that task; docs/terminal.md says which tasks can run here"
+        raise FlashError("dataset_invalid", str(error), folder=str(tasks), fix=fix) from None
+    return _written(folder, name, files, "the tasks are in tasks/ as they were")
 
 
 def _name(folder: str | None, template: str) -> str:

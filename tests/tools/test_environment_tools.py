@@ -106,6 +106,7 @@ async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> Non
         ("tool_use", "tool_calculator"),
         ("mcp_server", "mcp_server"),
         ("agent", "agent_calculator"),
+        ("terminal", "terminal"),
     ],
 )
 async def test_a_template_is_an_example_that_passes_the_gate(client: Client, template: str, example: str, tmp_path):
@@ -116,6 +117,11 @@ async def test_a_template_is_an_example_that_passes_the_gate(client: Client, tem
     for path in (TEMPLATES / example).rglob("*"):
         if path.is_file() and path.suffix in (".py", ".jsonl"):
             assert (folder / path.relative_to(TEMPLATES / example)).read_bytes() == path.read_bytes()
+
+
+async def test_a_folder_without_tasks_of_harbor_is_refused(client: Client, tmp_path: Path) -> None:
+    text = await refusal(client, "env_setup", folder=str(tmp_path / "new"), dataset=f"harbor:{tmp_path}")
+    assert "dataset_invalid" in text and "0 folders with a task.toml" in text and not (tmp_path / "new").exists()
 
 
 SERVER = """

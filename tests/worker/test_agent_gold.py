@@ -9,7 +9,7 @@ import pytest
 from environments.checks import gate, hunt, playing
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
-from tests.places import AGENT_CALCULATOR
+from tests.places import AGENT_CALCULATOR, TERMINAL
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
 from worker.rollouts.gold import IGNORED, Row
@@ -101,10 +101,9 @@ class Learnt(FakeEngine):
         self.wanted[request_id] = Completion(list(answer), [0.0] * len(answer), "stop")
 
 
-@pytest.mark.parametrize("name", ["team", "agent_calculator"])
-async def test_sft_learns_the_prompts_of_rollouts_and_no_others(name: str, team: Path) -> None:
-    tasks = 6
-    folder = team if name == "team" else AGENT_CALCULATOR.parent
+@pytest.mark.parametrize(("name", "tasks"), [("team", 6), ("agent_calculator", 6), ("terminal", 2)])
+async def test_sft_learns_the_prompts_of_rollouts_and_no_others(name: str, tasks: int, team: Path) -> None:
+    folder = {"team": team, "agent_calculator": AGENT_CALCULATOR.parent, "terminal": TERMINAL}[name]
     async with await EnvironmentHost.start(folder) as host:
         host.splits["train"] = tasks
         rows = await gold_rows(host, TEMPLATE, "train", LENGTH, max_error_share=0.0, advance=lambda: None)

@@ -1,0 +1,2 @@
+#!/bin/bash
+ls -S /app/parts | head -n 1 > /app/largest.txt
