@@ -31,6 +31,7 @@ from uuid import uuid4
 import psutil
 
 from environments.sandbox.kernel import die_with_parent
+from flash_mcp.state import database
 from tests.forked_site import forked_start
 from tests.places import ROOT
 from tests.waiting import WAIT_S
@@ -181,6 +182,9 @@ def _run(streams: list[int], arguments: list[str], environment: dict[str, str], 
     server = os.environ[VARIABLE]
     os.environ.clear()
     os.environ.update({VARIABLE: server, **environment})
+    if "PYTEST_CURRENT_TEST" in environment:  # what a test starts waits for the disk no more than the test does
+        os.fsync = lambda descriptor: None
+        database.SYNCHRONOUS = "OFF"
     # A worker starts those of its other GPUs as it was started.
     sys.orig_argv = [sys.executable, *arguments]
     match arguments:
