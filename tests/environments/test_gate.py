@@ -299,8 +299,10 @@ FIXES = {
 
 
 @pytest.mark.parametrize("fault", FIXES)
-async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str, monkeypatch, request: pytest.FixtureRequest) -> None:
     method, name, fix = FIXES[fault]
+    if fault != "exit":
+        request.getfixturevalue("in_this_process")
     monkeypatch.setattr(gate, "PROBES", {each: gate.PROBES[each] for each in ("gold", "junk")})
     # Words of an answer that is quoted with a fault are none of the fault's.
     answer = "{'role': 'assistant', 'content': 'x raised Y: must be'}"
