@@ -3,11 +3,9 @@ it. What the operator may want to read later is sealed with the exam's key."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,8 +55,7 @@ class ExamWriter(RunWriter):
     def recorded(self, step: int) -> list[Json]:
         rows: list[Json] = []
         for part in super().recorded(step):
-            opened = exams.unseal(self.key, bytes.fromhex(part["sealed"]), self.exam_id)
-            rows += json.loads(zlib.decompress(opened))
+            rows += exams.unseal_json(self.key, part["sealed"], self.exam_id)
         return rows
 
     def evaluation(self, step: int, summary: Json, rollouts: Sequence[Json]) -> None:
@@ -83,8 +80,7 @@ class ExamWriter(RunWriter):
         super().commit_result(state, step if state == "succeeded" else 0, error, **values)
 
     def _sealed(self, body: Any) -> str:
-        text = zlib.compress(json.dumps(body).encode())
-        return exams.seal(self.key, text, self.exam_id).hex()
+        return exams.seal_json(self.key, body, self.exam_id)
 
 
 @contextmanager

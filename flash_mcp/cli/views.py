@@ -276,6 +276,8 @@ def _numbers(page: Page, view: RunView) -> None:
         page.prose(line, label="- ")
     page.prose(view.regression, label="elsewhere  ")
     page.prose(view.seeds)
+    for line in view.exams or ():
+        page.prose(line, label="exam       ")
     if view.scores:
         _scores(page, view.scores)
     if view.by_label:

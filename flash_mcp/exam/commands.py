@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import getpass
+import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from flash_mcp.cli.output import answer
+from flash_mcp.cli.output import answer, say
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, option, repeated
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
+from flash_mcp.state.store import open_store
+
+
+def _exams() -> ModuleType:
+    """Loaded late: no other command has to wait for it."""
+    from flash_mcp.exam import exams  # noqa: PLC0415
+
+    return exams
 
 
 def _passphrase(*, again: bool = False) -> str:
@@ -28,45 +38,44 @@ def create(arguments: Arguments) -> None:
     Agents call evaluate(environment="exam:NAME") and learn totals. The folder is encrypted with a
     passphrase, which is asked for, or with the key in --key-file. Keep the folder itself where no
     agent reads it."""
-    from flash_mcp.exam import exams  # noqa: PLC0415
-
-    passphrase = None if arguments.key_file else _passphrase(again=True)
-    exam = exams.create(
+    exam = _exams().create(
         home(),
         arguments.name,
         Path(arguments.folder),
         looks=arguments.looks,
         owners=arguments.owner,
-        passphrase=passphrase,
-        key_file=Path(arguments.key_file) if arguments.key_file else None,
+        passphrase=None if arguments.key_file else _passphrase(again=True),
+        key_file=arguments.key_file and Path(arguments.key_file),
     )
-    body = {"exam": f"exam:{exam.name}", "tasks": exam.tasks, "looks": exam.looks}
-    answer(arguments, {**body, "tasks_per_look": exam.per_look, "key_file": exam.key_file})
+    answer(arguments, _shown(exam))
+
+
+def _shown(exam: object) -> dict[str, object]:
+    fields = dict(vars(exam))
+    del fields["order"], fields["salt"]
+    return {**fields, "key_file": fields["key_file"] or "a passphrase"}
 
 
 def list_exams(arguments: Arguments) -> None:
     """List exams: their tasks, looks and owners."""
-    from flash_mcp.exam import exams  # noqa: PLC0415
+    answer(arguments, {"exams": [_shown(exam) for exam in _exams().exams(home())]})
 
-    rows = [
-        {
-            "exam": f"exam:{exam.name}",
-            "tasks": exam.tasks,
-            "looks": exam.looks,
-            "owners": ", ".join(exam.owners) or "all",
-            "key": exam.key_file or "passphrase",
-        }
-        for exam in exams.exams(home())
-    ]
-    answer(arguments, {"exams": rows})
+
+def show(arguments: Arguments) -> None:
+    """Show every look of every owner at an exam, or the transcripts of one with --transcripts."""
+    from flash_mcp.exam import looks  # noqa: PLC0415
+
+    exam = _exams().find_exam(home(), arguments.name)
+    if arguments.transcripts:
+        key = exam.key(None if exam.key_file else _passphrase())
+        say(json.dumps(looks.transcripts(open_store().run(arguments.transcripts), key)))
+        return
+    answer(arguments, {**_shown(exam), "taken": looks.results(open_store(), exam)})
 
 
 def remove(arguments: Arguments) -> None:
     """Delete an exam with its sealed files. Runs that took it keep their totals."""
-    from flash_mcp.exam import exams  # noqa: PLC0415
-
-    exams.remove(home(), arguments.name)
-    answer(arguments, {"removed": arguments.name})
+    _exams().remove(home(), arguments.name)
 
 
 def unlock(arguments: Arguments) -> None:
@@ -74,48 +83,35 @@ def unlock(arguments: Arguments) -> None:
 
     The key stays in its memory until `flash-mcp exam lock` or the end of the supervisor. An exam
     with a key file needs none of this."""
-    from flash_mcp.exam import exams  # noqa: PLC0415
-
-    exams.unlock(home(), arguments.name, _passphrase())
-    answer(arguments, {"unlocked": arguments.name})
+    _exams().unlock(home(), arguments.name, _passphrase())
 
 
 def lock(arguments: Arguments) -> None:
     """Let the supervisor forget an exam's key."""
-    from flash_mcp.exam import exams  # noqa: PLC0415
-
-    exams.lock(home(), arguments.name)
-    answer(arguments, {"locked": arguments.name})
+    _exams().lock(home(), arguments.name)
 
 
 NAME = option("name", "the exam's name, without exam:", "NAME")
+NEW = (
+    NAME,
+    option("folder", "the folder with environment.py", "FOLDER"),
+    option("--looks", "looks of each owner (default: 5)", "N", type=int, default=5),
+    repeated("--owner", "who may look (default: all)", "NAME"),
+    option("--key-file", "write a random key there, and use no passphrase", "FILE"),
+    JSON,
+)
+TRANSCRIPTS = option("--transcripts", "a look's run, of which all is shown", "RUN")
 COMMANDS: dict[str, Command | Group] = {
     "exam": Group(
-        "Make, list and remove exams that agents take and never see.",
+        "Make, show and remove exams that agents take and never see.",
         ("flash-mcp exam create sums ./sums --looks 5", "flash-mcp exam list"),
         {
-            "create": Command(
-                create,
-                ("flash-mcp exam create sums ./sums --looks 5 --key-file ../sums.exam-key",),
-                (
-                    NAME,
-                    option("folder", "the folder with environment.py", "FOLDER"),
-                    option(
-                        "--looks",
-                        "how often each owner may look (default: 5)",
-                        "N",
-                        type=int,
-                        default=5,
-                    ),
-                    repeated("--owner", "who may look (default: all)", "NAME"),
-                    option("--key-file", "write a random key there, and use no passphrase", "FILE"),
-                    JSON,
-                ),
-            ),
+            "create": Command(create, ("flash-mcp exam create sums ./sums --looks 5",), NEW),
             "list": Command(list_exams, ("flash-mcp exam list",), (JSON,)),
-            "unlock": Command(unlock, ("flash-mcp exam unlock sums",), (NAME, JSON)),
-            "lock": Command(lock, ("flash-mcp exam lock sums",), (NAME, JSON)),
-            "remove": Command(remove, ("flash-mcp exam remove sums",), (NAME, JSON)),
+            "show": Command(show, ("flash-mcp exam show sums",), (NAME, TRANSCRIPTS, JSON)),
+            "unlock": Command(unlock, ("flash-mcp exam unlock sums",), (NAME,)),
+            "lock": Command(lock, ("flash-mcp exam lock sums",), (NAME,)),
+            "remove": Command(remove, ("flash-mcp exam remove sums",), (NAME,)),
         },
     )
 }

@@ -14,10 +14,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from flash_mcp.exam.exams import Exam
 from flash_mcp.judgement.tournament import ALPHA, difference
+from flash_mcp.protocol import exams as sealing
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.result_model import ResultModel, Rounded
@@ -52,11 +54,15 @@ class Marks(ResultModel):
     verdict: str | None = None
     """better, worse or undecided."""
 
+    contaminated: str | None = None
+    """What the model's run trained on of the exam."""
+
     def __str__(self) -> str:
         text = f"look {self.look}: {self.success:.2f} ({self.low:.2f} to {self.high:.2f})"
         if self.verdict:
             text += f"; the base model {self.base:.2f}: {self.verdict}"
-        return f"{text}, on {self.tasks} sealed tasks"
+        text += f", on {self.tasks} sealed tasks"
+        return f"{text}; CONTAMINATED: {self.contaminated}" if self.contaminated else text
 
 
 def take(
@@ -141,7 +147,26 @@ def marks_of(store: Store, run: Run) -> Marks | None:
             fields["verdict"] = "better"
         elif change.high < 0:
             fields["verdict"] = "worse"
+    if trained := (run.evaluation.checkpoint or "").partition("@")[0]:
+        sql = "SELECT lineage FROM runs WHERE id = ?"
+        for lineage in store.column(sql, [trained]):
+            if rows := lineage.get("exam_rows", {}).get(named["name"]):
+                fields["contaminated"] = f"it trained on {rows} rows that ask the same"
     return Marks(**fields)
+
+
+def results(store: Store, exam: Exam) -> list[Json]:
+    """Every look of every owner, for the operator."""
+    sql = """SELECT look.owner, number AS look, run_id AS run, subject, state, summary
+             FROM exam_looks AS look LEFT JOIN runs ON runs.id = run_id
+             WHERE exam_id = ? ORDER BY look.owner, number"""
+    return [{**row, **(row.pop("summary") or {})} for row in store.query(sql, [exam.id])]
+
+
+def transcripts(run: Run, key: bytes) -> Json:
+    """{"model": attempts, "base": attempts} of a look. FlashError(exam_locked)."""
+    (path,) = Path(run.folder).glob(f"evals/{run.evaluation.step}.*.sealed")
+    return sealing.unseal_json(key, path.read_text(), run.environment_digest)
 
 
 def lines(store: Store, run: Run) -> list[str]:

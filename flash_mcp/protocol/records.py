@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from environments.settings import identity
 from environments.tools import text_of as text_of  # for all of flash_mcp: judgement sees records
 from environments.untrusted_text import is_plain, plain_name
+from flash_mcp.protocol.errors import exam_sealed
 from flash_mcp.protocol.run_files import Json as Json
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, Precision, RunSpec, stored_spec
 
@@ -113,6 +114,11 @@ class Run(Record):
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Self:
         return super().from_row({**fields, "spec": stored_spec(fields["spec"])})
+
+    def refuse_exam(self) -> None:
+        """FlashError(exam_sealed) if it is a look at an exam."""
+        if "exam" in self.lineage:
+            raise exam_sealed(self.id)
 
     @property
     def name(self) -> str | None:

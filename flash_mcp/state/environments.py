@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.errors import FlashError, did_you_mean, exam_sealed
+from flash_mcp.protocol.exams import REFERENCE
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json
 from flash_mcp.state.database import Connection
 from flash_mcp.state.disk import check_quota
@@ -91,8 +92,10 @@ class EnvironmentTable(Connection):
         """NAME is its newest version; in NAME@DIGEST six characters of the digest do. The caller's
         own come first.
 
-        Raises FlashError(unknown_environment).
+        Raises FlashError(unknown_environment | exam_sealed).
         """
+        if reference.startswith(REFERENCE):
+            raise exam_sealed(reference)
         name, _, digest = reference.partition("@")
         sql = "SELECT * FROM environments WHERE name = ? ORDER BY owner != ?, pushed DESC"
         versions = self.records(EnvironmentVersion, sql, [name, caller().owner])

@@ -11,7 +11,6 @@ from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.judgement.comparison import Solved
 from flash_mcp.judgement.curve import METRICS, Curve, drawn
 from flash_mcp.judgement.health import WINDOW
-from flash_mcp.protocol.errors import exam_sealed
 from flash_mcp.protocol.records import (
     ACTIVE,
     Checkpoint,
@@ -139,8 +138,6 @@ class HistoryTables(RunTable):
         """Transcripts of one step, or of all. `contains` looks into the messages' text, ignoring
         ASCII case. `random` is always the same order, so that pages of it fit together.
         """
-        if self.column("SELECT run_id FROM exam_looks WHERE run_id = ?", [run_id]):
-            raise exam_sealed(run_id)
         where, values = _rollout_filter(run_id, split, step, contains, success)
         orders = {
             "worst": "reward, step DESC, position",

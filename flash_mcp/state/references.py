@@ -15,8 +15,7 @@ import environments
 from environments.process.requirements import REASONING_GYM
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
-from flash_mcp.protocol.errors import FlashError, exam_sealed, nearest
-from flash_mcp.protocol.exams import REFERENCE as EXAM
+from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import Precision
 from flash_mcp.state.owners import LOCAL_OWNER, caller, refuse_server_side
@@ -88,8 +87,6 @@ def environment(store: Store, reference: str) -> EnvironmentVersion:
 
     FlashError(unknown_environment).
     """
-    if reference.startswith(EXAM):
-        raise exam_sealed(reference)
     files = files_of(reference)
     data: Json = {}
     if reference == REGRESSION and _own_regression(store) is None:

@@ -188,6 +188,13 @@ class Vault:
             request = _receive(connection)
             if not hmac.compare_digest(str(request["key"]).encode(), self._key.encode()):
                 return
+            if "texts" in request:  # a locked exam gets no answer
+                from flash_mcp.exam import search  # noqa: PLC0415
+
+                key = bytes.fromhex(self.values("", request["names"])[request["names"][0]])
+                found = search.hits(self.base, request["exam"], key, request["texts"])
+                _send(connection, {"lacking": [""] * len(found)})
+                return
             if request["run_id"] == STORE:
                 if request["values"] not in self._used_keys:
                     self._new_keys = request["values"]
@@ -263,6 +270,14 @@ def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
     """Which of `names` the supervisor does not have for the run; all, where none answers."""
     lacking = _ask(base, {"run_id": run_id, "names": list(names)}) if names else []
     return list(names) if lacking is None else lacking
+
+
+def count_rows(base: Path, exam: str, variable: str, texts: Sequence[str]) -> int:
+    """How many texts ask what the exam asks. FlashError(exam_locked)."""
+    request = {"run_id": EXAMS, "names": [variable], "exam": exam, "texts": list(texts)}
+    if (found := _ask(base, request)) is None:
+        raise missing(exam, [variable])
+    return len(found)
 
 
 def missing(run_id: str, names: Sequence[str]) -> FlashError:

@@ -461,6 +461,7 @@ def _find(store: Store, text: str) -> Evaluated:
 
 
 def _evaluated(store: Store, run: Run, step: int | None) -> Evaluated:
+    run.refuse_exam()
     saved = [row.step for row in store.checkpoints(run.id)]
     rows = store.evals(run.id)
     row = attempts.evaluation_at(run, rows, step, saved)

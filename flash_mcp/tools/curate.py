@@ -9,6 +9,7 @@ from typing import Annotated, Literal, cast
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from flash_mcp.exam import search
 from flash_mcp.judgement import curation
 from flash_mcp.judgement.curation import (
     Counts,
@@ -22,6 +23,7 @@ from flash_mcp.judgement.curation import (
 )
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import percent
+from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Run, text_of
 from flash_mcp.protocol.result_model import ResultModel, Rounded
@@ -167,6 +169,7 @@ def _of_rows(
     if name is None:
         train, _, counts, origin = split_conversations(runs[0], plan.holdout, question, answer)
         notes = [str(origin)] if origin else []
+        notes += search.notes(search.found(home(), search.asked_by(train)))
         preview, problem = preview_by_default(train, counts.model_dump())
         if problem:
             notes.append(problem)
@@ -174,12 +177,14 @@ def _of_rows(
             models=[], counts=counts, notes=notes or None, preview=preview, examples=[], next=KEEP
         )
     kept = keep_conversations(runs[0], plan.holdout, question, answer, name)
+    notes = [kept.manifest["source"]["said"]] if "source" in kept.manifest else []
+    notes += search.notes(search.found(home(), search.asked_by(kept.rows())))
     return Curate(
         dataset=kept.reference,
         path=str(kept.path),
         models=[],
         counts=Counts(**kept.manifest["counts"]),
-        notes=[kept.manifest["source"]["said"]] if "source" in kept.manifest else None,
+        notes=notes or None,
         examples=[],
         next=f"train(algorithm='sft', dataset={kept.reference!r}, validate_only=true)",
     )
@@ -196,6 +201,8 @@ async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) ->
     await report("reading attempts")
     attempts = [_attempts_of(store, reference, plan.source) for reference in runs]
     curated = await run_sync(_select, attempts, plan, held_out, abandon_on_cancel=True)
+    asked = search.asked_by(attempt.row() for attempt in curated.train)
+    exams = await run_sync(search.found, store.base, asked)
     held_back = [_example("holdout", attempt) for attempt in curated.holdout[:1]]
     chosen = curated.train[: EXAMPLES - len(held_back)]
     examples = [_example("train", attempt) for attempt in chosen]
@@ -203,7 +210,7 @@ async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) ->
         environment=rows[0].environment_reference,
         models=sorted({row.model for row in rows}),
         counts=curated.counts,
-        notes=_notes(curated, plan, held_out) or None,
+        notes=[*_notes(curated, plan, held_out), *search.notes(exams)] or None,
         examples=[*examples, *held_back],
         next=KEEP,
     )

@@ -147,6 +147,7 @@ def rollouts(
         result = _recorded(store, run_id, contains or "", success, index, limit, offset)
         return _result(result, max_characters, contains or "", from_message)
     run = store.run(run_id)
+    run.refuse_exam()
     # Rollouts of an evaluation are stored under "eval", whichever split its tasks are from.
     split = "eval" if run.algorithm == "eval" else split or "train"
     steps = store.rollout_steps(run_id, split)

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_operator_creates_lists_unlocks_and_removes_exams(folder: Path, flash_home: Path, monkeypatch):
     key = folder.parent / "sums.exam-key"
     code, text = command("exam", "create", "sums", str(folder), "--looks", "5", "--key-file", str(key))
-    assert code == 0 and "tasks_per_look: 12" in text and key.stat().st_mode & 0o777 == 0o600
+    assert code == 0 and "tasks: 60" in text and key.stat().st_mode & 0o777 == 0o600
 
     def typed(text: str, *words: str) -> int:
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{text}\n"))

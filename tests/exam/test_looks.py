@@ -1,5 +1,6 @@
 """Looks at exams: budgets, what counts as spent, and how often an interval is wrong."""
 
+import json
 import random
 from pathlib import Path
 from statistics import fmean
@@ -8,12 +9,13 @@ import pytest
 
 from flash_mcp.exam import exams
 from flash_mcp.judgement.tournament import ALPHA, difference
+from flash_mcp.pages.report import html
 from flash_mcp.state import store as stores
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import recovery
 from tests.calls import call, refused
 from tests.exam.test_exams import PASSPHRASE
-from tests.samples import ENVIRONMENT, end, start, supervised
+from tests.samples import ENVIRONMENT, end, save_adapter, start, supervised
 
 MODEL = {"environment": "exam:sums", "model": "smollm2-135m-instruct", "wait_s": 0}
 
@@ -99,6 +101,38 @@ async def test_looks_survive_a_lost_database(folder: Path, flash_home: Path) -> 
         assert second["created"]
         sql = "SELECT number FROM exam_looks ORDER BY number"
         assert open_store().column(sql) == [1, 2]
+
+
+async def test_rows_that_ask_what_an_exam_asks_are_counted(folder: Path, flash_home: Path, tmp_path: Path) -> None:
+    source = ENVIRONMENT.replace("go {n}", "look {n}").replace(
+        'input=f"say {n}"', "input=f\"{'go' if n < 7 else 'say'} {n}\""
+    )
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"question": f"{'Go' if n < 5 else 'tell'} {n}!", "answer": str(n)} for n in range(30)]
+    rows.write_text("\n".join(map(json.dumps, lines)))
+    looked = {"environment": "mine", "steps": 2, "validate_only": True}
+    with supervised():
+        await call("env_push", name="mine", files={"environment.py": source})
+        assert "exam:sums is locked" in str((await call("train", **looked))["notes"])
+        exams.unlock(flash_home, "sums", PASSPHRASE)
+        assert "7 rows ask what exam:sums asks" in str((await call("train", **looked))["notes"])
+        curated = await call("curate", runs=[str(rows)], dry_run=True)
+        assert "CONTAMINATED: 5 rows" in str(curated["notes"]) and "go " not in str(curated["notes"])
+        await call("curate", runs=[str(rows)], name="rows")
+        for given in ({"environment": "mine"}, {}):
+            sft = await call("train", **given, algorithm="sft", dataset="rows", validate_only=True)
+            assert "CONTAMINATED: 5 rows" in str(sft["notes"]), given
+        run = await call("train", environment="mine", steps=2)
+        assert open_store().run(run["run_id"]).lineage["exam_rows"] == {"sums": 7}
+        writer = start(run["run_id"])
+        save_adapter(writer, 2, tmp_path)
+        end(writer, run["run_id"], 2)
+        look = await call("evaluate", **{**MODEL, "model": run["run_id"]})
+        finish(look["run_id"], tasks=20, solved=18, base_solved=2, wins=17, losses=1)
+        found = (await call("evaluate", **{**MODEL, "model": run["run_id"]}))["exam"]
+        assert found["verdict"] == "better" and "7 rows" in found["contaminated"] and found["base"] == 0.1
+        for page in (await call("status", run_id=run["run_id"]), html(open_store(), run["run_id"])):
+            assert "look 1 of 3: 0.90" in str(page) and "CONTAMINATED" in str(page)
 
 
 @pytest.mark.parametrize("truth", [0.05, 0.5, 0.9])

@@ -171,22 +171,27 @@ async def read_held_out(host: EnvironmentHost) -> HeldBack:
     train = await host.tasks("train")
     held_out = await host.tasks("eval")
     counter = Counter(question for _, question in held_out)
+    return HeldBack(
+        ids=frozenset(task_id for task_id, _ in held_out),
+        questions=frozenset(question for question, times in counter.items() if times == 1),
+        prompts=await read_prompts(host, "eval"),
+        train_questions=dict(train),
+        total=len(held_out),
+    )
+
+
+async def read_prompts(host: EnvironmentHost, split: str) -> list[TaskTexts]:
+    """Those of the tasks of a split that open in time."""
     prompts: list[TaskTexts] = []
 
     async def look(index: int) -> None:
         with suppress(EnvironmentFault):  # a task that cannot be opened cannot be trained on either
-            opening = await host.open("eval", index)
+            opening = await host.open(split, index)
             prompts.append(task_of(opening.messages))
             await host.close(opening.episode)
 
     with suppress(TimeoutError):
         async with asyncio.timeout(OPENING_TIMEOUT_S), asyncio.TaskGroup() as group:
-            for index in range(min(len(held_out), MAX_OPENED)):
+            for index in range(min(host.splits[split], MAX_OPENED)):
                 group.create_task(look(index))
-    return HeldBack(
-        ids=frozenset(task_id for task_id, _ in held_out),
-        questions=frozenset(question for question, times in counter.items() if times == 1),
-        prompts=prompts,
-        train_questions=dict(train),
-        total=len(held_out),
-    )
+    return prompts

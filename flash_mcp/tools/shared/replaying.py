@@ -91,6 +91,7 @@ class Stored:
 def stored_rollouts(store: Store, run_id: str) -> Stored:
     """FlashError(invalid_argument | unknown_run) if the run has none that can be played again."""
     run = store.run(run_id)
+    run.refuse_exam()
     fix = "name a run whose rollouts lists transcripts of one environment"
     if isinstance(run.spec, RunSpec) and run.spec.mixture:
         what = f"{run_id} mixes environments: its rollouts are not played again"

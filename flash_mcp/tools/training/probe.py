@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+from anyio.to_thread import run_sync
 
 from environments.checks.playing import Task, gold_turns
 from environments.checks.splits import Overlap, overlap
@@ -17,14 +18,17 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.same_task import SameTasks, task_of
 from environments.sandbox.needs import Needs
 from environments.untrusted_text import plain_name
+from flash_mcp.exam.exams import exams as known_exams
+from flash_mcp.exam.search import asked_by, found
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run, text_of
 from flash_mcp.protocol.spec import ResolvedSpec, RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.loading import LOAD_TIMEOUT_S, loaded, read_held_out
+from flash_mcp.tools.shared.loading import LOAD_TIMEOUT_S, loaded, read_held_out, read_prompts
 from flash_mcp.tools.shared.rows import CHARACTERS_PER_TOKEN
 
 OPENINGS_S = 12.0
@@ -41,6 +45,8 @@ class Probed:
     """The tasks that are in both splits, of each environment."""
     evaluated: int = 0
     """Tasks of one evaluation."""
+    exams: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
+    """Rows that ask what an exam asks (flash_mcp.exam.search.found)."""
 
     @property
     def overlap(self) -> Json | None:
@@ -54,7 +60,8 @@ class Probed:
         splits = Counter(self.splits) + Counter(other.splits)
         longest = max(self.prompt_tokens, other.prompt_tokens)
         shared = [*self.shared, *other.shared]
-        return Probed(dict(splits), longest, shared, self.evaluated + other.evaluated)
+        exams = {**self.exams, **{name: rows for name, rows in other.exams.items() if rows}}
+        return Probed(dict(splits), longest, shared, self.evaluated + other.evaluated, exams)
 
 
 NO_PROBE = Probed({}, 0, [])
@@ -108,6 +115,12 @@ async def probe(
             raise faults[0]
         if dataset:
             await _check_contamination(host, spec, environment, dataset)
+        exams: dict[str, int | None] = {}
+        if known_exams(home()):
+            asked = asked_by(dataset.rows()) if dataset else []
+            if not dataset:
+                asked = [task.text for task in await read_prompts(host, "train")]
+            exams = await run_sync(found, home(), asked)
         splits = dict(host.splits)
         shared = await overlap(host)
     if spec.evaluates and not splits.get("eval"):
@@ -115,7 +128,7 @@ async def probe(
         fix = "add eval rows (env.eval_dataset, usually datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", what, fix=fix)
     tokens = math.ceil(longest / CHARACTERS_PER_TOKEN)
-    return Probed(splits, tokens, [shared], min(splits.get("eval", 0), spec.eval_examples))
+    return Probed(splits, tokens, [shared], min(splits.get("eval", 0), spec.eval_examples), exams)
 
 
 async def _check_contamination(
