@@ -23,6 +23,8 @@ from environments.process.host import EnvironmentHost
 from environments.same_task import task_of
 from environments.sandbox.needs import Needs
 from environments.settings import LOCAL_OWNER
+from flash_mcp.exam import prompts
+from flash_mcp.exam.prompts import folder_of
 from flash_mcp.protocol import exams as sealing
 from flash_mcp.protocol.errors import FlashError, did_you_mean, expanded
 from flash_mcp.protocol.paths import write_private
@@ -91,10 +93,6 @@ class Exam:
             raise FlashError("exam_locked", what, fix=fix) from error
 
 
-def folder_of(base: Path, name: str) -> Path:
-    return base / "exams" / name
-
-
 def exams(base: Path) -> list[Exam]:
     """All exams, for the operator; those that they may take, for another owner."""
     result: list[Exam] = []
@@ -146,17 +144,17 @@ def create(
         raise FlashError("invalid_argument", what, fix="leave gateway out of environment.toml")
     with tempfile.TemporaryDirectory(prefix="flash-exam-") as plain:
         sealing.unpack(sealing.pack(files), Path(plain))
-        prompts, generated = asyncio.run(_look_into(Path(plain), name))
+        texts, generated = asyncio.run(_look_into(Path(plain), name))
         keep_generated(Path(plain), generated)
         for path in Path(plain).glob(".kept/*"):
             files[path.relative_to(plain).as_posix()] = path.read_bytes()
-    if not 1 <= looks <= len(prompts) // LEAST_TASKS:
-        most = len(prompts) // LEAST_TASKS
+    if not 1 <= looks <= len(texts) // LEAST_TASKS:
+        most = len(texts) // LEAST_TASKS
         what = f"{looks} looks need {looks * LEAST_TASKS} eval tasks, {LEAST_TASKS} for each: "
-        what += f"each look takes tasks that no other took, and the folder has {len(prompts)}"
+        what += f"each look takes tasks that no other took, and the folder has {len(texts)}"
         fix = f"use --looks {most} or fewer" if most else "add eval tasks"
         raise FlashError("invalid_argument", what, looks=looks, fix=fix)
-    order = list(range(len(prompts)))
+    order = list(range(len(texts)))
     random.SystemRandom().shuffle(order)
     exam_id, salt = randomness.token_hex(8), None
     if key_file:
@@ -171,12 +169,12 @@ def create(
         salt = randomness.token_hex(sealing.SALT_BYTES)
         key = sealing.key_of(passphrase or "", salt)
     named = str(key_file) if key_file else None
-    exam = Exam(name, exam_id, time.time(), looks, sorted(owners), len(prompts), order, salt, named)
+    exam = Exam(name, exam_id, time.time(), looks, sorted(owners), len(texts), order, salt, named)
     (place / exam_id).mkdir(parents=True, mode=0o700)
     sealed = sealing.seal(key, sealing.pack(files), exam_id)
     write_private(place / exam_id / sealing.SEALED, sealed)
-    texts = json.dumps(prompts).encode()
-    write_private(place / sealing.PROMPTS, sealing.seal(key, texts, f"{exam_id} prompts"))
+    sealed = sealing.seal(key, json.dumps(texts).encode(), f"{exam_id} prompts")
+    write_private(place / sealing.PROMPTS, sealed)
     write_private(place / FILE, json.dumps(vars(exam)))  # last: until then there is no exam
     return exam
 
@@ -193,12 +191,12 @@ async def _look_into(folder: Path, name: str) -> tuple[list[str], dict[str, str]
 
 
 async def _prompts(host: EnvironmentHost) -> list[str]:
-    prompts: list[str] = []
+    texts: list[str] = []
     for index in range(host.splits.get("eval", 0)):
         opening = await host.open("eval", index)
-        prompts.append(task_of(opening.messages).text)
+        texts.append(task_of(opening.messages).text)
         await host.close(opening.episode)
-    return prompts
+    return texts
 
 
 def remove(base: Path, name: str) -> None:
@@ -212,7 +210,7 @@ def unlock(base: Path, name: str, passphrase: str) -> None:
     """
     exam = find_exam(base, name)
     key = exam.key(passphrase)
-    read_prompts(base, exam, key)
+    prompts.read(base, name, exam.id, key)
     process.ensure_supervisor(base)
     secrets.give(base, secrets.EXAMS, {exam.variable: key.hex()})
 
@@ -220,8 +218,3 @@ def unlock(base: Path, name: str, passphrase: str) -> None:
 def lock(base: Path, name: str) -> None:
     """Let the supervisor forget the key."""
     secrets.give(base, secrets.EXAMS, {find_exam(base, name).variable: ""})
-
-
-def read_prompts(base: Path, exam: Exam, key: bytes) -> list[str]:
-    sealed = (folder_of(base, exam.name) / sealing.PROMPTS).read_bytes()
-    return json.loads(sealing.unseal(key, sealed, f"{exam.id} prompts"))

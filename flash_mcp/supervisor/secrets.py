@@ -32,9 +32,10 @@ from typing import Any
 
 from dotenv import dotenv_values
 
+from flash_mcp.exam import prompts
 from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.exams import KEY_VARIABLE
+from flash_mcp.protocol.exams import KEY_VARIABLE, variable_of
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Run
 
@@ -189,11 +190,10 @@ class Vault:
             if not hmac.compare_digest(str(request["key"]).encode(), self._key.encode()):
                 return
             if "texts" in request:  # a locked exam gets no answer
-                from flash_mcp.exam import search  # noqa: PLC0415
-
+                exam = (request["exam"], request["names"][0].removeprefix(KEY_VARIABLE))
                 key = bytes.fromhex(self.values("", request["names"])[request["names"][0]])
-                found = search.hits(self.base, request["exam"], key, request["texts"])
-                _send(connection, {"lacking": [""] * len(found)})
+                found = prompts.rows(self.base, *exam, key, request["texts"])
+                _send(connection, {"lacking": [""] * found})
                 return
             if request["run_id"] == STORE:
                 if request["values"] not in self._used_keys:
@@ -272,11 +272,12 @@ def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
     return list(names) if lacking is None else lacking
 
 
-def count_rows(base: Path, exam: str, variable: str, texts: Sequence[str]) -> int:
+def count_rows(base: Path, exam: str, exam_id: str, texts: Sequence[str]) -> int:
     """How many texts ask what the exam asks. FlashError(exam_locked)."""
-    request = {"run_id": EXAMS, "names": [variable], "exam": exam, "texts": list(texts)}
+    names = [variable_of(exam_id)]
+    request = {"run_id": EXAMS, "names": names, "exam": exam, "texts": list(texts)}
     if (found := _ask(base, request)) is None:
-        raise missing(exam, [variable])
+        raise missing(exam, names)
     return len(found)
 
 
