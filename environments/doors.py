@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @functools.cache
 def brought(group: str) -> dict[str, list[EntryPoint]]:
     """What is installed here, by name. It reads a file of each installed package, once."""
+    # Loaded here: with the e-mail package that it needs it takes a tenth of an environment's start.
+    metadata: Any = importlib.import_module("importlib.metadata")
     results: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=group):
+    for point in metadata.entry_points(group=group):
         named = results.setdefault(point.name, [])
         if point.value not in (other.value for other in named):  # a package may be found twice
             named.append(point)

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import IO
 
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
-from environments.sandbox import scratch
+from environments.sandbox import needs, scratch
 from environments.sandbox.kernel import signal_name
 from environments.sandbox.landlock import landlock_version, program_rules
-from environments.sandbox.needs import Bounds
 from environments.sandbox.seccomp import allowed_calls
 
 REWARD_FILE = "FLASH_REWARD_FILE"
@@ -149,8 +148,6 @@ BEGINNING = ("clone", "fork", "vfork")
 SHARE = 4
 """A program has at most 1/SHARE of its environment's processes and threads."""
 FEWEST = 32
-bounds: Bounds | None = None
-"""Those of the sandbox that this process is in."""
 
 
 @asynccontextmanager
@@ -196,6 +193,7 @@ async def start(
         raise FileNotFoundError(f"there is no program {command[0]!r:.200}")
     rules: list[int] = []
     stdin = DEVNULL
+    bounds = needs.own
     if bounds is not None and sys.platform.startswith("linux"):
         # Without Landlock the operator has let code run unprotected.
         if landlock_version() >= 1:

@@ -104,6 +104,10 @@ class Constant:
             return f"copying {self.turns[0]} of the prompt"
         return " / ".join(self.turns)
 
+    def __add__(self, other: Constant) -> Constant:
+        """The same on the tasks of both."""
+        return Constant(self.turns, self.successes + other.successes, self.rewards + other.rewards)
+
     @property
     def success_share(self) -> float:
         return fmean(self.successes)
@@ -161,7 +165,9 @@ async def best_constant(
             if copies:
                 around = [*tags("\n".join(prompts)), ("", "")]
                 texts += [Copy((name, *pair)) for name in PARTS for pair in around]
-            tried = await plays.all(few[:FIRST_TASKS], texts)
+            tried = await plays.all(few[: FIRST_TASKS // 2], texts)
+            better = [constant.turns for constant in tried[: len(texts) // 2]]
+            tried = await plays.all(few[FIRST_TASKS // 2 : FIRST_TASKS], better, tried)
             finalists = [constant.turns for constant in tried[:FINALISTS]]
             # On the first tasks another one may have been luckier than the commonest gold answer.
             finalists += [turns for turns, _ in Counter(golds).most_common(1)]
@@ -172,9 +178,7 @@ async def best_constant(
                 more = await plays.one(batch, best.turns) if best else None
                 if best is None or more is None:
                     break
-                best = Constant(
-                    best.turns, best.successes + more.successes, best.rewards + more.rewards
-                )
+                best += more
     return best
 
 
@@ -187,13 +191,18 @@ class _Plays:
     at_once: int
     player: Player | None
 
-    async def all(self, tasks: Sequence[int], texts: Sequence[Turns]) -> list[Constant]:
-        """Those that the environment could score, the best one first."""
+    async def all(
+        self, tasks: Sequence[int], texts: Sequence[Turns], before: Sequence[Constant] = ()
+    ) -> list[Constant]:
+        """Those that the environment could score, the best one first, with what they earned on
+        other tasks `before`."""
+        earlier = {constant.turns: constant for constant in before}
         constants: list[Constant] = []
         for start in range(0, len(texts), self.at_once):
             batch = texts[start : start + self.at_once]
             played = await together(self.one(tasks, turns) for turns in batch)
-            constants += [constant for constant in played if constant is not None]
+            for one in filter(None, played):
+                constants.append(earlier[one.turns] + one if earlier else one)
         return sorted(
             constants, key=lambda item: (item.success_share, item.mean_reward), reverse=True
         )

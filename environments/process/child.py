@@ -40,7 +40,6 @@ from queue import SimpleQueue
 from typing import Any, Never, cast
 
 from environments import adapters, task_cache
-from environments.agents import command
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, Usage
 from environments.base import (
     LARGEST_REWARD,
@@ -69,7 +68,7 @@ from environments.process.replies import (
     MAX_TURNS,
 )
 from environments.same_task import MOST_TASKS, TaskTexts, gold_of, is_permuted, same_tasks, words_of
-from environments.sandbox import confinement
+from environments.sandbox import confinement, needs
 from environments.sandbox.confinement import message_of
 from environments.sandbox.needs import Bounds
 from environments.tools import tool_calls_of, tool_schemas
@@ -648,7 +647,7 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
     from environments.agents.endpoint import AgentEpisode  # noqa: PLC0415
     from environments.agents.server import Endpoint  # noqa: PLC0415
 
-    bounds = command.bounds
+    bounds = needs.own
     if bounds is not None and not bounds.needs.endpoint:
         what = "this environment calls the model's API, and its environment.toml"
         raise _invalid(f"{what} does not say endpoint = true")
@@ -824,7 +823,7 @@ def main() -> Never:
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
     confinement.explain_refusals(bounds)
-    command.bounds = bounds
+    needs.own = bounds
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.path.insert(0, bounds.folder)

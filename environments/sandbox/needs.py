@@ -114,3 +114,7 @@ class Bounds:
         fields: dict[str, Any] = json.loads(text)
         fields["needs"] = Needs(**fields["needs"])
         return cls(**fields)
+
+
+own: Bounds | None = None
+"""Those of the sandbox that this process is in."""
