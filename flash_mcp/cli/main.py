@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from flash_mcp import __version__
-from flash_mcp.cli import certify, machine, run_commands, serving, targets, token_commands
+from flash_mcp.cli import certify, machine, run_commands, serving, targets
 from flash_mcp.cli.output import VisibleFormatter, to_json, visible
 from flash_mcp.cli.parsing import Command, Group, Parser, add_own, check_known, example
 from flash_mcp.cli.tool_commands import add_tool
@@ -24,7 +24,6 @@ from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 
 COMMANDS: dict[str, Command | Group] = {
     **serving.COMMANDS,
-    **token_commands.COMMANDS,
     **targets.COMMANDS,
     **run_commands.COMMANDS,
     **certify.COMMANDS,
