@@ -128,6 +128,7 @@ class Faulty(Doubling):
 
 
 @pytest.mark.parametrize("fault", TOOL_FAULTS)
+@pytest.mark.usefixtures("in_this_process")
 async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(tmp_path: Path, fault: str) -> None:
     body, evidence, fix = TOOL_FAULTS[fault]
     source = DOUBLING + textwrap.indent(textwrap.dedent(body), " " * 8)
@@ -137,12 +138,14 @@ async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(tmp_path: P
     assert fix in probe.fix
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_tool_calls_that_are_answered_well_pass(tmp_path: Path) -> None:
     sound = await check(environment_folder(tmp_path, DOUBLING, returns="Doubling()"))
     (tools,) = [probe for probe in sound.probes if probe.name == "tool_calls"]
     assert (tools.passed, tools.evidence) == (True, "14 bad or odd calls: none raised, none was a success")
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_gold_messages_that_call_no_tool_are_named(tmp_path: Path) -> None:
     source = """
         class Silent(Doubling):
@@ -258,8 +261,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_faulty_environment_fails_where_it_is_at_fault(tmp_path: Path, fault: str) -> None:
+async def test_a_faulty_environment_fails_where_it_is_at_fault(tmp_path: Path, fault: str, request) -> None:
     method, expected, name, evidence = FAULTS[fault]
+    if "drawn" not in fault:  # by each process anew
+        request.getfixturevalue("in_this_process")
     report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {method}\n"))
     failed = failures(report)
     assert not report.passed
@@ -413,6 +418,7 @@ RANKING = """
         ("1 / (place - 1)", "score_group raised ZeroDivisionError"),
     ],
 )
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_group_is_scored_whatever_its_order_and_gold_above_junk(tmp_path: Path, reward: str, evidence: str):
     source = RANKING.format(reward=reward)
     report = await check(environment_folder(tmp_path, source))
