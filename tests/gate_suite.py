@@ -968,7 +968,7 @@ GOOD = {
                 try:
                     ours, gold = {}, {}
                     exec(text, ours), exec(example.output, gold)
-                    return all(ours["f"](n) == gold["f"](n) for n in range(9))
+                    return all(repr(ours["f"](n)) == repr(gold["f"](n)) for n in range(9))
                 except BaseException:
                     return False
         """,
