@@ -377,6 +377,7 @@ async def test_a_syntax_error_is_shown_without_the_frames_of_its_import(tmp_path
     assert re.search(r'environment.py", line 1\n.*def f\(:', evidence) and "importlib" not in evidence
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_long_answer_is_cut_with_its_quotes_closed(tmp_path: Path) -> None:
     source = "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'gold' * 99}]"
     report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {source}\n"))
@@ -444,6 +445,7 @@ async def test_a_scorer_that_hangs_on_an_answer_is_found_and_the_other_checks_ar
     assert "score_episode must answer within 5 s" in failed["time"].fix
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_gold_answer_whose_first_half_says_all_is_no_fault(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
@@ -495,6 +497,7 @@ async def test_gold_that_has_fewer_turns_than_its_episode_is_told_so(tmp_path: P
             assert "context" not in probe.evidence
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_scorer_that_pays_for_a_beginning_is_found(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
@@ -506,6 +509,7 @@ async def test_a_scorer_that_pays_for_a_beginning_is_found(tmp_path: Path) -> No
     assert set(failures(await check(environment_folder(tmp_path, source)))) == {"truncated"}
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Path) -> None:
     source = """
     class Sample(Echo):
@@ -525,6 +529,7 @@ async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Pat
     assert report.passed
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_gold_answers_that_raise_are_not_called_missing(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
@@ -592,6 +597,7 @@ async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(
     assert report.seconds < 120, "one by one it would take over 130 s"
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_substring_scorer_learns_how_to_be_strict_and_can_be_accepted(tmp_path: Path) -> None:
     """The scorer of the freesolo SDK's own starter."""
     source = """
@@ -617,6 +623,7 @@ async def test_a_substring_scorer_learns_how_to_be_strict_and_can_be_accepted(tm
     assert (await check(folder)).passed
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_failure_can_be_accepted_by_name(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):

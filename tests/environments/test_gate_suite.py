@@ -1,5 +1,6 @@
 """The gate's suite (tests/gate_suite.py): bad environments fail the check that is named, good ones pass."""
 
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,14 @@ pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 
 
-async def judged(folder: Path, source: str) -> Report:
+OF_PROCESSES = re.compile(r"\b(eval|exec|import|os|random|sys|time|self\.\w+ [+]?=|global)\b")
+"""What needs a process of its own: foreign code that is run, and state that others must not see."""
+
+
+async def judged(folder: Path, source: str, request: pytest.FixtureRequest) -> Report:
+    """The others are checked in this process, but for the long tests."""
+    if not (OF_PROCESSES.search(source) or request.config.getoption("long")):
+        request.getfixturevalue("in_this_process")
     environment = environment_folder(folder, ROWS + textwrap.dedent(source))
     # However busy the machine is, every check ends.
     return await check(environment, deadline_s=600)
@@ -31,8 +39,8 @@ def bad_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("probe", "name"), [*bad_cases()])
-async def test_a_bad_environment_is_refused_by_the_check_for_it(tmp_path: Path, probe: str, name: str) -> None:
-    report = await judged(tmp_path, BAD[probe][name])
+async def test_a_bad_environment_is_refused_by_the_check_for_it(tmp_path: Path, probe: str, name: str, request) -> None:
+    report = await judged(tmp_path, BAD[probe][name], request)
     failed = {each.name: each for each in report.probes if each.passed is False}
     assert probe in failed, [(each.name, each.passed, each.evidence) for each in report.probes]
     assert failed[probe].fix
@@ -45,14 +53,14 @@ def good_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", [*good_cases()])
-async def test_a_good_environment_passes(tmp_path: Path, name: str) -> None:
-    report = await judged(tmp_path, GOOD[name])
+async def test_a_good_environment_passes(tmp_path: Path, name: str, request) -> None:
+    report = await judged(tmp_path, GOOD[name], request)
     assert report.passed, [each for each in report.probes if each.passed is False]
 
 
 @pytest.mark.parametrize("name", MISSED)
-async def test_what_the_docs_call_missed_passes(tmp_path: Path, name: str) -> None:
-    assert (await judged(tmp_path, MISSED[name])).passed
+async def test_what_the_docs_call_missed_passes(tmp_path: Path, name: str, request) -> None:
+    assert (await judged(tmp_path, MISSED[name], request)).passed
 
 
 def test_the_docs_state_how_much_of_the_suite_the_gate_finds() -> None:
