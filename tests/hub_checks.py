@@ -7,6 +7,7 @@ of Inspect, the five toy text games of gymnasium. With --train, those that load 
 step of GRPO on the default model. --write puts the rows into docs/hubs.md."""
 
 import asyncio
+import json
 import random
 import sys
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from rich.console import Console
 
 from environments.checks import gate
 from environments.process import requirements
+from flash_mcp.cli import main as cli
+from flash_mcp.cli.certify import NEEDED
 from flash_mcp.cli.demo import DemoSession, connected, watch
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.state import references
+from flash_mcp.state import certificates, references
 from tests import docs
 from tests.hubs import CALL_TIMEOUT_S, Hub
 
@@ -100,6 +103,32 @@ async def run(only: list[str], scratch: Path, *, train: bool) -> list[Checked]:
                 if result.loads == "yes":
                     await train_one(session, hub, result, scratch)
     return results
+
+
+# -- certificates, without a model -----------------------------------------------------------------
+
+
+def certify_one(hub: Hub, name: str, scratch: Path) -> tuple[object, ...]:
+    """The row of one environment. Its packages are installed first."""
+    folder, page = hub.folder(name, scratch), scratch / "certificate.html"
+    page.unlink(missing_ok=True)
+    asyncio.run(requirements.interpreter(folder))
+    words = ["certify", name if hub.names else str(folder), "--steps", "0", "--to", str(page)]
+    if not hub.names:
+        words += ["--environment-args", json.dumps({"name": name})]
+    cli.main(words)
+    facts = certificates.read(page.read_bytes()).facts
+    rows = facts["questions"].values()
+    why = "; ".join(row["because"] for row in rows if row["answer"] == "no").replace("|", "/")
+    answers = (row["answer"] for row in rows)
+    seconds = round(sum(facts["seconds"].values()))
+    return hub.package, name.removeprefix("reasoning-gym:"), *answers, seconds, " ".join(why.split())[:200] or "-"
+
+
+def certify(only: list[str], scratch: Path) -> str:
+    plan = [(hub, name) for hub, name in sample() if not only or {hub.package, name} & set(only)]
+    head = ("package", "environment", *NEEDED, "seconds", "why not")
+    return docs.table(head, [certify_one(hub, name, scratch) for hub, name in plan])
 
 
 def main(only: list[str], scratch: Path, *, train: bool) -> str:

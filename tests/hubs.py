@@ -10,7 +10,8 @@ messages and the same score both times, and that the two episodes of a task went
     scripts/hubs --json FILE          also what happened to each environment
     scripts/hubs --write              puts the rows into docs/environments.md
     scripts/hubs --learn              evaluates and trains in some of them (tests/hub_runs.py)
-    scripts/hubs --check              says of a sample: loads, passes env_test, trains (tests/hub_checks.py)"""
+    scripts/hubs --check              says of a sample: loads, passes env_test, trains (tests/hub_checks.py)
+    scripts/hubs --certify            certifies that sample without a model (docs/certificates.md)"""
 
 from __future__ import annotations
 
@@ -294,15 +295,17 @@ def learn(only: list[str], *, write_to_document: bool) -> int:
     return 0
 
 
-def check(only: list[str], *, train: bool, write_to_document: bool) -> int:
-    """Whether environments of a sample load, pass env_test and train."""
+def check(only: list[str], *, train: bool, certify: bool, write_to_document: bool) -> int:
+    """Whether environments of a sample load, pass env_test and train; or their certificates."""
     from tests import hub_checks  # noqa: PLC0415  it imports this module
 
     with tempfile.TemporaryDirectory() as scratch:
-        text = hub_checks.main(only, Path(scratch), train=train)
+        folder = Path(scratch)
+        text = hub_checks.certify(only, folder) if certify else hub_checks.main(only, folder, train=train)
     sys.stdout.write(f"{text}\n")
     if write_to_document:
-        write(text, ROOT / "docs" / "hubs.md", "checked")
+        document, block = ("certificates.md", "certified") if certify else ("hubs.md", "checked")
+        write(text, ROOT / "docs" / document, block)
     return 0
 
 
@@ -315,6 +318,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--learn", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--certify", action="store_true")
     parser.add_argument("--train", action="store_true", help="with --check: train a step too")
     given = parser.parse_args()
     os.environ["FLASH_HOME"] = str(HOME)
@@ -322,8 +326,8 @@ def main() -> int:
     (HOME / SETTINGS_FILE).write_text(SETTINGS)
     if given.learn:
         return learn(given.only, write_to_document=given.write)
-    if given.check:
-        return check(given.only, train=given.train, write_to_document=given.write)
+    if given.check or given.certify:
+        return check(given.only, train=given.train, certify=given.certify, write_to_document=given.write)
     with tempfile.TemporaryDirectory() as scratch:
         found = asyncio.run(run(given.only, Path(scratch)))
     if given.json:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import hubs
+from tests import hub_checks, hubs
 from tests.folders import environment_folder
 
 SHARED = """
@@ -50,3 +50,14 @@ def test_rows_of_packages_that_were_not_played_stay(tmp_path: Path) -> None:
     lines = document.read_text().splitlines()
     assert [line.split("|")[1:3] for line in lines[4:6]] == [[" a ", " 2 "], [" b ", " 1 "]]
     assert (lines[:2], lines[6:]) == (["before", "<!-- hubs -->"], ["<!-- /hubs -->", "after"])
+
+
+@pytest.mark.slow
+def test_certificates_are_rows_that_say_why_an_answer_is_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubs, "FOLDERS", tmp_path)
+    environment_folder(tmp_path / "games", BROKEN)
+    monkeypatch.setattr(hub_checks, "sample", lambda: [(hubs.Hub("games", "games"), "chess")])
+    head, _, row = hub_checks.certify([], tmp_path).splitlines()
+    assert head.startswith("| package | environment | learnable | not hackable | secure ")
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[:2] == ["games", "chess"] and "no" in cells[2:7] and "number of players has to be 2" in cells[-1]

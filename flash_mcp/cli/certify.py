@@ -10,10 +10,11 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import anyio
@@ -21,13 +22,13 @@ import anyio
 from environments.checks.splits import overlap, repeated_questions
 from environments.faults import EnvironmentFault
 from environments.process import requirements
-from environments.process.host import EnvironmentHost
 from environments.same_task import kind_of
 from environments.sandbox.needs import Needs
 from flash_mcp import __version__
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, option, repeated
+from flash_mcp.cli.run_commands import write_file
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import WORKER_PACKAGES, installed
 from flash_mcp.protocol.paths import write_private
@@ -92,12 +93,8 @@ def certify(arguments: Arguments) -> int:
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_private(kept, certificate.page)
     page = arguments.to or Path(f"{version.name}-certificate.html")
-    try:
-        page.write_text(certificate.page, encoding="utf-8")
-        page.with_suffix(".json").write_text(certificate.text)
-    except OSError as error:
-        fix = "name a file that you may write with --to"
-        raise FlashError("invalid_argument", str(error), to=page, fix=fix) from error
+    write_file(page, certificate.page)
+    write_file(page.with_suffix(".json"), certificate.text)
     questions: Json = facts["questions"]
     lines = [f"{name}: {row['answer']} ({row['because']})" for name, row in questions.items()]
     lines.append(f"{page}, of {version.reference}, signed by {certificate.signer}")
@@ -129,16 +126,11 @@ def _verify(arguments: Arguments) -> int:
     if arguments.environment:
         version = open_store().environment(arguments.environment)
         certificates.check_about(certificate, version)
-    about: Json = certificate.facts["environment"]
     own = certificates.fingerprint(certificates.signing_key(arguments.key).public_key())
-    body = {
-        "valid": "its facts and its page" if certificate.page else "its facts; JSON has no page",
-        "environment": f"{about['name']}@{about['digest']}",
-        "certificate": str(certificate),
-        "signed_by": certificate.signer,
-        "is_own_key": certificate.signer == own,
-    }
-    answer(arguments, body)
+    body: Json = {"valid": "facts and page" if certificate.page else "facts; JSON has no page"}
+    body |= {"environment": "{name}@{digest}".format(**certificate.facts["environment"])}
+    body |= {"certificate": str(certificate), "signed_by": certificate.signer}
+    answer(arguments, body | {"is_own_key": certificate.signer == own})
     return 0
 
 
@@ -214,23 +206,11 @@ def _checked(store: Store, asked: Json, arguments: Arguments) -> Json:
         result = _call("env_test", asked)  # finds the sample, and its best of n
     checks: Json = result.model_dump(mode="json", exclude={"next", "environment"})
     if result.sample and result.sample.scores:
-        run = store.run(result.sample.run_id)
-        rewards = [row.reward for row in store.tries(run.id, run.evaluation.step)]
-        checks["sample"]["rewards"] = distribution(rewards)
+        step = store.run(result.sample.run_id).evaluation.step
+        rewards = [row.reward for row in store.tries(result.sample.run_id, step)]
+        tenths = (min(rewards), *quantiles(rewards, n=10), max(rewards))
+        checks["sample"]["rewards, from tenth to tenth"] = [round(tenth, 3) for tenth in tenths]
     return checks
-
-
-def distribution(rewards: Sequence[float]) -> dict[str, int]:
-    """How many rewards are in each of ten equal parts of their range; empty parts are left out."""
-    low = min(rewards)
-    width = (max(rewards) - low) / 10
-    if not width:
-        return {f"{low:.3g}": len(rewards)}
-    counts = Counter(min(9, int((reward - low) / width)) for reward in rewards)
-    parts: dict[str, int] = {}
-    for place in sorted(counts):
-        parts[f"{low + place * width:.3g} to {low + (place + 1) * width:.3g}"] = counts[place]
-    return parts
 
 
 def _tasks(version: EnvironmentVersion, asked: Json) -> Json:
@@ -240,26 +220,22 @@ def _tasks(version: EnvironmentVersion, asked: Json) -> Json:
     async def look() -> Json:
         options = {"args": asked["environment_args"], "secrets": asked["secrets"]}
         async with loaded(version, **options, fix="see what env_test says") as host:
-            result: Json = {"tasks": host.splits}
-            for split in host.splits:
-                result[f"kinds of {split} tasks"] = await _kinds(host, split)
-            copies = repeated_questions(await host.tasks("train"))
-            result["train tasks that repeat another"] = len(copies)
+            copies = len(repeated_questions(await host.tasks("train")))
+            result: Json = {"tasks": host.splits, "train tasks that repeat another": copies}
             result["eval tasks that are train tasks"] = str(await overlap(host)) or "none"
+            for split, size in host.splits.items():
+                kinds: Counter[str] = Counter()
+                with anyio.move_on_after(OPENED_S):
+                    for index in range(min(size, OPENED)):
+                        opening = await host.open(split, index)
+                        kinds[kind_of(opening.messages, opening.group)] += 1
+                        await host.close(opening.episode)
+                most = max(kinds.values(), default=0)
+                looked = f"in the first {kinds.total()} tasks, {most} of the commonest"
+                result[f"kinds of {split} tasks"] = f"{len(kinds)} {looked}"
             return result
 
     return follow.run(look)
-
-
-async def _kinds(host: EnvironmentHost, split: str) -> str:
-    counts: Counter[str] = Counter()
-    with anyio.move_on_after(OPENED_S):
-        for index in range(min(host.splits[split], OPENED)):
-            opening = await host.open(split, index)
-            counts[kind_of(opening.messages, opening.group)] += 1
-            await host.close(opening.episode)
-    most = max(counts.values(), default=0)
-    return f"{len(counts)} in {counts.total()} tasks, {most} of the commonest"
 
 
 def _trained(store: Store, version: EnvironmentVersion, asked: Json, arguments: Arguments) -> Json:
@@ -320,12 +296,14 @@ def answers(facts: Json) -> dict[str, dict[str, str]]:
     asks = facts["versions"].get("environment.toml", {})
     sandbox = facts["checks"].get("sandbox")
     if outside := [name for name in OUTSIDE if name in asks]:
-        put("secure", "no", f"environment.toml asks for {', '.join(outside)}")
+        why = f"environment.toml asks for {', '.join(outside)}; {results['secure']['because']}"
+        put("secure", "no", why)
     elif sandbox and results["secure"]["answer"] == "yes":
         put("secure", "not measured", sandbox)
     lines: list[str] = facts["versions"].get("requirements", [])
     if loose := [line for line in lines if not PINNED.search(line.partition(";")[0].strip())]:
-        put("reproducible", "no", f"requirements without a version: {', '.join(loose)}")
+        before = results["reproducible"]["because"]
+        put("reproducible", "no", f"requirements without a version: {', '.join(loose)}; {before}")
     return results
 
 

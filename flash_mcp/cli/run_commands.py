@@ -39,14 +39,17 @@ def report(arguments: Arguments) -> None:
     from flash_mcp.pages.report import html  # noqa: PLC0415
 
     out = arguments.to or Path(f"{arguments.run_id}.html")
-    page = html(open_store(), arguments.run_id)
+    write_file(out, html(open_store(), arguments.run_id))
+    answer(arguments, {"path": str(out.absolute())}, str(out))
+
+
+def write_file(path: Path, text: str) -> None:
     try:
-        out.write_bytes(page.encode())
+        path.write_bytes(text.encode())
     except OSError as error:
         fix = "choose a file that you may write with --to"
         what = f"cannot write there: {error}"
-        raise FlashError("invalid_argument", what, path=out, fix=fix) from error
-    answer(arguments, {"path": str(out.absolute())}, str(out))
+        raise FlashError("invalid_argument", what, path=path, fix=fix) from error
 
 
 def export(arguments: Arguments) -> None:

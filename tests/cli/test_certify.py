@@ -90,11 +90,6 @@ def test_every_check_of_an_environment_decides_an_answer() -> None:
     assert {row["name"] for row in PASSED} | {"files", "best_of_n"} == decided
 
 
-def test_rewards_are_counted_in_ten_parts_of_their_range() -> None:
-    assert certify.distribution([0.0, 0.0, 0.05, 1.0]) == {"0 to 0.1": 3, "0.9 to 1": 1}
-    assert certify.distribution([2.0, 2.0]) == {"2": 2}
-
-
 # -- the signature ---------------------------------------------------------------------------------
 
 
@@ -211,11 +206,7 @@ def test_a_certificate_is_kept_shown_and_verified_for_the_files_that_it_is_about
     listed = subprocess.run(["ssh-keygen", "-lf", key], check=True, capture_output=True, text=True).stdout
     signer = listed.split()[1]
     verified = json.loads(run(capsys, "--verify", page, "--signer", signer, "--json", version.reference))
-    assert (verified["signed_by"], verified["is_own_key"], verified["valid"]) == (
-        signer,
-        False,
-        "its facts and its page",
-    )
+    assert (verified["signed_by"], verified["is_own_key"], verified["valid"]) == (signer, False, "facts and page")
     assert "JSON has no page" in run(capsys, "--verify", page.with_suffix(".json"), "--key", key)
     for words in ([page, "calculator"], [page, "--signer", "SHA256:other"], [folder / "environment.py"]):
         run(capsys, "--verify", *words, code=1)
@@ -239,7 +230,10 @@ def test_a_run_that_was_killed_goes_on_and_one_that_failed_for_good_is_named_by_
         run(capsys, *words)
         first = certificates.read(page.read_bytes()).facts
         assert (first["run"]["state"], first["run"].get("attempt")) == (state, attempt)
-        assert first["sample"]["rewards"] == {"0": 64} and first["questions"]["learnable"]["answer"] == "not measured"
+        assert (
+            first["sample"]["rewards, from tenth to tenth"] == [0.0] * 11
+            and first["questions"]["learnable"]["answer"] == "not measured"
+        )
         assert state in first["questions"]["learnable"]["because"] or state == "succeeded"
         if state == "failed":
             run(capsys, *words)
