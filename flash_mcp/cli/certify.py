@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -61,7 +63,7 @@ OTHERS: dict[str, str] = {
 """Other checks, and the question to which each is a no if it fails."""
 OUTSIDE = ("network", "gateway", "secrets")
 """What an environment.toml asks for that is outside of the sandbox."""
-PINNED = re.compile(r"===?[^*,]+$|@")
+PINNED = re.compile(r"[^;]*?(===?[^*,;]+(;|$)|@)")
 OUTCOMES = {"improved": "yes", "underpowered": "not measured"}
 """The answers of a run's verdicts; all others are a no."""
 LEFT_OUT = {"values", "sources", "log_tail", "metrics", "by_label", "newest", "failures"}
@@ -207,9 +209,9 @@ def _checked(store: Store, asked: Json, arguments: Arguments) -> Json:
     checks: Json = result.model_dump(mode="json", exclude={"next", "environment"})
     if result.sample and result.sample.scores:
         step = store.run(result.sample.run_id).evaluation.step
-        rewards = [row.reward for row in store.tries(result.sample.run_id, step)]
-        tenths = (min(rewards), *quantiles(rewards, n=10), max(rewards))
-        checks["sample"]["rewards, from tenth to tenth"] = [round(tenth, 3) for tenth in tenths]
+        rewards = list(map(attrgetter("reward"), store.tries(result.sample.run_id, step)))
+        tenths = map("{:.3g}".format, (min(rewards), *quantiles(rewards, n=10), max(rewards)))
+        checks["sample"]["rewards, from tenth to tenth"] = ", ".join(tenths)
     return checks
 
 
@@ -283,25 +285,35 @@ def answers(facts: Json) -> dict[str, dict[str, str]]:
     def put(question: str, word: str, why: str) -> None:
         results[question] = {"answer": word, "because": why}
 
+    unmade: Json = {"result": "open", "evidence": facts["checks"].get("trouble", "not made")}
     for question, needed in NEEDED.items():
-        own = [name for name in probes if name in needed or OTHERS.get(name) == question]
-        failed = [name for name in own if probes[name].get("result") == "failed"]
-        passed = [name for name in own if not probes[name].get("result")]
-        absent = [name for name in needed if name not in passed]
-        unmade: Json = {"evidence": facts["checks"].get("trouble", "not made")}
-        why = [f"{name}: {probes.get(name, unmade)['evidence']}" for name in failed or absent]
-        word = "no" if failed else "not measured" if absent else "yes"
-        put(question, word, "; ".join(why) or f"passed: {', '.join(passed)}")
+        passed, failed, absent = list[str](), list[str](), list[str]()
+        for name in (*needed, *OTHERS):
+            probe = probes.get(name, unmade)
+            if name not in needed and OTHERS[name] != question:
+                continue
+            if probe.get("result") == "failed":
+                failed.append(f"{name}: {probe['evidence']}")
+            elif not probe.get("result"):
+                passed.append(name)
+            elif name in needed:
+                absent.append(f"{name}: {probe['evidence']}")
+        if failed:
+            put(question, "no", "; ".join(failed))
+        elif absent:
+            put(question, "not measured", "; ".join(absent))
+        else:
+            put(question, "yes", f"passed: {', '.join(passed)}")
     put("learnable", *_learnable(facts["run"]))
-    asks = facts["versions"].get("environment.toml", {})
+    asks: Json = facts["versions"].get("environment.toml", {})
     sandbox = facts["checks"].get("sandbox")
-    if outside := [name for name in OUTSIDE if name in asks]:
-        why = f"environment.toml asks for {', '.join(outside)}; {results['secure']['because']}"
-        put("secure", "no", why)
+    if outside := list(filter(OUTSIDE.__contains__, asks)):
+        before = results["secure"]["because"]
+        put("secure", "no", f"environment.toml asks for {', '.join(outside)}; {before}")
     elif sandbox and results["secure"]["answer"] == "yes":
         put("secure", "not measured", sandbox)
     lines: list[str] = facts["versions"].get("requirements", [])
-    if loose := [line for line in lines if not PINNED.search(line.partition(";")[0].strip())]:
+    if loose := list(filterfalse(PINNED.match, lines)):
         before = results["reproducible"]["because"]
         put("reproducible", "no", f"requirements without a version: {', '.join(loose)}; {before}")
     return results
