@@ -155,7 +155,15 @@ class JudgeRubric:
 
     def ask(self, question: str, answers: Sequence[str]) -> list[int]:
         """The rank of each answer, 0 for the best, shown in this order. Raises JudgeError."""
-        messages = [{"role": "user", "content": self._prompt(question, answers)}]
+        # An answer may ask to be ranked first. It cannot know the word that encloses it.
+        word = _hash("\n".join((self.criteria, question, *answers)))[:12]
+        shown = [("Task", question)]
+        shown += [(f"Answer {number}", text) for number, text in enumerate(answers, start=1)]
+        count = len(answers)
+        rule = f"Rank the {count} answers to the task. {self.criteria}"
+        form = f"End with a JSON list of the numbers 1 to {count}, the best answer first."
+        prompt = "\n\n".join([f"{rule}\n{_data_rule(word)}", *_enclosed(word, shown), form])
+        messages = [{"role": "user", "content": prompt}]
         reply = ""
         for seed in range(TRIES):
             reply = self._post({"messages": messages, "temperature": 0, "seed": seed})
@@ -180,16 +188,6 @@ class JudgeRubric:
             what = f"its reply is neither yes nor no: {reply[-200:]!r}"
             raise JudgeError(f"the judge {self.model}: {what}")
         return verdicts[-1] == "yes"
-
-    def _prompt(self, question: str, answers: Sequence[str]) -> str:
-        # An answer may ask to be ranked first. It cannot know the word that encloses it.
-        word = _hash("\n".join((self.criteria, question, *answers)))[:12]
-        shown = [("Task", question)]
-        shown += [(f"Answer {number}", text) for number, text in enumerate(answers, start=1)]
-        count = len(answers)
-        rule = f"Rank the {count} answers to the task. {self.criteria}"
-        form = f"End with a JSON list of the numbers 1 to {count}, the best answer first."
-        return "\n\n".join([f"{rule}\n{_data_rule(word)}", *_enclosed(word, shown), form])
 
     def _post(self, body: dict[str, Any]) -> str:
         """The judge's reply; asked for again where it may come later. Raises JudgeError."""

@@ -90,8 +90,15 @@ def export(job: ExportJob) -> Exported:
             gguf_file.write(Path(whole), path, type_name)
         say("comparing greedy answers with those of the file", 0.7)
         answers = gguf_file.answers(path, prompts, ANSWER_TOKENS)
-        pairs = zip(prompts, answers, strict=True)
-        ours = [_likeliest(model, prompt, answer) for prompt, answer in pairs]
+        # What `model` would have written after the prompt and after each token of the answer. So a
+        # near tie that llama.cpp's rounding turns is one token, not all that follow it.
+        ours: list[list[int]] = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            with torch.inference_mode():
+                ids = torch.tensor([prompt + answer])
+                logits_LV = model(input_ids=ids, use_cache=False).logits[0]
+            tokens = logits_LV[len(prompt) - 1 :].argmax(-1).tolist()[:ANSWER_TOKENS]
+            ours.append(_without_end(model, tokens))
     agreement = Agreement(tokens=0, equal=0)
     for own, other in zip(ours, answers, strict=True):
         agreement.tokens += max(len(own), len(other))
@@ -125,15 +132,6 @@ def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor], tokenizer
         fix = "export the adapter (kind adapter) and merge it where it is used"
         raise FlashError("export_unsupported", what, missing=len(missing), fix=fix)
     tokenizer.save_pretrained(folder)
-
-
-def _likeliest(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
-    """What `model` would have written after the prompt and after each token of the answer. So a
-    near tie that llama.cpp's rounding turns is one token, not all that follow it."""
-    with torch.inference_mode():
-        logits_LV = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
-    tokens: list[int] = logits_LV[len(prompt) - 1 :].argmax(-1).tolist()[:ANSWER_TOKENS]
-    return _without_end(model, tokens)
 
 
 def _greedy(model: Any, prompt: Sequence[int]) -> list[int]:

@@ -227,7 +227,13 @@ def _watch(
     while not is_over.wait(WATCH_S):
         for rank, child in enumerate(children, start=1):
             if child.poll():
-                on_lost(*_loss(rank, child.returncode, scratch))
+                # By its own error, or by its process's end: then it was lost.
+                file = _error_file(scratch, rank)
+                try:
+                    on_lost(FlashError.from_dict(json.loads(file.read_text())), False)
+                except (OSError, ValueError):
+                    what = f"process {rank} of the attempt, of those for each GPU,"
+                    on_lost(_ended(what, child.returncode), True)
                 return
         for process in ranks.engine_processes:
             if process.exitcode is not None:
@@ -241,14 +247,6 @@ def lost_process(processes: Sequence[Any]) -> FlashError | None:
         if process.exitcode not in (None, 0, -signal.SIGTERM):
             return _ended(f"process {process.name} of the engine", process.exitcode)
     return None
-
-
-def _loss(rank: int, code: int, scratch: Path) -> tuple[FlashError, bool]:
-    """Why that rank ended, by its own error or its process's end; and whether it was lost."""
-    try:
-        return FlashError.from_dict(json.loads(_error_file(scratch, rank).read_text())), False
-    except (OSError, ValueError):
-        return _ended(f"process {rank} of the attempt, of those for each GPU,", code), True
 
 
 def _ended(what: str, code: int) -> FlashError:

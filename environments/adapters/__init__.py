@@ -94,21 +94,17 @@ def _by_id(
         fields = {name: value for name, value in row.items() if name not in without}
         text = json.dumps(fields, sort_keys=True, default=str)
         id = hashlib.sha256(text.encode()).hexdigest()[:16]
-        task = TaskExample(record=row, input=question(row), id=id, output=_gold(row))
+        gold: Any = row.get("completion")
+        if gold is not None and not isinstance(gold, str):
+            # A table of messages has each key in all of them.
+            gold = [{key: part for key, part in item.items() if part is not None} for item in gold]
+        task = TaskExample(record=row, input=question(row), id=id, output=gold)
         results.setdefault(id, task)
     inputs = [task.input for task in results.values()]
     if len(set(inputs)) == len(inputs):
         return results
     # Games open alike for every task. What is asked tells tasks apart, so it names the task.
     return {id: replace(task, input=f"{task.input}\n(task {id})") for id, task in results.items()}
-
-
-def _gold(row: Row) -> str | list[ChatMessage] | None:
-    gold: Any = row.get("completion")
-    if gold is None or isinstance(gold, str):
-        return gold
-    # A table of messages has each key in all of them.
-    return [{name: value for name, value in item.items() if value is not None} for item in gold]
 
 
 def prompt_messages(row: Row) -> list[ChatMessage]:

@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -133,23 +133,19 @@ class _Runner:
 
 def _serve(task: Any, jobs: socket.socket) -> None:
     """Fork a process for each job, until the other end is gone."""
-    _warm_up()
+    # Have Inspect import what an evaluation needs: each process would need seconds for that.
+    inspect_ai = importlib.import_module("inspect_ai")
+    datasets = importlib.import_module("inspect_ai.dataset")
+    models = importlib.import_module("inspect_ai.model")
+    models.get_model("openai-api/flash/none", base_url="http://127.0.0.1:9/v1", api_key="none")
+    nothing = inspect_ai.Task(dataset=[datasets.Sample("nothing")])
+    with tempfile.TemporaryDirectory() as folder, suppress(Exception):
+        inspect_ai.eval(nothing, model="mockllm/model", display="none", log_dir=folder)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while job := jobs.recv(MAX_REPLY_BYTES):
         if os.fork() == 0:
             _play(task, json.loads(job), jobs)
     os._exit(0)
-
-
-def _warm_up() -> None:
-    """Have Inspect import what an evaluation needs: each process would need seconds for that."""
-    inspect_ai = importlib.import_module("inspect_ai")
-    datasets = importlib.import_module("inspect_ai.dataset")
-    models = importlib.import_module("inspect_ai.model")
-    models.get_model("openai-api/flash/none", base_url="http://127.0.0.1:9/v1", api_key="none")
-    task = inspect_ai.Task(dataset=[datasets.Sample("nothing")])
-    with tempfile.TemporaryDirectory() as folder, suppress(Exception):
-        inspect_ai.eval(task, model="mockllm/model", display="none", log_dir=folder)
 
 
 def _play(task: Any, job: Mapping[str, Any], jobs: socket.socket) -> None:
@@ -161,7 +157,13 @@ def _play(task: Any, job: Mapping[str, Any], jobs: socket.socket) -> None:
             sample = _evaluated(task, job, folder)
         results["error"] = sample.error and sample.error.message[:2000]
         scores: Mapping[str, Any] = sample.scores or {}
-        results["scores"] = dict(_values(scores))
+        to_float = importlib.import_module("inspect_ai.scorer").value_to_float()
+        for name, score in scores.items():
+            parts: Any = score.value
+            if not isinstance(parts, dict):
+                parts = {"": parts}
+            for part, value in cast("dict[str, Any]", parts).items():
+                results["scores"][f"{name}.{part}".rstrip(".")] = float(to_float(value))
         reasons = [score.explanation for score in scores.values() if score.explanation]
         results["reason"] = "; ".join(reasons)[:2000] or None
     except BaseException:
@@ -191,13 +193,3 @@ def _evaluated(task: Any, job: Mapping[str, Any], folder: str) -> Any:
     if not log.samples:
         raise RuntimeError(f"no sample was evaluated: {log.error and log.error.message}")
     return log.samples[0]
-
-
-def _values(scores: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    to_float = importlib.import_module("inspect_ai.scorer").value_to_float()
-    for name, score in scores.items():
-        parts: Any = score.value
-        if not isinstance(parts, dict):
-            parts = {"": parts}
-        for part, value in cast("dict[str, Any]", parts).items():
-            yield f"{name}.{part}".rstrip("."), float(to_float(value))

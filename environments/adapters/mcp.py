@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -67,7 +67,13 @@ class McpServer:
         try:
             self._request("initialize", hello)
             self._send({"method": "notifications/initialized"})
-            self.tools = list(map(_function, self._listed()))
+            page: Json | None = {}
+            self.tools: list[Json] = []
+            while page is not None:
+                result = self._request("tools/list", page)
+                self.tools += map(_function, result["tools"])
+                cursor = result.get("nextCursor")
+                page = {"cursor": cursor} if cursor else None
         except BaseException:
             self.close()
             raise
@@ -89,15 +95,6 @@ class McpServer:
         self._process.wait()
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-
-    def _listed(self) -> Iterator[Json]:
-        page: Json = {}
-        while True:
-            result = self._request("tools/list", page)
-            yield from result["tools"]
-            if not result.get("nextCursor"):
-                return
-            page = {"cursor": result["nextCursor"]}
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -399,16 +399,17 @@ class EnvironmentHost:
         self._stopped = True
         for child in self._children:
             child.kill(STOPPED)
-        self._leaving = asyncio.create_task(self._leave())
+
+        async def leave() -> None:
+            try:
+                await asyncio.gather(*(child.gone.wait() for child in self._children))
+                await asyncio.to_thread(scratch.remove, self._scratch)
+            finally:
+                self._scratch_lock.close()
+
+        self._leaving = asyncio.create_task(leave())
         # A cancelled scope of anyio cancels every later await of its task, too.
         await asyncio.shield(self._leaving)
-
-    async def _leave(self) -> None:
-        try:
-            await asyncio.gather(*(child.gone.wait() for child in self._children))
-            await asyncio.to_thread(scratch.remove, self._scratch)
-        finally:
-            self._scratch_lock.close()
 
     # -- children ----------------------------------------------------------------------------------
 

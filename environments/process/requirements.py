@@ -400,7 +400,12 @@ def _run(*command: str, capture: bool = False) -> str:
 
 def _steps(target: Path, versions: IO[str]) -> bool:
     """Whether all steps succeeded. The sandbox forbids opening `versions`, so it is open."""
-    user = _own_user(target)
+    user = None
+    with suppress(OSError):
+        if os.getuid() == 0:  # a user that no process has, with the folders that steps write to
+            user = namespaces.exclusive_uid()
+            for folder in (target / "venv", _temporary(target)):
+                os.chown(folder, user, user)
     installer = os.getpid()
 
     def done(step: Callable[[], object], *, with_passwords: bool, network: bool = True) -> bool:
@@ -408,7 +413,10 @@ def _steps(target: Path, versions: IO[str]) -> bool:
             kernel.die_with_parent(installer, by=signal.SIGTERM)
             try:
                 if with_passwords:
-                    os.environ.update(_credentials())
+                    # What `_start` wrote to this process's input
+                    size = os.fstat(0).st_size
+                    if size:
+                        os.environ.update(json.loads(os.pread(0, size, 0)))
                 else:
                     _hide_credentials()
                 _confine(target, network=network, user=user)
@@ -448,26 +456,6 @@ def may_build(target: Path) -> tuple[str, ...]:
     if (target / FILE).read_text().splitlines() == REASONING_GYM:
         return (*allowed, *REASONING_GYM_BUILDS)
     return allowed
-
-
-def _own_user(target: Path) -> int | None:
-    """A user that no process has, with the folders that steps write to; None without root."""
-    with suppress(OSError):
-        if os.getuid() == 0:
-            user = namespaces.exclusive_uid()
-            for folder in (target / "venv", _temporary(target)):
-                os.chown(folder, user, user)
-            return user
-    return None
-
-
-def _credentials() -> dict[str, str]:
-    """What `_start` wrote to this process's input."""
-    try:
-        size = os.lseek(0, 0, os.SEEK_END)
-    except OSError:  # a terminal or a pipe
-        return {}
-    return json.loads(os.pread(0, size, 0) or b"{}")
 
 
 def _name(line: str) -> str:

@@ -143,8 +143,16 @@ def exclusive_uid() -> int:
     used = pids_by_user()
     for number in range(len(UIDS)):
         uid = UIDS[(os.getpid() + number) % len(UIDS)]
-        if uid not in used and _take(uid):
-            return uid
+        if uid in used:
+            continue
+        name = socket(AF_UNIX, SOCK_DGRAM)
+        try:
+            name.bind(f"\0flash-mcp-user-{uid}")
+        except OSError:
+            name.close()
+            continue
+        _taken.append(name)
+        return uid
     raise OSError(f"all users from {UIDS[0]} to {UIDS[-1]} have processes")
 
 
@@ -155,17 +163,6 @@ def pids_by_user() -> dict[int, set[int]]:
             if entry.name.isdecimal():
                 results.setdefault(entry.stat().st_uid, set()).add(int(entry.name))
     return results
-
-
-def _take(uid: int) -> bool:
-    name = socket(AF_UNIX, SOCK_DGRAM)
-    try:
-        name.bind(f"\0flash-mcp-user-{uid}")
-    except OSError:
-        name.close()
-        return False
-    _taken.append(name)
-    return True
 
 
 def become(own: Own) -> None:

@@ -140,7 +140,12 @@ def _watch(
             if group.has_killed():
                 ended_by = MEMORY_EXIT_CODE << 8
             group.remove()
-        status = _codes_own(ended) if ended_by is None else ended_by
+        status = signal.SIGKILL if ended_by is None else ended_by
+        if ended_by is None and (report := os.read(ended, STATUS.size)):
+            # The status of environment code, from the first process; never a code of the warden's
+            (status,) = STATUS.unpack(report)
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == MEMORY_EXIT_CODE:
+                status = 1 << 8
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             with suppress(OSError):
@@ -150,16 +155,6 @@ def _watch(
         os._exit(os.waitstatus_to_exitcode(status))
     finally:
         os._exit(1)
-
-
-def _codes_own(ended: int) -> int:
-    """The status of environment code, from the first process; never a code of the warden's."""
-    report = os.read(ended, STATUS.size)
-    if not report:
-        return signal.SIGKILL
-    (status,) = STATUS.unpack(report)
-    is_ours = os.WIFEXITED(status) and os.WEXITSTATUS(status) == MEMORY_EXIT_CODE
-    return 1 << 8 if is_ours else status
 
 
 def _let_go_of_pipes() -> None:

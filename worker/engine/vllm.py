@@ -590,7 +590,10 @@ def share_base(engine_model: Any, policy: PeftModel) -> int:
         start, matrix = _place(name, own, held, fused)
         # vLLM pads a vocabulary at its end.
         rows = None if matrix is None else matrix[start : start + len(weight)]
-        if rows is not None and _is_same(rows, weight.data):
+        if rows is None or rows.is_inference() or rows.layout != weight.layout:
+            continue
+        is_alike = rows.dtype == weight.dtype and rows.device == weight.device
+        if is_alike and torch.equal(rows, weight.data):
             freed += weight.nbytes
             weight.data = rows
     return freed
@@ -614,10 +617,3 @@ def _place(
             if f".{part}." in name and matrix is not None and all(map(own.__contains__, siblings)):
                 return sum(len(own[sibling]) for sibling in siblings), matrix
     return 0, None
-
-
-def _is_same(theirs: Tensor, mine: Tensor) -> bool:
-    kinds = [
-        (weight.shape, weight.dtype, weight.device, weight.layout) for weight in (theirs, mine)
-    ]
-    return kinds[0] == kinds[1] and not theirs.is_inference() and torch.equal(theirs, mine)

@@ -23,11 +23,11 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.checks.playing import together
-from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
+from environments.process.host import Ended, EnvironmentFault, Opening, Score
 from environments.same_task import kind_of
 from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
@@ -40,31 +40,9 @@ from worker.rollouts.turns import Completion, RolloutEngine, Sampling
 
 Finish = Literal["done", "max_turns", "length", "error"]
 Finished = list[tuple[str, Completion]]
+Host = Any
+"""environments.process.host.EnvironmentHost, or what answers its calls in its place."""
 log = logging.getLogger(__name__)
-
-
-class Host(Protocol):
-    """The part of environments.process.host.EnvironmentHost that a conversation needs."""
-
-    scores_groups: bool
-
-    async def open(self, split: str, index: int) -> Opening: ...
-    async def step(
-        self, episode: int, assistant_text: str, tool_calls: Sequence[Json] = (), usage: Usage = ...
-    ) -> Step: ...
-    async def next_call(self, episode: int) -> AgentCall | Literal["done", "max_turns"]: ...
-    async def answer_call(
-        self,
-        episode: int,
-        call: int,
-        assistant_text: str,
-        tool_calls: Sequence[Json] = (),
-        usage: Usage = ...,
-    ) -> None: ...
-    async def refuse_call(self, episode: int, call: int, code: str, what: str) -> None: ...
-    async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score: ...
-    async def score_group(self, ended: Sequence[Ended]) -> list[Score]: ...
-    async def close(self, episode: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -398,9 +376,9 @@ async def collect(
                 has_ended.clear()
                 await has_ended.wait()
             under_way += len(group)
-            host = hosts
-            if isinstance(host, Mapping):
-                host = host[group[0].environment]
+            host: Host = hosts
+            if isinstance(hosts, Mapping):
+                host = hosts[group[0].environment]
             begun = [
                 PlayedRollout(task, task.named(f"{task.split}/{task.example}")) for task in group
             ]
