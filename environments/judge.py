@@ -78,7 +78,16 @@ class Rubric:
 
     def rank(self, example: TaskExample, texts: Sequence[str]) -> list[RewardResult]:
         """The rewards of the answers to a task, for `score_group`. Raises JudgeError."""
-        results = [self._checked(example, text or "") for text in texts]
+        weights = self.weights or [1.0] * len(self.functions)
+        names = [getattr(function, "__name__", "check") for function in self.functions]
+        results: list[RewardResult] = []
+        for text in texts:
+            scores = [float(function(example, text or "")) for function in self.functions]
+            weighted = zip(weights, scores, strict=True)
+            total = sum(weight * score for weight, score in weighted) / sum(weights)
+            metrics = [RewardMetric(name, value) for name, value in zip(names, scores, strict=True)]
+            success = min(scores) >= FULL_SCORE
+            results.append(RewardResult(total, success=success, metrics=metrics))
         if self.judge is None:
             return results
         passed = [place for place, result in enumerate(results) if result.success]
@@ -88,15 +97,6 @@ class Rubric:
             reward = (result.score + ranks.get(place, 0.0)) / 2
             results[place] = replace(result, score=reward)
         return results
-
-    def _checked(self, example: TaskExample, text: str) -> RewardResult:
-        weights = self.weights or [1.0] * len(self.functions)
-        scores = [float(function(example, text)) for function in self.functions]
-        weighted = zip(weights, scores, strict=True)
-        total = sum(weight * score for weight, score in weighted) / sum(weights)
-        names = [getattr(function, "__name__", "check") for function in self.functions]
-        metrics = [RewardMetric(name, value) for name, value in zip(names, scores, strict=True)]
-        return RewardResult(total, success=min(scores) >= FULL_SCORE, metrics=metrics)
 
 
 @dataclass

@@ -98,12 +98,12 @@ def probe(folder: RunFolder) -> None:
     devices = [*cards, f"{len(os.sched_getaffinity(0))} CPUs"]
     # What an attempt computes with, as targets.toml has it
     memory = psutil.virtual_memory().total / 2**30
-    cards: Json = {"kind": "cpu", "name": "processors", "memory_gib": round(memory, 1)}
+    computes: Json = {"kind": "cpu", "name": "processors", "memory_gib": round(memory, 1)}
     lines = [line for line in devices if line.endswith("MiB")]
     if lines:
         name, _, size = lines[0].rpartition(", ")
         memory_gib = round(float(size.split()[0]) / 1024, 1)
-        cards = {"name": name, "memory_gib": memory_gib, "count": len(lines)}
+        computes = {"name": name, "memory_gib": memory_gib, "count": len(lines)}
     reaches_hub = False
     with suppress(OSError):
         socket.create_connection((HUB, 443), HUB_S).close()
@@ -113,7 +113,7 @@ def probe(folder: RunFolder) -> None:
         "version": version(),
         "devices": devices,
         "missing": missing_packages(),
-        "cards": cards,
+        "cards": computes,
         "clock_s": round(time.time() - asked_at, 1),
         "reaches_hub": reaches_hub,
         "free_gib": round(shutil.disk_usage(tempfile.gettempdir()).free / 2**30, 1),

@@ -60,12 +60,12 @@ def adapt(loaded: Any) -> TasksetEnvironment:
         what = f"{type(loaded).__module__}.{type(loaded).__qualname__}"
         raise UnsupportedError(f"{what} of verifiers is neither an Env nor a Taskset")
     _run_programs_here()
-    runtime = importlib.import_module("verifiers.v1.runtimes").SubprocessConfig()
+    runtimes = importlib.import_module("verifiers.v1.runtimes")
     placed: dict[str, Any] = {}
     for name, seat in _seats(loaded.config).items():
         if seat.runtime.type not in HERE:
             raise UnsupportedError(f"the agent {name!r} needs the runtime {seat.runtime.type!r}")
-        placed[name] = seat.model_copy(update={"runtime": runtime})
+        placed[name] = seat.model_copy(update={"runtime": runtimes.SubprocessConfig()})
     result: Any = type(loaded)(loaded.config.model_copy(update=placed))
     for harness in result._harnesses.values():
         if harness.NEEDS_CONTAINER:
@@ -110,7 +110,11 @@ class TasksetEnvironment(EnvironmentAgent):
         self, example: TaskExample, base_url: str, api_key: str, model: str
     ) -> RewardResult:
         vf = importlib.import_module("verifiers.v1")
-        await self._serve()
+        async with self._serving:  # what the rollouts share; it ends with this process
+            if not self._served:
+                served = self._loaded.serving()
+                await served.__aenter__()
+                self._served.append(served)
         # verifiers reads keys from variables. It gives none of this name to its programs.
         variable = f"FLASH_API_KEY_{next(self._keys)}"
         os.environ[variable] = api_key
@@ -126,14 +130,6 @@ class TasksetEnvironment(EnvironmentAgent):
                 error = part.errors[-1]
                 raise RuntimeError(f"the rollout failed: {error.type}: {error.message:.1000}")
         return _result(traces)
-
-    async def _serve(self) -> None:
-        """Start what the rollouts share. It ends with this process."""
-        async with self._serving:
-            if not self._served:
-                served = self._loaded.serving()
-                await served.__aenter__()
-                self._served.append(served)
 
 
 def _result(traces: Sequence[Any]) -> RewardResult:

@@ -444,28 +444,25 @@ class Child:
     async def _finished(
         self, state: Episode, latency_ms: int, total_tokens: int
     ) -> EnvironmentEpisode:
+        text: Any = state.final_text
+        if text is None:
+            answer = ""
+            for turn in state.messages[state.prompt_length :]:
+                if turn["role"] == "assistant":
+                    answer = turn["content"]
+            normalize = state.environment.normalize_response_text
+            text = await self._call(normalize, state.example, answer)
+            # Only the gate answers None, and a scorer has to cope with that.
+            if answer is not None or text is not None:
+                text = _text(text, "normalize_response_text")
         return EnvironmentEpisode(
             messages=tuple(state.messages),
-            response_text=await self._response_text(state),
+            response_text=cast("Any", text),
             prompt_length=state.prompt_length,
             metadata=state.metadata,
             latency_ms=latency_ms,
             total_tokens=total_tokens,
         )
-
-    async def _response_text(self, state: Episode) -> Any:
-        """The final answer. Only the gate answers None, and a scorer has to cope with that."""
-        if state.final_text is not None:
-            return state.final_text
-        answer = ""
-        for turn in state.messages[state.prompt_length :]:
-            if turn["role"] == "assistant":
-                answer = turn["content"]
-        normalize = state.environment.normalize_response_text
-        normalized = await self._call(normalize, state.example, answer)
-        if answer is None and normalized is None:
-            return None
-        return _text(normalized, "normalize_response_text")
 
     async def op_close_episode(self, episode: int) -> None:
         state = self._episodes.pop(episode, None)

@@ -53,9 +53,12 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
                 raise BusyError("other environments start at this moment")
         except OSError:  # this file system has no locks: nobody counts and nobody sweeps
             return Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home)), stack
-        owners = Counter(
-            folder.name.partition(".")[0] for folder in home.iterdir() if _is_held(folder)
-        )
+        owners: Counter[str] = Counter()
+        for folder in home.iterdir():
+            with suppress(OSError), ExitStack() as trying:
+                if folder.name.startswith(GARBAGE) or lock_folder(folder, trying, shared=True):
+                    continue
+                owners[folder.name.partition(".")[0]] += 1
         if owners.total() >= most:
             by_count = sorted(owners.items(), key=lambda item: (-item[1], item[0]))
             held = ", ".join(f"{name} {count}" for name, count in by_count)
@@ -67,14 +70,6 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
     # After the count, which locks each folder for a moment: a sweep leaves locked folders alone.
     threading.Thread(target=sweep, args=(home,), daemon=True, name="scratch").start()
     return folder, stack
-
-
-def _is_held(folder: Path) -> bool:
-    if folder.name.startswith(GARBAGE):
-        return False
-    with suppress(OSError), ExitStack() as stack:
-        return not lock_folder(folder, stack, shared=True)
-    return False
 
 
 def lock_folder(folder: Path, stack: ExitStack, *, shared: bool = False) -> bool:

@@ -115,23 +115,18 @@ def check_gold(name: str, answer: ChatMessage, before: list[Json], template: Cha
     """FlashError(dataset_invalid) if no rollout could hold this gold answer; `before` are the
     gold's messages before its first answer."""
     content = answer.get("content")
+    problems: list[str | None] = []
+    if "bad_tool_call" not in answer and answer.get("weight") != 0:  # else it is not learnt anew
+        problems = [problem_of(call, template.tools) for call in answer.get("tool_calls") or ()]
     if before:
         wrong = f"the gold begins with a {before[0]['role']} message"
     elif answer.get("tool_calls") and not template.tools:
         wrong = "an answer has tool_calls, but the task has no tools"
     elif not isinstance(content, str):
         wrong = f"an answer's content is {content!r:.50}, no string"
-    elif problem := _problem_of_calls(answer, template):
+    elif problem := next(filter(None, problems), None):
         wrong = f"an answer's call cannot be learnt: {problem}"
     else:
         return
     fix = "begin with an answer, and let every answer be text or calls of declared tools"
     raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
-
-
-def _problem_of_calls(answer: ChatMessage, template: ChatTemplate) -> str | None:
-    """Why no tool takes a call of this answer, or None. What a model sampled is learnt as it is."""
-    if "bad_tool_call" in answer or answer.get("weight") == 0:
-        return None
-    problems = (problem_of(call, template.tools) for call in answer.get("tool_calls") or ())
-    return next(filter(None, problems), None)

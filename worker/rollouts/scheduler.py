@@ -23,7 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.checks.playing import together
@@ -334,7 +334,7 @@ class StepsAhead:
 
 async def collect(
     tasks: Sequence[RolloutTask],
-    hosts: Host | Mapping[str, Host],
+    hosts: Any,
     generator: Generator,
     template: ChatTemplate,
     limits: TalkLimits,
@@ -376,9 +376,8 @@ async def collect(
                 has_ended.clear()
                 await has_ended.wait()
             under_way += len(group)
-            host: Host = hosts
-            if isinstance(hosts, Mapping):
-                host = hosts[group[0].environment]
+            is_mixture = isinstance(hosts, Mapping)
+            host: Host = cast("Any", hosts)[group[0].environment] if is_mixture else hosts
             begun = [
                 PlayedRollout(task, task.named(f"{task.split}/{task.example}")) for task in group
             ]

@@ -218,7 +218,14 @@ class ChatTemplate:
             return message
         bare = {name: value for name, value in message.items() if name not in THOUGHTS}
         if self._thought_field is None:
-            self._thought_field = self._find_thought_field()
+            # The field of an answer that the template shows as its thought; "" if it shows none
+            self._thought_field = ""
+            for name in THOUGHTS:
+                answer = {"role": "assistant", "content": _SENTINEL, name: _MARK}
+                with suppress(FlashError):
+                    if self._apply([QUESTION, answer], prompts=False).count(_MARK) == 1:
+                        self._thought_field = name
+                        break
         if self._thought_field:
             return {**bare, "content": text} | ({self._thought_field: thought} if thought else {})
         if bare == message:
@@ -234,15 +241,6 @@ class ChatTemplate:
                 if not self._render([QUESTION, answer, QUESTION]).startswith(start):
                     return True
         return False
-
-    def _find_thought_field(self) -> str:
-        """The field of an answer that the template shows as its thought; "" if it shows none."""
-        for name in THOUGHTS:
-            answer = {"role": "assistant", "content": _SENTINEL, name: _MARK}
-            with suppress(FlashError):
-                if self._apply([QUESTION, answer], prompts=False).count(_MARK) == 1:
-                    return name
-        return ""
 
     def _call_text(self, text: str, tool_calls: Sequence[Json]) -> str:
         """A turn with calls as the template shows it, from the generation prompt on."""
@@ -306,12 +304,9 @@ class ChatTemplate:
 
     @property
     def _calls(self) -> CallReader:
-        if self._reader is None:
-            self._reader = self._make_reader()
-        return self._reader
-
-    def _make_reader(self) -> CallReader:
         """A reader that reads back what the template writes."""
+        if self._reader is not None:
+            return self._reader
         form = tool_form(with_tools(self.tokenizer.chat_template))
         if form is None:
             raise _no_tools("the chat template's format of tool calls is not known")
@@ -321,6 +316,7 @@ class ChatTemplate:
         if reader.read(self._written(gold.token_ids), "").tool_calls != [call]:
             parser = f"vLLM's parser {form.parser}"
             raise _no_tools(f"{parser} does not read the chat template's tool calls")
+        self._reader = reader
         return reader
 
     def _written(self, token_ids: Sequence[int]) -> str:

@@ -423,16 +423,11 @@ def longest_pack(causal_lm: Any) -> float | None:
 
 
 def layout_of(
-    causal_lm: Any,
-    prompt: int,
-    completions: list[int],
-    forks: Sequence[tuple[int, int, int]] = (),
-    *,
-    device: torch.device | None = None,
+    causal_lm: Any, prompt: int, completions: list[int], forks: Sequence[tuple[int, int, int]] = ()
 ) -> Layout:
-    """The layout of a pack on `device`, by default the model's."""
+    """The layout of a pack."""
     dtype: torch.dtype = causal_lm.dtype
-    device = device or cast(torch.device, causal_lm.device)
+    device: torch.device = causal_lm.device
     flash = can_flash(causal_lm.config, dtype, device)
     windows = windows_of(causal_lm.config)
     if windows is None:
