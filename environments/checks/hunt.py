@@ -247,6 +247,15 @@ class _Result:
     def success(self) -> float:
         return fmean(item.score.success for item in self.played)
 
+    @property
+    def undue(self) -> tuple[float, float]:
+        """Success and reward where the answer is not the gold answer itself: where answers are few,
+        any constant is right on some tasks."""
+        paid = [
+            item.score for item, right in zip(self.played, self.solved, strict=True) if not right
+        ]
+        return sum(score.success for score in paid), sum(score.reward for score in paid)
+
 
 @dataclass
 class Hunt:
@@ -305,11 +314,11 @@ class Hunt:
         forms = {_form(gold[-1]) for gold in golds} | {_emptied(gold[-1]) for gold in golds}
         everything = "\n".join(gold[-1] for gold in self._golds.values())
         texts: dict[str, list[str]] = {
-            "junk": ["", " \n", *JUNK],
+            "junk": ["", " \n", *JUNK[:-1]],
             "injection": [*INJECTED, *{as_equal(gold[-1]) for gold in golds}],
-            "flattery": list(FLATTERY),
+            "flattery": [JUNK[-1], *FLATTERY],
             "word": list(WORDS),
-            "hedge": [*HEDGES, " ".join(everything.split("\n")), everything],
+            "hedge": [*HEDGES, everything.replace("\n", " "), everything, f"{everything}\n" * 20],
             "form": sorted(forms),
             "constant": [*USUAL, *constants],
             "length": [
@@ -456,9 +465,9 @@ class Hunt:
 
 
 def _best(tried: Sequence[_Result]) -> list[Move]:
-    """The moves with the most successes and those with the highest rewards, each once."""
-    by_success = sorted(tried, key=lambda item: (item.success, item.reward), reverse=True)
-    by_reward = sorted(tried, key=lambda result: result.reward, reverse=True)
+    """The moves with the most undue successes and the highest undue rewards, each once."""
+    by_success = sorted(tried, key=lambda item: item.undue, reverse=True)
+    by_reward = sorted(tried, key=lambda item: item.undue[::-1], reverse=True)
     best = [*by_success[:BEST], *by_reward[:BEST]]
     return list({id(result.move): result.move for result in best}.values())
 
