@@ -129,16 +129,15 @@ def create(
 
     FlashError(invalid_argument | upload_invalid | environment_*)."""
     place = folder_of(base, check_name(name))
-    if place.exists():
+    if (place / FILE).exists():
         fix = "use another name, or `flash-mcp exam remove` first"
         raise FlashError("invalid_argument", f"there is an exam {name!r} already", fix=fix)
     if passphrase is not None and len(passphrase) < LEAST_CHARACTERS:
         what = f"the passphrase has fewer than {LEAST_CHARACTERS} characters"
         raise FlashError("invalid_argument", what, fix="use several words")
-    files = {
-        path: source if isinstance(source, bytes) else source.read_bytes()
-        for path, source in folder_files(folder).items()
-    }
+    files: dict[str, bytes] = {}
+    for path, source in folder_files(folder).items():
+        files[path] = source if isinstance(source, bytes) else source.read_bytes()
     if Needs.from_folder(expanded(folder)).gateway:
         what = "agents outside would see the tasks: an exam cannot be played through a gateway"
         raise FlashError("invalid_argument", what, fix="leave gateway out of environment.toml")
@@ -168,8 +167,8 @@ def create(
     else:
         salt = randomness.token_hex(sealing.SALT_BYTES)
         key = sealing.key_of(passphrase or "", salt)
-    named = str(key_file) if key_file else None
-    exam = Exam(name, exam_id, time.time(), looks, sorted(owners), len(texts), order, salt, named)
+    about = (name, exam_id, time.time(), looks, sorted(owners), len(texts), order, salt)
+    exam = Exam(*about, str(key_file) if key_file else None)
     (place / exam_id).mkdir(parents=True, mode=0o700)
     sealed = sealing.seal(key, sealing.pack(files), exam_id)
     write_private(place / exam_id / sealing.SEALED, sealed)

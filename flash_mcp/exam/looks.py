@@ -88,7 +88,7 @@ def take(
         if had and not again and not repeated:
             return queue.label(store, store.run(had[0]), label), False
         taken = store.column(f"SELECT number {TAKEN}", mine)
-        left = [number for number in range(1, exam.looks + 1) if number not in taken]
+        left = sorted({*range(1, exam.looks + 1)} - {*taken})
         if not left and not repeated:
             what = f"all {exam.looks} looks at exam:{exam.name} are spent"
             fix = "status shows what they found; the operator may create another exam"
@@ -160,7 +160,10 @@ def results(store: Store, exam: Exam) -> list[Json]:
     sql = """SELECT look.owner, number AS look, run_id AS run, subject, state, summary
              FROM exam_looks AS look LEFT JOIN runs ON runs.id = run_id
              WHERE exam_id = ? ORDER BY look.owner, number"""
-    return [{**row, **(row.pop("summary") or {})} for row in store.query(sql, [exam.id])]
+    rows = store.query(sql, [exam.id])
+    for row in rows:
+        row |= row.pop("summary") or {}
+    return rows
 
 
 def transcripts(run: Run, key: bytes) -> Json:

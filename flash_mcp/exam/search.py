@@ -19,18 +19,19 @@ AT_ONCE = 50
 def found(base: Path, texts: Sequence[str]) -> dict[str, int | None]:
     """Rows by the caller's exams whose tasks they ask; None for an exam that is locked."""
     result: dict[str, int | None] = {}
-    cut = [text[: prompts.CHARACTERS] for text in texts]
     for exam in exams.exams(base):
-        try:
-            numbers = [
-                prompts.rows(base, exam.name, exam.id, exam.key(), part)
-                if exam.key_file
-                else secrets.count_rows(base, exam.name, exam.id, part)
-                for part in (cut[start : start + AT_ONCE] for start in range(0, len(cut), AT_ONCE))
-            ]
-            result[exam.name] = sum(numbers)
-        except FlashError:
-            result[exam.name] = None
+        number: int | None = 0
+        for start in range(0, len(texts), AT_ONCE):
+            part = [text[: prompts.CHARACTERS] for text in texts[start : start + AT_ONCE]]
+            try:
+                if exam.key_file:
+                    number += prompts.rows(base, exam.name, exam.id, exam.key(), part)
+                else:
+                    number += secrets.count_rows(base, exam.name, exam.id, part)
+            except FlashError:
+                number = None
+                break
+        result[exam.name] = number
     return result
 
 

@@ -259,7 +259,7 @@ async def _examine(
     deadline: float,
 ) -> Evaluate:
     """A look at a sealed exam, which decides its tasks and how they are scored."""
-    exam = find_exam(store.base, reference.removeprefix(EXAM))
+    exam = find_exam(store.base, reference.removeprefix(EXAM).partition("@")[0])
     chosen = {name: arguments[name] for name in ("environment_args", "secrets", "seed", "target")}
     chosen |= {"task_ids": request.task_ids, "limit": request.limit}
     chosen |= {"attempts": request.attempts - 1, "split": request.split.removeprefix("eval")}
@@ -267,7 +267,8 @@ async def _examine(
         what = f"an exam decides its tasks and how they are scored: {', '.join(wrong)} is refused"
         raise FlashError("invalid_argument", what, fix="leave it out")
     loading.check_target(store, LOCAL_TARGET)
-    fixed: Json = {name: default_of(name) for name in ("env_timeout_s", "env_concurrency")}
+    fixed: Json = {"env_timeout_s": default_of("env_timeout_s")}
+    fixed["env_concurrency"] = default_of("env_concurrency")
     fixed |= {"environment_args": {}, "secrets": [exam.variable], "target": LOCAL_TARGET}
     resolved = functools.partial(
         resolve.resolve_eval,

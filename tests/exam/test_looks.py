@@ -15,6 +15,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import recovery
 from tests.calls import call, refused
 from tests.exam.test_exams import PASSPHRASE
+from tests.freeze import command
 from tests.samples import ENVIRONMENT, end, save_adapter, start, supervised
 
 MODEL = {"environment": "exam:sums", "model": "smollm2-135m-instruct", "wait_s": 0}
@@ -64,6 +65,7 @@ async def test_a_budget_of_looks_is_spent_by_totals_alone(folder: Path, flash_ho
         assert (found["exam"]["look"], found["exam"]["tasks"], found["exam"]["success"]) == ("2 of 3", 40, 0.5)
         other = await call("evaluate", **MODEL, temperature=0.5)
         assert other["created"], "another way to sample is another policy"
+        assert command("remove", first["run_id"])[0] == 0
         error = await refused("evaluate", **MODEL, again=True)
         assert error.code == "exam_spent" and "all 3 looks" in error.what
         await call("cancel", run_id=other["run_id"])

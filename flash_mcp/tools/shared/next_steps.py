@@ -306,6 +306,10 @@ def _repeated_evaluation(context: RunContext) -> str:
 
 def _after_scores(context: RunContext) -> str:
     run = context.run
+    if "exam" in run.lineage:
+        return (
+            "train on, and take the exam again with a checkpoint that your own eval split favours"
+        )
     failures = f"{_worst(run)} shows what fails"
     earlier = [row for row in context.near if row.created < run.created]
     partner = next((row for row in earlier if _differ_in_model_alone(row, run)), None)

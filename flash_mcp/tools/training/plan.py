@@ -300,8 +300,8 @@ def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) 
         lineage["env_files"] = plan.env_files
     if tasks := plan.work.regression_tasks:
         lineage["regression"] = references.regression_split(plan.store) | {"tasks": tasks}
-    if rows := {name: rows for name, rows in plan.probe.exams.items() if rows}:
-        lineage["exam_rows"] = rows
+    if plan.probe.exams:
+        lineage["exam_rows"] = plan.probe.exams
     if first.overlap:
         lineage["overlap"] = first.overlap
     with plan.store.transaction():

@@ -60,7 +60,9 @@ class Probed:
         splits = Counter(self.splits) + Counter(other.splits)
         longest = max(self.prompt_tokens, other.prompt_tokens)
         shared = [*self.shared, *other.shared]
-        exams = {**self.exams, **{name: rows for name, rows in other.exams.items() if rows}}
+        exams = dict(self.exams)
+        for name, rows in other.exams.items():
+            exams[name] = rows or exams.get(name, rows)
         return Probed(dict(splits), longest, shared, self.evaluated + other.evaluated, exams)
 
 
