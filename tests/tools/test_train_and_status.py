@@ -52,10 +52,6 @@ from tests.samples import (
 pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 
-def is_file(*parts: str) -> bool:
-    return Path(*parts).is_file()
-
-
 def write_log(run: Run, text: str) -> None:
     Path(run.folder, f"log.{run.attempt}").write_text(text)
 
@@ -235,16 +231,6 @@ async def test_an_evaluation_needs_an_eval_split(tmp_path: Path):
 async def test_a_prompt_that_cannot_fit_is_refused(tmp_path: Path):
     push_echo(tmp_path, ENVIRONMENT.replace("example.input}", "'word ' * 40000}"))
     assert (await refused("train", environment="echo")).code == "prompt_too_long"
-
-
-async def test_a_warm_start_takes_the_adapter_of_a_run(tmp_path: Path):
-    earlier = finished_run(tmp_path)
-    started = await call("train", environment="echo", init_from_adapter=f"{earlier.id}@10")
-    adapter = open_store().run(started["run_id"]).init_adapter
-    assert adapter is not None
-    assert (adapter["run_id"], adapter["step"]) == (earlier.id, 10)
-    assert is_file(adapter["path"], "adapter_config.json")
-    assert started["warm_start"] == f"{earlier.id}@10"
 
 
 def damage(file: Path) -> None:
@@ -580,21 +566,6 @@ async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pyt
     assert time.monotonic() - started < 20
 
 
-async def test_the_list_of_runs_comes_in_pages_without_gaps(tmp_path: Path):
-    ids = [queued_run(tmp_path).id for _ in range(7)]
-    first = await call("status", limit=5)
-    second = await call("status", limit=5, cursor=first["cursor"])
-    assert [line["run_id"] for line in (*first["runs"], *second["runs"])] == ids[::-1]
-    assert (first["has_more"], second["has_more"]) == (True, False)
-    assert first["counts"] == {"queued": 7}
-
-
-async def test_a_full_page_of_runs_fits(tmp_path: Path):
-    for _ in range(40):
-        queued_run(tmp_path)
-    assert len((await call("status", limit=40))["runs"]) == 40
-
-
 async def test_a_list_of_long_lines_goes_on_on_the_next_page(tmp_path: Path):
     for _ in range(40):
         queue.label(open_store(), queued_run(tmp_path), queue.Label("n" * 60))
@@ -603,14 +574,6 @@ async def test_a_list_of_long_lines_goes_on_on_the_next_page(tmp_path: Path):
     second = await call("status", limit=40, cursor=first["cursor"])
     lines = [*first["runs"], *second["runs"]]
     assert len({line["run_id"] for line in lines}) == len(lines) == 40
-
-
-async def test_the_list_shows_held_out_success_verdict_and_parent(tmp_path: Path):
-    parent = finished_run(tmp_path, solved=90)
-    child = await call("train", environment="echo", steps=3, init_from_adapter=parent.id, model=parent.model)
-    newest, first = (await call("status"))["runs"]
-    assert (first["success"], first["verdict"]) == (0.9, "improved") and "parent" not in first
-    assert (newest["run_id"], newest["parent"]) == (child["run_id"], f"{parent.id}@20")
 
 
 async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path: Path, flash_home: Path):
@@ -752,28 +715,6 @@ async def test_many_calls_of_long_prompts_fit_into_the_answer(tmp_path: Path):
     assert "later calls" in body["cut"]
 
 
-async def test_what_all_prompts_begin_with_is_shown_once(tmp_path: Path):
-    run, writer = started_run(tmp_path)
-    example = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]
-    rows = [sample_rollout(1, index, 0.5) for index in range(3)]
-    for row in rows:
-        row["messages"][1:1] = example
-    writer.rollouts(1, rows)
-    read_in(open_store(), run.id)
-    body = await call("rollouts", run_id=run.id)
-    assert [message["content"] for message in body["opening"]] == [
-        "Use <calc> to calculate.",
-        "What is 3 + 4?",
-        "The answer is 7.",
-    ]
-    assert [message["content"] for message in body["rollouts"][1]["messages"]] == [
-        "What is 1 * 1?",
-        "The answer is 84.",
-    ]
-    alone = await call("rollouts", run_id=run.id, step=1, index=1)
-    assert len(alone["rollouts"][0]["messages"]) == 5
-
-
 async def test_the_models_own_turn_is_never_part_of_the_opening(tmp_path: Path):
     run, writer = started_run(tmp_path)
     rows = [{**sample_rollout(1, 0, 0.5), "index": index} for index in range(3)]
@@ -795,12 +736,6 @@ async def test_failed_rollouts_show_what_failed(tmp_path: Path):
     read_in(open_store(), run.id)
     shown = (await call("rollouts", run_id=run.id))["rollouts"][0]
     assert shown["error"] == "[environment_error] ZeroDivisionError"
-
-
-async def test_evaluation_transcripts_are_kept_apart(tmp_path: Path):
-    body = await call("rollouts", run_id=finished_run(tmp_path).id, split="eval", step=0, success=False)
-    assert body["total"] == 80
-    assert not any(row["success"] for row in body["rollouts"])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"step": 99}, {"split": "eval"}, {"index": 3}])
@@ -982,12 +917,6 @@ async def test_status_and_compare_report_how_far_seeds_spread(tmp_path: Path):
     assert said in (await call("compare", base=ids[0], other=ids[1]))["notes"]
 
 
-async def test_only_grpo_is_judged_by_a_sample(tmp_path: Path):
-    push_echo(tmp_path)
-    checked = await call("train", environment="echo", algorithm="sft", validate_only=True)
-    assert "sample" not in checked["next"]
-
-
 async def test_what_is_said_next_of_an_evaluation_leads_to_its_own_transcripts(tmp_path: Path):
     run, writer = started_run(tmp_path)
     learn(writer, [1])
@@ -1080,7 +1009,7 @@ async def test_a_distillation_pins_its_teacher_and_keeps_it_from_removal(tmp_pat
     run = store.run(started["run_id"])
     teacher = queue.job(run)["teacher"]
     assert (teacher["run_id"], teacher["step"]) == (earlier.id, 10)
-    assert is_file(teacher["path"], "adapter_config.json")
+    assert Path(teacher["path"], "adapter_config.json").is_file()
     assert earlier.id in {referred for referred, _ in retention.referred(store)}
     with pytest.raises(FlashError, match="needs its adapter"):
         removal.remove(store, earlier.id)

@@ -57,7 +57,6 @@ def shown(*turns: str) -> list[str]:
 Q, BAD, GOOD = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "no"), ("assistant", "a"))
 )
-MASKED = [Q, BAD, Q, GOOD]
 CONTEXT = shown("user: q", "assistant: no", "user: q", "answer: a")
 PLAIN = shown("user: q", "answer: a")
 
