@@ -52,6 +52,10 @@ from tests.samples import (
 pytestmark = pytest.mark.usefixtures("no_supervisor")
 
 
+def is_file(*parts: str) -> bool:
+    return Path(*parts).is_file()
+
+
 def write_log(run: Run, text: str) -> None:
     Path(run.folder, f"log.{run.attempt}").write_text(text)
 
@@ -1009,7 +1013,7 @@ async def test_a_distillation_pins_its_teacher_and_keeps_it_from_removal(tmp_pat
     run = store.run(started["run_id"])
     teacher = queue.job(run)["teacher"]
     assert (teacher["run_id"], teacher["step"]) == (earlier.id, 10)
-    assert Path(teacher["path"], "adapter_config.json").is_file()
+    assert is_file(teacher["path"], "adapter_config.json")
     assert earlier.id in {referred for referred, _ in retention.referred(store)}
     with pytest.raises(FlashError, match="needs its adapter"):
         removal.remove(store, earlier.id)
