@@ -28,7 +28,7 @@ MOST_TOKENS = 6_000
 """Of all results together."""
 SHOWN = 160
 """Characters of a call's arguments in the log."""
-TRAIN: Json = {"steps": 40, "batch_size": 8, "max_tokens": 24, "eval_examples": 50, **ADAPTER}
+TRAIN: Json = {"steps": 40, "batch_size": 8, "max_tokens": 64, "eval_examples": 50, **ADAPTER}
 
 
 def dates(source: random.Random) -> Iterator[Sequence[str]]:

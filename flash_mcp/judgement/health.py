@@ -16,7 +16,7 @@ from typing import Literal
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.statistics import t95
 from flash_mcp.protocol.numbers import percent
-from flash_mcp.protocol.records import Try, plain_refusal
+from flash_mcp.protocol.records import Evaluation, Try, plain_refusal
 from flash_mcp.protocol.result_model import ResultModel, Rounded
 
 Metrics = Mapping[str, float | None]
@@ -24,6 +24,7 @@ Severity = Literal["warning", "problem"]
 SampleOutlook = Literal["good", "doubtful", "hopeless"]
 CONTAMINATED = "contaminated_split"
 WORSE_ELSEWHERE = "worse_elsewhere"
+TRUNCATION = "truncation"
 DESTROYED = "destroyed_model"
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 10
@@ -161,6 +162,17 @@ def worse_elsewhere(evidence: str) -> Flag:
         remedy="train again with a lower learning_rate or fewer steps, and with "
         "kl_penalty_coef=0.01 (grpo) or rows of other tasks among its own (sft)",
     )
+
+
+def cut_off(evaluation: Evaluation) -> list[Flag]:
+    """That the answers of an evaluation after training have no room, whatever was learnt."""
+    share = evaluation.summary.get("truncated_share", 0.0)
+    if not evaluation.step or share < 0.5:
+        return []
+    said = f"{percent(share)} of the held-out attempts after step {evaluation.step} were cut off"
+    remedy = "evaluate with a greater max_tokens (and max_length), or stop_sequences: read rollouts"
+    evidence = f"{said} at max_tokens or max_length"
+    return [Flag(name=TRUNCATION, severity="problem", evidence=evidence, remedy=remedy)]
 
 
 def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from environments.checks.report import Report as GateReport
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.comparison import Change
-from flash_mcp.judgement.health import CONTAMINATED, DESTROYED, WORSE_ELSEWHERE, Flag
+from flash_mcp.judgement.health import CONTAMINATED, DESTROYED, TRUNCATION, WORSE_ELSEWHERE, Flag
 from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
 from flash_mcp.state.owners import caller
@@ -194,6 +194,11 @@ def _problem(context: RunContext) -> str:
     if context.problem.name == DESTROYED:
         seen = f"{DESTROYED}: its flag says what to change"
     if context.run.state == "succeeded":
+        if context.problem.name == TRUNCATION and context.measurement:
+            return f"{TRUNCATION}: {_against_the_start(context)}"
+        if context.problem.name == TRUNCATION and context.measured and context.checkpoint:
+            model, tokens = f"{context.run.id}@{context.checkpoint}", context.run.spec.max_tokens
+            return f"{TRUNCATION}: evaluate(model={model!r}, max_tokens={4 * tokens}) has room"
         return f"{seen}; train again with its remedy"
     if context.change and context.change.outcome == "improved":
         return f"the held-out success rose; mind {seen}; {context.waiting}"
@@ -387,7 +392,8 @@ RULES = (
     ),
     Rule(
         "succeeded with a problem, and held-out success was not measured or is `underpowered`",
-        "`rollouts`, train again with the remedy",
+        "`rollouts`, train again with the remedy; where held-out answers were cut off, `evaluate` "
+        "with more room",
         lambda item: item.problem and (_succeeded(None)(item) or _succeeded("underpowered")(item)),
         _problem,
     ),

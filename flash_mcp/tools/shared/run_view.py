@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from environments.untrusted_text import quoted
@@ -258,13 +259,16 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
         overlap = overlap or part["overlap"]
     flags = health.flags(history)
     flags += mixture.flags_of([part["name"] for part in full.run.mixture], history, flags)
+    evaluations = _held_out(full)
+    if evaluations and health.TRUNCATION not in map(attrgetter("name"), flags):
+        flags += health.cut_off(evaluations[-1])
     regression, is_worse = elsewhere(store, full.run)
     if is_worse:
         flags.insert(0, health.worse_elsewhere(regression))
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
     is_active = full.run.state in ACTIVE
-    judged = comparison.judge(_held_out(full), full.pairs, overlap, is_active)
+    judged = comparison.judge(evaluations, full.pairs, overlap, is_active)
     change, verdict = judged or (None, None)
     for flag in flags:
         if flag.name == health.DESTROYED and not (change and change.outcome == "improved"):
@@ -277,7 +281,7 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
         flags=flags,
         change=None if overlap else change,
         verdict=verdict,
-        better=better_than_newest(store, full.run, full.checkpoints, _held_out(full)),
+        better=better_than_newest(store, full.run, full.checkpoints, evaluations),
         regression=regression or None,
     )
 
