@@ -47,11 +47,16 @@ MATTERS = {
 
 
 def labels(source: random.Random) -> Iterator[Sequence[str]]:
-    """Messages of customers, and whom they concern."""
+    """Messages of customers, and whom they concern, with copies and other spellings of labels."""
     yield "text", "label"
     for number in source.sample(range(10_000, 100_000), ROWS):
         label = source.choice([*MATTERS])
-        yield f"Order {number}: the customer {source.choice(MATTERS[label])}.", label
+        text = f"Order {number}: the customer {source.choice(MATTERS[label])}."
+        yield text, label
+        if number % 12 == 0:
+            yield f"{text.lower()} Please help!", label
+        if number % 90 == 0:
+            yield f"About {text}", source.choice([label.title(), label[:3] + label[4:], "account"])
 
 
 def sql(source: random.Random) -> Iterator[Sequence[str]]:
