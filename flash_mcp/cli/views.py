@@ -262,7 +262,7 @@ def _numbers(page: Page, view: RunView) -> None:
         _trend("loss", view.loss, number),
         _trend("held-out loss", view.held_out_loss, number),
     ]
-    if rows := [row for row in trends if row]:
+    if rows := list(filter(None, trends)):
         page.line()
         page.table(("TRAINING", "FROM", "TO", "BEST", "EVERY STEP"), rows)
     if view.held_out:

@@ -81,7 +81,7 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     if row.success:
         return None
     turns = row.answers
-    if not any(text.strip() for text in turns):
+    if not any(map(str.strip, turns)):
         return "empty"
     is_repeated = len(turns) >= LOOP_TURNS and len(set(turns[-LOOP_TURNS:])) == 1
     if is_repeated or any(_ends_in_a_loop(text.rstrip()) for text in turns):

@@ -103,7 +103,7 @@ def together(store: Store, live: str, run_ids: Sequence[str]) -> str:
         raise FlashError(
             "invalid_argument", "these are too many for one chart", run=run_ids, fix=fix
         )
-    runs = [store.run(run_id) for run_id in run_ids]
+    runs = list(map(store.run, run_ids))
     views = [view_of(store, run.id) for run in runs]
     series: dict[str, list[Series]] = {}
     for title, name in LINES.items():

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from flash_mcp.protocol.errors import FlashError, expanded
 from flash_mcp.protocol.paths import home, write_private
 from flash_mcp.protocol.records import EnvironmentVersion, Json
+from flash_mcp.state.database import pick
 from flash_mcp.state.owners import LOCAL_OWNER
 
 CONTEXT = b"flash-mcp certificate of an environment\n"
@@ -110,7 +111,7 @@ def _digest(page: str) -> str:
 
 
 def _message(envelope: Json) -> bytes:
-    signed = {name: envelope[name] for name in ("certificate", "page_sha256")}
+    signed = pick(envelope, "certificate", "page_sha256")
     text = json.dumps(signed, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return CONTEXT + text.encode()
 

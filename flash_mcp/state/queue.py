@@ -38,7 +38,7 @@ from flash_mcp.protocol.spec import (
     ResolvedSpec,
     default_of,
 )
-from flash_mcp.state.database import marks
+from flash_mcp.state.database import marks, pick
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
@@ -153,7 +153,7 @@ def enqueue_server(
 def _add(store: Store, run_id: str, spec: Json, **columns: Any) -> None:
     now = time.time()
     row: Json = {"id": run_id, "state": "queued", "created": now, "updated": now, "spec": spec}
-    row |= {name: spec[name] for name in ("model", "target", "max_attempts")}
+    row |= pick(spec, "model", "target", "max_attempts")
     row["folder"] = str(runs_dir(store.base) / run_id)
     if spec["target"] != LOCAL_TARGET:
         row["folder"] = find_target(store.base, spec["target"]).folder_of(run_id)

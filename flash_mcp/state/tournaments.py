@@ -185,7 +185,7 @@ def advance(store: Store, tournament_id: str) -> None:
         row = find_tournament(store, tournament_id)
         if row.state != "running":
             return
-        runs = [store.run(run_id) for run_id in row.run_ids]
+        runs = list(map(store.run, row.run_ids))
         if any(run.ended is None for run in runs):
             return
         if runs:

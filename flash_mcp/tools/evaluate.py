@@ -29,6 +29,7 @@ from flash_mcp.protocol.spec import (
     default_of,
 )
 from flash_mcp.state import queue, references
+from flash_mcp.state.database import pick
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
@@ -260,7 +261,7 @@ async def _examine(
 ) -> Evaluate:
     """A look at a sealed exam, which decides its tasks and how they are scored."""
     exam = find_exam(store.base, reference.removeprefix(EXAM).partition("@")[0])
-    chosen = {name: arguments[name] for name in ("environment_args", "secrets", "seed", "target")}
+    chosen = pick(arguments, "environment_args", "secrets", "seed", "target")
     chosen |= {"task_ids": request.task_ids, "limit": request.limit}
     chosen |= {"attempts": request.attempts - 1, "split": request.split.removeprefix("eval")}
     if wrong := [name for name, value in chosen.items() if value]:

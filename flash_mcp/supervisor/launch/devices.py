@@ -55,7 +55,7 @@ def gpus() -> list[Device]:
     results: list[Device] = []
     for line in ask(QUERY):
         if line.count(",") >= 3:
-            name, total, free, busy = (part.strip() for part in line.rsplit(",", 3))
+            name, total, free, busy = map(str.strip, line.rsplit(",", 3))
             share = float(busy) / 100 if busy.isdigit() else None
             results.append(Device("gpu", name, _from_mib(total), _from_mib(free), busy=share))
     return results
@@ -65,7 +65,7 @@ def drivers() -> list[Driver]:
     """What `gpus` are driven by, in the same order."""
     results: list[Driver] = []
     for line in ask("driver_version,compute_cap,name"):
-        version, capability, name = (part.strip() for part in line.split(",", 2))
+        version, capability, name = map(str.strip, line.split(",", 2))
         results.append(Driver(name, version, capability))
     return results
 

@@ -227,7 +227,7 @@ def _unlearnt(turns: Sequence[Json], prompt: int | None) -> int:
     learnt = [number for number in answers if turns[number].get("weight") != 0]
     first = prompt
     if prompt is None:
-        first = next((number for number in learnt if number), None)
+        first = next(filter(None, learnt), None)
     if not first or first not in answers or not any(number >= first for number in learnt):
         what = "no message of the assistant follows one of the user, or its weight is 0"
         raise Unlearnable(what, "end with an answer, and begin a completion with one")
