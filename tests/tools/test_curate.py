@@ -20,6 +20,7 @@ from flash_mcp.server import mcp_server as server_module
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import datasets, queue
 from flash_mcp.state.store import open_store
+from tests import near_environments
 from tests.attempts import Attempt
 from tests.calls import named_calls
 from tests.samples import push_echo, supervised
@@ -53,8 +54,10 @@ def load_environment(**kwargs):
 
 
 @pytest.fixture
-def numbers(tmp_path: Path) -> Generator[None, None, None]:
-    """The environment is published, and queued runs stay queued: this test is the supervisor."""
+def numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
+    """The environment is published, and queued runs stay queued: this test is the supervisor. It needs no process."""
+    ours = "class Numbers(EnvironmentSingleTurn)"
+    monkeypatch.setattr(near_environments, "is_sample", lambda folder: ours in (folder / "environment.py").read_text())
     push_echo(tmp_path / "numbers", ENVIRONMENT, "numbers")
     with supervised():
         yield
