@@ -291,7 +291,9 @@ async def truncated(trial: Trial) -> str:
     hits: dict[Task, str] = {}
     says_all = ""
     for (task, answers), win in await earned.play(trial, plans, lambda plan: True):
-        if _ends_in_first_word(trial.last_gold(task), answers[-1] or ""):
+        begun = answers[-1] or ""
+        # Whether it ends within the first word
+        if begun.isalnum() and trial.last_gold(task)[len(begun) :][:1].isalnum():
             hits.setdefault(task, win)
         else:
             # Half of a long answer may hold all that counts.
@@ -351,11 +353,6 @@ def _overpaid(trial: Trial, plan: Plan, score: Score, *, is_part: bool) -> str:
     if is_low:
         return ""
     return f"{task}: {shown(answers)} earned {score_text(score)}, the gold answer {gold_reward:g}"
-
-
-def _ends_in_first_word(whole: str, beginning: str) -> bool:
-    """Whether this beginning of an answer ends within its first word."""
-    return beginning.isalnum() and whole[len(beginning) :][:1].isalnum()
 
 
 # -- wrong answers ---------------------------------------------------------------------------------

@@ -419,17 +419,12 @@ def _rendered(
     share = made["measured"] / made["rows"]
     if made["measured"] < made["rows"]:
         by += f", of {made['measured']} rows: the shortest, the longest and others at random"
-    preview = Preview(
-        rows=made["rows"],
-        by=by,
-        tokens=made["tokens"],
-        cut=round(made["cut"] / share) or None,
-        left_out=round(made["left_out"] / share) or None,
-        typical=shorten(made["typical"], 2 * SHOWN_CHARACTERS),
-        shortest=shorten(made["shortest"], 2 * SHOWN_CHARACTERS),
-        longest=shorten(made["longest"], 2 * SHOWN_CHARACTERS),
-    )
-    return preview, ""
+    for name in ("cut", "left_out"):
+        made[name] = round(made[name] / share) or None
+    for name in ("typical", "shortest", "longest"):
+        made[name] = shorten(made[name], 2 * SHOWN_CHARACTERS)
+    del made["measured"]
+    return Preview(by=by, **made), ""
 
 
 def _estimated(rows: Sequence[Json], max_length: int | None, why: str) -> Preview:
