@@ -96,7 +96,8 @@ async def ids(exam: exams.Exam, flash_home: Path, tmp_path: Path) -> AsyncGenera
         yield known
 
 
-CODE = "def load_environment():\n    raise RuntimeError(open('{home}/exams/sums/exam.json').read())\n"
+SPY = "def load_environment():\n    raise RuntimeError([open(path, 'rb').read() for path in {paths}])\n"
+PATHS = ["{tmp}/sums/environment.py", "{home}/exams/sums/prompts.sealed", "{home}/flash.db", "/proc/1/environ"]
 LOOK, FAILED = "{look}", "{failed}"
 ATTACKS: list[tuple[str, dict[str, Any]]] = [
     *(("status", {"run_id": run, **more}) for run in (LOOK, FAILED) for more in (
@@ -117,7 +118,8 @@ ATTACKS: list[tuple[str, dict[str, Any]]] = [
     ("env_push", {"name": "copy", "folder": "{home}/exams/sums"}),
     ("env_push", {"name": "copy", "folder": "{tmp}/linked"}),
     ("env_push", {"name": "exam:sums", "files": {"environment.py": ENVIRONMENT}}),
-    ("env_push", {"name": "spy", "files": {"environment.py": CODE}}),
+    *(("env_push", {"name": "spy", "files": {"environment.py": SPY.replace("{paths}", f"['{path}']")}})
+      for path in PATHS),
     ("env_push", {"name": "spy", "files": {"environment.py": ENVIRONMENT}, "secrets": ["{variable}"]}),
     ("env_setup", {"environment": "exam:sums"}),
     ("env_setup", {"environment": "exam:sums@{id}"}),
@@ -152,8 +154,10 @@ PAGES = ["", "/rollouts", "/rollouts?split=eval", "/changes", "/rollouts?split=e
 
 def of_attacker(value: Any, known: dict[str, str]) -> Any:
     """With what is known in place of names in braces."""
-    if isinstance(value, str) and "load_environment" not in value:
-        return value.format(**known)
+    if isinstance(value, str):
+        for name, item in known.items():
+            value = value.replace(f"{{{name}}}", item)
+        return value
     if isinstance(value, dict):
         return {of_attacker(name, known): of_attacker(item, known) for name, item in value.items()}
     return [of_attacker(item, known) for item in value] if isinstance(value, list) else value

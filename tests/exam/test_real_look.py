@@ -55,6 +55,13 @@ def files_of(run_id: str, pattern: str) -> list[str]:
     return [path.read_text() for path in Path(open_store().run(run_id).folder).glob(pattern)]
 
 
+def shown_of(process: psutil.Process) -> str:
+    """What any process of the account may read of another: its arguments and variables."""
+    with suppress(psutil.Error):
+        return f"{process.cmdline()} {process.environ()}"
+    return ""
+
+
 @pytest.mark.slow
 async def test_a_look_survives_its_killed_worker_and_leaves_totals_alone(
     base: Path, tiny_model: Path, tmp_path: Path
@@ -73,6 +80,11 @@ async def test_a_look_survives_its_killed_worker_and_leaves_totals_alone(
         wait_for(lambda: files_of(run_id, "evals/*/0001-*"))
         workers = processes(base)["worker"]
         assert places_of(base, MARK), "the plain files are there while it runs"
+        key = exams.find_exam(base, "vowels").key(PASSPHRASE)
+        for kind, running in processes(base).items():
+            for one in running:
+                seen = shown_of(one)
+                assert MARK not in seen and (kind == "worker" or key.hex() not in seen), (kind, seen)
         for one in workers:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -87,7 +99,6 @@ async def test_a_look_survives_its_killed_worker_and_leaves_totals_alone(
     assert set(body) <= {"run_id", "state", "created", "environment", "of", "split", "tasks", "attempts", "done",
                          "values", "exam", "next"}  # fmt: skip
     wait_for(lambda: not places_of(base, MARK))
-    key = exams.find_exam(base, "vowels").key(PASSPHRASE)
     assert MARK in str(looks.transcripts(store.run(run_id), key)), "for the operator to read"
     again = await call("evaluate", **asked, again=True, wait_s=0)
     queue.request_cancel(store, again["run_id"])
