@@ -12,6 +12,7 @@ from pydantic import BaseModel
 import environments
 from environments.adapters.gym import GymEnvironment
 from environments.agents import dialects
+from environments.agents.server import DIALECTS
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.protocol.result_model import ExportKind
@@ -72,7 +73,7 @@ def known_names() -> set[str]:
     names |= set(inspect.signature(GymEnvironment).parameters)
     names |= set(inspect.signature(environments.EnvironmentAgent.run).parameters)
     names |= {*dialects.ROLES, "auto", "context_length_exceeded", "previous_response_id"}
-    for path, dialect in dialects.DIALECTS.items():
+    for path, dialect in DIALECTS.items():
         names |= dialect.honoured | dialect.of_the_run | {*dialect.neutral}
         names |= {f"/v1{path}", "count_tokens"}
     return names | {"load_environment", "self", "id", "score", "format", "parsed", "valid", "tool", "tool_calls"}

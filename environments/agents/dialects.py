@@ -1,7 +1,7 @@
-"""The APIs that an agent may speak: OpenAI's chat completions and responses, and Anthropic's
-messages.
+"""What the APIs that an agent may speak have in common: OpenAI's chat completions and responses,
+and Anthropic's messages, each in a file of its own.
 
-    dialect = DIALECTS["/chat/completions"]
+    dialect = DIALECTS["/chat/completions"]    # environments/agents/server.py
     request = dialect.read(body, kept)         # what the request asks, as messages and tools
     dialect.whole(answers, request)            # the body of the reply
     dialect.events(answers, request)           # the same as events of a stream
@@ -16,11 +16,10 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar
 
-from environments.agents.calls import THREAD_UNSUPPORTED, CallOptions, Usage
+from environments.agents.calls import CallOptions, Usage
 from environments.base import ChatMessage, Json
 from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 
@@ -44,7 +43,6 @@ ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "as
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNSEEN_PARTS = ("thinking", "redacted_thinking")
 """Parts that models of others wrote for themselves."""
-LOGPROBS = "message.output_text.logprobs"
 CHARACTERS_PER_TOKEN = 3
 """For requests that only count tokens: the model's tokenizer is in another process."""
 
@@ -121,7 +119,7 @@ Kept = Mapping[str, list[ChatMessage]]
 """The conversations of earlier replies by their ids, without instructions."""
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -172,7 +170,7 @@ class Dialect:
 
     def tools(self, body: Json) -> list[Json]:
         """Raises ApiError."""
-        return _tools([tool for tool in as_list(body.get("tools")) if self.is_function(tool)])
+        return read_tools([tool for tool in as_list(body.get("tools")) if self.is_function(tool)])
 
     def is_function(self, tool: Any) -> bool:
         """Whether the client runs this tool. Those that the service runs cannot be had here."""
@@ -223,7 +221,7 @@ def unsupported(name: str, value: Any) -> ApiError:
     return ApiError(400, "unsupported_value", what, name)
 
 
-def _number(body: Json, name: str, most: int | None = None) -> int | None:
+def read_number(body: Json, name: str, most: int | None = None) -> int | None:
     """The value of a field that is a number of at least 1. Raises ApiError."""
     value = body.get(name)
     if value is None:
@@ -235,7 +233,7 @@ def _number(body: Json, name: str, most: int | None = None) -> int | None:
     return value
 
 
-def _stops(body: Json, name: str) -> tuple[str, ...]:
+def read_stops(body: Json, name: str) -> tuple[str, ...]:
     value = body.get(name)
     stops = [value] if isinstance(value, str) else as_list(value)
     if not all(isinstance(stop, str) and stop for stop in stops) or len(stops) > MOST_STOPS:
@@ -243,7 +241,7 @@ def _stops(body: Json, name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _schema(form: Json, param: str) -> Json | None:
+def read_schema(form: Json, param: str) -> Json | None:
     """The JSON schema that a response format asks for. Raises ApiError."""
     kind = form.get("type", "text")
     if kind == "text":
@@ -271,7 +269,7 @@ def in_role(request: ApiRequest, headers: Mapping[str, str]) -> CallOptions:
     )
 
 
-def _chosen(value: Any) -> Json:
+def read_choice(value: Any) -> Json:
     """`tool_choice` of OpenAI's APIs as options. Raises ApiError."""
     if value is None:
         return {}
@@ -284,486 +282,14 @@ def _chosen(value: Any) -> Json:
     return {"tool_choice": "required", "tool_name": name}
 
 
-# -- OpenAI's chat completions ---------------------------------------------------------------------
+# -- messages and calls, of every API --------------------------------------------------------------
 
 
-class ChatCompletions(Dialect):
-    ends_with = "[DONE]"
-    replies = "chatcmpl-"
-    honoured = _words(
-        "messages model max_tokens max_completion_tokens n parallel_tool_calls response_format "
-        "stop stream stream_options tool_choice tools logprobs"
-    )
-    of_the_run = _words("temperature top_p seed reasoning_effort verbosity")
-    without_effect = _words(
-        "metadata user store service_tier safety_identifier prediction prompt_cache_key "
-        "prompt_cache_options prompt_cache_retention"
-    )
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "logit_bias": ({},),
-        "top_logprobs": (0,),
-        "modalities": (["text"],),
-        "functions": ([],),
-        "function_call": ("auto", "none"),
-        "audio": (),
-        "moderation": (),
-        "web_search_options": (),
-    }
-
-    def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
-        messages = as_list(body.get("messages"))
-        if not messages:
-            raise invalid("messages must be a list of at least one message", "messages")
-        return [_message(as_object(message)) for message in messages]
-
-    def options(self, body: Json) -> CallOptions:
-        limits = [_number(body, name) for name in ("max_tokens", "max_completion_tokens")]
-        form = as_object(body.get("response_format"))
-        if form.get("type") == "json_schema":
-            form = {**as_object(form.get("json_schema")), "type": "json_schema"}
-        return CallOptions(
-            max_tokens=min((limit for limit in limits if limit), default=None),
-            stop=_stops(body, "stop"),
-            parallel_tool_calls=body.get("parallel_tool_calls") is not False,
-            json_schema=_schema(form, "response_format"),
-            logprobs=body.get("logprobs") is True,
-            **_chosen(body.get("tool_choice")),
-        )
-
-    def choices(self, body: Json) -> int:
-        return _number(body, "n", MOST_CHOICES) or 1
-
-    def whole(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Json:
-        choices: list[Json] = []
-        for index, answer in enumerate(answers):
-            message = {**answer.turn, "refusal": None}
-            if answer.calls and not answer.text:
-                message["content"] = None
-            logprobs = _logprobs(answer) if request.options.logprobs else None
-            finish = answer.finish_reason
-            choice = {"index": index, "message": message, "logprobs": logprobs}
-            choices.append({**choice, "finish_reason": finish})
-        return {**self._frame(request, ""), "choices": choices, "usage": _usage_of(answers)}
-
-    def _frame(self, request: ApiRequest, part: str) -> Json:
-        kind = f"chat.completion{part}"
-        created = {"created": request.created, "model": request.model}
-        return {"id": request.identity, **created, "object": kind}
-
-    def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
-        frame = self._frame(request, ".chunk")
-        options = as_object(request.body.get("stream_options"))
-        with_usage = bool(options.get("include_usage"))
-        if with_usage:
-            frame["usage"] = None
-        for index, answer in enumerate(answers):
-            for delta in self._deltas(answer):
-                choice: Json = {"index": index, "delta": delta, "finish_reason": None}
-                if request.options.logprobs and "role" in delta:
-                    choice["logprobs"] = _logprobs(answer)
-                yield None, {**frame, "choices": [choice]}
-            last: Json = {"index": index, "delta": {}, "finish_reason": answer.finish_reason}
-            yield None, {**frame, "choices": [last]}
-        if with_usage:
-            yield None, {**frame, "choices": [], "usage": _usage_of(answers)}
-
-    def _deltas(self, answer: TurnToSend) -> Iterator[Json]:
-        yield {"role": "assistant", "content": None if answer.calls else ""}
-        if answer.text:
-            yield {"content": answer.text}
-        for index, call in enumerate(answer.calls):
-            opened = {**call["function"], "arguments": ""}
-            yield {"tool_calls": [{"index": index, **call, "function": opened}]}
-            arguments = {"arguments": call["function"]["arguments"]}
-            yield {"tool_calls": [{"index": index, "function": arguments}]}
-
-
-def _usage_of(answers: Sequence[TurnToSend]) -> Json:
-    written = sum(answer.usage.completion_tokens for answer in answers)
-    return Usage(answers[0].usage.prompt_tokens, written).fields()
-
-
-def _tokens(answer: TurnToSend) -> list[Json]:
-    """The sampled tokens as OpenAI's APIs write them."""
-    tokens: list[Json] = []
-    for text, logprob in answer.usage.logprobs:
-        token = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        tokens.append({**token, "top_logprobs": []})
-    return tokens
-
-
-def _logprobs(answer: TurnToSend) -> Json:
-    return {"content": _tokens(answer), "refusal": None}
-
-
-# -- OpenAI's responses ----------------------------------------------------------------------------
-
-
-class Responses(Dialect):
-    replies = "resp_"
-    honoured = _words(
-        "input model instructions previous_response_id max_output_tokens tools tool_choice "
-        "parallel_tool_calls text stream stream_options include"
-    )
-    of_the_run = _words("temperature top_p reasoning")
-    without_effect = _words(
-        "metadata client_metadata user store service_tier safety_identifier max_tool_calls "
-        "prompt_cache_key prompt_cache_options prompt_cache_retention"
-    )
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False,),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
-        "conversation": (),
-        "prompt": (),
-        "context_management": ([],),
-        "moderation": (),
-        "background_options": (),
-        "access_programs": ([],),
-        "image": (),
-    }
-
-    def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
-        value = body.get("input")
-        items = [{"role": "user", "content": value}] if isinstance(value, str) else as_list(value)
-        before = body.get("previous_response_id")
-        if before is not None and not (isinstance(before, str) and before in kept):
-            what = f"there is no response {before!r:.80} of this run"
-            raise ApiError(404, "previous_response_not_found", what, "previous_response_id")
-        messages = [*kept[before]] if before is not None else []
-        if body.get("instructions"):
-            messages.insert(0, {"role": "system", "content": _text(body["instructions"])})
-        for item in items:
-            _add_item(messages, as_object(item))
-        if not items or not messages:
-            raise invalid("input must be a text or a list of at least one item", "input")
-        return messages
-
-    def options(self, body: Json) -> CallOptions:
-        form = as_object(as_object(body.get("text")).get("format"))
-        included = as_list(body.get("include"))
-        for name in included:
-            if name not in (LOGPROBS, "reasoning.encrypted_content"):
-                raise unsupported("include", name)
-        return CallOptions(
-            max_tokens=_number(body, "max_output_tokens"),
-            parallel_tool_calls=body.get("parallel_tool_calls") is not False,
-            json_schema=_schema(form, "text"),
-            logprobs=LOGPROBS in included,
-            **_chosen(body.get("tool_choice")),
-        )
-
-    def whole(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Json:
-        answer = answers[0]
-        return self._response(answer, request, self._items(answer, request), "completed")
-
-    def _items(self, answer: TurnToSend, request: ApiRequest) -> list[Json]:
-        items: list[Json] = []
-        name = request.identity.removeprefix("resp_")
-        done = {"status": "completed"}
-        if answer.text or not answer.calls:
-            part: Json = {
-                "type": "output_text",
-                "text": answer.text,
-                "annotations": [],
-                "logprobs": _tokens(answer),
-            }
-            items.append(
-                {"id": f"msg_{name}", "type": "message", "role": "assistant", **done}
-                | {"content": [part]}
-            )
-        for number, call in enumerate(answer.calls):
-            called = {"call_id": call["id"], **call["function"]}
-            items.append({"id": f"fc_{name}{number}", "type": "function_call", **called, **done})
-        return items
-
-    def _response(
-        self, answer: TurnToSend, request: ApiRequest, items: list[Json], status: str
-    ) -> Json:
-        usage = None
-        details = None
-        if status == "completed":
-            usage = {
-                "input_tokens": answer.usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": answer.usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": answer.usage.prompt_tokens + answer.usage.completion_tokens,
-            }
-            if answer.finish_reason == "length":
-                status = "incomplete"
-                details = {"reason": "max_output_tokens"}
-        repeated = ("instructions", "previous_response_id", "max_output_tokens", "reasoning")
-        return {
-            "id": request.identity,
-            "object": "response",
-            "created_at": request.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": details,
-            **{name: request.body.get(name) for name in repeated},
-            "model": request.model,
-            "output": items,
-            "parallel_tool_calls": request.options.parallel_tool_calls,
-            # The run decides these, so they are the run's, whatever the request says.
-            "temperature": answer.usage.temperature,
-            "top_p": answer.usage.top_p,
-            "text": {"format": {"type": "text"}, **as_object(request.body.get("text"))},
-            "tool_choice": request.body.get("tool_choice") or "auto",
-            "tools": as_list(request.body.get("tools")),
-            "truncation": "disabled",
-            "metadata": request.body.get("metadata") or {},
-            "usage": usage,
-        }
-
-    def error_event(self, error: ApiError, request_id: str | None = None) -> Event:
-        said = {name: value for name, value in self._said(error).items() if name != "type"}
-        return "error", {"type": "error", "code": error.code, **said, "sequence_number": 0}
-
-    def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
-        for number, (name, data) in enumerate(self._numbered(answers[0], request)):
-            yield name, {"type": name, "sequence_number": number, **data}
-
-    def _numbered(self, answer: TurnToSend, request: ApiRequest) -> Iterator[tuple[str, Json]]:
-        begun = self._response(answer, request, [], "in_progress")
-        yield "response.created", {"response": begun}
-        yield "response.in_progress", {"response": begun}
-        items = self._items(answer, request)
-        for index, item in enumerate(items):
-            place = {"item_id": item["id"], "output_index": index}
-            is_text = item["type"] == "message"
-            empty: Json = {"content": []} if is_text else {"arguments": ""}
-            opened = {**item, **empty, "status": "in_progress"}
-            yield "response.output_item.added", {"output_index": index, "item": opened}
-            if is_text:
-                part = item["content"][0]
-                place["content_index"] = 0
-                text = part["text"]
-                blank = {**part, "text": ""}
-                yield "response.content_part.added", {**place, "part": blank}
-                logprobs = [{**token} for token in part["logprobs"]]
-                for token in logprobs:
-                    del token["bytes"]  # these events have none
-                if text:
-                    delta: Json = {"delta": text, "logprobs": logprobs}
-                    yield "response.output_text.delta", {**place, **delta}
-                whole: Json = {"text": text, "logprobs": logprobs}
-                yield "response.output_text.done", {**place, **whole}
-                yield "response.content_part.done", {**place, "part": part}
-            else:
-                arguments = item["arguments"]
-                yield "response.function_call_arguments.delta", {**place, "delta": arguments}
-                whole = {"arguments": arguments, "name": item["name"]}
-                yield "response.function_call_arguments.done", {**place, **whole}
-            yield "response.output_item.done", {"output_index": index, "item": item}
-        ended = self._response(answer, request, items, "completed")
-        yield f"response.{ended['status']}", {"response": ended}
-
-
-def _add_item(messages: list[ChatMessage], item: Json) -> None:
-    """Add an item of a response's input. Text and calls of one turn are one message."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        messages.append(_message({"role": item.get("role"), "content": item.get("content")}))
-    elif kind == "function_call":
-        call = {"id": item.get("call_id"), "name": item.get("name")}
-        _add_calls(messages, [{**call, "arguments": item.get("arguments", "{}")}])
-    elif kind == "function_call_output":
-        result = {"content": item.get("output"), "tool_call_id": item.get("call_id", "")}
-        messages.append(_message({"role": "tool", **result}))
-    elif kind != "reasoning":
-        raise invalid(f"an item of type {kind!r:.40} cannot be read here", "input")
-
-
-def _add_calls(messages: list[ChatMessage], calls: list[Json]) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    turn = messages[-1]
-    called = turn.get("tool_calls", []) + _calls(calls, "input")
-    messages[-1] = {**turn, "tool_calls": called}
-
-
-# -- Anthropic's messages --------------------------------------------------------------------------
-
-
-class Messages(Dialect):
-    replies = "msg_"
-    honoured = _words(
-        "messages model max_tokens system tools tool_choice stop_sequences stream output_config "
-        "output_format"
-    )
-    of_the_run = _words("temperature top_p top_k thinking")
-    without_effect = _words(
-        "metadata service_tier cache_control inference_geo diagnostics user_profile_id "
-        "workspace_id speed betas billing_policy fallbacks fallback_credit_token"
-    )
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": (),
-        "mcp_servers": ([],),
-        "context_management": ({"edits": []},),
-        "compaction": (),
-    }
-
-    def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
-        messages: list[ChatMessage] = []
-        if body.get("system"):
-            messages.append({"role": "system", "content": _text(body["system"])})
-        turns = as_list(body.get("messages"))
-        if not turns:
-            raise invalid("messages must be a list of at least one message", "messages")
-        for turn in turns:
-            _add_turn(messages, as_object(turn))
-        return messages
-
-    def tools(self, body: Json) -> list[Json]:
-        tools: list[Json] = []
-        for tool in map(as_object, filter(self.is_function, as_list(body.get("tools")))):
-            named = {"name": tool.get("name"), "description": tool.get("description")}
-            tools.append({**named, "parameters": tool.get("input_schema")})
-        return _tools(tools)
-
-    def is_function(self, tool: Any) -> bool:
-        return as_object(tool).get("type", "custom") == "custom"
-
-    def options(self, body: Json) -> CallOptions:
-        config = as_object(body.get("output_config"))
-        form = as_object(config.get("format") or body.get("output_format"))
-        limit = _number(body, "max_tokens")
-        if limit is None:
-            raise invalid("max_tokens: Field required", "max_tokens")
-        choice = as_object(body.get("tool_choice"))
-        kinds = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
-        kind = str(choice.get("type", "auto"))
-        if kind not in kinds:
-            raise unsupported("tool_choice", body.get("tool_choice"))
-        return CallOptions(
-            max_tokens=limit,
-            stop=_stops(body, "stop_sequences"),
-            tool_choice=cast('Literal["auto", "none", "required"]', kinds[kind]),
-            tool_name=str(choice.get("name")) if kind == "tool" else None,
-            parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
-            json_schema=_schema(form, "output_config"),
-        )
-
-    def check(self, body: Json) -> None:
-        if body.get("thread") is not None:
-            what = "threads are not served here: send the whole conversation without `thread`"
-            raise ApiError(400, THREAD_UNSUPPORTED, what, "thread")
-        edits = as_list(as_object(body.get("context_management")).get("edits"))
-        kinds = [str(as_object(edit).get("type")) for edit in edits]
-        if edits and all(kind.startswith("clear_thinking") for kind in kinds):
-            # There is no thinking in a conversation here.
-            body = {**body, "context_management": None}
-        super().check(body)
-
-    def unknown(self, name: str) -> ApiError:
-        what = f"{name:.80}: Extra inputs are not permitted"
-        return ApiError(400, "unknown_parameter", what, name[:80])
-
-    def whole(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Json:
-        answer = answers[0]
-        used = answer.usage
-        reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
-        reason = reasons[answer.finish_reason]
-        if used.stopped_by is not None and not answer.calls:
-            reason = "stop_sequence"
-        return {
-            "id": request.identity,
-            "type": "message",
-            "role": "assistant",
-            "model": request.model,
-            "content": list(self._blocks(answer)),
-            "stop_reason": reason,
-            "stop_sequence": used.stopped_by,
-            "usage": {
-                "input_tokens": used.prompt_tokens,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
-                "output_tokens": used.completion_tokens,
-            },
-        }
-
-    def _blocks(self, answer: TurnToSend) -> Iterator[Json]:
-        if answer.text or not answer.calls:
-            yield {"type": "text", "text": answer.text}
-        for call in answer.calls:
-            arguments: Any = None
-            with suppress(ValueError):
-                arguments = json.loads(call["function"]["arguments"])
-            # This API knows no other arguments than objects.
-            call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
-            yield {"type": "tool_use", "id": call["id"], **call_part}
-
-    def events(self, answers: Sequence[TurnToSend], request: ApiRequest) -> Iterator[Event]:
-        message = self.whole(answers, request)
-        usage = message["usage"]
-        begun: Json = {"content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
-        yield self._event("message_start", message={**message, **begun})
-        for index, block in enumerate(message["content"]):
-            if block["type"] == "text":
-                opened: Json = {**block, "text": ""}
-                delta = {"type": "text_delta", "text": block["text"]}
-            else:
-                opened = {**block, "input": {}}
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            yield self._event("content_block_start", index=index, content_block=opened)
-            yield self._event("content_block_delta", index=index, delta=delta)
-            yield self._event("content_block_stop", index=index)
-        ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield self._event("message_delta", delta=ended, usage=usage)
-        yield self._event("message_stop")
-
-    def _event(self, name: str, **data: Any) -> Event:
-        return name, {"type": name, **data}
-
-    def error_event(self, error: ApiError, request_id: str | None = None) -> Event:
-        return "error", self.error(error, request_id)
-
-    def error(self, error: ApiError, request_id: str | None = None) -> Json:
-        kinds = {404: "not_found_error", 413: "request_too_large"}
-        message = str(error)
-        if error.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"
-        said: Json = {"type": kinds.get(error.status, error.kind), "message": message}
-        if error.code == THREAD_UNSUPPORTED:
-            said["details"] = {"error_code": error.code, "unsupported": "thread"}
-        return {"type": "error", "error": said, "request_id": request_id}
-
-
-def _add_turn(messages: list[ChatMessage], turn: Json) -> None:
-    """Add a message of Anthropic's API: results of tools become messages of their own."""
-    role = turn.get("role")
-    content = turn.get("content")
-    if isinstance(content, str):
-        messages.append(_message({"role": role, "content": content}))
-        return
-    parts: list[Any] = []
-    calls: list[Json] = []
-    for part in map(as_object, as_list(content)):
-        if part.get("type") == "tool_result":
-            result = {"content": part.get("content"), "tool_call_id": part.get("tool_use_id", "")}
-            messages.append(_message({"role": "tool", **result}))
-        elif part.get("type") == "tool_use":
-            called = {"id": part.get("id"), "name": part.get("name")}
-            calls.append({**called, "arguments": part.get("input", {})})
-        else:
-            parts.append(part)
-    if parts or calls or not content:
-        messages.append(_message({"role": role, "content": parts or ""}))
-    if calls:
-        _add_calls(messages, calls)
-
-
-# -- messages --------------------------------------------------------------------------------------
-
-
-def _message(message: Json) -> ChatMessage:
+def read_message(message: Json) -> ChatMessage:
     role = ROLES.get(str(message.get("role")))
     if role is None:
         raise invalid(f"unknown role {message.get('role')!r:.40}", "messages")
-    said: ChatMessage = {"role": role, "content": _text(message.get("content"))}
+    said: ChatMessage = {"role": role, "content": read_text(message.get("content"))}
     if role == "tool":
         said["tool_call_id"] = str(message.get("tool_call_id", ""))
     if role == "assistant" and message.get("tool_calls"):
@@ -778,7 +304,7 @@ def _calls(value: Any, param: str) -> list[Json]:
         raise invalid(str(error), param) from error
 
 
-def _text(content: Any) -> str:
+def read_text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -795,21 +321,31 @@ def _text(content: Any) -> str:
     return "".join(texts)
 
 
-def _tools(value: list[Any]) -> list[Json]:
+def read_tools(value: list[Any]) -> list[Json]:
     try:
         return tool_schemas(value)
     except (TypeError, ValueError) as error:
         raise invalid(str(error), "tools") from error
 
 
+def add_calls(messages: list[ChatMessage], calls: list[Json]) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    turn = messages[-1]
+    called = turn.get("tool_calls", []) + _calls(calls, "input")
+    messages[-1] = {**turn, "tool_calls": called}
+
+
+def sampled_tokens(answer: TurnToSend) -> list[Json]:
+    """The sampled tokens as OpenAI's APIs write them."""
+    tokens: list[Json] = []
+    for text, logprob in answer.usage.logprobs:
+        token = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        tokens.append({**token, "top_logprobs": []})
+    return tokens
+
+
 def count_tokens(request: ApiRequest) -> Json:
     """About how many tokens the request has, for agents that plan by it."""
     characters = len(json.dumps([request.messages, request.tools]))
     return {"input_tokens": characters // CHARACTERS_PER_TOKEN}
-
-
-DIALECTS: Mapping[str, Dialect] = {
-    "/chat/completions": ChatCompletions(),
-    "/responses": Responses(),
-    "/messages": Messages(),
-}

@@ -13,13 +13,14 @@ import re
 import secrets
 import socket
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from environments.agents.anthropic import Messages
 from environments.agents.calls import finite_json
+from environments.agents.chat_completions import ChatCompletions
 from environments.agents.dialects import (
-    DIALECTS,
     MODEL,
     ApiError,
     ApiRequest,
@@ -30,10 +31,16 @@ from environments.agents.dialects import (
     in_role,
     invalid,
 )
+from environments.agents.responses import Responses
 from environments.agents.session import AgentSession, Peer, SessionCall
 from environments.base import Json
 from environments.tools import as_object
 
+DIALECTS: Mapping[str, Dialect] = {
+    "/chat/completions": ChatCompletions(),
+    "/responses": Responses(),
+    "/messages": Messages(),
+}
 COUNT_TOKENS = "/count_tokens"
 """Ends the path of a request that is only counted."""
 MAX_HEAD_BYTES = 64 << 10

@@ -23,7 +23,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from environments.agents.dialects import DIALECTS, ApiError
+from environments.agents.dialects import ApiError
+from environments.agents.server import DIALECTS
 from environments.sandbox.needs import Needs
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Run

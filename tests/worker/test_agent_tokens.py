@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from environments.agents.calls import NO_USAGE
-from environments.agents.dialects import DIALECTS, ApiError, TurnToSend
+from environments.agents.dialects import ApiError, TurnToSend
 from environments.agents.endpoint import AgentEpisode
+from environments.agents.server import DIALECTS
 from environments.agents.session import AgentSession, Peer
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
 from environments.faults import EnvironmentFault

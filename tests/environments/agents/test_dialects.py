@@ -17,8 +17,8 @@ import pytest
 
 from environments.agents import server
 from environments.agents.calls import AgentCall, Usage
-from environments.agents.dialects import DIALECTS, ApiError, TurnToSend
-from environments.agents.server import Endpoint
+from environments.agents.dialects import ApiError, TurnToSend
+from environments.agents.server import DIALECTS, Endpoint
 from environments.agents.session import AgentSession
 from environments.process.host import EnvironmentHost
 from environments.tools import as_object
