@@ -83,8 +83,10 @@ def certify(arguments: Arguments) -> int:
     version."""
     if arguments.verify:
         return _verify(arguments)
-    if arguments.environment is None:
-        what, fix = "there is no environment to certify", "flash-mcp certify calculator"
+    asked = arguments.environment_args
+    if arguments.environment is None or arguments.steps < 0 or not isinstance(asked, dict | None):
+        what = "it takes an environment, 0 or more --steps, and an object as --environment-args"
+        fix = "flash-mcp certify calculator --steps 20"
         raise FlashError("invalid_argument", what, fix=fix)
     key = certificates.signing_key(arguments.key)
     store = open_store()

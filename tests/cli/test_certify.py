@@ -180,6 +180,14 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> st
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [(), ("echo", "--steps", "-1"), ("echo", "--environment-args", "[1]"), ("exam:a",)])
+def test_what_cannot_be_certified_is_refused_before_anything_runs(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["certify", *words]) in (1, 2)
+    assert capsys.readouterr().err.startswith(("[invalid_argument] it takes", "[exam_sealed"))
+
+
 @pytest.mark.slow
 def test_a_certificate_is_kept_shown_and_verified_for_the_files_that_it_is_about(
     flash_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
