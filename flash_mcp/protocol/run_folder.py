@@ -315,11 +315,14 @@ class RunWriter:
         """Claims the run. FlashError(fenced) if that attempt or a newer one has claimed it."""
         self.folder = folder
         self.epoch = epoch
-        folder.claim(epoch)
+        self._claim()
         self._events = 0
         self._saves = 0
         self._writes = 0
         self._shards = 0
+
+    def _claim(self) -> None:  # which a writer that only reads leaves out
+        self.folder.claim(self.epoch)
 
     def check_owner(self) -> None:
         """FlashError(fenced) once a newer attempt has claimed the run."""

@@ -21,6 +21,8 @@ from tests.supervisor.test_ensure import end_supervisors
 from tests.tiny import make_tiny_adapter
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 MARK = "Sesquipedalian"
 SOURCE = (VOWELS / "environment.py").read_text().replace("held_out=5", "held_out=40").replace('"Write"', f'"{MARK}"')
 STEP = "    def step_episode(self, example, messages, assistant_response):\n"
@@ -62,7 +64,6 @@ def shown_of(process: psutil.Process) -> str:
     return ""
 
 
-@pytest.mark.slow
 async def test_a_look_survives_its_killed_worker_and_leaves_totals_alone(
     base: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
