@@ -1,7 +1,7 @@
 """A model that reads from a script, so that real coding agents can be driven without any model service.
 
-It speaks Anthropic Messages (/v1/messages), OpenAI Responses (/v1/responses) and Chat Completions
-(/v1/chat/completions), and keeps what it was shown."""
+It speaks Anthropic Messages (/v1/messages), OpenAI Responses (/v1/responses), Chat Completions
+(/v1/chat/completions) and Gemini's generateContent (/v1beta/models/MODEL:...), and keeps what it was shown."""
 
 from __future__ import annotations
 
@@ -121,6 +121,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
         if "count_tokens" in self.path:
             self.send_json({"input_tokens": 10})
+        elif "enerateContent" in self.path:
+            self.answer_gemini(body)
         elif "responses" in self.path:
             self.answer_responses(body)
         elif "chat/completions" in self.path:
@@ -129,6 +131,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer_messages(body)
         else:
             self.send_json({})
+
+    def answer_gemini(self, body: Json) -> None:
+        """https://ai.google.dev/api/generate-content"""
+        parts = [part for content in body.get("contents", []) for part in content.get("parts", [])]
+        answers = [part["functionResponse"]["response"] for part in parts if "functionResponse" in part]
+        results = [str(each.get("output", each.get("error", each))) for each in answers]
+        tools = [tool for group in body.get("tools") or [] for tool in group.get("functionDeclarations", [])]
+        part: Json = {"text": "DONE"}
+        if played := self.model.step(tools, results):
+            _, arguments, names = played
+            part = {"functionCall": {"name": names["name"], "args": arguments}}
+        candidate = {"index": 0, "content": {"role": "model", "parts": [part]}, "finishReason": "STOP"}
+        usage = {"promptTokenCount": 1, "candidatesTokenCount": 1, "totalTokenCount": 2}
+        whole: Json = {"candidates": [candidate], "usageMetadata": usage}
+        if "stream" in self.path:
+            self.send_events([whole], named=False)
+        else:
+            self.send_json(whole)
 
     def answer_messages(self, body: Json) -> None:
         """https://docs.anthropic.com/en/api/messages"""

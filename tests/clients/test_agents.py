@@ -1,4 +1,4 @@
-"""Claude Code, Codex and OpenCode as they come from npm, each led through the whole loop by a scripted model.
+"""Claude Code, Codex, OpenCode and Gemini CLI as they come from npm, each led through the whole loop by a scripted model.
 
 What is asserted is what the model was shown: that is all that an agent knows of a server."""
 
@@ -167,6 +167,28 @@ def test_opencode_plays_the_loop(tiny_model: Path, tmp_path: Path):
         ended = run(
             [PROGRAMS / "opencode", "run", "go"],
             timeout_s=LOOP_TIMEOUT_S, environment=environment_of(tmp_path), cwd=tmp_path,
+        )  # fmt: skip
+    check(model, ended.stdout)
+
+
+@needs(PROGRAMS / "gemini")
+def test_gemini_plays_the_loop(tiny_model: Path, tmp_path: Path):
+    server = {"command": SERVE[0], "args": [*SERVE[1:]], "env": server_environment(), "cwd": str(ROOT),
+              "timeout": 60_000, "trust": True}  # fmt: skip
+    settings = {
+        "mcpServers": {"flash": server},
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"enableAutoUpdate": False},
+    }
+    (tmp_path / ".gemini").mkdir()
+    (tmp_path / ".gemini/settings.json").write_text(json.dumps(settings))
+    model = Model(loop(tiny_model), prefix="mcp_flash_")
+    with serving(model) as address:
+        variables = {"GEMINI_API_KEY": "none", "GOOGLE_GEMINI_BASE_URL": address, "GEMINI_CLI_TRUST_WORKSPACE": "true"}
+        ended = run(
+            [PROGRAMS / "gemini", "-m", "gemini-2.5-flash", "--yolo", "-p", "go"],
+            timeout_s=LOOP_TIMEOUT_S, environment=environment_of(tmp_path, **variables), cwd=tmp_path,
         )  # fmt: skip
     check(model, ended.stdout)
 
