@@ -1,4 +1,4 @@
-"""Claude Code, Codex, OpenCode and Gemini CLI as they come from npm, each led through the whole loop by a scripted model.
+"""Claude Code, Codex, OpenCode and Gemini CLI, as they come from npm, each led through the loop by a scripted model.
 
 What is asserted is what the model was shown: that is all that an agent knows of a server."""
 
