@@ -73,10 +73,16 @@ LONG = partial(pytest.param, marks=pytest.mark.long)
 SHORT: dict[str, Any] = {"group_size": 4, "max_tokens": 8, "eval_before": True, "eval_after": True}
 
 
+@pytest.fixture(scope="module", params=["tiny_model", pytest.param("fp32_model", marks=pytest.mark.long)])
+def exact_model(request: pytest.FixtureRequest) -> Path:
+    """One in the precision that is measured to be faster: bf16 where the CPU is made for it. And one in fp32."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(scope="module")
-def exact_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def exact_run(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Five steps of SHORT that nothing disturbed, one conversation at a time."""
-    run = make_run(tmp_path_factory.mktemp("exact") / "run", tiny_model, **SHORT)
+    run = make_run(tmp_path_factory.mktemp("exact") / "run", exact_model, **SHORT)
     Attempt(run, one_by_one=True).ended()
     return run
 
@@ -203,12 +209,12 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
 
 @pytest.mark.cpu
 def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undisturbed_run_ends(
-    exact_run: RunFolder, tiny_model: Path, tmp_path: Path
+    exact_run: RunFolder, exact_model: Path, tmp_path: Path
 ) -> None:
     # It looks at 12 tasks, evaluates 5, makes three steps (all of the examples were seen once) and
     # half of the fourth.
     environment, flag = held(tmp_path / "held", after=12 + 5 + 3 * 16 + 8)
-    run = make_run(tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **SHORT)
+    run = make_run(tmp_path / "run", exact_model, environment=environment, env_timeout_s=600, **SHORT)
     with Attempt(run, one_by_one=True) as first:
         first.wait_until(lambda: 3 in run.checkpoints.steps())
         children = psutil.Process(first.process.pid).children(recursive=True)
@@ -233,11 +239,11 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
 @pytest.mark.cpu
 @pytest.mark.long
 def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed_run_ends(
-    exact_run: RunFolder, tiny_model: Path, tmp_path: Path
+    exact_run: RunFolder, exact_model: Path, tmp_path: Path
 ) -> None:
     environment, flag = held(tmp_path / "held", after=12 + 5 + 3 * 16 + 8)
     asked = {**SHORT, "environment": environment, "env_timeout_s": 600}
-    run = make_run(tmp_path / "run", tiny_model, steps=4, **asked)
+    run = make_run(tmp_path / "run", exact_model, steps=4, **asked)
     with Attempt(run, one_by_one=True) as first:
         first.wait_until(lambda: 3 in run.checkpoints.steps())
         run.request_cancel()
@@ -246,7 +252,7 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
     flag.unlink()
     before = run.reopen()
     assert run.result() is None and run.checkpoints.has_optimizer(3)
-    make_run(tmp_path / "run", tiny_model, **asked)
+    make_run(tmp_path / "run", exact_model, **asked)
     with Attempt(run, before + 1, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["step"] == 5
