@@ -91,12 +91,15 @@ async def _trained(session: DemoSession, name: str, wanted: Json) -> str:
     """The run's id, once it has succeeded."""
     with session.timed(name.rpartition(" ")[2]):
         run_id = str((await session.call("train", **wanted, name=name))["run_id"])
-        found: Json = {}
-        while found.get("state", "queued") in ACTIVE:
-            body = await session.call("status", waits=True, run_id=run_id, until="end")
-            found = body.get("run", {})
-    if found["state"] != "succeeded":
-        raise FlashError("worker_failed", f"{run_id} {found['state']}", fix="flash-mcp status")
+        state = "queued"
+        since: Json = {}  # of a problem that was told, and that the run goes on with
+        while state in ACTIVE:
+            body = await session.call("status", waits=True, run_id=run_id, until="end", **since)
+            state = (body.get("run") or body.get("news") or {"state": state})["state"]
+            if "since" in body:
+                since = {"since": body["since"]}
+    if state != "succeeded":
+        raise FlashError("worker_failed", f"{run_id} {state}", fix="flash-mcp status")
     return run_id
 
 

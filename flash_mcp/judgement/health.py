@@ -169,9 +169,10 @@ def cut_off(evaluation: Evaluation) -> list[Flag]:
     share = evaluation.summary.get("truncated_share", 0.0)
     if not evaluation.step or share < 0.5:
         return []
-    said = f"{percent(share)} of the held-out attempts after step {evaluation.step} were cut off"
-    remedy = "evaluate with a greater max_tokens (and max_length), or stop_sequences: read rollouts"
-    evidence = f"{said} at max_tokens or max_length"
+    evidence = (
+        f"{percent(share)} of the held-out attempts after step {evaluation.step} were cut off"
+    )
+    remedy = "evaluate with a greater max_tokens (or max_length), or with stop_sequences"
     return [Flag(name=TRUNCATION, severity="problem", evidence=evidence, remedy=remedy)]
 
 

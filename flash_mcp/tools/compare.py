@@ -176,8 +176,8 @@ def compare(
     if lost:
         notes.insert(0, f"{health.WORSE_ELSEWHERE}: other {lost}")
     if further:
-        all_lines = f"each of the {count} comparisons with base is judged at 0.05 / {count}"
-        notes.append(f"{all_lines}: chance calls any of equal ones better at most 5 times of 100")
+        judged = f"each of the {count} comparisons with base is judged at 0.05 / {count}"
+        notes.append(f"{judged}, so that all of them hold together")
     result = Compare(
         verdict=_judged(pair, changes[metric], memory),
         metric=metric,

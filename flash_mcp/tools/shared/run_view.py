@@ -260,14 +260,15 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
     flags = health.flags(history)
     flags += mixture.flags_of([part["name"] for part in full.run.mixture], history, flags)
     evaluations = _held_out(full)
-    if evaluations and health.TRUNCATION not in map(attrgetter("name"), flags):
+    is_active = full.run.state in ACTIVE
+    # Its remedy is another evaluation, which need not interrupt whoever waits for the end.
+    if evaluations and not is_active and health.TRUNCATION not in map(attrgetter("name"), flags):
         flags += health.cut_off(evaluations[-1])
     regression, is_worse = elsewhere(store, full.run)
     if is_worse:
         flags.insert(0, health.worse_elsewhere(regression))
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
-    is_active = full.run.state in ACTIVE
     judged = comparison.judge(evaluations, full.pairs, overlap, is_active)
     change, verdict = judged or (None, None)
     for flag in flags:

@@ -192,7 +192,7 @@ def _of_evaluations(plan: Plan) -> list[str]:
     if (spec.eval_before or spec.eval_after) and rows < 50:
         interval = statistics.wilson(rows / 2, rows)
         half = (interval.high - interval.low) / 2
-        notes.append(f"{rows} eval rows give a success rate to within up to ±{half:.2f}")
+        notes.append(f"{rows} eval rows tell the success rate to ±{half:.2f}")
     return notes
 
 

@@ -121,8 +121,7 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
         cost = "for which an engine starts"
     text = f"on: {tasks} short tasks before and after, {cost}; "
     loss = statistics.visible_loss(tasks, USUALLY_SOLVED * tasks)
-    text += f"if the model solves {percent(USUALLY_SOLVED)} of them, a loss of {percent(loss)} of "
-    text += "these is seen"
+    text += f"of {percent(USUALLY_SOLVED)} that the model solves, a loss of {percent(loss)} is seen"
     return replace(work, held_out=held_out + 2 * tasks, regression=text, regression_tasks=tasks)
 
 
@@ -166,8 +165,8 @@ def _by_arithmetic(work: Work) -> RunTime | None:
     cards = min(len(gpus()), work.spec.gpus)
     rate = cards * CARD_FLOPS or (processor().cores or 1) * CORE_FLOPS
     basis = (
-        f"a guess, as nothing was run here: {work.tokens:,.0f} tokens with {parameters / 1e6:,.0f} "
-        f"million parameters at {two_digits(rate / 1e9)} GFLOP/s, without loading the model"
+        f"a guess, as nothing was run here: {work.tokens:,.0f} tokens, {parameters / 1e6:,.0f} "
+        f"million parameters, {two_digits(rate / 1e9)} GFLOP/s; without loading"
     )
     if work.held_out:
         basis += " and evaluations"
@@ -240,7 +239,7 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
     if not tokens or not speed:
         return None
     scatter = statistics.Z95 * math.sqrt(statistics.spread(groups) / len(groups)) / tokens
-    guess = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
+    guess = "training guessed as long"
     measured = _training_share(store, work.spec)
     share, basis = measured or (TRAINING_SHARE, guess)
     generate_s = work.rollouts * tokens / speed
