@@ -73,7 +73,7 @@ def _train_step(place: Place, model: Path, label: str) -> None:
     add(**{f"{label}_step_s": taken, f"{label}_tokens_per_s": tokens / taken})
     bound = bench_step.roofline_s(step.model, tokens, groups * size * length)
     add(**{f"{label}_bound_s": bound, f"{label}_share_of_bound": bound / taken})
-    causal_lm: Any = step.model
+    causal_lm: Any = step.model.get_base_model()
     held = memory.token_bytes(causal_lm, packing.way_of(causal_lm)) * tokens / groups
     add(**{f"{label}_estimate_gib": (needs.total - needs.process + held) / GIB})
     if torch.cuda.is_available():

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_supervisor")
         ({"steps": 10}, "off: 120 short tasks before and after are 240 rollouts beside 320; regression='on' tries all"),
         ({"steps": 10, "settings": {"regression": "on"}}, "on: 311 short tasks before and after, 622 rollouts"),
         ({"settings": {"regression": "off"}}, None),
-        ({"algorithm": "sft"}, "on: 120 short tasks before and after, for which an engine starts; of 33 % that the model"),
+        ({"algorithm": "sft"}, "on: 120 short tasks before and after, for which an engine starts; of 33 %"),
         ({"algorithm": "sft", "settings": {"regression": "off"}}, None),
         ({"algorithm": "sft", "settings": {"eval_after": True}}, "on: 120 short tasks before and after"),
         ({"algorithm": "sft", "steps": 10, "settings": {"regression": "on"}}, "on: 311 short tasks"),
