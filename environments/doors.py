@@ -10,13 +10,23 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
+OURS = {
+    "flash_mcp.adapters": {
+        "verifiers": "environments.adapters.verifiers:adapt",
+        "inspect_ai": "environments.adapters.inspect_tasks:adapt",
+    }
+}
+"""What is found without metadata too: an environment's own interpreter has our files alone."""
+
+
 @functools.cache
 def brought(group: str) -> dict[str, list[EntryPoint]]:
     """What is installed here, by name. It reads a file of each installed package, once."""
     # Loaded here: with the e-mail package that it needs it takes a tenth of an environment's start.
     metadata: Any = importlib.import_module("importlib.metadata")
     results: dict[str, list[EntryPoint]] = {}
-    for point in metadata.entry_points(group=group):
+    ours = [metadata.EntryPoint(*item, group) for item in OURS.get(group, {}).items()]
+    for point in [*ours, *metadata.entry_points(group=group)]:
         named = results.setdefault(point.name, [])
         if point.value not in (other.value for other in named):  # a package may be found twice
             named.append(point)

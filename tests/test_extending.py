@@ -50,6 +50,15 @@ def test_its_objects_are_adapted(lab: Any) -> None:
     assert [task.output for task in adapted.dataset] == ["4"]
 
 
+def test_our_adapters_are_found_in_an_interpreter_that_has_our_files_alone() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from environments import adapters, doors; "
+    code += "print(*sorted(doors.brought(adapters.ADAPTERS)))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert done.stdout.split() == ["inspect_ai", "verifiers"]
+
+
 def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lab: Any) -> None:
     other = tmp_path / "other-1.0.dist-info"
     other.mkdir()
