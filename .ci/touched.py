@@ -13,6 +13,7 @@ LOOP = "tests/test_loop.py tests/test_learning_from_use.py tests/cli/test_demo.p
 KILLED = "tests/test_crash.py tests/supervisor/test_damage.py tests/worker/test_mixture.py"
 GATE = "tests/environments/test_gate.py tests/environments/test_gate_suite.py"
 AGENTS = "tests/worker/test_agent_gold.py tests/worker/test_agent_sessions.py"
+AGENTS += " tests/environments/agents/test_terminal.py"
 SHARDS = "tests/worker/test_shards.py tests/supervisor/test_several_gpus.py"
 
 CALLS_FOR = {

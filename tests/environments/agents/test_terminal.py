@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,9 +15,10 @@ import pytest
 
 from environments.agents import harbor, terminal
 from environments.base import DatasetError, UnsupportedError
+from environments.checks.gate import check
 from environments.checks.playing import GivenTurn, Played, Task, play
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from tests.places import ROOT, TERMINAL
+from tests.places import TERMINAL
 from tests.waiting import WAIT_S
 
 TASKS = TERMINAL / "tasks"
@@ -143,15 +142,11 @@ def test_the_folders_of_an_image_are_led_to_those_of_an_episode() -> None:
     assert {text: terminal.inward(text, root) for text in led} == led
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("flash_home")
-def test_the_commands_of_the_docs_work(tmp_path: Path) -> None:
-    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs/terminal.md").read_text(), re.DOTALL):
-        for line in block.splitlines():
-            command = [sys.executable, "-m", "flash_mcp.cli", *shlex.split(line)[1:]]
-            command += ["--time-s", "300"] if "env-test" in line else []  # the machine may be busy
-            subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=WAIT_S)
-    assert (tmp_path / "mine/tasks/eval/largest_file/tests/check.py").is_file()
+@pytest.mark.long
+@pytest.mark.linux
+async def test_the_example_passes_the_gate() -> None:
+    report = await check(TERMINAL, deadline_s=600)
+    assert report.passed, [each for each in report.probes if each.passed is False]
 
 
 # -- the loop --------------------------------------------------------------------------------------
