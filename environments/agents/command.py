@@ -103,17 +103,7 @@ class EnvironmentCommand(EnvironmentAgent):
             **self.variables(example),
         }
         env = {**os.environ, **arguments}
-        # A file, as a program in the background may hold a pipe open.
-        with tempfile.TemporaryFile() as printed:
-            command, files = list(self.command(example)), self.files(example)
-            process = await start(command, place, env, printed, files)
-            try:
-                code = await process.wait()
-            finally:
-                await end(process)
-            size = printed.seek(0, os.SEEK_END)
-            printed.seek(max(0, size - MAX_OUTPUT_BYTES))
-            output = printed.read().decode(errors="replace")
+        code, output = await run_program(self.command(example), place, env, self.files(example))
         if code < 0:
             what = f"the command was killed by {signal_name(-code)}"
             raise RuntimeError(f"{what}. It printed: {output[-SHOWN_CHARACTERS:]}")
@@ -213,6 +203,24 @@ async def start(
     finally:
         for descriptor in rules:
             os.close(descriptor)
+
+
+async def run_program(
+    command: Sequence[str], folder: Path, env: Mapping[str, str], files: Sequence[str] = ()
+) -> tuple[int, str]:
+    """`start` a program, and `end` it once it has ended or nobody waits any more. Its exit code,
+    and the end of what it printed.
+    """
+    # A file, as a program in the background may hold a pipe open.
+    with tempfile.TemporaryFile() as printed:
+        process = await start(list(command), folder, env, printed, files)
+        try:
+            code = await process.wait()
+        finally:
+            await end(process)
+        size = printed.seek(0, os.SEEK_END)
+        printed.seek(max(0, size - MAX_OUTPUT_BYTES))
+        return code, printed.read().decode(errors="replace")
 
 
 async def end(process: Process) -> None:

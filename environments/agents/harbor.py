@@ -23,7 +23,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,10 +36,9 @@ from environments.agents.command import (
     REWARD_FILE,
     SHOWN_CHARACTERS,
     EnvironmentCommand,
-    end,
     model_variables,
     room,
-    start,
+    run_program,
 )
 from environments.agents.terminal import ROOTS, TURNS, inward
 from environments.base import (
@@ -64,8 +62,8 @@ FIELDS: Mapping[str, set[str]] = {
         "allow_internet", "workdir",
     },
 }  # fmt: skip
-"""What is read of the tables of task.toml. Bounds of cores, memory and disk are those of the
-environment's sandbox, which also gives no network."""
+"""What may stand in the tables of task.toml. Bounds of cores, memory and disk have no effect: those
+of the environment's sandbox hold."""
 DESCRIBES = {"version", "schema_version", "metadata", "task", "source"}
 
 
@@ -75,7 +73,9 @@ class HarborTask:
     instruction: str
     image: str | None
     """One that is there already; else that of environment/Dockerfile."""
-    workdir: str
+    workdir: str | None
+    """In place of the image's."""
+    has_network: bool
     agent_s: float
     verifier_s: float
     build_s: float
@@ -108,7 +108,8 @@ def read_task(folder: Path) -> HarborTask:
         folder,
         instruction,
         environment.get("docker_image"),
-        environment.get("workdir") or "/app",
+        environment.get("workdir"),
+        bool(environment.get("allow_internet")),
         float(tables["agent"].get("timeout_sec", 600)),
         float(verifier.get("timeout_sec", 600)),
         float(environment.get("build_timeout_sec", 600)),
@@ -148,7 +149,11 @@ class _Image:
 def _image_of(task: HarborTask) -> _Image:
     """UnsupportedError for an image that is more than a Python and files of the task."""
     name, file = task.folder.name, task.folder / "environment/Dockerfile"
-    image = _Image(task.workdir, {}, [])
+    if task.has_network:
+        raise UnsupportedError(
+            f"{name}: task.toml asks for the network (allow_internet): {GATEWAY}"
+        )
+    image = _Image(task.workdir or "/app", {}, [])
     lines = [f"FROM {task.image}"] if task.image else ["FROM python"]
     if file.is_file() and not task.image:
         lines = re.sub(r"\\\s*\n", " ", file.read_text()).splitlines()
@@ -169,6 +174,8 @@ def _image_of(task: HarborTask) -> _Image:
             case _:
                 what = f"{name}: its image needs `{line.strip():.100}`"
                 raise UnsupportedError(f"{what}, and only a plain Python runs here: {GATEWAY}")
+    if task.workdir:
+        image = _Image(task.workdir, image.variables, image.copies)
     for place in (image.workdir, *(to for _, to in image.copies)):
         if place.split("/")[1] not in ROOTS:
             roots = ", ".join(f"/{root}" for root in ROOTS)
@@ -248,7 +255,10 @@ class HarborTasks(EnvironmentCommand):
         async with room() as place:
             await asyncio.to_thread(_lay_out, task, image, place / "work")
             asks = self._ended(example, place, model_variables(base_url, api_key, model))
-            ended = await asyncio.wait_for(asks, task.agent_s)
+            try:
+                ended = await asyncio.wait_for(asks, task.agent_s)
+            except TimeoutError:
+                raise TimeoutError(f"the agent took longer than {task.agent_s:g} s") from None
             if ended.code:
                 what = f"the agent ended with code {ended.code}"
                 raise RuntimeError(f"{what}. It printed: {ended.output[-SHOWN_CHARACTERS:]}")
@@ -266,18 +276,15 @@ class HarborTasks(EnvironmentCommand):
         own = {"HOME": str(home), "TMPDIR": str(place / "tmp")}
         env = {**os.environ, **image.variables, **task.verifier_env, **own}
         script = ["bash", "-c", 'cd "$0" && exec bash "$1"', f"{root}{image.workdir}"]
-        with tempfile.TemporaryFile() as printed:
-            process = await start([*script, str(root / "tests/test.sh")], place, env, printed)
-            try:
-                await asyncio.wait_for(process.wait(), task.verifier_s)
-            finally:
-                await end(process)
-            printed.seek(0)
-            output = printed.read(SHOWN_CHARACTERS).decode(errors="replace")
+        tests = run_program([*script, str(root / "tests/test.sh")], place, env)
+        try:
+            _, output = await asyncio.wait_for(tests, task.verifier_s)
+        except TimeoutError:
+            raise TimeoutError(f"the tests took longer than {task.verifier_s:g} s") from None
         try:
             return RewardResult(**reward_in(root / "logs/verifier"))
         except RuntimeError as error:
-            raise RuntimeError(f"{error}. They printed: {output}") from None
+            raise RuntimeError(f"{error}. They printed: {output[-SHOWN_CHARACTERS:]}") from None
 
 
 # -- in a container -------------------------------------------------------------------------------
@@ -294,6 +301,51 @@ class HarborPrompts(EnvironmentSingleTurn):
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
         return RewardResult(0.0, success=False, reason="only the container's tests can score it")
+
+
+def in_container(engine: str, folder: Path) -> dict[str, Any]:
+    """Play the task of this folder in a container of its image, and run its tests there. Its
+    reward, as REWARD_FILE wants it."""
+    task = read_task(folder)
+
+    def engine_says(*words: str, timeout_s: float = terminal.COMMAND_S) -> str:
+        done = subprocess.run(
+            [engine, *words], check=True, capture_output=True, text=True, timeout=timeout_s
+        )
+        return done.stdout.strip()
+
+    image = task.image or engine_says(
+        "build", "--quiet", str(folder / "environment"), timeout_s=task.build_s
+    )
+    container = engine_says("run", "--detach", image, "sleep", "infinity")
+
+    inside = [engine, "exec"]
+    if task.workdir:
+        inside.append(f"--workdir={task.workdir}")
+
+    def shell(command: str) -> str:
+        return terminal.run([*inside, container, "bash", "-c", command])
+
+    try:
+        terminal.solve(task.instruction, shell, terminal.asking)
+        # What the agent left running, or laid where the tests look, is gone before they come.
+        engine_says("restart", "--time", "0", container)
+        engine_says("exec", container, "rm", "-rf", "/tests", "/logs")
+        engine_says("exec", container, "mkdir", "-p", "/logs/verifier")
+        engine_says("cp", f"{task.tests}/.", f"{container}:/tests")
+        variables = [f"--env={name}={value}" for name, value in task.verifier_env.items()]
+        subprocess.run(
+            [*inside, *variables, container, "bash", "/tests/test.sh"],
+            check=False, stdout=subprocess.DEVNULL, timeout=task.verifier_s,
+        )  # fmt: skip
+        verdict = Path(os.environ[REWARD_FILE]).parent / "verifier"
+        engine_says("cp", f"{container}:/logs/verifier/.", str(verdict))
+        return reward_in(verdict)
+    finally:
+        engine_says("rm", "--force", container)
+
+
+# -- the tasks of a folder ------------------------------------------------------------------------
 
 
 def load(folder: Path, *, gateway: bool = False) -> HarborTasks | HarborPrompts:
@@ -316,44 +368,6 @@ def _splits(folder: Path) -> tuple[list[TaskExample], list[TaskExample], dict[st
     held_out_examples = [examples[at] for at in held_out]
     train = [example for example in examples if example not in held_out_examples]
     return train, held_out_examples, tasks
-
-
-def in_container(engine: str, folder: Path) -> dict[str, Any]:
-    """Play the task of this folder in a container of its image, and run its tests there. Its
-    reward, as REWARD_FILE wants it."""
-    task = read_task(folder)
-
-    def engine_says(*words: str, timeout_s: float = terminal.COMMAND_S) -> str:
-        done = subprocess.run(
-            [engine, *words], check=True, capture_output=True, text=True, timeout=timeout_s
-        )
-        return done.stdout.strip()
-
-    image = task.image or engine_says(
-        "build", "--quiet", str(folder / "environment"), timeout_s=task.build_s
-    )
-    container = engine_says("run", "--detach", image, "sleep", "infinity")
-
-    def shell(command: str) -> str:
-        return terminal.run([engine, "exec", container, "bash", "-c", command])
-
-    try:
-        terminal.solve(task.instruction, shell, terminal.asking)
-        # What the agent left running, or laid where the tests look, is gone before they come.
-        engine_says("restart", "--time", "0", container)
-        engine_says("exec", container, "rm", "-rf", "/tests", "/logs")
-        engine_says("exec", container, "mkdir", "-p", "/logs/verifier")
-        engine_says("cp", f"{task.tests}/.", f"{container}:/tests")
-        variables = [f"--env={name}={value}" for name, value in task.verifier_env.items()]
-        subprocess.run(
-            [engine, "exec", *variables, container, "bash", "/tests/test.sh"],
-            check=False, stdout=subprocess.DEVNULL, timeout=task.verifier_s,
-        )  # fmt: skip
-        verdict = Path(os.environ[REWARD_FILE]).parent / "verifier"
-        engine_says("cp", f"{container}:/logs/verifier/.", str(verdict))
-        return reward_in(verdict)
-    finally:
-        engine_says("rm", "--force", container)
 
 
 if __name__ == "__main__":  # for `flash-mcp gateway`: ENGINE TASKS

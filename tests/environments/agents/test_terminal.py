@@ -97,7 +97,8 @@ async def test_episodes_at_once_see_nothing_of_each_other() -> None:
         ("tests/test.sh", "echo broken", "the tests wrote no reward.*They printed: broken"),
         ("tests/test.sh", "echo much > /logs/verifier/reward.txt", "could not convert string to float"),
         ("tests/test.sh", "echo nan > /logs/verifier/reward.txt", "it is nan"),
-        ("task.toml", "[verifier]\ntimeout_sec = 0.01", "TimeoutError"),
+        ("task.toml", "[verifier]\ntimeout_sec = 0.01", "TimeoutError: the tests took longer than 0.01 s"),
+        ("task.toml", "[agent]\ntimeout_sec = 0.01", "TimeoutError: the agent took longer than 0.01 s"),
     ],
 )
 async def test_tests_that_cannot_say_drop_the_rollout(example: Path, file: str, text: str, says: str) -> None:
@@ -110,6 +111,8 @@ async def test_tests_that_cannot_say_drop_the_rollout(example: Path, file: str, 
     ("file", "text", "says"),
     [
         ("task.toml", "[environment]\ngpus = 1", "task.toml asks for environment.gpus"),
+        ("task.toml", "[environment]\nallow_internet = true", "asks for the network .*flash-mcp gateway"),
+        ("task.toml", "[environment]\nworkdir = '/srv'", "its files are in /srv"),
         ("task.toml", "[[steps]]\nname = 'one'", "task.toml asks for steps"),
         ("task.toml", "[environment", "is no task"),
         ("instruction.md", None, "is no task"),
