@@ -3,7 +3,7 @@ for exams with a passphrase, since it alone has their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from environments.same_task import task_of
@@ -16,10 +16,13 @@ AT_ONCE = 50
 """Texts of a request to the supervisor."""
 
 
-def found(base: Path, texts: Sequence[str]) -> dict[str, int | None]:
-    """Rows by the caller's exams whose tasks they ask; None for an exam that is locked."""
+def rows_by_exam(base: Path, questions: Iterable[str]) -> dict[str, int | None]:
+    """Rows by the caller's exams whose tasks they ask; None for an exam that is locked. Without an
+    exam nothing of `questions` is computed."""
     result: dict[str, int | None] = {}
-    for exam in exams.exams(base):
+    available = exams.exams(base)
+    texts = list(questions) if available else []
+    for exam in available:
         number: int | None = 0
         for start in range(0, len(texts), AT_ONCE):
             part = [text[: prompts.CHARACTERS] for text in texts[start : start + AT_ONCE]]
@@ -35,13 +38,14 @@ def found(base: Path, texts: Sequence[str]) -> dict[str, int | None]:
     return result
 
 
-def asked_by(rows: Iterable[Json]) -> list[str]:
+def questions_of(rows: Iterable[Json]) -> Iterator[str]:
     """What rows of a dataset ask."""
-    return [task_of(row["messages"][: row["prompt_messages"]]).text for row in rows]
+    for row in rows:
+        yield task_of(row["messages"][: row["prompt_messages"]]).text
 
 
 def notes(rows: Mapping[str, int | None]) -> list[str]:
-    """What `found` found, in words."""
+    """What `rows_by_exam` found, in words."""
     result: list[str] = []
     for name, number in rows.items():
         if number is None:

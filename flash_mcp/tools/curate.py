@@ -169,7 +169,7 @@ def _of_rows(
     if name is None:
         train, _, counts, origin = split_conversations(runs[0], plan.holdout, question, answer)
         notes = [str(origin)] if origin else []
-        notes += search.notes(search.found(home(), search.asked_by(train)))
+        notes += search.notes(search.rows_by_exam(home(), search.questions_of(train)))
         preview, problem = preview_by_default(train, counts.model_dump())
         if problem:
             notes.append(problem)
@@ -178,7 +178,7 @@ def _of_rows(
         )
     kept = keep_conversations(runs[0], plan.holdout, question, answer, name)
     notes = [kept.manifest["source"]["said"]] if "source" in kept.manifest else []
-    notes += search.notes(search.found(home(), search.asked_by(kept.rows())))
+    notes += search.notes(search.rows_by_exam(home(), search.questions_of(kept.rows())))
     return Curate(
         dataset=kept.reference,
         path=str(kept.path),
@@ -201,8 +201,8 @@ async def _curated(runs: Sequence[str], plan: CurationPlan, name: str | None) ->
     await report("reading attempts")
     attempts = [_attempts_of(store, reference, plan.source) for reference in runs]
     curated = await run_sync(_select, attempts, plan, held_out, abandon_on_cancel=True)
-    asked = search.asked_by(attempt.row() for attempt in curated.train)
-    exams = await run_sync(search.found, store.base, asked)
+    questions = search.questions_of(attempt.row() for attempt in curated.train)
+    exams = await run_sync(search.rows_by_exam, store.base, questions)
     held_back = [_example("holdout", attempt) for attempt in curated.holdout[:1]]
     chosen = curated.train[: EXAMPLES - len(held_back)]
     examples = [_example("train", attempt) for attempt in chosen]
