@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from environments.untrusted_text import quoted
@@ -177,9 +176,10 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
     view.exams = looks.lines(store, run) or None
     if history.evaluations:
         view.by_label = by_label(store, run, history.evaluations[-1].step)
-    words = by_words(store, run)
-    if words and view.verdict and view.by_label and words.macro_f1 >= view.by_label.macro_f1:
-        view.verdict.explanation += "; but counting words does as well: by_label.baseline"
+    if view.verdict and view.by_label:
+        words = by_words(store, run)
+        if words and words.macro_f1 >= view.by_label.macro_f1:
+            view.verdict.explanation += "; but counting words does as well: by_label.baseline"
     if run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, run)
     if detailed:
@@ -262,7 +262,7 @@ def _judge(store: Store, full: RunHistory) -> Judgement:
     evaluations = _held_out(full)
     is_active = full.run.state in ACTIVE
     # Its remedy is another evaluation, which need not interrupt whoever waits for the end.
-    if evaluations and not is_active and health.TRUNCATION not in map(attrgetter("name"), flags):
+    if evaluations and not is_active and all(flag.name != health.TRUNCATION for flag in flags):
         flags += health.cut_off(evaluations[-1])
     regression, is_worse = elsewhere(store, full.run)
     if is_worse:
