@@ -403,9 +403,10 @@ def _steps(target: Path, versions: IO[str]) -> bool:
     user = None
     with suppress(OSError):
         if os.getuid() == 0:  # a user that no process has, with the folders that steps write to
-            user = namespaces.exclusive_uid()
+            unused = namespaces.exclusive_uid()
             for folder in (target / "venv", _temporary(target)):
-                os.chown(folder, user, user)
+                os.chown(folder, unused, unused)
+            user = unused  # only now: where the folders cannot be its own, it could write nothing
     installer = os.getpid()
 
     def done(step: Callable[[], object], *, with_passwords: bool, network: bool = True) -> bool:
