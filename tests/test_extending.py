@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def test_our_adapters_are_found_in_an_interpreter_that_has_our_files_alone() -> 
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert done.stdout.split() == ["inspect_ai", "verifiers"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert doors.OURS[adapters.ADAPTERS] == project["entry-points"][adapters.ADAPTERS]
 
 
 def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lab: Any) -> None:
