@@ -179,8 +179,9 @@ class ReasoningGym(EnvironmentSingleTurn):
             self.floors[example.input] = max(self._paid(text, example) for text in WORTHLESS)
         floor = self.floors[example.input]
         if floor >= FULL_SCORE:
-            gold = "" if example.output is None else str(example.output)
-            return float(answer.casefold().split() == gold.casefold().split())
+            if example.output is None:
+                return 0.0
+            return float(answer.casefold().split() == str(example.output).casefold().split())
         return max(0.0, self._paid(answer, example) - floor) / (1.0 - floor)
 
     def _paid(self, answer: str, example: TaskExample) -> float:

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import filterfalse
-from operator import attrgetter
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -211,9 +209,9 @@ def _checked(store: Store, asked: Json, arguments: Arguments) -> Json:
     checks: Json = result.model_dump(mode="json", exclude={"next", "environment"})
     if result.sample and result.sample.scores:
         step = store.run(result.sample.run_id).evaluation.step
-        rewards = list(map(attrgetter("reward"), store.tries(result.sample.run_id, step)))
-        tenths = map("{:.3g}".format, (min(rewards), *quantiles(rewards, n=10), max(rewards)))
-        checks["sample"]["rewards, from tenth to tenth"] = ", ".join(tenths)
+        rewards = [attempt.reward for attempt in store.tries(result.sample.run_id, step)]
+        tenths = (min(rewards), *quantiles(rewards, n=10), max(rewards))
+        checks["sample"]["rewards, from tenth to tenth"] = ", ".join(f"{x:.3g}" for x in tenths)
     return checks
 
 
@@ -309,13 +307,13 @@ def answers(facts: Json) -> dict[str, dict[str, str]]:
     put("learnable", *_learnable(facts["run"]))
     asks: Json = facts["versions"].get("environment.toml", {})
     sandbox = facts["checks"].get("sandbox")
-    if outside := list(filter(OUTSIDE.__contains__, asks)):
+    if outside := [name for name in asks if name in OUTSIDE]:
         before = results["secure"]["because"]
         put("secure", "no", f"environment.toml asks for {', '.join(outside)}; {before}")
     elif sandbox and results["secure"]["answer"] == "yes":
         put("secure", "not measured", sandbox)
     lines: list[str] = facts["versions"].get("requirements", [])
-    if loose := list(filterfalse(PINNED.match, lines)):
+    if loose := [line for line in lines if not PINNED.match(line)]:
         before = results["reproducible"]["because"]
         put("reproducible", "no", f"requirements without a version: {', '.join(loose)}; {before}")
     return results

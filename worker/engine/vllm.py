@@ -614,6 +614,6 @@ def _place(
         for number, part in enumerate(parts):
             siblings = [name.replace(f".{part}.", f".{before}.") for before in parts[:number]]
             matrix = held.get(name.replace(f".{part}.", f".{whole}."))
-            if f".{part}." in name and matrix is not None and all(map(own.__contains__, siblings)):
+            if f".{part}." in name and matrix is not None and own.keys() >= {*siblings}:
                 return sum(len(own[sibling]) for sibling in siblings), matrix
     return 0, None
