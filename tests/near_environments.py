@@ -13,8 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 from environments import adapters
-from environments.process import host
 from environments.process.child import Child
+from environments.process.child_process import ChildProcess
 from environments.process.host import EnvironmentHost
 from tests.samples import ECHO, ENVIRONMENT
 
@@ -43,7 +43,7 @@ class Program(Child):
             pool.shutdown(wait=False)
 
 
-class NearChild(host._Child):
+class NearChild(ChildProcess):
     """The host's side of a program of its own process."""
 
     def __init__(self, of: EnvironmentHost) -> None:
@@ -75,7 +75,7 @@ def near() -> Generator[None]:
     """Run the samples' environments in this process, unless their folder says what they need."""
     start_process = EnvironmentHost._start_process
 
-    async def start(self: EnvironmentHost, interpreter: Path) -> host._Child:
+    async def start(self: EnvironmentHost, interpreter: Path) -> ChildProcess:
         return NearChild(self) if is_sample(self.folder) else await start_process(self, interpreter)
 
     with patch.object(EnvironmentHost, "_start_process", start):

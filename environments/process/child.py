@@ -19,18 +19,16 @@ import asyncio
 import contextvars
 import faulthandler
 import functools
-import hashlib
 import importlib
 import inspect
 import itertools
 import json
 import os
-import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -42,7 +40,6 @@ from typing import Any, Never, cast
 from environments import adapters, task_cache
 from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, Usage
 from environments.base import (
-    LARGEST_REWARD,
     ArgumentsError,
     ChatMessage,
     DatasetError,
@@ -52,31 +49,44 @@ from environments.base import (
     EnvironmentSingleTurn,
     EnvironmentStepResult,
     Json,
-    RewardResult,
     TaskExample,
     UnsupportedError,
-    reward_of,
 )
 from environments.faults import EnvironmentFault
 from environments.judge import JudgeRubric, Rubric
+from environments.process import returned
 from environments.process.clock import SHIFT_VARIABLE, shift_clock
 from environments.process.generators import Generators, switch_global_generators
-from environments.process.replies import (
-    EVIDENCE_CHARACTERS,
-    MAX_ID_CHARACTERS,
-    MAX_TASKS,
-    MAX_TURNS,
+from environments.process.replies import MAX_TURNS
+from environments.process.returned import (
+    as_task,
+    assistant,
+    chat_message,
+    check_tasks,
+    cut,
+    dataset_invalid,
+    digest,
+    end_of,
+    environment_error,
+    environment_invalid,
+    expected_of,
+    kind_of,
+    listed,
+    messages_of,
+    number_of,
+    score_of,
+    shown,
+    task_id,
+    text_of,
 )
-from environments.same_task import MOST_TASKS, TaskTexts, gold_of, is_permuted, same_tasks, words_of
+from environments.same_task import MOST_TASKS, is_permuted, same_tasks, words_of
 from environments.sandbox import confinement, needs
 from environments.sandbox.confinement import message_of
 from environments.sandbox.needs import Bounds
-from environments.tools import tool_calls_of, tool_schemas
-from environments.untrusted_text import Redactor
+from environments.tools import tool_schemas
 
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
-EXPECTED_CHARACTERS = 2000
 GROUP_CHARACTERS = 200
 PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
 """Size of one page of the task list. In JSON a character takes up to 12 bytes."""
@@ -88,15 +98,7 @@ INSTANT_METHODS = {
     EnvironmentSingleTurn.max_episode_turns,
 }
 """Defaults of the contract that only return what is there, so that they need no thread."""
-ADDRESS = re.compile(" at 0x[0-9a-f]+")
 ALONE = "score_episode must return a RewardResult"
-
-
-_redactor = Redactor(())
-"""Knows the secrets after `load`. What is cut here is redacted here, and by the host again."""
-_error = functools.partial(EnvironmentFault, "environment_error")
-_invalid = functools.partial(EnvironmentFault, "environment_invalid")
-_bad_dataset = functools.partial(EnvironmentFault, "dataset_invalid")
 
 
 @dataclass
@@ -192,13 +194,12 @@ class Child:
 
     async def op_load(self, args: Json, secrets: list[str]) -> Json:
         """Load the environment with `args`; `secrets` are names of variables."""
-        global _redactor
-        _redactor = Redactor(os.environ[name] for name in secrets)
+        returned.hide(os.environ[name] for name in secrets)
         load = functools.partial(self._call, pool=self._main_thread, code="environment_invalid")
         environment = await load(self._import_and_load, args)
         if not isinstance(environment, Environment):
-            raise _invalid(
-                f"load_environment returned {_kind(environment)}; it must return an object of a "
+            raise environment_invalid(
+                f"load_environment returned {kind_of(environment)}; it must return an object of a "
                 "class that extends EnvironmentSingleTurn, EnvironmentMultiTurn or "
                 "EnvironmentAgent; "
                 "environments.adapters.gym.GymEnvironment wraps objects with reset and step"
@@ -224,21 +225,21 @@ class Child:
 
     def _import_and_load(self, args: Json) -> Any:
         if not (self.folder / "environment.py").is_file():
-            raise _invalid(f"there is no environment.py in {self.folder}")
+            raise environment_invalid(f"there is no environment.py in {self.folder}")
         task_cache.use(self.folder)
         module = importlib.import_module("environment")
         if not callable(getattr(module, "load_environment", None)):
             what = (
                 "environment.py defines no load_environment(**kwargs) that returns an environment"
             )
-            raise _invalid(what)
+            raise environment_invalid(what)
         return adapters.load(self.folder, module.load_environment, args)
 
     def _read_splits(self, environment: Environment) -> dict[str, Sequence[TaskExample]]:
         for attribute in ("dataset", "eval_dataset"):
-            _check_tasks(attribute, getattr(environment, attribute))
+            check_tasks(attribute, getattr(environment, attribute))
         if not environment.dataset:
-            raise _bad_dataset("dataset is empty: an environment needs at least one task")
+            raise dataset_invalid("dataset is empty: an environment needs at least one task")
         return {"train": environment.dataset, "eval": environment.eval_dataset}
 
     async def op_list_tasks(self, split: str, first: int) -> list[tuple[str, str]]:
@@ -250,8 +251,8 @@ class Child:
         length = 0
         while first + len(page) < len(examples) and length < PAGE_CHARACTERS:
             example = examples[first + len(page)]
-            task = _as_task(example)
-            row = (_task_id(example), _digest(json.dumps([words_of(task.text), task.gold])))
+            task = as_task(example)
+            row = (task_id(example), digest(json.dumps([words_of(task.text), task.gold])))
             page.append(row)
             length += sum(map(len, row))
         return page
@@ -261,7 +262,7 @@ class Child:
         examples = [*self._splits["train"], *self._splits["eval"]]
         if len(examples) > MOST_TASKS:
             return []
-        tasks = list(map(_as_task, examples))
+        tasks = list(map(as_task, examples))
         same = await asyncio.to_thread(same_tasks, tasks)
         size = len(self._splits["train"])
         pairs: list[tuple[int, int]] = []
@@ -284,35 +285,37 @@ class Child:
     async def op_start_episode(self, episode: int, split: str, index: int, draw: int = 0) -> Json:
         example = self._example(split, index)
         suffix = f" {draw}" if draw else ""
-        generators = Generators(f"{split} {_task_id(example)}{suffix}")
+        generators = Generators(f"{split} {task_id(example)}{suffix}")
         generators.use()
         environment = await self._call(self._loaded.new_episode, example)
         if not isinstance(environment, Environment):
-            raise _error(f"new_episode must return an environment, got {_kind(environment)}")
+            raise environment_error(
+                f"new_episode must return an environment, got {kind_of(environment)}"
+            )
         opened = Episode(environment, (split, index), example, generators)
         self._episodes[episode] = opened
         try:
             prompt = await self._call(environment.start_episode, example)
-            opened.messages = _messages(prompt, "start_episode", OPENING_ROLES)
+            opened.messages = messages_of(prompt, "start_episode", OPENING_ROLES)
             if not opened.messages:
-                raise _error("start_episode returned no messages")
+                raise environment_error("start_episode returned no messages")
             declared = await self._call(environment.episode_tools, example)
-            declared = _list(declared, "tools must be a list of functions or schemas")
+            declared = listed(declared, "tools must be a list of functions or schemas")
             try:
                 tools = tool_schemas(declared)
             except (TypeError, ValueError, NameError) as error:
-                raise _error(f"tools: {_cut(message_of(error), 300)}") from error
+                raise environment_error(f"tools: {cut(message_of(error), 300)}") from error
             opened.prompt_length = len(opened.messages)
             turns = await self._call(environment.max_episode_turns, example)
             if not isinstance(turns, int) or not 1 <= turns <= MAX_TURNS:
                 must = f"max_episode_turns must return a whole number, 1 to {MAX_TURNS}"
-                raise _error(f"{must}, got {_shown(turns)}")
+                raise environment_error(f"{must}, got {shown(turns)}")
         except BaseException:
             await self.op_close_episode(episode)
             raise
         return {
-            "task_id": _task_id(example),
-            "expected": _expected(example),
+            "task_id": task_id(example),
+            "expected": expected_of(example),
             "group": None if example.group is None else str(example.group)[:GROUP_CHARACTERS],
             "messages": opened.messages,
             "max_turns": int(turns),
@@ -327,25 +330,27 @@ class Child:
         state = self._episode(episode)
         if self._is_agent:
             cast("Any", state.environment).usage = Usage(*usage)
-        state.messages.append(_assistant(text, tool_calls))
+        state.messages.append(assistant(text, tool_calls))
         step = state.environment.step_episode
         result = await self._call(step, state.example, list(state.messages), text)
         if not isinstance(result, EnvironmentStepResult):
-            raise _error(f"step_episode must return an EnvironmentStepResult, got {_kind(result)}")
+            raise environment_error(
+                f"step_episode must return an EnvironmentStepResult, got {kind_of(result)}"
+            )
         final = result.final_response_text
         if final is not None:
-            state.final_text = _text(final, "step_episode's final_response_text")
+            state.final_text = text_of(final, "step_episode's final_response_text")
         state.metadata.update(result.metadata)
         reward = None
         if result.reward is not None:
-            reward = _number(result.reward, "step_episode's reward")
+            reward = number_of(result.reward, "step_episode's reward")
             state.earned = (state.earned or 0.0) + reward
         if result.done:
             return {"done": True, "messages": [], "reward": reward}
-        answers = _messages(result.messages, "step_episode", ANSWER_ROLES)
+        answers = messages_of(result.messages, "step_episode", ANSWER_ROLES)
         if not answers:
             why = "the model would have nothing to answer"
-            raise _error(f"step_episode returned done=False without messages: {why}")
+            raise environment_error(f"step_episode returned done=False without messages: {why}")
         state.messages += answers
         return {"done": False, "messages": answers, "reward": reward}
 
@@ -355,13 +360,13 @@ class Child:
         call = await agent.next_call()
         if call is None:
             return {"ended": "max_turns" if agent.is_at_limit else "done"}
-        messages = _messages(call.messages, "a request", OPENING_ROLES)
+        messages = messages_of(call.messages, "a request", OPENING_ROLES)
         return {**vars(call), "messages": messages, "options": call.options.changed()}
 
     async def op_answer_call(
         self, episode: int, call: int, text: str, tool_calls: list[Json], usage: list[Any]
     ) -> None:
-        turn = _assistant(text, tool_calls)
+        turn = assistant(text, tool_calls)
         self._agent(episode).answer_call(call, turn, Usage(*usage))
 
     async def op_refuse_call(self, episode: int, call: int, code: str, what: str) -> None:
@@ -396,20 +401,20 @@ class Child:
             for number, latency_ms, total_tokens in episodes:
                 state = self._episode(number)
                 if state.task != first.task:
-                    raise _error("the episodes of a group must belong to one task")
+                    raise environment_error("the episodes of a group must belong to one task")
                 if self._is_agent:
                     result = await self._alone(state, latency_ms, total_tokens)
-                    _score(result, ALONE)
+                    score_of(result, ALONE)
                     state.metadata.update(result.metadata)
                 finished.append(await self._finished(state, latency_ms, total_tokens))
             # What the scorer draws does not depend on what the episodes drew.
-            Generators(f"group {_task_id(first.example)}").use()
+            Generators(f"group {task_id(first.example)}").use()
             score = self._loaded.score_group
             results = await self._call(score, first.example, finished, pool=self._score_pool)
             must = f"score_group must return a list of {len(finished)} RewardResults"
-            rewards = _list(results, f"{must}, one for each episode")
+            rewards = listed(results, f"{must}, one for each episode")
             if len(rewards) != len(finished):
-                raise _error(f"{must}, one for each episode, got {len(rewards)}")
+                raise environment_error(f"{must}, one for each episode, got {len(rewards)}")
             states = [self._episode(number) for number, *_ in episodes]
             return [
                 self._scored(state, result, must)
@@ -417,11 +422,11 @@ class Child:
             ]
 
     def _scored(self, state: Episode, result: Any, must: str) -> Json:
-        score = _score(result, must)
+        score = score_of(result, must)
         if state.earned is not None:
             total = score["reward"] + state.earned
-            score["reward"] = _number(total, "the score with the rewards of the turns")
-            score["metrics"]["turn_rewards"] = _number(state.earned, "the rewards of the turns")
+            score["reward"] = number_of(total, "the score with the rewards of the turns")
+            score["metrics"]["turn_rewards"] = number_of(state.earned, "the rewards of the turns")
         agent: Any = state.environment
         return {**score, "refusals": agent.refusals if self._is_agent else {}}
 
@@ -454,7 +459,7 @@ class Child:
             text = await self._call(normalize, state.example, answer)
             # Only the gate answers None, and a scorer has to cope with that.
             if answer is not None or text is not None:
-                text = _text(text, "normalize_response_text")
+                text = text_of(text, "normalize_response_text")
         return EnvironmentEpisode(
             messages=tuple(state.messages),
             response_text=cast("Any", text),
@@ -474,13 +479,13 @@ class Child:
 
     async def op_sft_completion(self, split: str, index: int) -> list[ChatMessage]:
         example = self._example(split, index)
-        Generators(f"{split} {_task_id(example)}").use()
+        Generators(f"{split} {task_id(example)}").use()
         gold = await self._call(self._loaded.sft_completion, example)
-        return _messages(gold, "sft_completion", OPENING_ROLES)
+        return messages_of(gold, "sft_completion", OPENING_ROLES)
 
     async def op_gold_turn(self, episode: int, call: int) -> ChatMessage | None:
         turn = await self._agent(episode).gold_turn(self._episode(episode).example, call)
-        return None if turn is None else _chat_message(turn, "gold_turn", ("assistant",))
+        return None if turn is None else chat_message(turn, "gold_turn", ("assistant",))
 
     async def op_abandon(self, target: int) -> Json:
         """Cancel a call. `stuck`: it still runs, in a thread or ignoring its cancellation."""
@@ -564,7 +569,7 @@ class Child:
             if self._is_own(place.filename):
                 where = f" ({Path(place.filename).name} line {place.lineno})"
         called = "environment.py" if method == "_import_and_load" else method
-        message = f"{called} raised {type(error).__name__}: {_cut(message_of(error), 300)}{where}"
+        message = f"{called} raised {type(error).__name__}: {cut(message_of(error), 300)}{where}"
         if refused := confinement.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
@@ -576,7 +581,7 @@ class Child:
             lines = traceback.format_exception(type(error), error, frames)
         except Exception:
             lines = ["its traceback could not be shown"]
-        return EnvironmentFault(code, message, _end_of("".join(lines)))
+        return EnvironmentFault(code, message, end_of("".join(lines)))
 
     def _stack(self, task: asyncio.Task[Any]) -> str:
         """The stack of a call from the user's first frame on, to report where it hangs."""
@@ -592,7 +597,7 @@ class Child:
                 awaited = awaited.cr_await
         for index, place in enumerate(places):
             if self._is_own(place.filename):
-                return _end_of("".join(traceback.format_list(places[index:])))
+                return end_of("".join(traceback.format_list(places[index:])))
         return ""
 
     def _is_own(self, filename: str) -> bool:
@@ -604,39 +609,15 @@ class Child:
             sizes = ", ".join(
                 f"{name} has {len(rows)} tasks" for name, rows in self._splits.items()
             )
-            raise _error(f"there is no task {index} in split {split!r}: {sizes}")
+            raise environment_error(f"there is no task {index} in split {split!r}: {sizes}")
         return examples[index]
 
     def _episode(self, episode: int) -> Episode:
         if episode not in self._episodes:
-            raise _error(f"episode {episode} is not open")
+            raise environment_error(f"episode {episode} is not open")
         state = self._episodes[episode]
         state.generators.use()
         return state
-
-
-# -- checks of what user code returned -------------------------------------------------------------
-
-
-def _check_tasks(attribute: str, value: Any) -> None:
-    if not isinstance(value, Sequence):
-        raise _bad_dataset(f"{attribute} must be a list of TaskExample, got {_kind(value)}")
-    examples = cast("Sequence[Any]", value)
-    count = len(examples)
-    if count > MAX_TASKS:
-        raise _bad_dataset(f"{attribute} has {count:,} tasks; the most are {MAX_TASKS:,}")
-    result = 0
-    for example in itertools.islice(examples, count + 1):
-        what = f"{attribute}[{result}] must be a TaskExample"
-        question = cast("Any", example.input) if isinstance(example, TaskExample) else None
-        if not isinstance(question, str):
-            raise _bad_dataset(f"{what} whose input is a string, got {_shown(example, 200)}")
-        if example.id is not None and len(str(example.id)) > MAX_ID_CHARACTERS:
-            raise _bad_dataset(f"{what} whose id has at most {MAX_ID_CHARACTERS:,} characters")
-        result += 1
-    if result != count:
-        more = "more" if result > count else f"only {result:,}"
-        raise _bad_dataset(f"len({attribute}) is {count:,}, but it has {more} tasks")
 
 
 def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any]]) -> Environment:
@@ -647,139 +628,14 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
     bounds = needs.own
     if bounds is not None and not bounds.needs.endpoint:
         what = "this environment calls the model's API, and its environment.toml"
-        raise _invalid(f"{what} does not say endpoint = true")
+        raise environment_invalid(f"{what} does not say endpoint = true")
     try:
         port = bounds.port if bounds else 0
         return AgentEpisode(agent, Endpoint(asyncio.get_running_loop(), port), call)
     except OSError as error:
         what = f"an EnvironmentAgent cannot be served here ({message_of(error)})"
         needed = "a machine that allows a network namespace with loopback, or Linux 6.7"
-        raise _invalid(f"{what}: it needs {needed} with Landlock") from error
-
-
-def _assistant(text: str | None, tool_calls: list[Json]) -> ChatMessage:
-    turn: ChatMessage = {"role": "assistant", "content": text}
-    if tool_calls:
-        turn["tool_calls"] = tool_calls
-    return turn
-
-
-def _messages(value: Any, method: str, roles: Sequence[str]) -> list[ChatMessage]:
-    messages = _list(value, f"{method} must return a list of messages")
-    return [_chat_message(message, method, roles) for message in messages]
-
-
-def _list(value: Any, must: str) -> Sequence[Any]:
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise _error(f"{must}, got {_kind(value)}")
-    return cast("Sequence[Any]", value)
-
-
-def _chat_message(message: Any, method: str, roles: Sequence[str]) -> ChatMessage:
-    if not isinstance(message, Mapping):
-        raise _error(f"a message of {method} must be a dict, got {_kind(message)}")
-    fields = dict(cast("Mapping[str, Any]", message))
-    role = fields.get("role")
-    if role not in roles:
-        what = f"a message of {method} has role {_shown(role)}"
-        raise _error(f"{what}; expected one of: {', '.join(roles)}")
-    what = f"the content of a {role} message of {method}"
-    content = fields.get("content")
-    if fields.get("tool_calls"):
-        try:
-            fields["tool_calls"] = tool_calls_of(fields["tool_calls"])
-        except ValueError as error:
-            raise _error(f"a {role} message of {method}: {_cut(message_of(error), 300)}") from error
-        content = content or ""
-    else:
-        fields.pop("tool_calls", None)
-    fields["content"] = _text(content, what)
-    return fields
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise _error(f"{what} must be a string, got {_kind(value)}")
-    # A lone surrogate, as from a badly decoded file, cannot be encoded as UTF-8.
-    return value if value.isascii() else value.encode(errors="replace").decode()
-
-
-def _score(result: Any, must: str) -> Json:
-    if not isinstance(result, RewardResult):
-        raise _error(f"{must}, got {_kind(result)}; write RewardResult(score=...)")
-    reward = _number(result.score, "the score")
-    score: Json = {"reward": reward, "success": bool(result.resolved_success())}
-    score["metrics"] = {}
-    try:
-        for metric in result.metrics:
-            value: Any = metric.score
-            if value is not None and value == value:  # None and NaN: it was not measured
-                score["metrics"][metric.name] = _number(value, f"metric {metric.name!r:.80}")
-    except (TypeError, AttributeError) as error:
-        what = f"the metrics must be a list of RewardMetric, got {_kind(result.metrics)}"
-        raise _error(what) from error
-    for name, text in (("reason", result.reason), ("error", result.error)):
-        score[name] = None if text is None else _text(str(text), name)
-    return score
-
-
-def _number(value: Any, what: str) -> float:
-    number = reward_of(value)
-    if number is None:
-        size = f"it may be at most {LARGEST_REWARD:,.0f} in size"
-        raise _error(f"{what} must be a finite number, got {_shown(value)}; {size}")
-    return number
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__name__} {_shown(value)}"
-
-
-def _shown(value: object, most: int = 100) -> str:
-    return _cut(repr(value), most)
-
-
-def _cut(text: str, most: int) -> str:
-    return _redactor.text(text)[:most]
-
-
-def _end_of(text: str) -> str:
-    return _redactor.text(text)[-EVIDENCE_CHARACTERS:]
-
-
-def _task_id(example: TaskExample) -> str:
-    return str(example.id) if example.id is not None else _digest(example.input)[:16]
-
-
-def _expected(example: TaskExample) -> str | None:
-    """The gold answer, as a transcript shows it."""
-    gold = example.output
-    if gold is None or isinstance(gold, str):
-        return gold and gold[:EXPECTED_CHARACTERS]
-    with suppress(TypeError, ValueError, RecursionError):
-        return json.dumps(gold, ensure_ascii=False, default=_kind)[:EXPECTED_CHARACTERS]
-    return None
-
-
-def _as_task(example: TaskExample) -> TaskTexts:
-    """Without a gold answer, the rest of the row but its id tells tasks apart as one would."""
-    gold: Any = example.output
-    if isinstance(gold, str):
-        return TaskTexts(example.input, gold_of(gold))
-    if gold is None:
-        record = {**example.record, "id": None}
-        rest = {name: value for name, value in record.items() if value != example.input}
-        gold = [rest, dict(example.metadata)]
-    return TaskTexts(example.input, json.dumps(gold, sort_keys=True, default=_lasting))
-
-
-def _lasting(value: object) -> str:
-    """What JSON cannot represent, without the address that tells equal objects apart."""
-    return ADDRESS.sub("", f"{type(value).__name__} {value!r}")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        raise environment_invalid(f"{what}: it needs {needed} with Landlock") from error
 
 
 # -- the process -----------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from environments.process.host import FORGED, Ended, EnvironmentFault, EnvironmentHost
+from environments.process.child_process import FORGED
+from environments.process.host import Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 from tests.near_environments import NearChild
 

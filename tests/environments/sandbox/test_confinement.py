@@ -673,7 +673,7 @@ async def test_the_limits_are_one_hosts_own(tmp_path: Path) -> None:
 
 @pytest.mark.hostile("resources")
 async def test_what_it_prints_without_end_does_not_fill_the_log(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("environments.process.host.MAX_PRINTED_BYTES", 100_000)
+    monkeypatch.setattr("environments.process.child_process.MAX_PRINTED_BYTES", 100_000)
     async with attack_on(tmp_path) as attack:
         code = (
             "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\nos.write(2, b'last words')\nos._exit(3)"
@@ -693,7 +693,7 @@ async def test_an_answer_that_is_too_long_is_that_calls_error(tmp_path: Path) ->
 
 @pytest.mark.hostile("resources")
 async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("environments.process.host.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("environments.process.child_process.MAX_LINE_BYTES", 1 << 20)
     forge = """
         import os, time
         while True:
