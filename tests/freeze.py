@@ -1,7 +1,7 @@
 """What users see of the package, as text files: `python -m tests.freeze` writes them anew under tests/golden/.
 
 tools/      an outline of every tool as `tools/list` sends it (tests/outlines.py)
-help/       `--help` of the program, of every command and of every sub-command; of tools as commands one
+help/       `--help` of the program, of one tool and of one command whole; usages.txt: how each other one is called
 flags.json  warning signs; server.json: instructions, resources and prompts
 results/    calls of tools through a client, on a store of finished, failed, cancelled, running and queued runs
 cli/        what commands print; report.html is the page that `report` writes"""
@@ -38,10 +38,10 @@ COMMAND = re.compile(r"^    ([a-z][\w-]*)", re.MULTILINE)
 COMMANDS = {
     "status": ["status"],
     "status-improved": ["status", "run-improved"],
-    "status-failed": ["status", "run-failed", "--detail", "detailed"],
+    "status-failed": ["status", "run-failed"],
     "rollouts": ["rollouts", "run-improved", "--best", "2"],
     "compare": ["compare", "run-eval-base", "--other", "run-eval-trained", "--flips", "1"],
-    "catalog": ["catalog", "--kind", "models"],
+    "catalog": ["catalog", "--kind", "models", "--contains", "360m"],
     "report": ["report", "run-improved", "--to", "FOLDER/page.html"],
     "unknown-run": ["status", "run-none"],
     "unknown-run-json": ["status", "run-none", "--json"],
@@ -91,6 +91,9 @@ def without_repeats(page: str) -> str:
     page = re.sub(
         r'\n<article class="(?P<kind>[a-z]+)\d*">\s*<p.*?>(?P<title>.*?)</p>.*?</article>', shorten, page, flags=re.S
     )
+    page = re.sub(
+        r"\n<!-- <b>.*?-->|\n<tr><td>[a-z]+/[a-z_]+</td><td class=\"mono\">[^\n]*</td></tr>(?=\n)", "", page, flags=re.S
+    )
     page = re.sub(r"\n<(?P<kind>figure)>.*?<title>(?P<title>.*?)</title>.*?</figure>", shorten, page, flags=re.S)
     return re.sub(r'\n<tr><td>[a-z_]+</td><td class="mono break">[^\n]*</td><td>recipe</td></tr>(?=\n)', "", page)
 
@@ -137,18 +140,18 @@ async def surface() -> dict[str, str]:
 
 
 def helps() -> dict[str, str]:
-    """{command: its --help}; sub-commands are named COMMAND-SUBCOMMAND. Of the tools that are commands one shows the
-    form: tools/ and docs/reference.md have the words of all."""
-    found = {"flash-mcp": help_of()}
-    tools = {name.replace("_", "-") for name in TOOLS} - {"compare"}
-    for command in COMMAND.findall(found["flash-mcp"]):
+    """The help of the program, of a tool and of a command whole, and the usage of every other command and sub-command:
+    its words and options. tools/ and docs/reference.md have the words of the tools."""
+    shown = {name: help_of(*words) for name, words in {"flash-mcp": [], "compare": ["compare"]}.items()}
+    tools, usages = {name.replace("_", "-") for name in TOOLS}, list[str]()
+    for command in COMMAND.findall(shown["flash-mcp"]):
         if command in tools:
             continue
-        found[command] = help_of(command)
-        if "ACTION" in found[command]:
-            for action in COMMAND.findall(found[command]):
-                found[f"{command}-{action}"] = help_of(command, action)
-    return found
+        text = help_of(command)
+        usages.append(text.partition("\n\n")[0])
+        actions = COMMAND.findall(text) if "ACTION" in text else []
+        usages += [help_of(command, action).partition("\n\n")[0] for action in actions]
+    return shown | {"wait": help_of("wait"), "usages": "\n".join(usages)}
 
 
 def help_of(*words: str) -> str:

@@ -81,11 +81,13 @@ class Names:
 
 
 class Calls:
-    """Calls of tools, and what each gave: `results` has {name: text of the golden file}."""
+    """Calls of tools, and what each gave: `results` has {name: text of the golden file}. Of a result that is much like
+    an earlier one of its tool, the text has what differs, and what it lacks as `without`."""
 
     def __init__(self, client: Client, names: Names) -> None:
         self.client, self.names = client, names
         self.results: dict[str, str] = {}
+        self.bodies: dict[str, dict[str, Any]] = {}
 
     async def __call__(
         self, name: str, tool: str, /, *, gives: Mapping[str, str] | None = None, **arguments: Any
@@ -108,16 +110,36 @@ class Calls:
             kept["result"] = body
         if pictures := [each.mime_type for each in result.content[1:]]:
             kept["pictures"] = pictures
-        self.results[name] = self._text(kept)
+        self.results[name] = self._text(name, kept)
 
     async def read(self, name: str, uri: str) -> None:
         """Read a resource and keep its lines."""
         contents = (await self.client.read_resource(self.names.as_called(uri))).contents[0]
-        self.results[name] = self._text({"uri": uri, "lines": contents.text.splitlines()})
+        self.results[name] = self._text(name, {"uri": uri, "lines": contents.text.splitlines()})
 
-    def _text(self, kept: dict[str, Any]) -> str:
+    def _text(self, name: str, kept: dict[str, Any]) -> str:
         """Lines are filled when the names are in: they are as long each time."""
-        return pretty(json.loads(self.names.as_frozen(json.dumps(kept, ensure_ascii=False))))
+        kept = json.loads(self.names.as_frozen(json.dumps(kept, ensure_ascii=False)))
+        text = pretty(kept)
+        for earlier, body in self.bodies.items():
+            if "result" in kept and body["tool"] == kept["tool"]:
+                shorter = {**kept, "result": {"otherwise_as": earlier, **difference(body["result"], kept["result"])}}
+                text = min(text, pretty(shorter), key=lambda each: each.count("\n"))
+        if "result" in kept:
+            self.bodies[name] = kept
+        return text
+
+
+def difference(earlier: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in body.items():
+        before = earlier.get(key)
+        if isinstance(value, dict) and isinstance(before, dict) and before != value:
+            kept[key] = difference(before, value)
+        elif key not in earlier or before != value:
+            kept[key] = value
+    absent = sorted({*earlier} - {*body})
+    return kept | ({"without": absent} if absent else {})
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -302,11 +324,16 @@ async def look_at_runs(call: Calls) -> None:
     await call("status-wait-for-ended", "status", run_id="run-sft", wait_s=30)
     await call("status-sft-detailed", "status", run_id="run-sft", detail="detailed")
     flags: dict[str, Any] = {}
+    followed: set[str] = set()
     for trouble in TROUBLES:  # what else is said of them is that of other runs
         await call("status", "status", run_id=f"run-{trouble}")
-        said = json.loads(call.results.pop("status"))["result"]
-        signs = (text for each in said["run"]["flags"] for text in each.values())
-        flags[trouble] = [said["run"]["outlook"], *signs, said["next"]]
+        del call.results["status"]
+        said = call.bodies.pop("status")["result"]
+        signs = [text for each in said["run"]["flags"] for text in each.values()]
+        flags[trouble] = [said["run"]["outlook"].partition(":")[0], *signs[signs[0] == trouble :]]
+        following = said["next"].replace(trouble, "FLAG").replace(signs[0], "FLAG")
+        flags[trouble] += {following} - followed
+        followed.add(following)
     call.results["status-flags"] = pretty(flags)
     await call("checkpoints", "checkpoints", run_id="run-improved")
     await call("checkpoints-of-other-shape", "checkpoints", run_id="run-cancelled")
@@ -370,7 +397,7 @@ async def lists(call: Calls, folder: Path) -> None:
     await call("catalog-models", "catalog", kind="models")
     await call("catalog-environments", "catalog", kind="environments", contains="ECH")
     await call("catalog-datasets", "catalog", kind="datasets")
-    await call("status-list", "status")
+    await call("status-list", "status", limit=7)
     await call("status-list-page", "status", limit=2, cursor="run-running")
     await call("status-list-failed", "status", state="failed")
     await call("status-list-none", "status", state="starting")

@@ -1,54 +1,51 @@
-"""Outlines of JSON schemas: a line for each field, with everything that a client must obey and the
-first sentence of what explains it.
+"""Outlines of JSON schemas: a line for each argument of a tool, with everything that a client must obey.
 
     steps: integer = 20, minimum=1  # Optimizer steps.
 
 A required field has `!` after its name, and an object that allows no other fields has `{}` after its
 type. Below a field stand, indented, the fields of an object, `[]` for the items of a list, `{*}` for
-the values of a map, and `|` for each alternative."""
+the values of a map, and `|` for each alternative. Of a result, whose fields tests/golden/results has in
+use, the lines stand in one paragraph and without descriptions."""
 
 import json
-import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 Schema = dict[str, Any]
+SCHEMAS = ("inputSchema", "outputSchema")
 NESTED = ("properties", "items", "anyOf", "additionalProperties", "required")
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
 
 def tool_outline(tool: dict[str, Any]) -> str:
-    """A tool as `tools/list` sends it. Its description and those of its arguments are whole: agents decide by them."""
-    schemas = {"inputSchema": "arguments", "outputSchema": "result"}
+    """A tool as `tools/list` sends it."""
     parts = [tool["description"]]
-    parts.append("\n".join(f"{key}: {_plain(tool[key])}" for key in sorted({*tool} - {"description", *schemas})))
-    for key, heading in schemas.items():
-        whole = key == "inputSchema"
-        schema = tool.get(key, {})
-        parts.append("\n".join([f"{heading}{_facts(schema)}", *outline(schema, whole=whole)]))
+    parts.append("\n".join(f"{key}: {_plain(tool[key])}" for key in sorted({*tool} - {"description", *SCHEMAS})))
+    arguments, result = (tool.get(key, {}) for key in SCHEMAS)
+    parts.append("\n".join([f"arguments{_facts(arguments)}", *outline(arguments)]))
+    fields = [line.partition("  # ")[0].strip() for line in outline(result, depth=0)]
+    parts.append(textwrap.fill(f"result{_facts(result)}; {'; '.join(fields)}", WIDTH, break_on_hyphens=False))
     return "\n\n".join(parts)
 
 
-def outline(schema: Schema, depth: int = 1, *, whole: bool = False) -> Iterator[str]:
-    """The lines of the fields below `schema`; with `whole`, descriptions are not cut."""
+def outline(schema: Schema, depth: int = 1) -> Iterator[str]:
+    """The lines of the fields below `schema`."""
     required = set(schema.get("required", []))
     for name, field in schema.get("properties", {}).items():
         mark = "!" if name in required else ""
-        yield from _field(f"{name}{mark}", field, depth, whole)
+        yield from _field(f"{name}{mark}", field, depth)
     for key, mark in (("items", "[]"), ("additionalProperties", "{*}")):
         if isinstance(schema.get(key), dict):
-            yield from _field(mark, schema[key], depth, whole)
+            yield from _field(mark, schema[key], depth)
     for choice in schema.get("anyOf", []):
-        yield from _field("|", choice, depth, whole)
+        yield from _field("|", choice, depth)
 
 
-def _field(name: str, schema: Schema, depth: int, whole: bool) -> Iterator[str]:
-    text = schema.get("description", "")
-    if not whole:
-        text = SENTENCE.split(text)[0]
-    comment = f"  # {' '.join(text.split())}" if text else ""
+def _field(name: str, schema: Schema, depth: int) -> Iterator[str]:
+    text = " ".join(schema.get("description", "").split())
+    comment = f"  # {text}" if text else ""
     yield f"{'  ' * depth}{name}{_facts(schema)}{comment}"
-    yield from outline(schema, depth + 1, whole=whole)
+    yield from outline(schema, depth + 1)
 
 
 def _facts(schema: Schema) -> str:
