@@ -12,19 +12,24 @@ ENGINES = "scripts/test-engines --quick"
 LOOP = "tests/test_loop.py tests/test_learning_from_use.py tests/cli/test_demo.py"
 KILLED = "tests/test_crash.py tests/supervisor/test_damage.py tests/worker/test_mixture.py"
 GATE = "tests/environments/test_gate.py tests/environments/test_gate_suite.py"
+TOURNAMENT = "tests/extensions/tournament/test_with_a_model.py"
+HUNT = "tests/extensions/hunt/test_hunt.py"
 AGENTS = "tests/worker/test_agent_gold.py tests/worker/test_agent_sessions.py"
 AGENTS += " tests/environments/agents/test_terminal.py"
 SHARDS = "tests/worker/test_shards.py tests/supervisor/test_several_gpus.py"
 
 CALLS_FOR = {
     "bench/": f"tests/test_bench.py tests/test_gpu_check.py {LOOP}",
-    "environments/": f"{GATE} tests/environments/test_hunt.py",
+    "environments/": GATE,
     "environments/adapters/": "tests/environments/test_adapters.py"
     " tests/tools/test_environment_tools.py",
     "environments/agents/": AGENTS,
     "environments/process/": f"tests/environments/test_adapters.py {AGENTS}",
+    "environments/checks/": f"{GATE} {HUNT}",
     "flash_mcp/cli/": "tests/cli/test_commands.py tests/cli/test_demo.py",
-    "flash_mcp/judgement/": f"tests/worker/test_tournament.py {LOOP}",
+    "flash_mcp/extensions/hunt/": HUNT,
+    "flash_mcp/extensions/tournament/": TOURNAMENT,
+    "flash_mcp/judgement/": f"{TOURNAMENT} {LOOP}",
     "flash_mcp/protocol/": f"{KILLED} {ENGINES}",
     "flash_mcp/server/": LOOP,
     "flash_mcp/state/": f"tests/state/test_queue.py {KILLED}",

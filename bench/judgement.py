@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from flash_mcp.extensions.tournament.standing import Standing, round_size
 from flash_mcp.judgement import comparison, health, statistics
-from flash_mcp.judgement.tournament import Standing, round_size
 from flash_mcp.protocol.records import Evaluation
 from flash_mcp.tools.training import run_time
 

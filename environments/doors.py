@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from importlib.metadata import EntryPoint
 
 
@@ -14,23 +17,83 @@ OURS = {
     "flash_mcp.adapters": {
         "verifiers": "environments.adapters.verifiers:adapt",
         "inspect_ai": "environments.adapters.inspect_tasks:adapt",
-    }
+    },
+    "flash_mcp.checks": {"hunt": "flash_mcp.extensions.hunt.search"},
+    "flash_mcp.jobs": {"tour": "flash_mcp.extensions.tournament.rows"},
+    "flash_mcp.targets": {
+        "slurm": "flash_mcp.supervisor.launch.slurm:SlurmLauncher",
+        "ray": "flash_mcp.supervisor.launch.ray:RayLauncher",
+        "sky": "flash_mcp.supervisor.launch.sky:SkyLauncher",
+    },
+    "flash_mcp.tools": {"tournament": "flash_mcp.extensions.tournament.tool:TOOL"},
 }
-"""What is found without metadata too: an environment's own interpreter has our files alone."""
+"""What is found without metadata too: an environment's own interpreter has our files alone, and an
+installation from a checkout knows what was there when it was made."""
+
+
+OF_WORKERS = ("flash_mcp.exports",)
+"""Groups of what needs torch, and is never imported where the server runs."""
+
+
+@functools.cache
+def installed() -> list[EntryPoint]:
+    """Every entry point for flash-mcp. It reads a file of each installed package, once."""
+    # Loaded here: with the e-mail package that it needs it takes a tenth of an environment's start.
+    metadata: Any = importlib.import_module("importlib.metadata")
+    results: list[EntryPoint] = []
+    for group, points in OURS.items():
+        results += [metadata.EntryPoint(*item, group) for item in points.items()]
+    existing = metadata.entry_points()
+    for group in existing.groups:
+        if group.startswith("flash_mcp."):
+            results += existing.select(group=group)
+    return results
 
 
 @functools.cache
 def brought(group: str) -> dict[str, list[EntryPoint]]:
-    """What is installed here, by name. It reads a file of each installed package, once."""
-    # Loaded here: with the e-mail package that it needs it takes a tenth of an environment's start.
-    metadata: Any = importlib.import_module("importlib.metadata")
+    """What there is of a group, by name."""
     results: dict[str, list[EntryPoint]] = {}
-    ours = [metadata.EntryPoint(*item, group) for item in OURS.get(group, {}).items()]
-    for point in [*ours, *metadata.entry_points(group=group)]:
-        named = results.setdefault(point.name, [])
-        if point.value not in (other.value for other in named):  # a package may be found twice
-            named.append(point)
+    for point in installed():
+        if point.group == group:
+            named = results.setdefault(point.name, [])
+            if point.value not in (other.value for other in named):  # a package may be found twice
+                named.append(point)
     return results
+
+
+TROUBLES: dict[tuple[str, str], str] = {}
+"""{(group, name): why it cannot be had} of what was looked for."""
+
+
+def each(group: str, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """`own`, and what packages bring beside it, by name. What cannot be had is left out, and in
+    TROUBLES.
+    """
+    results = dict(own)
+    for name in brought(group):
+        try:
+            if name in own:
+                value = brought(group)[name][0].value
+                raise ValueError(f"{value} brings {name!r} for {group}, which flash-mcp has itself")
+            results[name] = find(group, name)
+        except ValueError as error:
+            TROUBLES[group, name] = str(error)
+    return results
+
+
+def troubles() -> list[str]:
+    """Why what packages bring cannot be had, of each thing that cannot."""
+    for point in installed():
+        if point.group not in OF_WORKERS:
+            each(point.group)
+            continue
+        try:
+            if importlib.util.find_spec(point.module) is None:
+                raise ModuleNotFoundError(f"No module named {point.module!r}")
+        except ModuleNotFoundError as error:
+            TROUBLES[point.group, point.name] = f"{point.name} of {point.group}: {error}"
+    return list(TROUBLES.values())
 
 
 def find(group: str, name: str) -> Any:

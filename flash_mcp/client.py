@@ -117,11 +117,15 @@ class Client:
     rollouts = _method(registry.rollouts)
     evaluate = _method(registry.evaluate)
     compare = _method(registry.compare)
-    tournament = _method(registry.tournament)
     curate = _method(registry.curate)
     deploy = _method(registry.deploy)
     undeploy = _method(registry.undeploy)
     chat = _method(registry.chat)
+
+
+for _name, _tool in registry.TOOLS.items():
+    if not hasattr(Client, _name):  # it lies behind a door
+        setattr(Client, _name, _method(_tool.function))
 
 
 async def _ignored(progress: float, total: float | None, message: str | None) -> None:

@@ -1,33 +1,60 @@
 """A package that is none of ours brings an engine and an adapter (docs/extending.md)."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from environments import adapters, doors
+from flash_mcp.cli.main import COMMANDS
 from flash_mcp.state.targets import find_target, new_target
 from flash_mcp.tools.registry import TOOLS
+from tests.test_imports import modules_of
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ROOT / "tests/fixture_packages"
+LAUNCH = "flash_mcp/supervisor/launch"
+ROOMS = {
+    "adapters": [
+        f"environments/adapters/{name}.py" for name in ("freesolo", "gym", "inspect_tasks", "mcp", "trl", "verifiers")
+    ],
+    "hunt": ["flash_mcp/extensions/hunt"],
+    "ray": [f"{LAUNCH}/ray.py"],
+    "sky": [f"{LAUNCH}/sky.py"],
+    "slurm": [f"{LAUNCH}/slurm.py"],
+    "tournament": ["flash_mcp/extensions/tournament"],
+}
+"""The files of what can be taken out."""
+GONE = {
+    room: [
+        (group, name)
+        for group, points in doors.OURS.items()
+        for name, value in points.items()
+        if value.replace(".", "/").startswith(tuple(path.removesuffix(".py") for path in paths))
+    ]
+    for room, paths in ROOMS.items()
+}
+"""The entry points that lead into a room."""
 
 
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module of the package, as if it was installed here."""
     monkeypatch.syspath_prepend(PACKAGES)
+    doors.installed.cache_clear()
     doors.brought.cache_clear()
     import lab  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
     yield lab
+    doors.installed.cache_clear()
     doors.brought.cache_clear()
 
 
@@ -59,7 +86,7 @@ def test_our_adapters_are_found_in_an_interpreter_that_has_our_files_alone() -> 
     )
     assert done.stdout.split() == ["inspect_ai", "verifiers"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert doors.OURS[adapters.ADAPTERS] == project["entry-points"][adapters.ADAPTERS]
+    assert project["entry-points"] == doors.OURS
 
 
 def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lab: Any) -> None:
@@ -68,6 +95,7 @@ def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytes
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (other / "entry_points.txt").write_text("[flash_mcp.targets]\nlab = other:Launcher\nslow = nothing:Launcher\n")
     monkeypatch.syspath_prepend(tmp_path)
+    doors.installed.cache_clear()
     doors.brought.cache_clear()
     with pytest.raises(Exception, match="several packages bring 'lab'"):
         new_target(tmp_path, "here", {"engine": "lab", "storage": "/s"})
@@ -75,26 +103,65 @@ def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytes
         new_target(tmp_path, "here", {"engine": "slow", "storage": "/s"})
 
 
-@pytest.mark.slow
-def test_the_core_goes_on_without_what_lies_behind_the_doors(tmp_path: Path, flash_home: Path) -> None:
-    """In a copy without the engines and adapters the tools are there, and a target says what is missing."""
+CORE = """
+import asyncio, importlib, json, os, sys
+import mcp.client, mcp.server.mcpserver, mcp.server.streamable_http, httpx, jinja2, psutil, uvicorn  # shared by all
+
+modules, *folders = sys.argv[1:]
+for folder in folders:
+    if os.fork():
+        os.wait()
+        continue
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    for module in modules.split(","):
+        if os.path.exists(module.replace(".", "/") + ".py"):
+            importlib.import_module(module)
+    from flash_mcp.cli import doctor, main
+    from flash_mcp.server.mcp_server import server
+    assert doctor.__file__.startswith(folder)
+    tools = [tool.name for tool in asyncio.run(server.list_tools())]
+    level, detail, _ = doctor.CHECKS["extensions"]()
+    said = {"tools": tools, "commands": [*main.COMMANDS], "instructions": server.instructions}
+    said |= {"level": level, "detail": detail}
+    print(json.dumps(said), flush=True)
+    os._exit(0)
+"""
+
+
+def copied(folder: Path, room: Sequence[str]) -> Path:
+    """Our packages without a room."""
     for name in ("flash_mcp", "environments", "worker"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    launch, adapted = tmp_path / "flash_mcp/supervisor/launch", tmp_path / "environments/adapters"
-    gone = [launch / f"{name}.py" for name in ("api", "ray", "sky", "slurm")]
-    gone += [adapted / f"{name}.py" for name in ("freesolo", "gym", "inspect_tasks", "mcp", "trl", "verifiers")]
-    for path in gone:
-        path.unlink()
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=without, copy_function=os.link)
+    for path in (folder / name for name in room):
+        assert path.exists()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
 
-    def typed(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "flash_mcp.cli", *words]
-        return subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=WAIT_S, check=False
-        )
 
-    helped = typed("--help").stdout
-    assert all(name in helped for name in TOOLS)
-    assert typed("env-test", "--folder", "environments/examples/calculator").returncode == 0
-    added = typed("target", "add", "there", "--engine", "slurm", "--storage", "/s")
-    assert added.returncode and "slurm of flash_mcp.targets cannot be imported" in added.stderr
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By room: what a core says from which it was deleted. All in one program, which forks for each."""
+    folder = tmp_path_factory.mktemp("cores")
+    folders = [str(copied(folder / name, room)) for name, room in ROOMS.items()]
+    rooms = tuple(path.removesuffix(".py").replace("/", ".") for room in ROOMS.values() for path in room)
+    modules = [name for name in modules_of("flash_mcp") if not name.startswith(rooms) and not name.endswith("__main__")]
+    command = [sys.executable, "-c", CORE, ",".join(modules), *folders]
+    variables = {**os.environ, "FLASH_HOME": str(folder / "home"), "PYTHONPATH": ""}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    answers = list(map(json.loads, done.stdout.splitlines()))
+    assert len(answers) == len(ROOMS), done.stderr
+    return dict(zip(ROOMS, answers, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_core_goes_on_without_a_room_and_says_what_is_missing(room: str, without: dict[str, Any]) -> None:
+    said, missing = without[room], GONE[room]
+    assert said["level"] == "warning"
+    assert all(f"{name} of {group}" in said["detail"] for group, name in missing)
+    assert said["detail"].count(" of flash_mcp.") == len(missing)
+    lacking = {name for group, name in missing if group == "flash_mcp.tools"}
+    assert {*said["tools"]} == {*TOOLS} - lacking and all(name in said["instructions"] for name in lacking)
+    assert {*said["commands"]} == {*COMMANDS} - {name for group, name in missing if group == "flash_mcp.commands"}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from environments import doors
 from environments.sandbox.confinement import describe
 from environments.sandbox.needs import WARDEN, Bounds
 from environments.settings import FILE, load_settings
@@ -305,6 +306,12 @@ def _sandbox() -> Outcome:
     return level, describe(missing), "; ".join(fixes)
 
 
+def _extensions() -> Outcome:
+    if missing := doors.troubles():
+        return "warning", "; ".join(missing), "do without, or install flash-mcp or the package anew"
+    return ok(", ".join(sorted({point.name for point in doors.installed()})))
+
+
 CHECKS: dict[str, Callable[[], Outcome]] = {
     "python": _python,
     "state directory": _state_directory,
@@ -320,6 +327,7 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "shared gpus": _shared_gpus,
     "training packages": training_packages,
     "torchvision": torchvision,
+    "extensions": _extensions,
     "sqlite": _sqlite,
     "default model": _model,
     "sandbox": _sandbox,

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from environments import doors
 from flash_mcp import __version__
 from flash_mcp.cli import certify, machine, run_commands, serving, targets
 from flash_mcp.cli.output import VisibleFormatter, to_json, visible
@@ -22,7 +23,7 @@ from flash_mcp.cli.tool_commands import add_tool
 from flash_mcp.exam import commands as exam_commands
 from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 
-COMMANDS: dict[str, Command | Group] = {
+OWN: dict[str, Command | Group] = {
     **serving.COMMANDS,
     **targets.COMMANDS,
     **run_commands.COMMANDS,
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Command | Group] = {
     **machine.COMMANDS,
     **exam_commands.COMMANDS,
 }
+COMMANDS: dict[str, Command | Group] = doors.each("flash_mcp.commands", OWN)
 """Every command that is no tool: a function of its parsed arguments; its docstring is its help."""
 WRONG_USAGE = ("invalid_argument", "unknown_argument")
 

@@ -25,37 +25,6 @@ if TYPE_CHECKING:
 
     from flash_mcp.tools.shared.tool_base import Tool
 
-EXAMPLES = {
-    "cancel": "cancel run-2f9k1c8d --reason 'wrong data'",
-    "catalog": "catalog --kind models",
-    "chat": "chat 'What is 12 * 7?' --side-by-side",
-    "checkpoints": "checkpoints run-2f9k1c8d",
-    "compare": "compare run-2f9k1c8d@0 run-2f9k1c8d --more run-8d1c9k2f",
-    "curate": "curate run-2f9k1c8d,run-8d1c9k2f --name solved --filter 'avg < 0.9'",
-    "deploy": "deploy run-2f9k1c8d --step 100",
-    "env_push": "env-push ./calculator --name calculator",
-    "env_setup": "env-setup ./calculator --template calculator",
-    "env_test": "env-test ./calculator",
-    "evaluate": "evaluate calculator --model run-2f9k1c8d@100 --follow",
-    "rollouts": "rollouts run-2f9k1c8d --worst 3",
-    "status": "status run-2f9k1c8d --follow",
-    "tournament": 'tournament calculator --arms \'[{"model": "run-2f9k1c8d@100"}, {}]\'',
-    "train": "train configs/rl.toml --set steps=300 --follow",
-    "undeploy": "undeploy dep-2f9k1c8d",
-}
-POSITIONAL: dict[str, tuple[str, ...]] = {
-    "chat": ("message",),
-    "compare": ("base", "other"),
-    "env_push": ("folder",),
-    "env_setup": ("folder",),
-    "env_test": ("folder",),
-    "evaluate": ("environment",),
-    "status": ("run_id",),
-    "tournament": ("environment",),
-    "train": ("config",),
-    "undeploy": ("deployment",),
-}
-"""The arguments that read better without their names; for other tools the required one."""
 TEST_EXIT = "Exits with 1 if a check failed, or had no time."
 FILES = "@FILE in place of a text is that file's text; a text that begins with @ is written @@..."
 VALUE_TABLES = ("environment_args", "mixture", "slurm")
@@ -67,14 +36,14 @@ METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
 def add_tool(commands: Any, tool: Tool) -> None:
     name = tool.name.replace("_", "-")
     aliases = [tool.name] if name != tool.name else []
-    ending = f"{example(f'flash-mcp {EXAMPLES[tool.name]}')}\n\n{FILES}"
+    ending = f"{example(f'flash-mcp {tool.example or tool.name}')}\n\n{FILES}"
     if tool.name == "env_test":
         ending = f"{ending}\n{TEST_EXIT}"
     run = functools.partial(_run_tool, tool)
     parser = add_command(commands, name, tool.description, ending, run, aliases=aliases)
     parameters = tool.signature.parameters.values()
     required = tool.required
-    words = [*POSITIONAL.get(tool.name, required)]
+    words = [*(tool.words or required)]
     for parameter in parameters:
         _add_argument(parser, parameter, parameter.name in words)
     flag, settings = JSON
@@ -283,7 +252,7 @@ def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:
     check_arguments(tool, arguments)
     if missing := [_flag(name) for name in tool.required if name not in arguments]:
         command = f"flash-mcp {tool.name.replace('_', '-')}"
-        fix = f"for example: flash-mcp {EXAMPLES[tool.name]}; see {command} --help"
+        fix = f"for example: flash-mcp {tool.example or tool.name}; see {command} --help"
         raise FlashError("invalid_argument", f"{', '.join(missing)} is missing", fix=fix)
     try:
         checked = tool.arguments(**arguments)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_mcp.exam.exams import Exam
-from flash_mcp.judgement.tournament import ALPHA, difference
+from flash_mcp.judgement.statistics import ALPHA, difference
 from flash_mcp.protocol import exams as sealing
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run

@@ -37,6 +37,14 @@ FINEST = 5000
 """Parts of the sum of all sizes, to which `sign_flips` rounds."""
 MOST_PARTS = 16
 """Of 1, in which it is exact: means of up to so many attempts."""
+ALPHA = 0.05
+"""Of what may be looked at again and again: the chance of a wrong claim at any look."""
+LARGEST_LOG = 600.0
+"""exp() of more would overflow."""
+BETS = tuple(step / 20 for step in range(1, 20))
+"""Shares of the largest bet, over which `difference` takes the mean."""
+HALVINGS = 12
+"""Of the range in which `difference` looks for each end."""
 
 
 @dataclass(frozen=True)
@@ -224,3 +232,29 @@ def spread(values: Sequence[float]) -> float:
     if len(values) > 1:
         return variance(values)
     return 0.0
+
+
+def difference(wins: float, losses: float, ties: float, alpha: float = ALPHA) -> Interval:
+    """An interval of the difference of two arms' success, which holds at every look at once: all
+    differences against which no mean of fixed bets has won 1/alpha times its stake.
+    """
+    middle = 0.999 * (wins - losses) / max(wins + losses + ties, 1)
+    ends: list[float] = []
+    for outside in (-1.0, 1.0):
+        inside = middle
+        for _ in range(HALVINGS):
+            between = (inside + outside) / 2
+            # What the bets against this difference have won, as a multiple of the stake
+            results: list[float] = []
+            for share in BETS:
+                for bet in (share / (1 + between), -share / (1 - between)):
+                    log = wins * math.log1p(bet * (1 - between))
+                    log += ties * math.log1p(-bet * between)
+                    log += losses * math.log1p(-bet * (1 + between))
+                    results.append(math.exp(min(log, LARGEST_LOG)))
+            if fmean(results) < 1 / alpha:
+                inside = between
+            else:
+                outside = between
+        ends.append(outside)
+    return Interval(*ends)

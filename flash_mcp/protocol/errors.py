@@ -85,6 +85,7 @@ CODES: dict[str, str] = {
     "unresponsive": "the server of the deployment, or at --url, hangs or is too slow",
     "port_taken": "another process uses that port",
     "engine_missing": "the packages for training are not installed",
+    "extension_missing": "a part of flash-mcp, or of another package, is not installed",
     "pictures_missing": "matplotlib, which draws pictures, is not installed",
     "proxy_invalid": "a variable such as HTTPS_PROXY names no proxy that can be used",
     "hub_unreachable": "the source of a model that has to be fetched cannot be reached",

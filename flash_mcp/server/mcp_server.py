@@ -44,6 +44,7 @@ from mcp_types import (
 from mcp_types import Tool as WireTool
 from pydantic import ValidationError
 
+from environments import doors
 from flash_mcp import __version__
 from flash_mcp.judgement.curve import Curve, png
 from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
@@ -61,6 +62,7 @@ from flash_mcp.state.owners import (
 )
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.registry import DOOR as TOOLS_DOOR
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
 from flash_mcp.tools.shared.tool_base import (
@@ -116,7 +118,7 @@ class FlashServer(MCPServer[Any]):
         super().__init__(
             "flash-mcp",
             title="Flash: train language models",
-            instructions=INSTRUCTIONS,
+            instructions="\n".join([INSTRUCTIONS, *_missing()]),
             version=__version__,
             log_level="WARNING",
             middleware=[_as_its_caller],
@@ -190,6 +192,7 @@ class FlashServer(MCPServer[Any]):
         if tool is None:
             fix = f"call one of: {', '.join(self.tool_forms)}"
             what = f"there is no tool {name!r}{did_you_mean(name, self.tool_forms, count=1)}"
+            what = "; ".join([what, *_missing(name)])
             raise FlashError("invalid_argument", what, tool=name, fix=fix)
         check_arguments(tool, arguments)
         if not tool.is_reading(arguments):
@@ -198,6 +201,12 @@ class FlashServer(MCPServer[Any]):
             if value is not None and SERVER_SIDE.fullmatch(argument):
                 fix = REMOTE_WAYS.get((name, argument), SENT_INSTEAD)
                 refuse_server_side(f"a {argument}", fix, argument=argument)
+
+
+def _missing(named: str = "") -> list[str]:
+    """Why tools that packages bring, or that one, are not here."""
+    of = doors.TROUBLES.items()
+    return [why for (group, name), why in of if group == TOOLS_DOOR and named in ("", name)]
 
 
 def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | InputRequiredResult:

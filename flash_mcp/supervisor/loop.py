@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from environments import doors
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT
 from flash_mcp.protocol.spec import LOCAL_TARGET
-from flash_mcp.state import removal, tournaments
+from flash_mcp.state import removal
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.base import Launcher, Target
@@ -109,7 +110,8 @@ class Supervisor(RunReconciler):
         if not targets:
             self.vault.forget_clients(clients)
         self.attend(self.store.taken_runs(LOCAL_TARGET))
-        tournaments.advance_all(self.store)
+        for job in doors.each("flash_mcp.jobs").values():
+            job.advance_all(self.store)
         self._tend_elsewhere(set(targets))
         return self._serve() or bool(targets)
 

@@ -17,16 +17,17 @@ from typing import IO, Annotated, Any, Literal
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from environments import doors
 from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.judgement.health import WORSE_ELSEWHERE
-from flash_mcp.protocol import base_models, surroundings
+from flash_mcp.protocol import base_models, extensions, surroundings
 from flash_mcp.protocol.checkpoints import LATEST
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import exports_dir
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.result_model import Agreement, ExportKind, rounded
 from flash_mcp.protocol.surroundings import environment_for
-from flash_mcp.state import queue, references, tournaments
+from flash_mcp.state import queue, references
 from flash_mcp.state.disk import check_quota, size_of
 from flash_mcp.state.locks import try_lock
 from flash_mcp.state.owners import caller, operator_settings, refuse_server_side
@@ -227,8 +228,11 @@ async def cancel(
         wait_s: Seconds to wait for its end.
     """
     store = open_store()
-    if run_id.startswith("tour-"):
-        return await run_sync(_stopped, store, run_id)
+    prefix = run_id.partition("-")[0]
+    if prefix in doors.brought("flash_mcp.jobs"):
+        stop = extensions.find("flash_mcp.jobs", prefix).stop
+        state, step, follows = await run_sync(stop, store, run_id)
+        return Cancel(run_id=run_id, state=state, step=step, next=follows)
     run = await run_sync(queue.request_cancel, store, run_id, reason)
     await look_after(store, run)  # status says what keeps a run from ending
     run = await wait_until(
@@ -238,13 +242,6 @@ async def cancel(
         lambda run: (f"{run_id}: {run.state}, asked to save and end", None),
     )
     return await run_sync(_cancelled, store, run)
-
-
-def _stopped(store: Store, tournament_id: str) -> Cancel:
-    tournaments.stop(store, tournament_id)
-    row = tournaments.find_tournament(store, tournament_id)
-    follows = f"tournament(tournament_id={row.id!r}) reports its rounds"
-    return Cancel(run_id=row.id, state=row.state, step=len(row.rounds), next=follows)
 
 
 def _cancelled(store: Store, run: Run) -> Cancel:

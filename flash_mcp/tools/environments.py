@@ -17,8 +17,6 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from environments.checks import gate
-from environments.checks import hunt as hunting
-from environments.checks.hunt import HUNT
 from environments.checks.playing import GivenTurn, Task, play
 from environments.checks.report import Probe as GateProbe
 from environments.checks.report import Report as GateReport
@@ -30,6 +28,7 @@ from environments.settings import identity
 from environments.tools import tool_calls_of
 from environments.untrusted_text import plain_name
 from flash_mcp.judgement.attempts import by_task
+from flash_mcp.protocol import extensions
 from flash_mcp.protocol.errors import (
     EVIDENCE_CHARACTERS,
     FlashError,
@@ -48,8 +47,8 @@ from flash_mcp.tools.shared.next_steps import after_sample, after_test, passed_o
 from flash_mcp.tools.shared.resolve import env_files
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
 from flash_mcp.tools.shared.truncation import shorten, to_text
-from flash_mcp.tools.source_texts import folder_texts
 
+HUNT = "hunt"
 LOAD_TIMEOUT_S = 25.0
 TRACEBACK = "\n| Traceback"
 """How a traceback begins within evidence."""
@@ -320,6 +319,7 @@ async def env_test(
         hunt: Also search up to 40 s for a cheap answer that pays; with model, its best of n.
     """
     started = time.monotonic()
+    hunting = extensions.find("flash_mcp.checks", HUNT) if hunt else None
     values = loading.secret_values(secrets, _env_files(folder))
     arguments = {"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets}
     sample = None
@@ -335,14 +335,16 @@ async def env_test(
             return await _replayed(subject, replay, named)
         reference = environment or folder or ""
         result = await _at_last(reference, subject, time_s, max_tokens, _checks(accept or []))
-        if hunt and result.splits:
-            result.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
+        if hunting and result.splits:
+            result.probes.append(await _hunted(hunting, subject, started + HUNT_LIMIT_S))
             await run_sync(_keep, subject, result, True)
         if model is not None and result.passed:
             ends = started + preflight.SAMPLE_LIMIT_S
             sample = await _sampled(model, environment, path, result, arguments, ends)
-        if hunt and sample and sample.scores:
-            result.probes.append(await run_sync(best_of_n, sample))
+        if hunting and sample and sample.scores:
+            groups = await run_sync(_groups, sample)
+            look = f"rollouts(run_id={sample.run_id!r}, which='best')"
+            result.probes.append(hunting.best_of_n(groups, look))
     trainable = environment or (folder if folder and references.files_of(folder) else None)
     needed = passed_on(secrets, environment_args)
     next_step = after_test(result, trainable, path, needed)
@@ -454,18 +456,13 @@ async def _checked(
     return result
 
 
-async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
+async def _hunted(hunting: Any, subject: _Subject, deadline: float) -> GateProbe:
     try:
         async with subject.opened("correct what the checks say") as host:
-            left = min(hunting.DEADLINE_S, max(1.0, deadline - time.monotonic()))
-            tasks = range(host.splits["train"])
-            texts = await run_sync(folder_texts, subject.path)
-            result = await hunting.hunt(
-                host, "train", tasks, deadline_s=left, on_progress=report, source_texts=texts
-            )
+            left = max(1.0, deadline - time.monotonic())
+            return await hunting.check(host, subject.path, left, report)
     except FlashError as error:  # what the checks found is no less true
         return GateProbe(HUNT, None, f"not made: {error}", "correct what the checks say", False)
-    return hunting.probe(result)
 
 
 def _turns(answer: str | list[Json]) -> list[GivenTurn]:
@@ -568,13 +565,14 @@ async def _task(host: EnvironmentHost, task_id: str | None) -> Task:
     raise FlashError("invalid_argument", f"there is no task {task_id!r:.100}", fix=fix)
 
 
-def best_of_n(sample: preflight.Sample) -> GateProbe:
+def _groups(sample: preflight.Sample) -> list[list[tuple[float, bool]]]:
+    """(reward, success) of its attempts, by task."""
     store = open_store()
     step = store.run(sample.run_id).evaluation.step
     scored: list[list[tuple[float, bool]]] = []
     for group in by_task(store.tries(sample.run_id, step)).values():
         scored.append([(item.reward, item.success) for item in group])
-    return hunting.best_of_n(scored, f"rollouts(run_id={sample.run_id!r}, which='best')")
+    return scored
 
 
 def _keep(subject: _Subject, result: GateReport, has_hunted: bool) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from environments.checks import gate, hunt, playing
+from environments.checks import gate, playing
 from environments.process.host import EnvironmentHost
+from flash_mcp.extensions.hunt.search import hunt
 from tests.folders import environment_folder
 from tests.places import AGENT_CALCULATOR, TERMINAL
 from tests.tiny import make_tokenizer
@@ -138,7 +139,7 @@ async def test_the_gate_passes_an_agent_whose_calls_come_in_any_order(team: Path
     made = {probe.name for probe in report.probes if probe.passed}
     assert {"gold", "order", "constants", "isolation", "determinism", "leaks"} <= made
     async with await EnvironmentHost.start(team) as host:
-        found = await hunt.hunt(host, "train", range(host.splits["train"]))
+        found = await hunt(host, "train", range(host.splits["train"]))
     assert found.plays and found.exploits == []
 
 

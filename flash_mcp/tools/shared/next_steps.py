@@ -21,7 +21,6 @@ from flash_mcp.judgement.health import CONTAMINATED, DESTROYED, TRUNCATION, WORS
 from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
 from flash_mcp.state.owners import caller
-from flash_mcp.state.tournaments import Tournament
 from flash_mcp.tools.shared.playbook import ADDRESS
 from flash_mcp.tools.shared.preflight import Sample
 
@@ -585,26 +584,6 @@ def repeated(model: str, like: Run, differing: Sequence[str], *, is_base: bool =
         f"{measuring(model, like)} repeats {side} as {other} was made, "
         f"then compare({side}=its run_id, {other}={like.id!r})"
     )
-
-
-def after_tournament(row: Tournament, winner: bool, is_over: bool) -> str:
-    """What follows a tournament; `winner`: one arm is left."""
-    call = f"tournament(tournament_id={row.id!r})"
-    if row.state == "running":
-        return f"{call} waits for the end; it goes on without you"
-    if not is_over:
-        return "act on error" if row.error else "tournament starts another"
-    leader = row.standing.leader
-    checkpoint = row.checkpoint(leader)
-    run_id, _, step = (checkpoint or "").partition("@")
-    prompt = "write a better system_prompt by `worst`, and set it against this one"
-    if row.milestones:
-        prompt = f"train(resume={run_id!r}, steps={2 * int(step)}) trains the leader further"
-    if not winner:
-        return f"take the cheapest of those left, or add tasks to the split; or {prompt}"
-    if checkpoint and int(step):
-        return f"deploy(run_id={run_id!r}, step={step}) serves the winner; or {prompt}"
-    return f"use the winner's settings; or {prompt}; train goes beyond prompts"
 
 
 # -- a sample before training ----------------------------------------------------------------------

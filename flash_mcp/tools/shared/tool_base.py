@@ -89,14 +89,18 @@ class Result(ResultModel):
 class Tool:
     """A tool function, and what a client should know before it calls it.
 
-    `read_only`: changes nothing. `destructive`: may undo or delete. `idempotent`: calling again
-    changes nothing more. `open_world`: reaches beyond this machine's state, for example to a model
-    hub. `changes_with`: the arguments without which it changes nothing. `unlisted`: arguments that
-    it accepts and its schema leaves out: its description, or another argument, names them."""
+    `example`: what follows `flash-mcp` in its help. `words`: arguments that read better without
+    their names, by default the required ones. `read_only`: changes nothing. `destructive`: may undo
+    or delete. `idempotent`: calling again changes nothing more. `open_world`: reaches beyond this
+    machine's state, for example to a model hub. `changes_with`: the arguments without which it
+    changes nothing. `unlisted`: arguments that it accepts and its schema leaves out: its
+    description, or another argument, names them."""
 
     function: Callable[..., Any]
     _: KW_ONLY
     title: str
+    example: str = ""
+    words: tuple[str, ...] = ()
     read_only: bool = False
     destructive: bool = False
     idempotent: bool = False

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -21,7 +21,6 @@ from flash_mcp.state.disk import LEAST_FREE_BYTES, free_bytes
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
-from flash_mcp.state.tournaments import Tournament
 from flash_mcp.supervisor import process, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
@@ -105,7 +104,14 @@ def measured(
             yield run
 
 
-async def look_after(store: Store, run: Run | Tournament) -> FlashError | None:
+class Ending(Protocol):
+    """A run, or a job of an extension."""
+
+    @property
+    def ended(self) -> float | None: ...
+
+
+async def look_after(store: Store, run: Ending) -> FlashError | None:
     """Make sure that a supervisor looks after what has not ended; the error if none does. It is not
     raised: the run exists, and a caller who saw only the error would ask again.
     """

@@ -20,7 +20,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
+from pathlib import Path
 from statistics import fmean
+
+from anyio.to_thread import run_sync
 
 from environments.checks.answers import JUNK, as_equal, final_answer, tags
 from environments.checks.constants import INJECTED, USUAL, candidates
@@ -37,7 +41,9 @@ from environments.checks.playing import (
 from environments.checks.report import Probe, shown
 from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
+from flash_mcp.extensions.hunt.source_texts import folder_texts
 
+Progress = Callable[[str], Awaitable[None]]
 HUNT = "hunt"
 BEST_GAIN = 0.2
 SEARCHED = 3
@@ -172,7 +178,7 @@ async def hunt(
     *,
     deadline_s: float = DEADLINE_S,
     most_plays: int = MOST_PLAYS,
-    on_progress: Callable[[str], Awaitable[None]] | None = None,
+    on_progress: Progress | None = None,
     source_texts: Sequence[str] = (),
 ) -> Hunt:
     """Search on up to SEARCHED + CONFIRMED of these tasks, for at most `deadline_s` seconds and
@@ -181,7 +187,7 @@ async def hunt(
     """
     # Tasks at equal distances would miss kinds of tasks that take turns.
     drawn = random.Random(0).sample(list(tasks), min(len(tasks), SEARCHED + CONFIRMED))
-    chosen = [Task(split, index) for index in drawn]
+    chosen = list(map(partial(Task, split), drawn))
     result = Hunt(host, chosen, most_plays, on_progress, source_texts)
     started = time.monotonic()
     try:
@@ -192,6 +198,22 @@ async def hunt(
         pass
     result.seconds = time.monotonic() - started
     return result
+
+
+async def check(
+    host: EnvironmentHost, folder: Path, deadline_s: float, on_progress: Progress
+) -> Probe:
+    """The check of env_test: a hunt of at most `deadline_s` seconds among the train tasks."""
+    texts = await run_sync(folder_texts, folder)
+    found = await hunt(
+        host,
+        "train",
+        range(host.splits["train"]),
+        deadline_s=min(DEADLINE_S, deadline_s),
+        on_progress=on_progress,
+        source_texts=texts,
+    )
+    return probe(found)
 
 
 def probe(result: Hunt) -> Probe:
@@ -217,7 +239,7 @@ def best_of_n(groups: Sequence[Sequence[tuple[float, bool]]], look: str) -> Prob
     gains: list[float] = []
     successes: list[float] = []
     for group in several:
-        best = max(reward for reward, _ in group)
+        best, _ = max(group)
         gains.append(best - fmean(reward for reward, _ in group))
         won = fmean(success for reward, success in group if reward == best)
         successes.append(won - fmean(success for _, success in group))
@@ -241,11 +263,11 @@ class _Result:
 
     @property
     def reward(self) -> float:
-        return fmean(item.score.reward for item in self.played)
+        return fmean(map(attrgetter("score.reward"), self.played))
 
     @property
     def success(self) -> float:
-        return fmean(item.score.success for item in self.played)
+        return fmean(map(attrgetter("score.success"), self.played))
 
     @property
     def undue(self) -> tuple[float, float]:
@@ -254,7 +276,7 @@ class _Result:
         paid = [
             item.score for item, right in zip(self.played, self.solved, strict=True) if not right
         ]
-        return sum(score.success for score in paid), sum(score.reward for score in paid)
+        return sum(map(attrgetter("success"), paid)), sum(map(attrgetter("reward"), paid))
 
 
 @dataclass
@@ -264,7 +286,7 @@ class Hunt:
     _host: EnvironmentHost
     _tasks: Sequence[Task]
     _most_plays: int
-    _on_progress: Callable[[str], Awaitable[None]] | None
+    _on_progress: Progress | None
     _source_texts: Sequence[str]
     exploits: list[Exploit] = field(default_factory=list[Exploit])
     plays: int = 0
@@ -308,7 +330,7 @@ class Hunt:
 
     def _moves(self) -> list[Move]:
         """The first answers, without those that are the same on every task."""
-        prompts = [view.prompt for view in self._views.values()]
+        prompts = list(map(attrgetter("prompt"), self._views.values()))
         golds = [self._golds[task] for task in self._search if task in self._golds]
         constants = [turns[0] for turns in candidates(golds, prompts) if len(turns) == 1]
         forms = {_form(gold[-1]) for gold in golds} | {_emptied(gold[-1]) for gold in golds}
@@ -340,7 +362,7 @@ class Hunt:
             moves.setdefault(text, Move("word", partial(_same, text)))
         most_calls = min(len(view.calls) for view in self._views.values())
         calls = [Move("call", partial(_call, place)) for place in range(most_calls)]
-        prompts = [Move("prompt", make) for make in PARTS]
+        prompts = list(map(partial(Move, "prompt"), PARTS))
         return [*moves.values(), *prompts, Move("form", lambda view: view.other_gold), *calls]
 
     async def _try_all(self, moves: Sequence[Move]) -> list[_Result]:
@@ -388,7 +410,7 @@ class Hunt:
             if again is not None and self._pays(again):
                 kind = await self._kind(move)
                 answer = move.make(self._views[self._confirmed[0]])
-                successes = sum(item.score.success for item in again.played)
+                successes = sum(map(attrgetter("score.success"), again.played))
                 gold, count = self._gold_mean(), len(again.played)
                 self.exploits.append(Exploit(kind, answer, again.reward, gold, successes, count))
                 return True

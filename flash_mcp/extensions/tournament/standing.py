@@ -24,19 +24,12 @@ from statistics import fmean
 
 from flash_mcp.judgement import comparison
 from flash_mcp.judgement.comparison import Change
-from flash_mcp.judgement.statistics import FEWEST_KINDS, Interval
+from flash_mcp.judgement.statistics import ALPHA, FEWEST_KINDS, LARGEST_LOG, Interval, difference
 
-ALPHA = 0.05
 FIRST_ROUND = 25
 """Tasks of the first round."""
-LARGEST_LOG = 600.0
-"""exp() of more would overflow."""
 OF_KINDS = 2
 """So many times the evidence is needed of kinds of tasks."""
-BETS = tuple(step / 20 for step in range(1, 20))
-"""Shares of the largest bet, over which `difference` takes the mean."""
-HALVINGS = 12
-"""Of the range in which `difference` looks for each end."""
 
 Outcomes = Mapping[str, bool]
 """Success by task id. Attempts that failed in environment code are left out."""
@@ -61,32 +54,6 @@ def evidence(wins: int, losses: int) -> float:
         term = term * (tosses - number) // (number + 1)
         tail += term
     return math.log(tail) - math.log(tosses * math.comb(tosses - 1, wins))
-
-
-def difference(wins: float, losses: float, ties: float, alpha: float = ALPHA) -> Interval:
-    """An interval of the difference of two arms' success, which holds at every look at once: all
-    differences against which no mean of fixed bets has won 1/alpha times its stake.
-    """
-    middle = 0.999 * (wins - losses) / max(wins + losses + ties, 1)
-    ends: list[float] = []
-    for outside in (-1.0, 1.0):
-        inside = middle
-        for _ in range(HALVINGS):
-            between = (inside + outside) / 2
-            # What the bets against this difference have won, as a multiple of the stake
-            results: list[float] = []
-            for share in BETS:
-                for bet in (share / (1 + between), -share / (1 - between)):
-                    log = wins * math.log1p(bet * (1 - between))
-                    log += ties * math.log1p(-bet * between)
-                    log += losses * math.log1p(-bet * (1 + between))
-                    results.append(math.exp(min(log, LARGEST_LOG)))
-            if fmean(results) < 1 / alpha:
-                inside = between
-            else:
-                outside = between
-        ends.append(outside)
-    return Interval(*ends)
 
 
 @dataclass

@@ -8,7 +8,8 @@ from statistics import NormalDist, fmean
 import numpy as np
 import pytest
 
-from flash_mcp.judgement.tournament import ALPHA, FIRST_ROUND, Standing, difference, evidence, round_size
+from flash_mcp.extensions.tournament.standing import FIRST_ROUND, Standing, evidence, round_size
+from flash_mcp.judgement.statistics import ALPHA, difference
 
 CORRELATION = 0.5
 """How much of a task's difficulty all arms share."""

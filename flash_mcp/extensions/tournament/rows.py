@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from flash_mcp.judgement.tournament import FINALISTS, Race, Standing, round_size
+from flash_mcp.extensions.tournament.standing import FINALISTS, Race, Standing, round_size
 from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Record, Run
@@ -205,15 +205,17 @@ def advance(store: Store, tournament_id: str) -> None:
             _write(store, row.id, state="finished", rounds=row.rounds, ended=time.time())
 
 
-def stop(store: Store, tournament_id: str) -> None:
+def stop(store: Store, tournament_id: str) -> tuple[str, int, str]:
+    """Its state, its rounds and what reports it: what `cancel` says."""
     with store.transaction():
         row = find_tournament(store, tournament_id)
-        if row.state != "running":
-            return
-        _write(store, row.id, state="cancelled", ended=time.time())
-        for run_id in row.run_ids:
-            if store.run(run_id).ended is None:
-                queue.request_cancel(store, run_id, f"{tournament_id} was stopped")
+        if row.state == "running":
+            _write(store, row.id, state="cancelled", ended=time.time())
+            for run_id in row.run_ids:
+                if store.run(run_id).ended is None:
+                    queue.request_cancel(store, run_id, f"{tournament_id} was stopped")
+    row = find_tournament(store, tournament_id)
+    return row.state, len(row.rounds), f"tournament(tournament_id={row.id!r}) reports its rounds"
 
 
 def _read(store: Store, row: Tournament, runs: list[Run]) -> None:

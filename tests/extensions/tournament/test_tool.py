@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from mcp import Client
 
+from flash_mcp.extensions.tournament import rows as tournaments
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.state import queue, tournaments
+from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, Quotas, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import process

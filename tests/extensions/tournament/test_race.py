@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from flash_mcp.judgement.tournament import FINALISTS, ROUNDS, Race, Standing
+from flash_mcp.extensions.tournament.standing import FINALISTS, ROUNDS, Race, Standing
 
 ARMS = 8
 Names = Mapping[int, Mapping[str, bool]]

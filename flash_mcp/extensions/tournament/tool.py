@@ -14,7 +14,10 @@ from typing import Annotated, Any, Literal
 from anyio.to_thread import run_sync
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flash_mcp.judgement.tournament import ALPHA, LEAST_TASKS, ROUNDS, Standing
+from flash_mcp.extensions.tournament import rows
+from flash_mcp.extensions.tournament.rows import NAME_CHARACTERS
+from flash_mcp.extensions.tournament.standing import LEAST_TASKS, ROUNDS, Standing
+from flash_mcp.judgement.statistics import ALPHA
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, without_none
 from flash_mcp.protocol.result_model import ResultModel, Rounded
@@ -27,18 +30,16 @@ from flash_mcp.protocol.spec import (
     RunSpec,
     explain,
 )
-from flash_mcp.state import references, tournaments
+from flash_mcp.state import references
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.state.tournaments import NAME_CHARACTERS
 from flash_mcp.tools.evaluate import SystemPrompt, environment_of, place, task_names
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_target
-from flash_mcp.tools.shared.next_steps import after_tournament
 from flash_mcp.tools.shared.resolve import TAKEN_FROM_RUN, read_configs, resolve_eval
 from flash_mcp.tools.shared.scores import FailedAttempt, worst_attempts
-from flash_mcp.tools.shared.tool_base import Result, report
+from flash_mcp.tools.shared.tool_base import Result, Tool, report
 from flash_mcp.tools.shared.truncation import error_text
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 from flash_mcp.tools.training.plan import Plan, enqueue, plan_of
@@ -168,7 +169,7 @@ async def tournament(
         )
         tournament_id = row.id
     row = await wait_until(
-        lambda: tournaments.find_tournament(store, tournament_id),
+        lambda: rows.find_tournament(store, tournament_id),
         lambda row: row.state != "running",
         0.0 if trouble else deadline,
         _progress,
@@ -183,12 +184,12 @@ async def _begin(
     settings: Json,
     common: Json,
     key: str | None,
-) -> tuple[tournaments.Tournament, bool, FlashError | None]:
+) -> tuple[rows.Tournament, bool, FlashError | None]:
     """Start one, or find that of the key; (it, whether it is new, why nothing looks after it)."""
     # As it was passed: what it means may have changed since the first call with the key.
     passed = json.dumps([environment, arms, settings, common], sort_keys=True)
     request = hashlib.sha256(passed.encode()).hexdigest()
-    first = await run_sync(tournaments.asked_before, store, request, key)
+    first = await run_sync(rows.asked_before, store, request, key)
     if first:
         return first, False, await look_after(store, first)
     train = None
@@ -198,7 +199,7 @@ async def _begin(
         spec = await _spec(store, environment, _arms(arms, settings), common)
     target = spec["arms"][0]["resolved"]["spec"]["target"]
     spec["request"] = request
-    begin = functools.partial(tournaments.start, train=train)
+    begin = functools.partial(rows.start, train=train)
     row, created = await run_sync(begin, store, spec, target, key)
     return row, created, await look_after(store, row)
 
@@ -247,7 +248,7 @@ async def _spec(store: Store, environment: str | None, arms: Sequence[Json], com
     return {**spec, "split": split, "alpha": common["alpha"]}
 
 
-def _progress(row: tournaments.Tournament) -> tuple[str, float]:
+def _progress(row: rows.Tournament) -> tuple[str, float]:
     left = len(row.standing.left)
     share = row.used / len(row.spec["order"])
     if row.milestones:
@@ -256,7 +257,7 @@ def _progress(row: tournaments.Tournament) -> tuple[str, float]:
 
 
 def _view(
-    store: Store, row: tournaments.Tournament, created: bool, trouble: FlashError | None
+    store: Store, row: rows.Tournament, created: bool, trouble: FlashError | None
 ) -> TournamentView:
     standing = row.standing
     leader = standing.leader
@@ -270,7 +271,7 @@ def _view(
     if row.milestones:
         in_full = row.spec["held_back"] + row.spec["round_tasks"] * (len(row.milestones) - 1)
         in_full *= len(names)
-    following = after_tournament(row, one, is_over)
+    following = _following(row, one, is_over)
     if trouble:
         call = f"tournament(tournament_id={row.id!r})"
         following = f"{trouble} The server tries again every few seconds; {call} follows it"
@@ -295,6 +296,26 @@ def _view(
     )
 
 
+def _following(row: rows.Tournament, winner: bool, is_over: bool) -> str:
+    """What follows a tournament; `winner`: one arm is left."""
+    call = f"tournament(tournament_id={row.id!r})"
+    if row.state == "running":
+        return f"{call} waits for the end; it goes on without you"
+    if not is_over:
+        return "act on error" if row.error else "tournament starts another"
+    leader = row.standing.leader
+    checkpoint = row.checkpoint(leader)
+    run_id, _, step = (checkpoint or "").partition("@")
+    prompt = "write a better system_prompt by `worst`, and set it against this one"
+    if row.milestones:
+        prompt = f"train(resume={run_id!r}, steps={2 * int(step)}) trains the leader further"
+    if not winner:
+        return f"take the cheapest of those left, or add tasks to the split; or {prompt}"
+    if checkpoint and int(step):
+        return f"deploy(run_id={run_id!r}, step={step}) serves the winner; or {prompt}"
+    return f"use the winner's settings; or {prompt}; train goes beyond prompts"
+
+
 def _order(standing: Standing) -> list[int]:
     """The leader, then those that are left, then those that went last."""
 
@@ -304,7 +325,7 @@ def _order(standing: Standing) -> list[int]:
     return sorted(range(standing.arms), key=key)
 
 
-def _arm(row: tournaments.Tournament, standing: Standing, arm: int) -> ArmView:
+def _arm(row: rows.Tournament, standing: Standing, arm: int) -> ArmView:
     entry = row.spec["arms"][arm]
     count = standing.attempted[arm]
     view = ArmView(name=entry["name"], of=entry["of"], out=standing.out.get(arm), tasks=count)
@@ -321,7 +342,7 @@ def _arm(row: tournaments.Tournament, standing: Standing, arm: int) -> ArmView:
     return view
 
 
-def _mixed_precision(store: Store, row: tournaments.Tournament) -> str:
+def _mixed_precision(store: Store, row: rows.Tournament) -> str:
     """A warning if the machines of the target computed the evaluations in different precisions."""
     sql = """SELECT precision, count(*) FROM runs JOIN json_each(?) AS run ON run.value = runs.id
              WHERE precision IS NOT NULL GROUP BY precision"""
@@ -333,7 +354,7 @@ def _mixed_precision(store: Store, row: tournaments.Tournament) -> str:
     return f"; but runs of it were computed in different precisions: {mixed}, which may decide"
 
 
-def _explanation(row: tournaments.Tournament, standing: Standing, names: Sequence[str]) -> str:
+def _explanation(row: rows.Tournament, standing: Standing, names: Sequence[str]) -> str:
     if row.milestones:
         return explanation_of_race(row, standing, names)
     left = list(map(names.__getitem__, standing.left))
@@ -455,7 +476,7 @@ def _train(plans: Mapping[str, Plan], tournament_id: str) -> dict[str, str]:
     return runs
 
 
-def explanation_of_race(row: tournaments.Tournament, race: Standing, names: Sequence[str]) -> str:
+def explanation_of_race(row: rows.Tournament, race: Standing, names: Sequence[str]) -> str:
     left = ", ".join(names[arm] for arm in race.left)
     last = row.milestones[-1]
     trained = before = 0
@@ -476,3 +497,14 @@ def explanation_of_race(row: tournaments.Tournament, race: Standing, names: Sequ
         return f"{best} is best at {last} steps, by {test}; {cut}; {spent} were trained"
     what = f"no difference between {left} at {last} steps that {tasks} held-back tasks can show"
     return f"{what}: low and high say how large it may be; {spent} were trained"
+
+
+TOOL = Tool(
+    tournament,
+    title="Find the best of several",
+    example='tournament calculator --arms \'[{"model": "run-2f9k1c8d@100"}, {}]\'',
+    words=("environment",),
+    open_world=True,
+    changes_with=("arms",),
+    unlisted=("seed", "secrets", "target", "idempotency_key"),
+)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from flash_mcp.extensions.tournament.rows import find_tournament
 from flash_mcp.state.store import open_store
-from flash_mcp.state.tournaments import find_tournament
 from flash_mcp.supervisor import process
 from tests.calls import call
 from tests.crash import processes

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from environments.checks import hunt as hunting
-from environments.checks.hunt import Hunt, hunt
 from environments.process.host import EnvironmentHost
-from flash_mcp.tools.source_texts import folder_texts, source_texts
+from flash_mcp.extensions.hunt import search as hunting
+from flash_mcp.extensions.hunt.search import Hunt, hunt
+from flash_mcp.extensions.hunt.source_texts import folder_texts, source_texts
 from flash_mcp.tools.starters import Template, env_setup
 from tests.folders import environment_folder
 from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many

@@ -1,0 +1,1 @@
+"""What can be taken out: each room is found by an entry point, and nothing imports it."""

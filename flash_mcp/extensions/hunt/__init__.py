@@ -1,0 +1,1 @@
+"""A search for cheap answers that pay."""

@@ -1,0 +1,17 @@
+"""What lies behind a door, for callers that are told by a FlashError if it is not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from environments import doors
+from flash_mcp.protocol.errors import FlashError
+
+
+def find(group: str, name: str) -> Any:
+    """FlashError(extension_missing)"""
+    try:
+        return doors.find(group, name)
+    except ValueError as error:
+        fix = "install the package that brings it, or do without; flash-mcp doctor names all"
+        raise FlashError("extension_missing", str(error), fix=fix) from error
