@@ -243,6 +243,25 @@ def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(merged: 
     assert difference(policy, generate(merged, request)[0]) < BF16_NATS
 
 
+def test_a_second_turn_computes_at_most_one_block_of_the_first_again(merged: VllmEngine, policy: Any, monkeypatch):
+    found: list[int] = []
+    step = merged._engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        found.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(merged._engine, "step", watched)
+    merged.load_policy(policy)
+    turn = Sampling(4, temperature=0.0)
+    first = generate(merged, (PROMPT[:251], turn))[0].token_ids
+    generate(merged, (PROMPT[:251] + first + PROMPT[:9], turn))
+    tokens = merged._engine.vllm_config.cache_config.block_size
+    assert torch.cuda.is_available() or tokens == (32 if torch.cpu._is_amx_tile_supported() else 16)  # in bf16
+    assert found == [0, (251 + len(first) - 1) // tokens * tokens]  # the last token's key is not there
+
+
 def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(by_adapter: VllmEngine, policy: Any, monkeypatch):
     monkeypatch.setattr(by_adapter._engine, "reset_prefix_cache", lambda **_: True)
     for step in (1, 2):

@@ -435,9 +435,27 @@ def engine_arguments(
         "enable_chunked_prefill": False,
         "worker_cls": CPU_LORA_WORKER if lora_rank is not None else "auto",
         # The prefix cache holds whole blocks: with vLLM's 128, no shorter chat prompt is found.
-        "block_size": KV_BLOCK_TOKENS,
+        "block_size": KV_BLOCK_TOKENS if shards > 1 else block_tokens_on_cpu(config, dtype),
         "gpu_memory_utilization": 1.0,
     }
+
+
+def block_tokens_on_cpu(config: Any, dtype: str) -> int:
+    """Tokens of a block of the cache: 16 where vLLM's kernel for 32 is no faster, which is
+    everywhere but with AMX in bf16. A second turn computes what the last block lacked again: of
+    conversations of three turns, a tenth of the engine's time in bf16.
+
+    vLLM 0.31 has the kernel for 16, and does not list it."""
+    from vllm.v1.attention.backend import MultipleOf  # noqa: PLC0415
+    from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415
+
+    isa_of = cast(Any, cpu_attn)._get_attn_isa
+    kernels = [isa_of(getattr(torch, dtype), tokens) for tokens in (16, KV_BLOCK_TOKENS)]
+    if kernels != ["vec16", "vec"] or has_state(config):
+        return KV_BLOCK_TOKENS
+    backend = cast(Any, cpu_attn).CPUAttentionBackend
+    backend.get_supported_kernel_block_sizes = staticmethod(lambda *_: [MultipleOf(16)])
+    return 16
 
 
 def _for_gpu(max_num_seqs: int) -> dict[str, Any]:
