@@ -19,8 +19,8 @@ GIB = 2**30
 GPU_PROCESS_BYTES = 2 * GIB
 """CUDA's context, and the engine's graphs and workspace. This is a guess."""
 KV_BLOCK_TOKENS = 32
-"""Block size of the cache that memory is planned for. On a CPU, prefixes are found by whole blocks: with
-vLLM's default of 128, shorter chat prompts would never be found. An engine may take smaller ones.
+"""Block size of the cache that memory is planned for; an engine may take smaller ones. On a CPU
+prefixes are found by whole blocks: with vLLM's default of 128, shorter prompts would never be found.
 """
 STATE_BLOCKS = 4
 """Blocks that a sequence takes for its states, where some layers have one. It is enough for tiny
