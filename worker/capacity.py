@@ -20,7 +20,8 @@ GPU_PROCESS_BYTES = 2 * GIB
 """CUDA's context, and the engine's graphs and workspace. This is a guess."""
 KV_BLOCK_TOKENS = 32
 """Block size of the cache that memory is planned for; an engine may take smaller ones. On a CPU
-prefixes are found by whole blocks: with vLLM's default of 128, shorter prompts would never be found.
+prefixes are found by whole blocks: with vLLM's default of 128, shorter prompts would never be
+found.
 """
 STATE_BLOCKS = 4
 """Blocks that a sequence takes for its states, where some layers have one. It is enough for tiny
