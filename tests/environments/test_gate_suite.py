@@ -1,4 +1,4 @@
-"""The gate's suite (tests/gate_suite.py): bad environments fail the check that is named, good ones pass."""
+"""The gate's suite (tests/gate_suite.txt): bad environments fail the check that is named, good ones pass."""
 
 import re
 import textwrap

@@ -1,4 +1,4 @@
-"""The hunt on its suite (tests/hunt_suite.py), which one process serves."""
+"""The hunt on its suite (tests/hunt_suite.txt), which one process serves."""
 
 import re
 import textwrap
