@@ -51,14 +51,14 @@ numbers = {
         perf_event_open=298, bpf=321, userfaultfd=323, fanotify_init=300, inotify_init1=294, inotify_add_watch=254,
         finit_module=313, delete_module=176, kexec_load=246, add_key=248, request_key=249, keyctl=250, quotactl=179,
         syslog=103, shmget=29, mq_open=240, io_uring_setup=425, vhangup=153, settimeofday=164, pivot_root=155,
-        migrate_pages=256, reboot=169, sched_setscheduler=144,
+        migrate_pages=256, reboot=169, sched_setscheduler=144, sched_setattr=314, ioprio_set=251,
     ),
     "aarch64": dict(
         clone=220, process_vm_readv=270, process_vm_writev=271, kcmp=272, open_by_handle_at=265, name_to_handle_at=264,
         perf_event_open=241, bpf=280, userfaultfd=282, fanotify_init=262, inotify_init1=26, inotify_add_watch=27,
         finit_module=273, delete_module=106, kexec_load=104, add_key=217, request_key=218, keyctl=219, quotactl=60,
         syslog=116, shmget=194, mq_open=180, io_uring_setup=425, vhangup=58, settimeofday=170, pivot_root=41,
-        migrate_pages=238, reboot=142, sched_setscheduler=119,
+        migrate_pages=238, reboot=142, sched_setscheduler=119, sched_setattr=274, ioprio_set=30,
     ),
 }[platform.machine()] | dict(
     clone3=435, pidfd_open=434, pidfd_getfd=438, open_tree=428, move_mount=429, fsopen=430, mount_setattr=442,
@@ -222,7 +222,9 @@ MOUNTS = {
 
 PROCESSES = {
     "the end of another's process": "os.kill(VICTIM, 15)",
-    "the end of its first process": "os.kill(1, 9); raise OSError(errno.EPERM, 'ignored')",
+    "the end of its first process": (
+        "for number in (9, 15, 17, 19): os.kill(1, number)\nraise OSError(errno.EPERM, 'ignored')"
+    ),
     "a signal through a descriptor's owner": (
         "read, write_end = os.pipe()\n"
         "fcntl.fcntl(read, fcntl.F_SETOWN, VICTIM)\n"
@@ -247,7 +249,16 @@ PROCESSES = {
     "a descriptor of the first process": "call('pidfd_getfd', call('pidfd_open', 1, 0), 0, 0)",
     "comparing itself with the first process": "call('kcmp', 1, os.getpid(), 2, 0, 0)",
     "moving another's memory": "call('migrate_pages', VICTIM, 1, longs(1), longs(1))",
+    "the limits of another's process": "checked(libc.prlimit(VICTIM, resource.RLIMIT_NOFILE, longs(0, 0), None))",
+    "the priority of another's process": "checked(libc.setpriority(0, VICTIM, 19))",
+    "the processors of another's process": "checked(libc.sched_setaffinity(VICTIM, size(8), longs(1)))",
+    "the scheduler of another's process": "checked(libc.sched_setscheduler(VICTIM, 5, struct.pack('i', 0)))",
+    "the attributes of another's process": "call('sched_setattr', VICTIM, longs(48 | 5 << 32, *[0] * 5), 0)",
+    "the disk priority of another's process": "call('ioprio_set', 1, VICTIM, 3 << 13)",
     "more memory than its limit": "checked(libc.prlimit(0, resource.RLIMIT_DATA, longs(1 << 62, 1 << 62), None))",
+    "more processes than it may have": (
+        "in_fork(lambda: [os.fork() or (libc.prctl(1, 9), time.sleep(60)) for _ in range(5000)])"
+    ),
     "more processes than its limit": "checked(libc.prlimit(0, resource.RLIMIT_NPROC, longs(10 ** 6, 10 ** 6), None))",
     "to be spared when memory runs out": "write('/proc/self/oom_score_adj', '-1000')",
     "a higher priority": "os.nice(-5)",
@@ -322,10 +333,10 @@ ABSENT = {
     "the firmware's tables": "ENOENT",
     "the kernel's own debugging": "ENOENT",
     "the devices of the machine": "ENOENT",
-    "the end of another's process": "ESRCH",
     "a signal through a descriptor's owner": "ESRCH",
-    "the tracing of another's process": "ESRCH",
     "moving another's memory": "ESRCH",
+    "more processes than it may have": "EAGAIN",
+    **{act: "ESRCH" for act in PROCESSES if "another's process" in act},
     "a list of the machine's connections": "ENOENT",
     "a socket with a name, which the machine made": "ENOENT",
     "the terminal of the server": "ENXIO",

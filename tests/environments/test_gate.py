@@ -589,12 +589,12 @@ async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(
     source = """
     class Sample(Addition):
         def build_prompt_messages(self, example):
-            time.sleep(0.5)
+            time.sleep(0.25)
             return super().build_prompt_messages(example)
     """
     report = await check(environment_folder(tmp_path, source))
     assert report.verdict == "passed"
-    assert report.seconds < 120, "one by one it would take over 130 s"
+    assert report.seconds < 60, "one by one it would take over 65 s"
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -38,12 +38,6 @@ PROGRAMS = {
         openai.OpenAI().responses.create(model="policy", input="x")
         time.sleep(607)
     """,
-    "leaves a program": """
-        import openai, subprocess, sys
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(607)"])
-        openai.OpenAI().responses.create(model="policy", input="x")
-        open("reward.json", "w").write('{"score": 1.0}')
-    """,
     "begins all that it may": """
         import openai, os, time
         refused = 0
@@ -126,14 +120,6 @@ async def test_a_command_ends_with_its_rollout(tmp_path: Path) -> None:
         assert len(children(b"time.sleep(607)")) == 3, "its launcher names it too"
         await host.close(opening.episode)
         await until(lambda: not children(b"time.sleep(607)"))
-
-
-async def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> None:
-    async with await commands(tmp_path / "agent", "leaves a program", timeout_s=20) as host:
-        opening = await host.open("train", 0)
-        assert (await host.step(opening.episode, "4")).done
-        await until(lambda: not children(b"time.sleep(607)"))
-        assert (await host.score(opening.episode)).reward == 1
 
 
 @pytest.mark.hostile("resources")

@@ -187,43 +187,6 @@ async def test_the_anthropic_package_speaks_messages_whole_and_streamed(tmp_path
     assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
 
 
-async def test_each_api_answers_errors_in_its_own_form(tmp_path: Path) -> None:
-    program = """
-        known = {"model": model, "max_tokens": 4}
-        def post_to(path, **body):
-            told.append([*post(base_url, api_key, {**known, **body}, path)])
-        hello = [user("x")]
-        for path in ("/messages", "/v1/messages"):
-            post_to(path, messages=hello, tool_choice={"type": "any"})
-        known.pop("max_tokens")
-        post_to("/responses", input="x", tool_choice="required")
-        post_to("/messages", max_tokens=4, messages=[{"role": "robot", "content": "x"}])
-        post_to("/messages/count_tokens", messages=[])
-        post_to("/responses", input=[{"type": "item_reference", "id": "x"}])
-        post_to("/responses", input=[])
-        post_to("/responses", input="x", text={"format": {"type": "json_schema"}})
-        told.append([*post(base_url, "sk-wrong", {}, "/messages")])
-        told.append([*post(base_url, "", {}, "/messages", x_api_key=api_key)])
-        post_to("/messages", max_tokens=4, messages=hello)
-    """
-    async with agents(tmp_path / "agent", program) as host:
-        opening = await host.open("train", 0)
-        what = "a prompt of 9 tokens leaves no room in 8"
-        await host.refuse_call(opening.episode, 0, "context_length_exceeded", what)
-        assert await host.next_call(opening.episode) == "done"
-        score = await host.score(opening.episode)
-    found = [(status, json.loads(body)["error"]) for status, body in json.loads(score.reason or "")]
-    *refused, unknown, empty, long = found
-    assert all(status == 400 for status, _ in refused)
-    assert [error["type"] for _, error in refused] == ["invalid_request_error"] * 8
-    assert [error.get("param") for _, error in refused] == [
-        None, None, "tool_choice", None, None, "input", "input", "text",
-    ]  # fmt: skip
-    assert unknown[0] == 401 and unknown[1]["type"] == "authentication_error"
-    assert empty[0] in (400, 401)
-    assert long[0] == 400 and long[1]["message"].startswith("prompt is too long")
-
-
 PARAMETERS = {
     "/chat/completions": ["openai.types.chat.completion_create_params:CompletionCreateParamsNonStreaming"],
     "/responses": ["openai.types.responses.response_create_params:ResponseCreateParamsNonStreaming"],
@@ -407,6 +370,8 @@ def test_a_field_that_is_not_served_is_refused_as_the_api_refuses_it() -> None:
     assert refusal("/chat/completions", guided_json={})["message"] == ("Unknown parameter: 'guided_json'.")
     assert refusal("/responses", top_k=3)["code"] == "unknown_parameter"
     assert refusal("/messages", seed=3)["message"] == "seed: Extra inputs are not permitted"
+    wrong_key = DIALECTS["/messages"].error(ApiError(401, "invalid_api_key", "x"))
+    assert wrong_key["error"]["type"] == "authentication_error"
     assert refusal("/messages", mcp_servers=[{"type": "url"}])["type"] == "invalid_request_error"
     details = refusal("/messages", thread={"type": "continue"})["details"]
     assert details["error_code"] == "thread_unsupported_request"

@@ -310,16 +310,6 @@ answer = say(user("x"))
     assert [(call.parent, len(call.messages)) for call in calls] == expected
 
 
-async def test_the_gold_messages_of_an_agent_are_its_own(tmp_path: Path) -> None:
-    source = """
-        class Sample(Sample):
-            def sft_completion(self, example):
-                return [{"role": "assistant", "content": f"gold of {example.id}"}]
-    """
-    async with agents(tmp_path / "agent", "", source=source) as host:
-        assert await host.gold("train", 0) == [{"role": "assistant", "content": "gold of t0"}]
-
-
 BOTH = """
 def say(text):
     told.append(ask([user(text)])[1]["choices"][0]["message"]["content"])
@@ -344,22 +334,6 @@ async def test_calls_at_once_are_answered_in_any_order(tmp_path: Path) -> None:
     assert sorted(json.loads(score.reason or "")) == ["first", "second"]
 
 
-async def test_an_agent_goes_on_after_a_request_that_was_too_long(tmp_path: Path) -> None:
-    program = """
-        status, answer = ask([user("long")])
-        told += [status, answer["error"]["code"]]
-        told.append(ask([user("short")])[1]["choices"][0]["message"]["content"])
-    """
-    async with agents(tmp_path / "agent", program) as host:
-        episode = (await host.open("train", 0)).episode
-        await host.refuse_call(episode, 0, "context_length_exceeded", "too long")
-        await host.next_call(episode)
-        await host.answer_call(episode, 1, "yes")
-        assert await host.next_call(episode) == "done"
-        score = await host.score(episode)
-    assert json.loads(score.reason or "") == [400, "context_length_exceeded", "yes"]
-
-
 LEFT = """
     url = urlsplit(base_url)
     body = json.dumps({"model": model, "messages": [user("x")]})
@@ -377,16 +351,17 @@ RETRY = 'ask([user("x")], headers={"x_stainless_retry_count": "1"})'
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "is_lost"),
+    ("before", "after", "lost"),
     [
-        ("", "", True),
-        ("", SAME, False),
-        ("", 'ask([user("x")], max_tokens=5)', True),
-        (SAME, "", False),
-        (RETRY, "", False),
+        ("", "", "reached no client"),
+        ("", 'raise ValueError("I give up")', r"reached no client.*; run raised ValueError: I give up"),
+        ("", SAME, ""),
+        ("", 'ask([user("x")], max_tokens=5)', "reached no client"),
+        (SAME, "", ""),
+        (RETRY, "", ""),
     ],
 )
-async def test_an_answer_that_reaches_nobody_drops_the_rollout(before: str, after: str, is_lost: bool, tmp_path: Path):
+async def test_an_answer_that_reaches_nobody_drops_the_rollout(before: str, after: str, lost: str, tmp_path: Path):
     """`before` it left the request for x, and `after` that, the agent asks again."""
     program = LEFT.replace("BEFORE", before).replace("AFTER", after)
     async with agents(tmp_path / "agent", program, source="from pathlib import Path") as host:
@@ -400,31 +375,17 @@ async def test_an_answer_that_reaches_nobody_drops_the_rollout(before: str, afte
         assert isinstance(call, AgentCall)  # for y, so it has left the first one
         await host.answer_call(episode, 0, "x")
         await host.answer_call(episode, call.number, "y")
-        if after and is_lost:
+        if "max_tokens" in after:
             call = await host.next_call(episode)
             assert isinstance(call, AgentCall) and call.number == 2
             await host.answer_call(episode, 2, "short")
-        if is_lost:
-            with pytest.raises(EnvironmentFault) as caught:
+        if lost:
+            with pytest.raises(EnvironmentFault, match=lost) as caught:
                 await host.next_call(episode)
             assert caught.value.code == "lost_call", caught.value.what
         else:
             assert await host.next_call(episode) == "done"
             assert json.loads((await host.score(episode)).reason or "") == [200]
-
-
-async def test_a_lost_answer_is_reported_with_how_the_agent_ended(tmp_path: Path) -> None:
-    program = LEFT.replace("BEFORE", "").replace("AFTER", 'raise ValueError("I give up")')
-    async with agents(tmp_path / "agent", program, source="from pathlib import Path") as host:
-        episode = (await host.open("train", 0)).episode
-        (tmp_path / "agent" / "go").touch()
-        call = await host.next_call(episode)
-        assert isinstance(call, AgentCall)  # for y, so it has left the first one
-        await host.answer_call(episode, 0, "x")
-        await host.answer_call(episode, call.number, "y")
-        with pytest.raises(EnvironmentFault, match=r"reached no client.*; run raised ValueError: I give up") as caught:
-            await host.next_call(episode)
-        assert caught.value.code == "lost_call"
 
 
 async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_other(tmp_path: Path) -> None:
@@ -522,7 +483,7 @@ RETRIES = """
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
 async def test_requests_that_time_out_and_are_sent_again_lose_nothing(delay_s: float, tmp_path: Path) -> None:
     """The client leaves after 0.05 s: when it has the answer, as the answer comes, or before."""
-    turns = 20
+    turns = 20 if delay_s < 0.3 else 6
     program = RETRIES.replace("TURNS", str(turns)).replace("PAUSE", "0.05")
     source = """
         class Sample(Sample):
@@ -743,33 +704,6 @@ async def test_as_many_agents_run_at_once_as_there_are_threads_for(tmp_path: Pat
             await asyncio.gather(*(host.open("train", 5) for _ in range(2)), host.close(episodes[1]))
         await host.close(episodes[2])
         await host.open("train", 0)
-
-
-async def test_a_program_that_the_agent_starts_reaches_the_model_too(tmp_path: Path) -> None:
-    program = """
-        import subprocess
-        asked = "{'model': 'policy', 'messages': [{'role': 'user', 'content': 'x'}]}"
-        code = f"import sys; from environment import post; print(post(*sys.argv[1:], {asked})[0])"
-        told.append(subprocess.check_output([sys.executable, "-c", code, base_url, api_key], text=True))
-    """
-    async with agents(tmp_path / "agent", program) as host:
-        assert await told(host, ["y"]) == ["200\n"]
-
-
-async def test_an_agent_that_goes_away_while_the_model_writes_costs_nothing_else(tmp_path: Path) -> None:
-    program = """
-        url = urlsplit(base_url)
-        body = json.dumps({"model": model, "messages": [user("x")], "stream": True})
-        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
-        with socket.create_connection((url.hostname, url.port)) as half:
-            half.sendall(f"{head}Content-Length: 1000\\r\\n\\r\\n{body[:9]}".encode())
-        with socket.create_connection((url.hostname, url.port)) as whole:
-            whole.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
-            time.sleep(0.3)
-        told.append(ask([user("x")], headers={"x_stainless_retry_count": "1"})[0])
-    """
-    async with agents(tmp_path / "agent", program) as host:
-        assert await told(host, ["y"]) == [200]
 
 
 async def test_an_agent_that_does_not_end_is_left_behind(tmp_path: Path) -> None:

@@ -652,25 +652,6 @@ async def test_a_cancelled_call_is_dropped_and_the_episode_goes_on(tmp_path: Pat
         assert (await host.step(opening.episode, "x")).messages[0]["content"] == "yes"
 
 
-async def test_stop_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
-    source = """
-    import subprocess
-    class Sample(Echo):
-        def step_episode(self, example, messages, assistant_response):
-            pid = subprocess.Popen(["sleep", "1000"]).pid
-            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(pid)}])
-    """
-    host = await EnvironmentHost.start(environment_folder(tmp_path, source))
-    sleeper = await pid_of(host, (await host.open("train", 0)).episode)
-    family = await children_of(tmp_path)
-    # The warden, the first process of the namespace, and the process that runs user code.
-    assert len(family) == (2 if host.sandbox["process_tree"] else 3)
-    await host.stop()
-    assert "was stopped" in (await fault_of(host.open("train", 0))).what
-
-    await until(lambda: not any(is_running(pid) for pid in (sleeper, *(process.pid for process in family))))
-
-
 async def test_a_host_whose_caller_is_cancelled_gives_its_place_back(flash_home: Path, tmp_path: Path) -> None:
     allow(flash_home, "at_once = 1")
     folder = environment_folder(tmp_path / "echo", "", returns="Echo()")
@@ -747,14 +728,6 @@ async def test_an_environment_that_does_not_load_says_why(
     fault = await fault_of(EnvironmentHost.start(tmp_path, start_timeout_s=1 if "sleep" in source else 30))
     assert (fault.code, expected in fault.what) == (code, True), fault.what
     assert await children_of(tmp_path) == []
-
-
-async def test_a_malformed_row_is_named_with_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"input": "a"}\n{"input": "b"\n')
-    environment_folder(tmp_path, "", returns="load_dataset('train.jsonl')")
-    fault = await fault_of(EnvironmentHost.start(tmp_path))
-    assert fault.code == "dataset_invalid"
-    assert fault.what.startswith("train.jsonl line 2: not JSON")
 
 
 async def test_a_folder_without_entry_point_says_so(tmp_path: Path) -> None:

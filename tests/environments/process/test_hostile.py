@@ -347,7 +347,10 @@ HOSTILE_NEEDS = {
     "no processes": ("processes = 0", "processes must be a number above 0, got 0"),
     "endless files": ("file_gib = inf", "file_gib must be a number above 0, got inf"),
     "network as a text": ('network = "yes"', "network must be true or false, got 'yes'"),
-    "a need that does not exist": ("root = true", "unknown keys root"),
+    "a need that does not exist": (
+        "root = true",
+        "unknown keys root; it may have: network, endpoint, gateway, memory_gib",
+    ),
     "no TOML": ("network =", "environment.toml cannot be read"),
 }
 

@@ -13,7 +13,6 @@ import tarfile
 import tempfile
 import textwrap
 import threading
-import time
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,14 +43,6 @@ def folder_with(tmp_path: Path, wanted: str, source: str = "", returns: str = "A
 def names_in(interpreters: Path) -> set[str]:
     """What lies in the folders of all interpreters."""
     return {path.name for path in interpreters.glob("*/*")}
-
-
-def environment_of(pid: int) -> bytes:
-    for _ in range(1000):  # Popen returns a moment before the kernel fills it in
-        if found := Path(f"/proc/{pid}/environ").read_bytes():
-            return found
-        time.sleep(0.01)
-    raise AssertionError("it has ended")
 
 
 def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:
@@ -225,21 +216,6 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     assert [process.returncode for process in both] == [0, 0]
     assert (tmp_path / "venv" / "installed").read_text() == "once "
     assert (tmp_path / "ready").read_text() == "one==1"
-
-
-async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "planted")
-    monkeypatch.setenv("UV_HTTP_TIMEOUT", "30")
-    folder = folder_with(tmp_path, SMALL)
-    target = requirements.interpreters_dir() / requirements._digest(requirements.of_folder(folder))
-    target.mkdir(parents=True)
-    with (target / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # so that it is there when it is looked at
-        assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
-        [(installer, _)] = requirements._installers.values()  # pyright: ignore[reportPrivateUsage]
-        seen = environment_of(installer.pid)
-    assert b"UV_HTTP_TIMEOUT=30" in seen and b"HF_TOKEN" not in seen
-    await requirements.interpreter(folder)
 
 
 # What a package does when it is built, and once more whenever an interpreter that has it starts

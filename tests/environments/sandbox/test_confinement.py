@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
@@ -273,24 +272,6 @@ async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
             assert await attack.told(listed) == "['0', '1', '2', '3']"  # 3 is the folder that ls reads
 
 
-@pytest.fixture
-def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the same user that the environment did not start."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        yield process
-        process.kill()
-
-
-@pytest.mark.hostile("processes")
-async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path, bystander: subprocess.Popen[bytes]):
-    async with attack_on(tmp_path / "environment") as attack:
-        for victim in (bystander.pid, attack.processes()[0].pid):
-            fault = await attack.fault(f"import os; os.kill({victim}, 9)")
-            assert "No such process" in fault.what or "not permitted" in fault.what
-            fault = await attack.fault(f"open('/proc/{victim}/environ').read()")
-            assert "No such file" in fault.what or fault.code == "environment_access"
-
-
 @pytest.mark.hostile("processes")
 async def test_it_sees_its_own_processes_only(tmp_path: Path) -> None:
     listed = "import os; told = sorted(int(name) for name in os.listdir('/proc') if name.isdecimal())"
@@ -298,42 +279,6 @@ async def test_it_sees_its_own_processes_only(tmp_path: Path) -> None:
         if why := attack.host.sandbox["process_tree"] or attack.host.sandbox["proc"]:
             pytest.skip(why)
         assert await attack.told(listed) == "[2]", "the first process can be traced by nobody"
-
-
-LIMITS_OF_OTHERS = """
-import ctypes, errno, os, resource, struct, subprocess
-victim = VICTIM or subprocess.Popen(["sleep", "60"]).pid
-libc = ctypes.CDLL(None, use_errno=True)
-none = struct.pack("QQ", 0, 0)
-tries = {
-    "prlimit": lambda: libc.prlimit(victim, resource.RLIMIT_NOFILE, none, None),
-    "setpriority": lambda: libc.setpriority(0, victim, 19),
-    "setpriority of all": lambda: libc.setpriority(2, 0, 19),
-    "sched_setaffinity": lambda: libc.sched_setaffinity(victim, 8, struct.pack("Q", 1)),
-    "sched_setscheduler": lambda: libc.sched_setscheduler(victim, 5, struct.pack("i", 0)),
-    "sched_setattr": lambda: libc.syscall(ATTR, victim, struct.pack("IIQiIQQQ", 48, 5, 0, 0, 0, 0, 0, 0), 0),
-    "ioprio_set": lambda: libc.syscall(IOPRIO, 1, victim, 3 << 13),
-}
-told = [name for name, action in tries.items() if action() == 0]
-own = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, own)
-os.nice(0)
-os.sched_setaffinity(0, os.sched_getaffinity(0))
-"""
-"""What it could change of the process VICTIM, or of one of its own. Its own limits must work."""
-
-
-def limits_of(victim: int) -> str:
-    numbers = {"x86_64": (314, 251), "aarch64": (274, 30)}[os.uname().machine]
-    code = LIMITS_OF_OTHERS.replace("VICTIM", str(victim))
-    return code.replace("ATTR", str(numbers[0])).replace("IOPRIO", str(numbers[1]))
-
-
-@pytest.mark.hostile("processes")
-async def test_limits_and_priorities_of_others_cannot_be_changed(tmp_path: Path, bystander: subprocess.Popen[bytes]):
-    async with attack_on(tmp_path) as attack:
-        # "of all" are the processes of its user that it can see.
-        assert await attack.told(limits_of(bystander.pid)) == "['setpriority of all']"
 
 
 # -- network ---------------------------------------------------------------------------------------
@@ -430,22 +375,6 @@ async def test_no_environment_grants_itself_the_network(tmp_path, flash_home, gr
     grant(flash_home, "*")
     async with attack_on(tmp_path / "search", "network = true", known_as=known_as):
         pass
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("net = true", "unknown keys net; it may have: network, endpoint, gateway, memory_gib"),
-        ("network = 1", "network must be true or false, got 1"),
-        ("processes = -1", "processes must be a number above 0"),
-        ("memory_gib =", "cannot be read"),
-    ],
-)
-async def test_an_environment_toml_that_cannot_be_used_is_explained(tmp_path: Path, text: str, expected: str) -> None:
-    with pytest.raises(EnvironmentFault) as caught:
-        async with attack_on(tmp_path, text):
-            pass
-    assert (caught.value.code, expected in caught.value.what) == ("environment_invalid", True), caught.value.what
 
 
 # -- what may be used up ---------------------------------------------------------------------------
@@ -614,18 +543,6 @@ async def test_a_cgroup_of_version_2_bounds_what_the_kernel_keeps(tmp_path: Path
     assert done.returncode == 0, done.stderr
     if done.stdout:
         pytest.skip(done.stdout)
-
-
-@pytest.mark.hostile("resources")
-async def test_memory_that_outlives_its_makers_cannot_be_had(tmp_path: Path) -> None:
-    code = """
-        import ctypes, errno
-        libc = ctypes.CDLL(None, use_errno=True)
-        calls = lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.semget(0, 1, 0o1600), lambda: libc.msgget(0, 0o1600)
-        told = [(call(), ctypes.get_errno() == errno.EPERM) for call in (*calls, lambda: libc.mq_open(b"/x", 0o102))]
-    """
-    async with attack_on(tmp_path) as attack:
-        assert await attack.told(code) == str([(-1, True)] * 4)
 
 
 @pytest.mark.hostile("resources")
@@ -809,24 +726,6 @@ async def test_all_ends_with_a_warden_or_a_first_process_that_is_killed(tmp_path
             await until(lambda: not attack.host._children[-1].alive)
 
 
-@pytest.mark.hostile("leftovers")
-async def test_the_code_cannot_end_the_first_process_of_its_namespace(tmp_path: Path) -> None:
-    kill = """
-        import os, signal
-        for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGCHLD):
-            try:
-                os.kill(1, number)
-            except PermissionError:
-                pass
-        told = "alive"
-    """
-    async with attack_on(tmp_path) as attack:
-        if why := attack.host.sandbox["process_tree"]:
-            pytest.skip(why)
-        assert await attack.told(kill) == "alive"
-        assert await attack.told("told = 1") == "1"
-
-
 # -- where the kernel refuses ---------------------------------------------------------------------
 
 START = """
@@ -907,65 +806,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.mark.hostile("processes")
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
-@pytest.mark.skipif(
-    os.system("/usr/bin/python3 -c 'import tomllib' 2>/dev/null") != 0,
-    reason="needs a Python from 3.11 on that every user may run",
-)
-async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
-    with tempfile.TemporaryDirectory() as place:
-        Path(place).chmod(0o755)  # noqa: ASYNC240
-        shutil.copytree(CALCULATOR.parents[1], Path(place, "environments"))
-        environment_folder(Path(place, "folder"), ATTACKER)
-        Path(place, "folder", "environment.toml").write_text("processes = 40")  # noqa: ASYNC240
-        Path(place, "secret").write_text("")  # noqa: ASYNC240
-        Path(place, "home").mkdir()  # noqa: ASYNC240
-        os.chown(Path(place, "home"), 4242, 4242)
-        os.chown(Path(place, "secret"), 4242, 4242)  # Landlock would let it do all that its owner may, but open it
-        victim = subprocess.Popen(  # noqa: ASYNC220
-            ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "sleep", "60"]
-        )
-        attacks = {
-            f"open({place + '/secret'!r})": ("files", "environment_access"),
-            f"import os; os.chmod({place + '/secret'!r}, 0o666)": ("attributes", "environment_access"),
-            "import socket; socket.socket()": ("network", "environment_network"),
-            "import os; told = os.getuid(), open('environment.py').read()[:1]": ("", "(4242, '\\n')"),
-            "import multiprocessing; told = multiprocessing.Lock().acquire()": ("", "True"),
-            limits_of(victim.pid): ("process_tree", "['setpriority of all']"),
-            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)": ("processes", "environment_processes"),
-        }
-        done = subprocess.run(  # noqa: ASYNC221
-            ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
-             f"{place}/folder", *attacks],
-            capture_output=True, text=True, cwd=place, timeout=WAIT_S, check=False,
-            env={"PYTHONPATH": place, "PATH": os.environ["PATH"], "HOME": f"{place}/home"},
-        )  # fmt: skip
-        assert victim.poll() is None
-        victim.kill()
-        victim.wait()
-        assert done.returncode == 0, done.stderr
-        walls, told = json.loads(done.stdout.splitlines()[-1])
-    for (wall, expected), found in zip(attacks.values(), told, strict=True):
-        assert found == expected or walls.get(wall), wall
-    if any({**walls, "kernel_memory": ""}.values()):
-        pytest.skip(f"not every wall can be had: {describe(walls)}")
-
-
-@pytest.mark.hostile("processes")
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
-async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are_left_out(tmp_path: Path) -> None:
-    environment_folder(tmp_path / "folder", ATTACKER)
-    works = "import multiprocessing, tempfile; tempfile.mkdtemp(); told = multiprocessing.Lock().acquire()"
-    attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
-    attacks += [limits_of(0)]
-    server = [sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
-    told = subprocess.check_output([*POWERLESS, *server], timeout=WAIT_S)  # noqa: ASYNC221
-    walls, told = json.loads(told.splitlines()[-1])
-    assert told == ["True", "environment_access", "environment_access", "[]"]
-    assert "no PID namespace can be had" in walls["process_tree"]
 
 
 POWERLESS = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
@@ -1068,37 +908,6 @@ async def test_a_long_chain_of_processes_is_walked_without_recursion() -> None:
 
 
 # -- what honest code needs ------------------------------------------------------------------------
-
-
-async def test_honest_code_notices_nothing(tmp_path: Path) -> None:
-    async with await EnvironmentHost.start(CALCULATOR) as host:
-        for index in range(3):
-            gold = [m["content"] for m in await host.gold("train", index) if m["role"] == "assistant"]
-            opening = await host.open("train", index)
-            for text in gold:
-                await host.step(opening.episode, text)
-            assert (await host.score(opening.episode)).success
-    async with attack_on(tmp_path / "environment") as attack:
-        code = """
-            import getpass, locale, multiprocessing, os, sqlite3, ssl, subprocess, sys, tempfile, threading, zoneinfo
-            from concurrent.futures import ProcessPoolExecutor
-            with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-                squares = list(pool.map(abs, [-1, -2]))
-            threads = [threading.Thread(target=sqlite3.connect(":memory:").close) for _ in range(8)]
-            output = subprocess.check_output([sys.executable, "-c", "print(6 * 7)"], text=True, start_new_session=True)
-            random = open("/dev/urandom", "rb").read(2)
-            ssl.create_default_context()
-            may_write = os.access(tempfile.gettempdir(), os.W_OK)  # compilers ask
-            told = squares, output.strip(), len(random), getpass.getuser(), os.path.exists("environment.py"), may_write
-        """
-        assert await attack.told(code) == "([1, 2], '42', 2, 'environment', True, True)"
-
-
-async def test_numpy_and_its_threads_work(tmp_path: Path) -> None:
-    pytest.importorskip("numpy")
-    async with attack_on(tmp_path) as attack:
-        code = "import numpy; told = (numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum()"
-        assert await attack.told(code) == "27000000.0"
 
 
 async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path) -> None:

@@ -128,24 +128,6 @@ def test_what_a_dead_process_left_is_swept_and_the_rest_stays(tmp_path: Path, ou
     assert (outside / "kept").exists()
 
 
-def test_folders_bound_how_many_run_for_all_and_for_one_owner(flash_home: Path) -> None:
-    with ExitStack() as held:
-
-        def start(owner: str) -> ExitStack:
-            return held.enter_context(scratch.scratch_folder(owner, 4, 2)[1])
-
-        start("alice")
-        last = start("alice")
-        with pytest.raises(scratch.BusyError, match="2 environments of alice run"):
-            start("alice")
-        start("bob")
-        start("local")
-        with pytest.raises(scratch.BusyError, match="alice 2, bob 1, local 1"):
-            start("carol")
-        last.close()
-        start("carol")
-
-
 def test_a_killed_process_gives_its_place_back(flash_home: Path) -> None:
     code = f"""
         import sys, time

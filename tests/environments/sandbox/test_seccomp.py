@@ -132,6 +132,9 @@ PROGRAMS = {
     "a pipe with a name, a lock and a timer": (
         "os.mkfifo(here + '/pipe'); fcntl.flock(open(own), fcntl.LOCK_EX); signal.setitimer(signal.ITIMER_PROF, 0)"
     ),
+    "a name, and a folder that compilers ask about": (
+        "import getpass; assert getpass.getuser() == 'environment' and os.access(tempfile.gettempdir(), os.W_OK)"
+    ),
     "its own priority and limits": (
         "os.nice(0); os.sched_setaffinity(0, os.sched_getaffinity(0)); os.sched_yield()\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)); os.getloadavg()"
