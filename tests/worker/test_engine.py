@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import inspect
 import itertools
 import json
 import math
@@ -700,46 +699,6 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
 
 
 # -- vLLM's private names --------------------------------------------------------------------------
-
-
-@pytest.mark.cpu
-def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
-    from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase  # noqa: PLC0415
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # noqa: PLC0415
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415
-    from vllm.platforms import current_platform  # noqa: PLC0415
-    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
-    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
-    from vllm.v1.sample.ops.logprobs import batched_count_greater_than  # noqa: PLC0415
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p  # noqa: PLC0415
-    from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: PLC0415
-    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415
-
-    expected = {
-        LLMEngine.from_engine_args: ["engine_args"],
-        LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],
-        LLMEngine.step: [],
-        LLMEngine.abort_request: ["request_ids"],
-        LLMEngine.get_num_unfinished_requests: [],
-        LLMEngine.collective_rpc: ["method", "kwargs"],
-        LLMEngine.reset_prefix_cache: [],
-        LLMEngine.add_lora: ["lora_request"],
-        Worker.reload_weights: [],
-        CPUWorker.load_model: [],
-        LoRARequest: ["lora_name", "lora_int_id", "lora_path", "load_inplace"],
-        TopKTopPSampler.forward_cpu: ["logits", "generators", "k", "p"],
-        apply_top_k_top_p: ["logits", "k", "p"],
-        batched_count_greater_than: ["x", "values"],
-        PunicaWrapperBase.update_metadata: ["mapping", "lora_index_to_id", "max_loras", "vocab_size"],
-        PunicaWrapperCPU.add_lora_linear: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"],
-        PunicaWrapperCPU.add_lora_embedding: ["y", "x", "lora_b_stacked"],
-        PunicaWrapperCPU.add_lora_logits: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale"],
-    }
-    for function, names in expected.items():
-        assert set(names) <= set(inspect.signature(function).parameters), function
-    assert isinstance(current_platform, CpuPlatform) and CpuPlatform.get_punica_wrapper().rpartition(".")[2]
-    assert isinstance(PunicaWrapperBase.token_lora_indices, property)
-    assert isinstance(PunicaWrapperBase.sampler_indices, property)
 
 
 # -- answers that are held to a format -------------------------------------------------------------

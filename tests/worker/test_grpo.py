@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import itertools
 import math
 import random
@@ -152,6 +151,7 @@ CASES = [
     {"kl_penalty_coef": 0.1},
     {"temperature": 0.7, "importance_sampling_clip": 1.1},
 ]
+SOME = CASES[3:6] + CASES[8:9]
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
@@ -162,7 +162,7 @@ def test_gradients_equal_trls_in_fp32(fp32_model: Path, tmp_path: Path, fields: 
     assert (mine - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("fields", CASES, ids=str)
+@pytest.mark.parametrize("fields", SOME, ids=str)
 def test_packs_whose_backward_passes_follow_each_other_give_the_gradients_of_one_pack(
     fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
@@ -196,20 +196,11 @@ def test_packs_whose_backward_passes_follow_each_other_give_the_gradients_of_one
     assert len(passes) > 4 * GROUPS and passes == ["forward", "backward"] * (len(passes) // 2)
 
 
-@pytest.mark.parametrize("fields", CASES, ids=str)
+@pytest.mark.parametrize("fields", SOME, ids=str)
 def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(tiny_model))
     ours, theirs = both(tiny_model, tmp_path, rollouts, torch.bfloat16, **fields)
     assert torch.nn.functional.cosine_similarity(flat(ours), flat(theirs), dim=0) > 0.999
-
-
-@pytest.mark.parametrize("fields", [*CASES[:4], {"kl_penalty_coef": 0.1}], ids=str)
-def test_a_group_of_equal_rewards_leaves_the_others_what_trl_gives_them(fp32_model, tmp_path, fields: dict[str, Any]):
-    rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
-    for rollout in rollouts[:SIZE]:
-        rollout.reward = 0.5
-    ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32, **fields)
-    assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
 def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp_path: Path) -> None:
@@ -219,19 +210,6 @@ def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp
         rollout.transcript.prompt_ids = rollout.transcript.prompt_ids[index:]
     ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32)
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
-
-
-def test_a_rollout_that_failed_before_it_began_counts_as_one_that_failed_later(fp32_model: Path, tmp_path: Path):
-    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    failed = make_rollouts(tokenizer)
-    failed[1].error = {"code": "environment_error", "what": "boom"}
-    never = copy.deepcopy(failed)
-    never[1].transcript = None
-    later, before = (
-        flat(our_gradients(make_policy(fp32_model), tokenizer, settings_of(), rollouts, tmp_path))
-        for rollouts in (failed, never)
-    )
-    torch.testing.assert_close(later, before)
 
 
 def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(tiny_model: Path, tmp_path: Path):
@@ -260,16 +238,6 @@ def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit
     whole, twice, one_of_two = gradients_of(math.inf), gradients_of(0), gradients_of(min(sizes))
     assert torch.equal(whole, twice) and torch.equal(whole, one_of_two)
     assert len(sizes) == 2 and held[1] < held[2] < held[0]
-
-
-def test_what_is_replaced_in_trls_trainer_is_there() -> None:
-    methods = {
-        "_prepare_inputs": ["self", "generation_batch"],
-        "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
-        "training_step": ["self", "model", "inputs", "num_items_in_batch"],
-    }
-    for name, parameters in methods.items():
-        assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters, name
 
 
 @pytest.mark.parametrize(("stop", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float32)], ids=str)
@@ -310,9 +278,6 @@ BASE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hid
 @pytest.mark.parametrize(
     ("config", "way"),
     [
-        (transformers.LlamaConfig(**BASE), "packed"),
-        (transformers.MistralConfig(**BASE, sliding_window=2047), "packed"),
-        (transformers.MixtralConfig(**BASE, num_local_experts=4, sliding_window=None), "packed"),
         (transformers.FalconConfig(**BASE), "state"),
         (transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4), "packed"),
         (transformers.RecurrentGemmaConfig(**BASE, logits_soft_cap=0.5), "rows"),
@@ -329,25 +294,6 @@ def test_a_model_is_computed_the_fastest_way_that_is_exact(config: Any, way: str
     before = torch.get_rng_state()
     assert packing.way_of(model) == way
     assert torch.equal(torch.get_rng_state(), before), "resumed runs draw what undisturbed ones draw"
-
-
-@pytest.mark.parametrize(
-    ("config", "fields"),
-    [
-        (transformers.GraniteConfig, {"logits_scaling": 8.0}),
-        # Experts, without a loss for their router.
-        (transformers.MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
-    ],
-)
-def test_other_kinds_of_models_are_trained_as_trl_trains_them(
-    fp32_model: Path, tmp_path: Path, config: type[Any], fields: dict[str, Any]
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    model = AutoModelForCausalLM.from_config(config(**{**BASE, "vocab_size": len(tokenizer)}, **fields))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    ours, theirs = both(tmp_path / "model", tmp_path, make_rollouts(tokenizer), torch.float32)
-    assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
 @pytest.mark.parametrize(
@@ -387,20 +333,6 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_
     get_peft_model(other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).save_pretrained(tmp_path)
     with pytest.raises(FlashError, match=r"adapter_mismatch.*another base model"):
         load_policy(fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
-
-
-def test_a_pack_that_is_split_gives_the_same_log_probabilities(fp32_model: Path, monkeypatch: pytest.MonkeyPatch):
-    policy, tokenizer = make_policy(fp32_model), AutoTokenizer.from_pretrained(fp32_model)
-    transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
-    width = max(len(t.completion_ids) for t in transcripts)
-    ids = torch.tensor([t.ids + [0] * (width - len(t.completion_ids)) for t in transcripts])
-    seen = torch.tensor([[1] * len(t.ids) + [0] * (width - len(t.completion_ids)) for t in transcripts])
-    mask = torch.tensor([t.mask + [0] * (width - len(t.mask)) for t in transcripts])
-    whole = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
-    monkeypatch.setattr(packing, "PACK_TOKENS", 16)
-    split = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
-    torch.testing.assert_close(whole, split, rtol=1e-5, atol=1e-5)
-    assert not whole[0][mask == 0].any()
 
 
 def test_a_long_prompt_is_shared_by_several_completions() -> None:

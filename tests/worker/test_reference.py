@@ -207,8 +207,9 @@ class Caught(TrainerCallback):
 
 
 def train(
-    model: Path, groups: list[Group], spec: RunSpec, out: Path, *, teacher: Any = None, last: int = 1, **options: Any
-) -> Caught:
+    model: Path, groups: list[Group], spec: RunSpec, out: Path, *, teacher: Any = None, last: int = 1,
+    way: packing.Way = packing.Way.PACKED, **options: Any,
+) -> Caught:  # fmt: skip
     """A step of the trainer's own loop, by default one. `teacher` names one as job.json does."""
     policy = make_policy(model, torch.float64)
     if teacher:
@@ -219,7 +220,7 @@ def train(
     rollouts = [rollout for group in groups for rollout, _ in group]
     trainer = Trainer(
         policy, AutoTokenizer.from_pretrained(model), spec, rollouts_of=lambda step: copy.deepcopy(rollouts),
-        output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[caught], way=packing.Way.PACKED, **options,
+        output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[caught], way=way, **options,
     )  # fmt: skip
     trainer.train()
     return caught
@@ -276,6 +277,13 @@ def test_the_step_has_the_gradient_of_the_dense_reference(
             rollout.transcript.truncated = calls[-1].transcript.truncated = True
     spec = spec_of(**fields)
     check(train(fp32_model, groups, spec, tmp_path), fp32_model, groups, spec)
+
+
+@pytest.mark.parametrize("way", [packing.Way.PACKED, packing.Way.ROWS])
+def test_whole_trees_and_rows_have_it_too(fp32_model: Path, tmp_path: Path, way: packing.Way) -> None:
+    groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
+    spec = spec_of(loss_type="grpo")
+    check(train(fp32_model, groups, spec, tmp_path, way=way), fp32_model, groups, spec)
 
 
 @pytest.mark.parametrize(("schedule", "left"), [("linear", 2 / 3), ("cosine", 0.75)])

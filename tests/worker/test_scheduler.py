@@ -206,23 +206,6 @@ def test_a_window_bounds_the_open_episodes_and_nobody_waits_for_its_slowest() ->
     assert max(open_ones) < 8 + 4  # a group of 4 begins as a whole
 
 
-def test_a_cancelled_collection_leaves_no_request_and_no_episode_behind() -> None:
-    async def scenario() -> None:
-        host, engine = FakeHost(lambda: 0.05), FakeEngine()
-        generator = Generator(engine, run_step=engine.run_step)
-        running = asyncio.create_task(collect(tasks(32), host, generator, TEMPLATE, LIMITS))
-        await asyncio.sleep(0.304)  # in the midst of an iteration
-        under_way = set(engine.running)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        await generator.aclose()
-        assert under_way and set(engine.aborted) == under_way and not engine.running
-        assert host.closed == set(host.opened)
-
-    run_virtually(scenario())
-
-
 @settings(max_examples=25)
 @given(st.integers(0, 2**16), st.floats(0, 1.5))
 def test_a_cancel_at_any_moment_leaks_nothing_and_the_generator_goes_on(seed: int, moment: float) -> None:

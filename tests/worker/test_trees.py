@@ -4,28 +4,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from flash_mcp.pages.render import Node, dialogue
-from tests.worker.test_grpo import (
-    GROUPS,
-    MAX_COMPLETION,
-    SIZE,
-    flat,
-    gradients,
-    make_policy,
-    our_gradients,
-    settings_of,
-)
 from worker.rollouts.calls import Call, merged
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training import packing
-from worker.training.grpo import relative
 
 
 def make_calls(template: ChatTemplate, rng: random.Random, question: str) -> list[Call]:
@@ -47,54 +33,6 @@ def make_calls(template: ChatTemplate, rng: random.Random, question: str) -> lis
         transcript.add_answer(Completion(sampled, chances, "stop"))
         calls.append(call)
     return calls
-
-
-def make_trees(tokenizer: Any) -> list[tuple[PlayedRollout, list[Call]]]:
-    rng = random.Random(4)
-    template = ChatTemplate(tokenizer)
-    found: list[tuple[PlayedRollout, list[Call]]] = []
-    for index in range(GROUPS * SIZE):
-        calls = make_calls(template, rng, f"question {index // SIZE}")
-        task = RolloutTask("train", index // SIZE, index // SIZE, index, seed=index)
-        reward = rng.choice([0.0, 0.3, 1.0])
-        found.append((PlayedRollout(task, f"t{index}", merged(calls), reward=reward), calls))
-    assert sum(len(rollout.transcript.forks) for rollout, _ in found if rollout.transcript) > 10
-    return found
-
-
-def path_gradients(policy: Any, trees: list[tuple[PlayedRollout, list[Call]]], loss: str) -> Tensor:
-    """The gradients of every call by itself, with the model's own forward pass."""
-    policy.train()
-    for group in range(GROUPS):
-        rows = trees[group * SIZE : (group + 1) * SIZE]
-        advantages = relative([rollout.reward for rollout, _ in rows], loss)
-        for (_, calls), advantage in zip(rows, advantages, strict=True):
-            values: list[Tensor] = []
-            for call in calls:
-                ids = torch.tensor([call.transcript.ids])
-                logps = policy(input_ids=ids).logits[0, :-1].log_softmax(-1)
-                chosen = logps.gather(1, ids[0, 1:, None])[:, 0]
-                values.append(chosen[call.shown - 1 :])
-            every = torch.cat(values)
-            of = len(every) if loss == "grpo" else MAX_COMPLETION
-            (-advantage * every.sum() / of / SIZE / GROUPS).backward()
-    return flat(gradients(policy))
-
-
-@pytest.mark.parametrize("way", ["one pack", "packs of paths", "rows"])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo"])
-def test_a_tree_has_the_gradients_of_its_separate_calls(fp32_model: Path, tmp_path, monkeypatch, loss: str, way: str):
-    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    trees = make_trees(tokenizer)
-    if way == "packs of paths":
-        monkeypatch.setattr(packing, "PACK_TOKENS", 16)
-    if way == "rows":
-        monkeypatch.setattr(packing, "way_of", lambda model: packing.Way.ROWS)
-    spec = settings_of(loss_type=loss, importance_sampling="none")
-    rollouts = [rollout for rollout, _ in trees]
-    ours = flat(our_gradients(make_policy(fp32_model), tokenizer, spec, rollouts, tmp_path))
-    expected = path_gradients(make_policy(fp32_model), trees, loss)
-    assert (ours - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_a_tree_holds_each_token_once_and_each_call_exactly(fp32_model: Path) -> None:
