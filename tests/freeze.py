@@ -2,7 +2,7 @@
 
 tools/      an outline of every tool as `tools/list` sends it (tests/outlines.py)
 help/       `--help` of the program, of one tool and of one command whole; usages.txt: how each other one is called
-flags.json  warning signs; server.json: instructions, resources and prompts
+flags.json  what to do about warning signs; server.json: instructions, resources and prompts
 results/    calls of tools through a client, on a store of finished, failed, cancelled, running and queued runs
 cli/        what commands print; report.html is the page that `report` writes"""
 
@@ -24,10 +24,9 @@ from mcp import Client
 from flash_mcp.cli import main as cli
 from flash_mcp.server.mcp_server import server
 from flash_mcp.supervisor.launch.devices import Device
-from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import placing
-from tests.frozen_calls import Names, results
+from tests.frozen_calls import Names, flags, results
 from tests.near_environments import near
 from tests.outlines import pretty, tool_outline
 from tests.samples import supervised
@@ -57,7 +56,7 @@ def frozen(folder: Path) -> dict[str, str]:
         files = anyio.run(surface)
         files |= used(folder)
         files |= {f"help/{name}.txt": text for name, text in helps().items()}
-        files["flags.json"] = pretty(tuple(FLAG_LETTERS))
+        files["flags.json"] = pretty(flags())
     return {name: f"{text.rstrip()}\n" for name, text in files.items()}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from mcp import Client
 
 from flash_mcp import __version__
+from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
@@ -170,7 +171,26 @@ TROUBLES: dict[str, dict[str, Metric]] = {
     "ignored_prompts": {"prompt_effect": 0.01, "prompt_effect/before": 0.8},
     "overfitting": {"eval_loss": lambda step: 1 + step / 10},
 }
-"""Runs of 20 steps with one warning sign each, and others where these go together."""
+"""Metrics of runs of 20 steps with one warning sign each, and others where these go together."""
+
+
+def flags() -> dict[str, list[str]]:
+    """{warning sign: whether to go on, and of each flag how grave it is and what to do}. What it says of the numbers
+    is in tests/judgement."""
+    told: dict[str, list[str]] = {}
+    healthy: dict[str, Metric] = {"groups/uniform_share": 0.1, "grad_norm": 0.5, "entropy": 1.0}
+    healthy |= dict.fromkeys(("reward/mean", "success/rate"), lambda step: 0.1 + 0.03 * step)
+    for trouble, metrics in TROUBLES.items():
+        columns = {**healthy, "tokens/completion_mean": 20.0, **metrics}
+        rows: list[dict[str, float | None]] = [
+            {"step": step, **{name: each(step) if callable(each) else each for name, each in columns.items()}}
+            for step in range(1, 21)
+        ]
+        found = health.flags(rows)
+        told[trouble] = [health.outlook(rows, found).partition(":")[0]]
+        for flag in found:
+            told[trouble] += [*{flag.name} - {trouble}, flag.severity, flag.remedy]
+    return told
 
 
 def write_files(folder: Path) -> None:
@@ -193,8 +213,6 @@ def fill_store(folder: Path, names: Names) -> None:
     names.give("run-failed", failed_run(folder).id)
     names.give("run-cancelled", cancelled_run(folder).id)
     names.give("run-sft", sft_run(folder).id)
-    for trouble, metrics in TROUBLES.items():
-        names.give(f"run-{trouble}", troubled_run(folder, metrics).id)
     running, writer = started_run(folder / "environment", steps=30, group_size=4)
     learn(writer, range(1, 6), of=30)
     writer.event("warning", "2 of 8 rollouts of step 3 failed in environment code")
@@ -224,22 +242,6 @@ def sft_run(folder: Path) -> Any:
         held_out = {"eval_loss": 0.1 + 2 / (step + 1)} if step % 5 == 0 else {}
         writer.metrics(step, losses | held_out)
     save_adapter(writer, 20, folder / "sft")
-    return end(writer, run.id, 20)
-
-
-def troubled_run(folder: Path, troubles: Mapping[str, Metric]) -> Any:
-    run, writer = started_run(folder / "environment")
-    for step in range(1, 21):
-        metrics: dict[str, Metric] = {
-            "reward/mean": 0.1 + 0.03 * step,
-            "success/rate": 0.1 + 0.03 * step,
-            "groups/uniform_share": 0.1,
-            "grad_norm": 0.5,
-            "entropy": 1.0,
-            "tokens/completion_mean": 20.0,
-            **troubles,
-        }
-        writer.metrics(step, {name: each(step) if callable(each) else each for name, each in metrics.items()})
     return end(writer, run.id, 20)
 
 
@@ -320,21 +322,9 @@ async def look_at_runs(call: Calls) -> None:
     await call("status-cancelled", "status", run_id="run-cancelled")
     await call("status-running", "status", run_id="run-running")
     await call("status-until-news", "status", run_id="run-running", until="news", wait_s=0)
-    await call("status-until-end", "status", run_id="run-uniform_zero", until="end")
+    await call("status-until-end", "status", run_id="run-no-better", until="end")
     await call("status-wait-for-ended", "status", run_id="run-sft", wait_s=30)
     await call("status-sft-detailed", "status", run_id="run-sft", detail="detailed")
-    flags: dict[str, Any] = {}
-    followed: set[str] = set()
-    for trouble in TROUBLES:  # what else is said of them is that of other runs
-        await call("status", "status", run_id=f"run-{trouble}")
-        del call.results["status"]
-        said = call.bodies.pop("status")["result"]
-        signs = [text for each in said["run"]["flags"] for text in each.values()]
-        flags[trouble] = [said["run"]["outlook"].partition(":")[0], *signs[signs[0] == trouble :]]
-        following = said["next"].replace(trouble, "FLAG").replace(signs[0], "FLAG")
-        flags[trouble] += {following} - followed
-        followed.add(following)
-    call.results["status-flags"] = pretty(flags)
     await call("checkpoints", "checkpoints", run_id="run-improved")
     await call("checkpoints-of-other-shape", "checkpoints", run_id="run-cancelled")
     await call("checkpoints-none", "checkpoints", run_id="run-running")

@@ -136,14 +136,6 @@ async def test_an_evaluation_that_was_measured_before_takes_the_name(tmp_path: P
     assert [line["name"] for line in (await call("status"))["runs"]] == ["base model"]
 
 
-@pytest.mark.slow
-async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_that_its_run_has(tmp_path: Path):
-    push_echo(tmp_path)
-    first = await call("train", environment="echo", steps=3, idempotency_key="k")
-    open_store().add_environment(name="echo", digest="fedcba9876543210", path=str(tmp_path), size_bytes=1)
-    again = await call("train", environment="echo", steps=3, idempotency_key="k")
-    assert (again["run_id"], again["environment"]) == (first["run_id"], first["environment"])
-    assert (await call("train", environment="echo", steps=3))["environment"] == "echo@fedcba9876543210"
 
 
 async def test_a_run_that_cannot_move_the_model_is_not_advised_the_rate_that_it_has(tmp_path: Path):
@@ -194,19 +186,6 @@ async def test_one_task_that_cannot_be_opened_is_no_reason_to_refuse_a_run(tmp_p
                 assert (await call("train", **arguments))["estimate"]["prompt_tokens_about"] > 0
 
 
-@pytest.mark.slow
-async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
-    push_echo(tmp_path)
-    found: list[str] = []
-
-    async def start() -> None:
-        found.append((await call("train", environment="echo", steps=3, idempotency_key="k"))["run_id"])
-
-    async with anyio.create_task_group() as group:
-        for _ in range(4):
-            group.start_soon(start)
-    assert len(set(found)) == 1
-    assert len(open_store().runs()) == 1
 
 
 @pytest.mark.slow
@@ -250,15 +229,6 @@ async def test_a_warm_start_takes_no_damaged_checkpoint(tmp_path: Path):
     assert started["warm_start"] == f"{earlier.id}@10", "the newest whose files are whole"
 
 
-async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path: Path):
-    run, writer = started_run(tmp_path, steps=5)
-    learn(writer, range(1, 6), grad_norm=0.0, **{"groups/uniform_share": 1.0})
-    save_adapter(writer, 5, tmp_path / "saved")
-    read_in(open_store(), run.id)
-    queue.finish(open_store(), run.id, 1, "succeeded", step=5)
-    body = await call("status", run_id=run.id)
-    assert body["run"]["outlook"].startswith("no: ") and "deploy" not in body["next"]
-    assert body["next"].endswith("train again with its remedy")
 
 
 def scaled_by_the_root_of_its_rank(adapter: Path) -> Path:
@@ -508,24 +478,8 @@ async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
     assert (trend["best"], trend["over_steps"], trend["first"], trend["last"]) == (0.9, 10, 0.0005, 0.1996)
 
 
-async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
-    body = await call("status", run_id=finished_run(tmp_path, solved=21).id)
-    assert body["run"]["verdict"]["outcome"] == "no_change"
-    assert "rollouts" in body["next"]
-    body = await call("status", run_id=finished_run(tmp_path / "other", solved=25).id)
-    assert body["run"]["verdict"]["outcome"] == "underpowered"
-    assert (
-        "tasks would decide" in body["next"] and "evaluate(" in body["next"] and body["next"].endswith("then compare")
-    )
 
 
-async def test_a_run_in_trouble_is_flagged_with_a_remedy_and_a_next_step(tmp_path: Path):
-    run, writer = started_run(tmp_path)
-    learn(writer, range(1, 6), **{"groups/uniform_share": 0.95})
-    read_in(open_store(), run.id)
-    body = await call("status", run_id=run.id)
-    assert [flag["name"] for flag in body["run"]["flags"]] == ["uniform_groups"]
-    assert "rollouts" in body["next"]
 
 
 async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Path):
@@ -600,12 +554,6 @@ async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path:
 # -- cancel ----------------------------------------------------------------------------------------
 
 
-async def test_a_running_run_is_told_to_save_and_end(tmp_path: Path):
-    run, _ = started_run(tmp_path)
-    body = await call("cancel", run_id=run.id, reason="wrong data", wait_s=0)
-    assert (body["state"], open_store().run(run.id).cancel_reason) == ("running", "wrong data")
-    assert "status" in body["next"]
-    assert RunFolder(run.folder).is_cancelled()
 
 
 # -- rollouts --------------------------------------------------------------------------------------
@@ -742,15 +690,6 @@ async def test_failed_rollouts_show_what_failed(tmp_path: Path):
     assert shown["error"] == "[environment_error] ZeroDivisionError"
 
 
-@pytest.mark.parametrize("arguments", [{}, {"step": 99}, {"split": "eval"}, {"index": 3}])
-async def test_where_there_are_no_rollouts_the_result_says_why(tmp_path: Path, arguments: dict[str, Any]):
-    run, writer = started_run(tmp_path)
-    if arguments.get("step"):
-        learn(writer, [1, 2])
-        read_in(open_store(), run.id)
-    body = await call("rollouts", run_id=run.id, **arguments)
-    assert body["rollouts"] == []
-    assert body["next"]
 
 
 @given(st.integers(0, 5000), st.lists(st.integers(0, 3000), max_size=30))
