@@ -175,16 +175,6 @@ def test_a_requeued_run_waits_for_its_delay_and_then_goes_before_newer_ones(stor
     assert claim(store).id == third.id
 
 
-def test_no_attempt_is_made_beyond_the_last(store: Store) -> None:
-    run, _ = enqueue(store, max_attempts=2)
-    claim(store)
-    assert queue.requeue(store, run.id, 1, LOST)
-    claim(store)
-    assert not queue.requeue(store, run.id, 2, LOST)
-    assert queue.finish(store, run.id, 2, "failed", error=LOST.to_dict())
-    assert store.run(run.id).state == "failed"
-
-
 def test_how_many_steps_a_run_makes_is_what_its_worker_said_last(store: Store) -> None:
     run, _ = enqueue(store, algorithm="sft", epochs=2)
     claim(store)
@@ -236,24 +226,6 @@ def test_a_started_run_is_told_and_ends_as_cancelled_whatever_it_answers(store: 
     assert queue.finish(store, run.id, 1, "failed", error=LOST.to_dict())
     ended = store.run(run.id)
     assert (ended.state, ended.error) == ("cancelled", None)
-
-
-def test_a_run_that_has_ended_cannot_be_cancelled(store: Store) -> None:
-    run, _ = enqueue(store)
-    claim(store)
-    queue.finish(store, run.id, 1, "succeeded")
-    with pytest.raises(FlashError, match="run_finished"):
-        queue.request_cancel(store, run.id)
-    with pytest.raises(FlashError, match="unknown_run"):
-        queue.request_cancel(store, "run-00000000")
-
-
-def test_eight_threads_claim_every_run_once(store: Store) -> None:
-    ids = {enqueue(store)[0].id for _ in range(60)}
-    with ThreadPoolExecutor(8) as pool:
-        claimed = [run.id for runs in pool.map(lambda _: claim_all(store), range(8)) for run in runs]
-    assert len(claimed) == 60
-    assert set(claimed) == ids
 
 
 def claim_all(store: Store) -> list[Run]:

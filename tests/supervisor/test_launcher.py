@@ -50,9 +50,9 @@ signal.pause()
 
 @dataclass
 class Harness:
-    """`reopen` makes the launcher as another process would; `end` lets an attempt end by itself."""
+    """`reopen` makes the launcher as another process would (on an engine with a tag), `end` lets an attempt end."""
 
-    reopen: Callable[[], Launcher]
+    reopen: Callable[..., Launcher]
     end: Callable[[Handle], None]
     logs: Path
     run_id: str = "run-1"
@@ -99,7 +99,7 @@ def on_slurm(tmp_path: Path) -> Harness:
     def end(handle: Handle) -> None:
         subprocess.run(["scancel", "--full", "--signal=KILL", handle.id], check=True)
 
-    return Harness(lambda: SlurmLauncher(2, tag="flash-mcp-1"), end, tmp_path / "run")
+    return Harness(lambda tag="flash-mcp-1": SlurmLauncher(2, tag=tag), end, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def on_ray(logs: Path, cluster: ray_cluster.Cluster) -> Harness:
         wait_for(lambda: kill(handle))  # Ray says that a job runs before it has started its program
 
     token = str(cluster.token_file)
-    return Harness(lambda: RayLauncher(cluster.address, 2, token_file=token), end, logs)
+    return Harness(lambda tag="": RayLauncher(cluster.address, 2, token_file=token, tag=tag), end, logs)
 
 
 SLURM = pytest.param(on_slurm, marks=pytest.mark.slow)
@@ -218,61 +218,71 @@ def test_polling_nothing_is_nothing(harness: Harness) -> None:
     assert harness.reopen().poll([]) == {}
 
 
-# -- Ray -------------------------------------------------------------------------------------------
+# -- Slurm and Ray ---------------------------------------------------------------------------------
+
+on_slurm_alone = pytest.mark.parametrize("harness", [SLURM], ids=["slurm"], indirect=True)
+remote = pytest.mark.parametrize("harness", [SLURM, RAY], ids=["slurm", "ray"], indirect=True)
 
 
-@pytest.fixture
-def harness_of_ray(ray: ray_cluster.Cluster, tmp_path: Path) -> Iterator[Harness]:
-    made = on_ray(tmp_path / "run", ray)
-    made.run_id = f"run-{tmp_path.name}"
-    yield made
-    for handle in made.submitted:
-        made.reopen().cancel(handle)
-
-
-@pytest.mark.slow
-def test_what_waits_for_a_node_of_ray_is_pending_with_rays_reason(harness_of_ray: Harness) -> None:
-    launcher = harness_of_ray.reopen()
-    first, second, third = (harness_of_ray.submit(launcher, attempt) for attempt in (1, 2, 3))
-    wait_for(lambda: "waiting for resources" in launcher.poll([third])[third.key].detail)
+@remote
+def test_what_waits_for_a_node_is_pending_with_the_engines_reason(harness: Harness) -> None:
+    launcher = harness.reopen()
+    reason = "Slurm: Resources" if isinstance(launcher, SlurmLauncher) else "waiting for resources"
+    first, second, third = (harness.submit(launcher, attempt) for attempt in (1, 2, 3))
+    wait_for(lambda: reason in launcher.poll([third])[third.key].detail)
     assert state(launcher, third) == "pending"
     launcher.cancel(first)
-    wait_for(lambda: state(launcher, third) == "alive")
-    wait_for(lambda: state(launcher, second) == "alive")
+    for waiting in (third, second):
+        wait_for(lambda waiting=waiting: state(launcher, waiting) == "alive")
 
 
-@pytest.mark.slow
-def test_a_job_of_ray_gets_its_own_variables_and_a_failure_of_its_own_is_no_preemption(harness_of_ray: Harness) -> None:
-    launcher = harness_of_ray.reopen()
-    launch = harness_of_ray.launch(command=["/usr/bin/env"])
+@remote
+def test_a_job_gets_its_own_variables_and_nothing_of_this_process(harness: Harness, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PLANTED_KEY", "nobody must see this")
+    launcher = harness.reopen()
+    launch = harness.launch(command=["/usr/bin/env"])
     handle = launcher.submit(replace(launch, environment={"GIVEN": 'it\'s "quoted" ${HOME}'}))
     wait_for(lambda: is_gone(launcher, handle))
-    printed = (harness_of_ray.logs / "log.1").read_text()
+    wait_for(lambda: launch.log and launch.log.exists())
+    printed = (harness.logs / "log.1").read_text()
     assert 'GIVEN=it\'s "quoted" ${HOME}\n' in printed
-    assert "OMP_NUM_THREADS" not in printed
+    assert "PLANTED_KEY" not in printed
+    assert "OMP_NUM_THREADS" not in printed or isinstance(launcher, SlurmLauncher)
 
-    failed = launcher.submit(harness_of_ray.launch(2, ["/bin/false"]))
+
+@remote
+def test_a_job_that_somebody_ends_was_preempted_and_one_that_fails_was_not(harness: Harness) -> None:
+    launcher = harness.reopen()
+    failed = launcher.submit(harness.launch(2, ["/bin/false"]))
     wait_for(lambda: is_gone(launcher, failed))
     status = launcher.poll([failed])[failed.key]
-    assert (status.is_preempted, "exit code 1" in status.detail) == (False, True)
-    stopped = harness_of_ray.submit(launcher, 3)
+    on_slurm = isinstance(launcher, SlurmLauncher)
+    said = f"Slurm job {failed.id}: FAILED" if on_slurm else "exit code 1"
+    assert (status.is_preempted, said in status.detail) == (False, True)
+    stopped = harness.submit(launcher)
     wait_for(lambda: state(launcher, stopped) == "alive")
-    launcher.cancel(stopped)
+    if on_slurm:
+        subprocess.run(["scancel", stopped.id], check=True)
+    else:
+        launcher.cancel(stopped)
     wait_for(lambda: is_gone(launcher, stopped))
     status = launcher.poll([stopped])[stopped.key]
     assert status.is_preempted and status.is_by_hand
 
 
-@pytest.mark.slow
-def test_the_jobs_of_a_state_directory_on_ray_are_listed_and_no_others(
-    ray: ray_cluster.Cluster, harness_of_ray: Harness
-) -> None:
-    token = str(ray.token_file)
-    mine = RayLauncher(ray.address, token_file=token, tag="flash-mcp-1")
-    other = RayLauncher(ray.address, token_file=token, tag="flash-mcp-2")
-    first, second = harness_of_ray.submit(mine), harness_of_ray.submit(other, 2)
-    assert (mine.under_way(), other.under_way()) == ([first], [second])
-    assert harness_of_ray.reopen().under_way() == []
+@remote
+def test_the_jobs_of_a_state_directory_are_listed_and_no_others(harness: Harness) -> None:
+    mine, other = harness.reopen(tag="flash-mcp-3"), harness.reopen(tag="flash-mcp-4")
+    first, second = harness.submit(mine), harness.submit(other, 2)
+    nobodys = harness.reopen(tag="")  # a new one looks anew at Slurm's list, which serves all for ten seconds
+    third = harness.submit(nobodys, 3)
+    assert (mine.under_way(), other.under_way(), nobodys.under_way()) == ([first], [second], [])
+    for launcher, handle in ((mine, first), (other, second), (nobodys, third)):
+        launcher.cancel(handle)
+    wait_for(lambda: mine.under_way() == [])
+
+
+# -- Ray -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -348,66 +358,6 @@ def test_a_page_of_a_proxy_is_no_answer_of_the_engine(engine: type[ApiLauncher],
 # -- Slurm -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def there(cluster: None, tmp_path: Path) -> Iterator[Harness]:
-    made = on_slurm(tmp_path)
-    made.run_id = f"run-{tmp_path.name}"
-    yield made
-    for handle in made.submitted:
-        made.reopen().cancel(handle)
-
-
-@pytest.mark.slow
-def test_what_waits_for_a_node_of_slurm_is_pending_with_slurms_reason(there: Harness) -> None:
-    launcher = there.reopen()
-    first, second, third = (there.submit(launcher, attempt) for attempt in (1, 2, 3))
-    wait_for(lambda: launcher.poll([third])[third.key].detail == "Slurm: Resources")
-    assert state(launcher, third) == "pending"
-    launcher.cancel(first)
-    wait_for(lambda: state(launcher, third) == "alive")
-    assert state(launcher, second) == "alive"
-
-
-@pytest.mark.slow
-def test_a_job_of_slurm_gets_its_own_environment_and_nothing_of_this_process(there: Harness, monkeypatch):
-    monkeypatch.setenv("PLANTED_KEY", "nobody must see this")
-    launcher = there.reopen()
-    launch = there.launch(command=["/usr/bin/env"])
-    handle = launcher.submit(replace(launch, environment={"GIVEN": 'it\'s "quoted" $HOME'}))
-    wait_for(lambda: is_gone(launcher, handle))
-    wait_for(lambda: launch.log and launch.log.exists())
-    printed = (there.logs / "log.1").read_text()
-    assert 'GIVEN=it\'s "quoted" $HOME\n' in printed
-    assert "PLANTED_KEY" not in printed
-
-
-@pytest.mark.slow
-def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_not(there: Harness) -> None:
-    launcher = there.reopen()
-    handle = there.submit(launcher)
-    wait_for(lambda: state(launcher, handle) == "alive")
-    subprocess.run(["scancel", handle.id], check=True)
-    wait_for(lambda: is_gone(launcher, handle))
-    status = launcher.poll([handle])[handle.key]
-    assert status.is_preempted and status.is_by_hand
-    failed = launcher.submit(there.launch(2, ["/bin/false"]))
-    wait_for(lambda: is_gone(launcher, failed))
-    status = launcher.poll([failed])[failed.key]
-    assert (status.is_preempted, status.detail) == (False, f"Slurm job {failed.id}: FAILED")
-
-
-@pytest.mark.slow
-def test_the_jobs_of_a_state_directory_are_listed_and_no_others(cluster: None, there: Harness) -> None:
-    mine, other = SlurmLauncher(tag="flash-mcp-1"), SlurmLauncher(tag="flash-mcp-2")
-    first, second = there.submit(mine), there.submit(other, 2)
-    there.submit(SlurmLauncher(), 3)
-    assert mine.under_way() == [first]
-    assert other.under_way() == [second]
-    assert SlurmLauncher().under_way() == []
-    mine.cancel(first)
-    wait_for(lambda: mine.under_way() == [])
-
-
 def stand_in(folder: Path, commands: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that run these lines of a shell, first in PATH."""
     for name, lines in commands.items():
@@ -416,14 +366,12 @@ def stand_in(folder: Path, commands: dict[str, str], monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-@pytest.mark.slow
-def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(
-    cluster: None, there: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_slurm_alone
+def test_all_targets_of_a_cluster_share_one_list_of_jobs_in_ten_seconds(harness: Harness, tmp_path: Path, monkeypatch):
     squeue = f'echo >>{tmp_path}/calls\nexec {slurm.find("squeue")} "$@"'
     stand_in(tmp_path, {"squeue": squeue}, monkeypatch)
     targets = [SlurmLauncher(2), SlurmLauncher(2, ["--partition=debug"])]
-    handles = [there.submit(launcher, attempt) for attempt, launcher in enumerate(targets, 1)]
+    handles = [harness.submit(launcher, attempt) for attempt, launcher in enumerate(targets, 1)]
     calls = tmp_path / "calls"
     calls.write_text("")
     began = time.monotonic()
@@ -750,13 +698,13 @@ def test_a_job_is_taken_over_and_ended_only_if_slurm_says_twice_that_it_is_ours(
     assert ended.exists() == is_ours
 
 
-@pytest.mark.slow
-def test_names_and_comments_of_other_jobs_do_not_pass_for_an_attempt(cluster: None, there: Harness) -> None:
-    launcher = there.reopen()
-    line = LINE.replace("run-1", there.run_id)
+@on_slurm_alone
+def test_names_and_comments_of_other_jobs_do_not_pass_for_an_attempt(harness: Harness) -> None:
+    launcher = harness.reopen()
+    line = LINE.replace("run-1", harness.run_id)
     sbatch = ["sbatch", "--parsable", f"--job-name=x\n{line}", f"--comment=x\n{line}", "--wrap=sleep 100"]
     other = subprocess.run(sbatch, capture_output=True, text=True, check=True).stdout.strip()
-    handle = there.submit(launcher)
+    handle = harness.submit(launcher)
     assert handle.id != other
     wait_for(lambda: launcher.under_way() == [handle])
     launcher.cancel(Handle(handle.key, other))

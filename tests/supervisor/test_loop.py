@@ -144,19 +144,6 @@ def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_stor
     assert not is_running(bench.pid(run))
 
 
-def test_runs_share_one_slot_oldest_first(bench: Bench) -> None:
-    script = {"steps": 2, "1": {"at": 1, "do": "hold"}}
-    first, second = bench.train(script), bench.train(script)
-    bench.until(lambda: bench.step(first) == 1)
-    for _ in range(5):
-        bench.supervisor.tick()
-    assert bench.store.run(second.id).state == "queued"
-    for run in (first, second):
-        Path(run.folder).mkdir(exist_ok=True)
-        Path(run.folder, "go").touch()
-    assert bench.finish(first).state == bench.finish(second).state == "succeeded"
-
-
 def test_reading_a_folder_twice_gives_the_same_rows(bench: Bench) -> None:
     run = bench.train({"steps": 4})
     bench.finish(run)
@@ -441,13 +428,6 @@ def test_trouble_that_keeps_an_attempt_from_starting_is_said(bench: Bench, monke
 # -- cancelling ------------------------------------------------------------------------------------
 
 
-def test_a_queued_run_is_cancelled_without_ever_starting(bench: Bench) -> None:
-    run = bench.train()
-    assert queue.request_cancel(bench.store, run.id).state == "cancelled"
-    assert not bench.supervisor.tick()
-    assert not Path(run.folder).exists()
-
-
 def test_a_running_run_saves_and_ends_as_cancelled(bench: Bench) -> None:
     supervisor = bench.new_supervisor(cancel_grace_s=30.0)
     run = bench.train({"1": {"at": 2, "do": "hold"}})
@@ -528,13 +508,6 @@ def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(b
     bench.kill(run)
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("cancelled", 1)
-
-
-def test_a_run_that_waits_for_its_next_attempt_is_cancelled_at_once(bench: Bench) -> None:
-    supervisor = bench.new_supervisor(retry_delay_s=600.0)
-    run = bench.train({"1": {"do": "die_at_start"}})
-    bench.until(lambda: bench.store.run(run.id).error, supervisor=supervisor)
-    assert queue.request_cancel(bench.store, run.id).state == "cancelled"
 
 
 # -- supervisors that die --------------------------------------------------------------------------

@@ -149,16 +149,6 @@ def engine_pid(store: Store, row: Deployment) -> int:
     return int(wait_for(lambda: re.search(r"engine=(\d+)", folder.log_tail(row.server_attempt or 1, 4000)))[1])
 
 
-def test_a_deployment_is_ready_once_its_adapter_has_answered(store: Store, deployments: Supervisor, tmp_path: Path):
-    run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
-    row = request(store, run_id)
-    assert (row.state, row.step, row.base_url) == ("starting", 3, None)
-    ready = settle(deployments, row.id, "ready")
-    server = server_for(store, ready)
-    assert ready.base_url == server.url
-    assert [entry["id"] for entry in server.call("/models").json()["data"]] == [row.id]
-
-
 def printed(command: Sequence[str]) -> str:
     """What a command that a person pasted prints."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
@@ -317,6 +307,9 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(store: Sto
     assert failed.error and "the weights are of another model" in failed.error["wrote"]
     assert failed.error["what"] == "the server ended"
     assert "the weights are of another model" in Path(failed.error["values"]["log"]).read_text()
+    with pytest.raises(FlashError) as caught:  # a chat without a name says why the last one ended
+        anyio.run(partial(chat, message="hello"))
+    assert failed.id in caught.value.what and "the weights are of another model" in caught.value.wrote
 
 
 @pytest.mark.parametrize(("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)])
@@ -423,17 +416,14 @@ def test_another_port_for_a_model_that_is_served_is_refused(store: Store, deploy
         check_serving_port(store, run_id, 1)
 
 
-def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
+def test_a_name_stands_for_one_deployment_and_an_id_is_nobody_elses_name(store: Store, tmp_path: Path) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
     row = request(store, run_id, step=1, name="best")
     assert find_deployment(store, "best") == find_deployment(store, row.id) == find_deployment(store, None) == row
     with pytest.raises(FlashError, match="is taken by"):
         request(store, run_id, step=2, name="best")
 
-
-def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its_own(store: Store, tmp_path: Path):
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
-    row, posing = (request(store, run_id, step=1, name="best"), request(store, run_id, step=2, name="posing"))
+    posing = request(store, run_id, step=2, name="posing")
     store.update_deployment(posing.id, name=row.id)
     assert find_deployment(store, row.id).id == row.id
     store.update_deployment(row.id, state="failed")
@@ -705,15 +695,6 @@ def test_a_chat_keeps_the_tool_calls_that_came_in_its_time(tmp_path: Path, monke
         server = Server(str(tmp_path), "toy", slow.getsockname()[1], "key")
         answer = anyio.run(_answer, server, {"model": "toy", "messages": []})
     assert (answer.text, answer.finish) == ('add({"a": 1)', "timeout")
-
-
-def test_a_chat_without_a_name_says_why_the_last_deployment_ended(store: Store, deployments: Supervisor, tmp_path):
-    run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
-    row = settle(deployments, request(store, run_id).id, "failed")
-    with pytest.raises(FlashError) as caught:
-        anyio.run(partial(chat, message="hello"))
-    assert row.id in caught.value.what
-    assert "the weights are of another model" in caught.value.wrote
 
 
 # -- the whole, on vLLM ----------------------------------------------------------------------------

@@ -40,9 +40,6 @@ async def test_the_best_checkpoint_is_named_and_served_where_it_is_not_the_newes
     listed = await call("checkpoints", run_id=run.id)
     assert f"deploy(run_id={run.id!r}, step=10) serves the best, checkpoint 10: 0.950" in listed["next"]
 
-
-async def test_a_run_whose_best_checkpoint_is_served_is_chatted_with(tmp_path: Path) -> None:
-    run = peaked_run(tmp_path)
     values = {"owner": run.owner, "name": "mine", "model": run.model, "run_id": run.id, "state": "ready"}
     open_store().add_deployment({**values, "id": "dep-newest", "step": 20})
     assert (await call("status", run_id=run.id))["next"].startswith("deploy(")

@@ -132,7 +132,8 @@ async def follow(client: Client, text: str, tool: str) -> dict[str, Any]:
     return body_of(await client.call_tool(name, arguments))
 
 
-async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Client):
+@pytest.mark.slow
+async def test_a_dry_run_writes_nothing_and_a_dataset_is_kept_under_its_content_with_where_it_came_from(client: Client):
     run = recorded(solved())
     body = await curated(client, runs=[run.id], filter="solved and pass@2 > 0", dry_run=True)
     counts = body["counts"]
@@ -142,10 +143,6 @@ async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Cl
     assert "dataset" not in body
     assert not datasets_dir().exists()
 
-
-@pytest.mark.slow
-async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(client: Client):
-    run = recorded(solved())
     arguments = {"runs": [run.id], "name": "right", "filter": "pass@1 < 1", "holdout": 0.4}
     body = await curated(client, **arguments)
     kept = datasets.find(body["dataset"])
@@ -196,13 +193,6 @@ async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(clien
     assert only["counts"]["attempts"] == 1
 
 
-async def test_what_the_environment_failed_is_left_out_and_counted(client: Client):
-    error = {"code": "environment_timeout", "what": "too slow"}
-    run = recorded([*solved(2), answered(4, "t3", "", right=False, messages=[], turns=0, error=error)])
-    counts = (await curated(client, runs=[run.id], dry_run=True))["counts"]
-    assert (counts["errors"], counts["tasks"], counts["train_rows"]) == (1, 2, 2)
-
-
 @pytest.mark.slow
 async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(client: Client):
     planted = [answered(20, "t40", "100!", asked="SAY  100 "), answered(21, "t41", "101!", asked="Say 101")]
@@ -249,9 +239,24 @@ async def test_attempts_in_different_environments_are_not_pooled(client: Client,
 
 
 @pytest.mark.slow
-async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_path: Path):
+async def test_a_run_is_pinned_to_its_dataset_and_one_that_does_not_fit_is_refused(
+    client: Client, tmp_path: Path
+) -> None:
     run = recorded(solved())
     kept = (await curated(client, runs=[run.id], name="right"))["dataset"]
+    fields = {"environment": "numbers", "algorithm": "sft", "dataset": "right", "batch_size": 2, "epochs": 3}
+    started = body_of(await client.call_tool("train", fields))
+    assert (started["estimate"]["dataset_rows"], started["estimate"]["steps"]) == (8, 12)
+    assert started["values"]["dataset"] == kept
+    row = open_store().run(started["run_id"])
+    job = queue.job(row)
+    assert row.spec.dataset == kept
+    assert job["dataset"] == datasets.find(kept).pinned()
+    assert f"{job['dataset']['name']}@{job['dataset']['digest']}" == kept
+
+    body = body_of(await client.call_tool("train", {"algorithm": "sft", "dataset": kept, "validate_only": True}))
+    assert body["environment"].startswith("numbers@")
+
     sft = {"environment": "numbers", "algorithm": "sft"}
     code, text = await refused(client, "train", **sft, dataset="right@ffffff")
     assert (code, kept in text) == ("unknown_dataset", True)
@@ -266,21 +271,6 @@ async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_pat
     path.write_text(path.read_text().replace("3!", "4!"))
     code, text = await refused(client, "train", **sft, dataset=kept)
     assert (code, "changed" in text) == ("dataset_invalid", True)
-
-
-@pytest.mark.slow
-async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Client):
-    run = recorded(solved())
-    kept = (await curated(client, runs=[run.id], name="right"))["dataset"]
-    fields = {"environment": "numbers", "algorithm": "sft", "dataset": "right", "batch_size": 2, "epochs": 3}
-    started = body_of(await client.call_tool("train", fields))
-    assert (started["estimate"]["dataset_rows"], started["estimate"]["steps"]) == (8, 12)
-    assert started["values"]["dataset"] == kept
-    row = open_store().run(started["run_id"])
-    job = queue.job(row)
-    assert row.spec.dataset == kept
-    assert job["dataset"] == datasets.find(kept).pinned()
-    assert f"{job['dataset']['name']}@{job['dataset']['digest']}" == kept
 
 
 # -- the dataset as the worker learns it -----------------------------------------------------------
@@ -464,7 +454,9 @@ async def test_rows_of_a_file_are_conversations_to_learn(client: Client, tmp_pat
     assert code == "invalid_argument" and "row 1: no message of the assistant follows" in text
 
 
-async def test_a_dry_run_on_a_file_counts_its_rows_and_writes_nothing(client: Client, tmp_path: Path) -> None:
+async def test_a_dry_run_on_a_file_counts_its_rows_and_what_selects_attempts_is_refused(
+    client: Client, tmp_path: Path
+) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("question,answer\n" + "".join(f"q{n % 40},a{n % 40}\n" for n in range(50)))
     for name in ({}, {"name": "pairs"}):
@@ -476,6 +468,15 @@ async def test_a_dry_run_on_a_file_counts_its_rows_and_writes_nothing(client: Cl
         assert not datasets_dir().exists()
     code, text = await refused(client, runs=[str(path), str(path)], dry_run=True)
     assert code == "invalid_argument" and "curated alone" in text
+
+    selecting: dict[str, Any] = {"filter": "avg < 1", "select": "best", "max_per_task": 2, "success_threshold": 0.5}
+    selecting |= {"source": "rollouts", "since_step": 1, "deduplicate": False, "allow_eval_tasks": True}
+    for name, value in selecting.items():
+        code, text = await refused(client, runs=[str(path)], name="pairs", **{name: value})
+        assert code == "invalid_argument" and f"] {name} apply to attempts" in text
+    code, text = await refused(client, runs=[str(path)], dry_run=True, **selecting)
+    assert code == "invalid_argument" and all(name in text for name in selecting)
+    assert not datasets_dir().exists()
 
 
 @pytest.mark.parametrize("form", ["pairs", "messages"])
@@ -501,28 +502,6 @@ async def test_rows_without_a_question_or_an_answer_are_dropped_and_counted(clie
     assert code == "invalid_argument" and "all of its 4 rows are empty" in text
 
 
-async def test_what_selects_attempts_is_refused_with_a_file(client: Client, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.csv"
-    path.write_text("question,answer\nq,a\n")
-    selecting: dict[str, Any] = {"filter": "avg < 1", "select": "best", "max_per_task": 2, "success_threshold": 0.5}
-    selecting |= {"source": "rollouts", "since_step": 1, "deduplicate": False, "allow_eval_tasks": True}
-    for name, value in selecting.items():
-        code, text = await refused(client, runs=[str(path)], name="pairs", **{name: value})
-        assert code == "invalid_argument" and f"] {name} apply to attempts" in text
-    code, text = await refused(client, runs=[str(path)], dry_run=True, **selecting)
-    assert code == "invalid_argument" and all(name in text for name in selecting)
-    assert not datasets_dir().exists()
-
-
-@pytest.mark.usefixtures("numbers")
-async def test_sft_takes_a_file_of_rows(client: Client, tmp_path: Path) -> None:
-    (tmp_path / "Says Things.csv").write_text("prompt,completion\n" + "".join(f"Say {n},{n}!\n" for n in range(40)))
-    sft = {"environment": "numbers", "algorithm": "sft", "validate_only": True}
-    body = body_of(await client.call_tool("train", {**sft, "dataset": str(tmp_path / "Says Things.csv")}))
-    assert re.fullmatch("says-things@[0-9a-f]{16}", body["values"]["dataset"])
-    assert body["estimate"]["dataset_rows"] == 40
-
-
 @pytest.mark.slow
 async def test_sft_on_rows_needs_no_environment(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
@@ -539,9 +518,3 @@ async def test_sft_on_rows_needs_no_environment(client: Client, tmp_path: Path) 
     assert body["environment"].startswith("regression@") and body["estimate"]["dataset_rows"] == 60
     code, text = await refused(client, "train", algorithm="grpo", dataset=str(path))
     assert (code, "environment: missing" in text) == ("invalid_argument", True)
-
-
-async def test_sft_on_a_curated_dataset_is_judged_by_its_environment(client: Client) -> None:
-    kept = (await curated(client, runs=[recorded(solved()).id], name="right"))["dataset"]
-    body = body_of(await client.call_tool("train", {"algorithm": "sft", "dataset": kept, "validate_only": True}))
-    assert body["environment"].startswith("numbers@")

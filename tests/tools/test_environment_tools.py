@@ -453,34 +453,26 @@ async def test_the_network_is_the_operators_to_grant_whatever_name_another_owner
 
 
 @pytest.mark.slow
-async def test_a_failed_check_is_a_result_with_evidence_and_fix(client: Client, tmp_path: Path) -> None:
-    source = """
-    class Sample(Addition):
-        def score_response(self, example, response_text): return RewardResult(1.0 if response_text else 0.0)
-    """
-    report = await call(client, "env_test", folder=str(environment_folder(tmp_path, source)))
-    assert not report["passed"]
-    junk = next(probe for probe in report["probes"] if probe["name"] == "junk")
-    assert "counts as a success" in junk["evidence"]
-    assert "set success" in junk["fix"]
-    assert report["next"] == "correct what junk says, then env_test again (flash://playbook/environment)"
-
-
-@pytest.mark.slow
-async def test_an_error_of_many_checks_shows_its_traceback_once(client: Client, tmp_path: Path) -> None:
+async def test_an_error_of_many_checks_shows_its_traceback_once_and_nothing_is_published(
+    client: Client, tmp_path: Path
+) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text):
             return RewardResult(float(int(response_text)))
     """
-    report = await call(client, "env_test", folder=str(environment_folder(tmp_path, source)))
+    folder = environment_folder(tmp_path / "environment", source)
+    report = await call(client, "env_test", folder=str(folder))
+    assert files_in(folder) == ["environment.py"] and open_store().environments() == []
     failed = [probe["evidence"] for probe in report["probes"] if probe.get("result") == "failed"]
     assert sum("Traceback (most recent call last)" in evidence for evidence in failed) == 1
     assert sum("(traceback as in junk)" in evidence for evidence in failed) >= 2
 
 
 @pytest.mark.slow
-async def test_a_push_says_what_env_test_found_of_the_very_same_files(client: Client, tmp_path: Path) -> None:
+async def test_a_failed_check_has_evidence_and_fix_and_a_push_says_so_of_the_very_same_files(
+    client: Client, tmp_path: Path
+) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text): return RewardResult(1.0 if response_text else 0.0)
@@ -490,7 +482,11 @@ async def test_a_push_says_what_env_test_found_of_the_very_same_files(client: Cl
     pushed = await call(client, "env_push", name="sums", folder=str(folder))
     assert pushed["gate"] == "never run"
     assert pushed["next"].startswith("env_test(environment='sums'), then train(")
-    await call(client, "env_test", folder=str(folder))
+    report = await call(client, "env_test", folder=str(folder))
+    assert not report["passed"]
+    junk = next(probe for probe in report["probes"] if probe["name"] == "junk")
+    assert "counts as a success" in junk["evidence"] and "set success" in junk["fix"]
+    assert report["next"] == "correct what junk says, then env_test again (flash://playbook/environment)"
     pushed = await call(client, "env_push", name="other", folder=str(folder))
     assert pushed["gate"].startswith("failed: junk, ")
     assert "do what the failed checks of env_test say" in pushed["next"]
@@ -604,14 +600,6 @@ async def test_checks_that_nobody_waits_for_are_dropped_some_time_after_their_en
     with suppress(asyncio.CancelledError):
         await checks
     await until(lambda: not environments._under_way)
-
-
-@pytest.mark.slow
-async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tmp_path: Path) -> None:
-    folder = environment_folder(tmp_path / "environment", "", returns="Addition()")
-    await call(client, "env_test", folder=str(folder))
-    assert files_in(folder) == ["environment.py"]
-    assert open_store().environments() == []
 
 
 async def test_a_secret_that_was_not_passed_is_named_if_the_folder_declares_it(client: Client, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from mcp import Client
 from flash_mcp.judgement import statistics
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import process
@@ -21,7 +22,15 @@ from tests.folders import environment_folder
 from tests.samples import ECHO, ENVIRONMENT, end, evaluate, finished_run, push_echo, read_in, save_adapter, started_run
 from tests.scripted_supervisor import let_go
 
-pytestmark = pytest.mark.usefixtures("supervisor")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("supervisor")]
+
+
+@pytest.fixture
+def run(supervisor: object, tmp_path: Path) -> Run:
+    """A run that learnt, in an environment whose evaluations follow a script."""
+    trained = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    return trained
 
 
 async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dict[str, Any]:
@@ -33,7 +42,6 @@ async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dic
 # -- evaluate --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(client: Client):
     body = await evaluated(client, solved=30)
     scores, interval = body["scores"], statistics.wilson(30, 60)
@@ -53,7 +61,6 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert "evaluation" in (await call(client, "checkpoints", run_id=body["run_id"]))["next"]
 
 
-@pytest.mark.slow
 async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Client, monkeypatch: pytest.MonkeyPatch):
     def no_room(base: Path) -> bool:
         raise FlashError("internal", "the supervisor did not start")
@@ -67,7 +74,6 @@ async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Cli
         assert open_store().run(made["run_id"]).algorithm == "eval"
 
 
-@pytest.mark.slow
 async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client):
     script = {"hold": "climbing"}
     run_id = (await call(client, "evaluate", environment="echo", environment_args=script, wait_s=0))["run_id"]
@@ -77,14 +83,6 @@ async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client
     assert woken["changed"] is True and woken["run"]["step"] // 6 > seen["run"]["step"] // 6
 
 
-@pytest.mark.slow
-async def test_what_failed_in_environment_code_is_counted_apart_and_left_out_of_the_rates(client: Client):
-    scores = (await evaluated(client, solved=20, script={"failing": list(range(50, 60))}))["scores"]
-    assert (scores["n"], scores["errors"], scores["error_codes"]) == (50, 10, {"environment_error": 10})
-    assert (scores["success"], scores["tasks"]) == (0.4, 50)
-
-
-@pytest.mark.slow
 async def test_an_evaluation_whose_attempts_all_failed_has_no_rate(client: Client):
     body = await evaluated(client, script={"failing": list(range(60))})
     assert "success" not in body["scores"]
@@ -92,7 +90,6 @@ async def test_an_evaluation_whose_attempts_all_failed_has_no_rate(client: Clien
     assert "environment_error" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
 
 
-@pytest.mark.slow
 async def test_several_attempts_are_sampled_and_give_pass_at_k(client: Client):
     body = await evaluated(client, solved=10, script={"often": list(range(10, 30))}, attempts=4, limit=40)
     scores = body["scores"]
@@ -104,7 +101,6 @@ async def test_several_attempts_are_sampled_and_give_pass_at_k(client: Client):
     assert "40 of the split's 60 tasks" in body["notes"]
 
 
-@pytest.mark.slow
 async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client):
     body = await evaluated(client, solved=10, task_ids=["eval-3", "eval-40"])
     assert (body["tasks"], body["scores"]["success"]) == (2, 0.5)
@@ -114,7 +110,6 @@ async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client
     assert (await call(client, "rollouts", run_id=trained["run_id"], split="train"))["total"] == 3
 
 
-@pytest.mark.slow
 async def test_an_evaluation_asks_for_the_gpus_that_share_its_model(client: Client, monkeypatch: pytest.MonkeyPatch):
     one = await evaluated(client, limit=5)
     error = await refusal(client, "evaluate", environment="echo", gpus=2)
@@ -127,10 +122,7 @@ async def test_an_evaluation_asks_for_the_gpus_that_share_its_model(client: Clie
     assert [open_store().run(each["run_id"]).spec.gpus for each in (one, two)] == [1, 2]
 
 
-@pytest.mark.slow
-async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(client: Client, tmp_path: Path):
-    run = finished_run(tmp_path / "run", solved=90)
-    push_echo(tmp_path / "echo", ECHO)
+async def test_a_checkpoint_is_evaluated_as_it_was_trained_also_by_what_serves_it(client: Client, run: Run):
     body = await call(client, "evaluate", model=run.id, max_tokens=33)
     spec = open_store().run(body["run_id"]).spec
     assert (spec.checkpoint, spec.step, spec.lora_rank, spec.max_tokens) == (f"{run.id}@20", 20, 32, 33)
@@ -143,8 +135,14 @@ async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(client: Cli
     assert "before its training" in start["of"]
     assert open_store().run(start["run_id"]).init_adapter is None
 
+    served = {"id": "dep-1", "name": "mine", "model": run.model, "run_id": run.id, "step": 10, "state": "ready"}
+    open_store().add_deployment(served)
+    body = await call(client, "evaluate", model="mine")
+    assert open_store().run(body["run_id"]).spec.checkpoint == f"{run.id}@10"
+    assert any("what dep-1 serves" in note for note in body["notes"])
+    open_store().update_deployment("dep-1", state="stopped")
 
-@pytest.mark.slow
+
 async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tmp_path: Path):
     run, writer = started_run(tmp_path / "run", environment_args={"solved": [0]})
     save_adapter(writer, 10, tmp_path)
@@ -156,19 +154,6 @@ async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tm
     assert (await call(client, "evaluate", model=run.id, environment="another", limit=2))["scores"]["success"] == 0.0
 
 
-@pytest.mark.slow
-async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client, tmp_path: Path):
-    run = finished_run(tmp_path / "run")
-    push_echo(tmp_path / "echo", ECHO)
-    served = {"id": "dep-1", "name": "mine", "model": run.model, "run_id": run.id, "step": 10, "state": "ready"}
-    open_store().add_deployment(served)
-    body = await call(client, "evaluate", model="mine")
-    assert open_store().run(body["run_id"]).spec.checkpoint == f"{run.id}@10"
-    assert any("what dep-1 serves" in note for note in body["notes"])
-    open_store().update_deployment("dep-1", state="stopped")
-
-
-@pytest.mark.slow
 async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client: Client):
     asked = {"environment": "echo", "environment_args": {"hold": True}, "idempotency_key": "k", "limit": 5}
     body = await call(client, "evaluate", **asked, wait_s=0)
@@ -186,7 +171,6 @@ async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client
     assert (ended["run_id"], ended["state"], ended["scores"]["n"]) == (body["run_id"], "succeeded", 5)
 
 
-@pytest.mark.slow
 async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
     body = await call(client, "evaluate", environment="echo", environment_args={"hold": True}, wait_s=0)
     ended = await call(client, "cancel", run_id=body["run_id"], wait_s=40)
@@ -197,7 +181,6 @@ async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
 # -- compare ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client: Client):
     base = await evaluated(client, solved=10)
     other = await evaluated(client, solved=40, script={"say": "Surely"})
@@ -219,8 +202,7 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     assert (back["verdict"], back["no_longer"]) == ("regressed", 30)
 
 
-@pytest.mark.slow
-async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(client: Client):
+async def test_too_few_tasks_and_a_constant_that_does_as_well_are_said_beside_the_verdict(client: Client):
     base, other = await evaluated(client, solved=20), await evaluated(client, solved=23)
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
     assert body["verdict"] == "underpowered"
@@ -231,23 +213,6 @@ async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(cli
     lenient = await call(client, "compare", base=base["run_id"], other=other["run_id"], min_change=0.2)
     assert lenient["verdict"] == "no_change"
 
-
-@pytest.mark.slow
-async def test_several_attempts_a_task_are_compared_by_bootstrap(client: Client):
-    often = {"often": list(range(60))}
-    base = await evaluated(client, script={"often": list(range(20))}, attempts=2)
-    other = await evaluated(client, script=often, attempts=2)
-    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
-    assert (body["verdict"], body["success"]["test"], body["success"]["change"]) == (
-        "improved",
-        "paired_bootstrap",
-        pytest.approx(1 / 3, abs=1e-3),
-    )
-
-
-@pytest.mark.slow
-async def test_a_model_that_is_no_better_than_a_constant_is_set_against_it(client: Client):
-    base = await evaluated(client, solved=20)
     other = await evaluated(client, solved=38, script={"constant": 0.6})
     told = "may be no better than always answering 'Yes': 0.60 (0.45 to 0.74, 40 tasks)"
     assert any(told in note for note in other["notes"])
@@ -257,7 +222,6 @@ async def test_a_model_that_is_no_better_than_a_constant_is_set_against_it(clien
     assert "constant" not in body["base"]
 
 
-@pytest.mark.slow
 async def test_repeated_attempts_do_not_count_as_independent_ones(client: Client):
     base = await evaluated(client, solved=20, attempts=4)
     other = await evaluated(client, solved=38, attempts=4, script={"constant": 0.55})
@@ -267,23 +231,7 @@ async def test_repeated_attempts_do_not_count_as_independent_ones(client: Client
     assert point.interval == statistics.wilson(38, 60)
 
 
-@pytest.mark.slow
-async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client: Client):
-    first, last = ([f"eval-{place}" for place in places] for places in (range(30), range(30, 60)))
-    base = await evaluated(client, solved=5, task_ids=first)
-    other = await evaluated(client, solved=55, task_ids=last)
-    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
-    assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == ("improved", "noise_band", 0)
-    assert any("in common" in note for note in body["notes"])
-    interval = statistics.wilson(5, 30)
-    assert body["base"]["low"] == pytest.approx(interval.low, abs=1e-4)
-    assert body["base"]["high"] == pytest.approx(interval.high, abs=1e-4)
-
-
-@pytest.mark.slow
-async def test_two_models_that_were_sampled_differently_are_not_judged(client: Client, tmp_path: Path):
-    run = finished_run(tmp_path / "run", solved=90)
-    push_echo(tmp_path / "echo", ECHO)
+async def test_two_models_that_were_sampled_differently_are_not_judged(client: Client, run: Run):
     asked = {"temperature": 1.0, "attempts": 4, "max_tokens": 16}
     base = await call(client, "evaluate", environment="echo", **asked)
     body = await call(client, "compare", base=base["run_id"], other=run.id)
@@ -302,7 +250,6 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(client: C
     assert (await call(client, "compare", base=more["run_id"], other=run.id))["verdict"] == "improved"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -314,19 +261,14 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(client: C
         {"environment_args": {"say": "No"}},
     ],
 )
-async def test_whatever_changes_what_is_measured_confounds(client: Client, tmp_path: Path, given: dict[str, Any]):
-    run = finished_run(tmp_path / "run", solved=90)
-    push_echo(tmp_path / "echo", ECHO)
+async def test_whatever_changes_what_is_measured_confounds(client: Client, run: Run, given: dict[str, Any]):
     base = await call(client, "evaluate", environment="echo", limit=20, **given)
     body = await call(client, "compare", base=base["run_id"], other=run.id, flips=0)
     assert body["verdict"] == "confounded"
     assert f"differ in {next(iter(given))}:" in body["success"]["explanation"]
 
 
-@pytest.mark.slow
-async def test_an_evaluation_in_another_precision_confounds_and_is_repeated_in_the_same(client: Client, tmp_path: Path):
-    run = finished_run(tmp_path / "run", solved=90)
-    push_echo(tmp_path / "echo", ECHO)
+async def test_an_evaluation_in_another_precision_confounds_and_is_repeated_in_the_same(client: Client, run: Run):
     open_store().put_precision(run.id, "float32")
     base = await call(client, "evaluate", environment="echo")
     trained = await call(client, "evaluate", model=run.id)
@@ -345,10 +287,7 @@ async def test_an_evaluation_in_another_precision_confounds_and_is_repeated_in_t
     assert (same["run_id"], same["created"]) == (base["run_id"], False)
 
 
-@pytest.mark.slow
-async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_path: Path):
-    run = finished_run(tmp_path / "run", solved=90)
-    push_echo(tmp_path / "echo", ECHO)
+async def test_a_nucleus_counts_where_something_is_sampled(client: Client, run: Run):
     for temperature, verdict in ((0.0, "no_change"), (1.0, "confounded")):
         common = {"environment": "echo", "temperature": temperature}
         base = await call(client, "evaluate", **common, top_p=0.5)
@@ -357,10 +296,7 @@ async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_p
         assert body["verdict"] == verdict
 
 
-@pytest.mark.slow
-async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the_other_side(client: Client, tmp_path):
-    run = finished_run(tmp_path / "run", solved=90)
-    push_echo(tmp_path / "echo", ECHO)
+async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the_other_side(client: Client, run: Run):
     trained = await call(client, "evaluate", model=run.id)
     assert "compare(" not in (await call(client, "evaluate", environment="echo", temperature=1))["next"]
     start = await call(client, "evaluate", environment="echo")
@@ -370,7 +306,6 @@ async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the
     assert f"compare(base={start['run_id']!r}, other={later['run_id']!r})" in later["next"]
 
 
-@pytest.mark.slow
 async def test_a_training_run_alone_is_compared_with_its_own_start(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     body = await call(client, "compare", base=run.id)
@@ -442,7 +377,6 @@ async def test_tasks_of_few_kinds_are_judged_by_their_kinds(client: Client, tmp_
     assert half["other"]["low"] < 0.25  # 5 of 10 kinds tell less than 20 of 40 tasks
 
 
-@pytest.mark.slow
 async def test_two_training_runs_are_compared_by_their_newest_evaluations(client: Client, tmp_path: Path):
     one, two = finished_run(tmp_path / "one", solved=90), finished_run(tmp_path / "two", solved=90)
     body = await call(client, "compare", base=one.id, other=two.id)
@@ -450,7 +384,6 @@ async def test_two_training_runs_are_compared_by_their_newest_evaluations(client
     assert "flips" not in body and "other_index" not in body["next"]
 
 
-@pytest.mark.slow
 async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path):
     body = await evaluated(client)
     trained = await evaluated(client, split="train", limit=3)
@@ -463,7 +396,6 @@ async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path
     writer.commit_result("succeeded", 0)
 
 
-@pytest.mark.slow
 async def test_long_transcripts_and_many_flips_fit_into_one_result(client: Client):
     base = await evaluated(client, script={"say": 'a "quoted"\nline ' * 500})
     other = await evaluated(client, script={"say": "words " * 2000, "solved": list(range(30))})
@@ -471,7 +403,6 @@ async def test_long_transcripts_and_many_flips_fit_into_one_result(client: Clien
     assert len(body["flips"]) == 5
 
 
-@pytest.mark.slow
 async def test_several_evaluations_are_compared_with_the_first_at_once(client: Client):
     made = [(await evaluated(client, solved=count))["run_id"] for count in (5, 40, 38)]
     base, best, near = made
@@ -496,7 +427,6 @@ async def sampled(client: Client, script: dict[str, Any], **arguments: Any) -> d
     return await call(client, "train", **asked, **arguments)
 
 
-@pytest.mark.slow
 async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_takes(client: Client):
     body = await sampled(client, {"often": list(range(40))}, price_per_hour=2.0, eval_before=True, eval_after=True)
     sample, expected = body["sample"], body["estimate"]["time"]
@@ -516,7 +446,6 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert [row.algorithm for row in open_store().runs()] == ["eval"]
 
 
-@pytest.mark.slow
 async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_model(client: Client, tmp_path: Path):
     earlier, _ = started_run(tmp_path / "run")
     for step in (1, 2):
@@ -530,7 +459,6 @@ async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_m
     assert earlier.id in expected["basis"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "outlook", "finding", "remedy"),
     [
@@ -555,7 +483,6 @@ async def test_a_start_without_hope_is_called_so_with_what_to_do(
     assert ("do not train" in status["next"]) == (outlook == "hopeless")
 
 
-@pytest.mark.slow
 async def test_a_sample_that_is_not_ready_says_how_to_go_on(client: Client, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flash_mcp.tools.train.SAMPLE_LIMIT_S", 0.0)
     body = await sampled(client, {"hold": True})
@@ -564,7 +491,6 @@ async def test_a_sample_that_is_not_ready_says_how_to_go_on(client: Client, monk
     assert sample["run_id"] in body["next"] and "same call" in body["next"]
 
 
-@pytest.mark.slow
 async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(client: Client, tmp_path: Path):
     folder = environment_folder(tmp_path / "sums", "", returns="Addition()")
     asked = {"folder": str(folder), "model": "smollm2-135m-instruct", "hunt": True}
@@ -580,7 +506,6 @@ async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(client
     assert [row.name for row in open_store().environments()] == ["echo"]
 
 
-@pytest.mark.slow
 async def test_env_test_samples_nothing_where_a_check_failed(client: Client, tmp_path: Path):
     source = "class Sample(Addition):\n    def score_response(self, *_):\n        raise KeyError"
     folder = environment_folder(tmp_path / "broken", source)
@@ -599,7 +524,6 @@ def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(after: bool, every
 # -- measured before -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(client: Client):
     first = await evaluated(client, solved=3, limit=5)
     assert first["created"] is True
@@ -619,7 +543,6 @@ async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(c
     assert len({first["run_id"], *(each["run_id"] for each in made)}) == len(others) + 1
 
 
-@pytest.mark.slow
 async def test_another_adapter_and_another_version_are_measured_anew(client: Client, tmp_path: Path):
     run = finished_run(tmp_path)
     asked: dict[str, Any] = {"environment": "echo", "limit": 2, "environment_args": {}}
@@ -636,10 +559,7 @@ async def test_another_adapter_and_another_version_are_measured_anew(client: Cli
     assert "checkpoint_corrupt" in error
 
 
-@pytest.mark.slow
-async def test_the_best_attempts_of_an_early_policy_tell_whether_training_has_headroom(client: Client, tmp_path: Path):
-    run = finished_run(tmp_path / "run", solved=90)
-    push_echo(tmp_path / "echo", ECHO)
+async def test_the_best_attempts_of_an_early_policy_tell_whether_training_has_headroom(client: Client, run: Run):
     often = {"often": list(range(60))}
     start = await call(client, "evaluate", model=f"{run.id}@0", attempts=4, environment_args=often)
     last = await call(client, "evaluate", model=f"{run.id}@20", environment_args={"solved": list(range(20))})
