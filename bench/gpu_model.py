@@ -20,6 +20,8 @@ from bench.gpu_runners import RUNNERS, SWITCH, SYNCS, chosen
 from bench.random_model import free
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.places import ROOT
+from worker.capacity import capacity_bytes
+from worker.model_files import ModelFiles
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Sampling
@@ -64,7 +66,7 @@ def _train_step(place: Place, model: Path, label: str) -> None:
     add = place.results.add
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(model), groups, size, prompt, length)
     work = memory.Workload(prompt + length, 0, RANK)
-    needs = memory.estimate(model, work, torch.bfloat16, memory.capacity_bytes())
+    needs = memory.estimate(ModelFiles(model), work, torch.bfloat16, capacity_bytes())
     step = make_step(place, model, rollouts, groups=groups)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -105,7 +107,7 @@ def make_step(
     fields: dict[str, Any] = {"lora_rank": rank, "lora_alpha": 2 * rank, "steps": 1}
     fields |= {"batch_size": groups, "group_size": len(rollouts) // groups}
     spec = resolve(RunSpec(environment="e", **fields)).spec
-    policy = load_policy(model, rank=rank, alpha=2 * rank, seed=0, dtype=torch.bfloat16)
+    policy = load_policy(ModelFiles(model), rank=rank, alpha=2 * rank, seed=0, dtype=torch.bfloat16)
     for name, weight in policy.named_parameters():
         if "lora_B" in name:  # which starts at zero: no weight of lora_A would have a gradient
             weight.data.normal_(std=0.01)
@@ -140,7 +142,7 @@ def engine(place: Place) -> None:
 def measure(runner: str, folder: str, out: str) -> None:
     """Figures of one runner with each sync."""
     model = Path(folder)
-    policy = load_policy(model, rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
+    policy = load_policy(ModelFiles(model), rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
     for name, weight in policy.named_parameters():
         if "lora_" in name:
             weight.data.normal_(std=0.01)
@@ -158,7 +160,11 @@ def _sample(results: Results, model: Path, policy: Any, sync: Any, label: str) -
     on_card = torch.cuda.is_available()
     started = time.monotonic()
     made = VllmEngine(
-        model, max_length=1024, max_num_seqs=256 if on_card else 32, lora_rank=RANK, sync=sync
+        ModelFiles(model),
+        max_length=1024,
+        max_num_seqs=256 if on_card else 32,
+        lora_rank=RANK,
+        sync=sync,
     )
     add("start_s", time.monotonic() - started)
     add("sync_ms", 1000 * seconds_of(lambda: made.load_policy(policy), 3))

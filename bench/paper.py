@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from bench.random_model import config_of
-from worker.training import attention, kernels, memory, packing
+from worker.model_files import ModelFiles
+from worker.training import attention, kernels, packing
+from worker.training.policy import with_adapter
 
 FLOPS = 600e12
 """Dense bf16, of 989e12 in the data sheet."""
@@ -144,13 +146,13 @@ def pass_cost(
 
 def _without_storage(folder: Path, layers: int) -> Any:
     """The first layers of the policy."""
-    config = memory.config_of(folder)
-    config.num_hidden_layers = layers
+    base = ModelFiles(folder)
+    base.config.num_hidden_layers = layers
     with torch.device("meta"):
-        model = memory.auto_class(config).from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention.ATTENTION
+        model = base.auto_class.from_config(
+            base.config, dtype=torch.bfloat16, attn_implementation=attention.ATTENTION
         )
-    return memory.with_adapter(model, RANK, RANK, low_cpu_mem_usage=True)
+    return with_adapter(model, RANK, RANK, low_cpu_mem_usage=True)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -173,7 +175,7 @@ def step_cost(
     folder: Path, *, flash: bool, recomputed: bool, work: Work = WORK, groups: int = GROUPS
 ) -> Cost:
     """A whole step: layers are alike, so that two sizes tell what one adds."""
-    layers = memory.config_of(folder).num_hidden_layers
+    layers = ModelFiles(folder).config.num_hidden_layers
     few = pass_cost(folder, 1, flash=flash, recomputed=recomputed, work=work)
     more = pass_cost(folder, 2, flash=flash, recomputed=recomputed, work=work)
     one = more.plus(few, -1)

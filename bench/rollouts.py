@@ -32,6 +32,7 @@ from environments.process.host import NO_USAGE, Ended, Opening, Score, Step, Usa
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.vllm import VllmEngine
 from worker.event_loop import AsyncRunner
+from worker.model_files import ModelFiles
 from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
@@ -91,7 +92,7 @@ class MeteredEngine(VllmEngine):
     """
 
     def __init__(self, model_path: Path, sequences: int) -> None:
-        super().__init__(model_path, max_length=MAX_LENGTH, max_num_seqs=sequences)
+        super().__init__(ModelFiles(model_path), max_length=MAX_LENGTH, max_num_seqs=sequences)
         engine: Any = self._engine
         add_request = engine.add_request
 

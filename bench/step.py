@@ -34,6 +34,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from bench.rollouts import rotated
 from flash_mcp.protocol.spec import RunSpec, resolve
+from worker.model_files import ModelFiles
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training.checkpoints import trainer_arguments
@@ -283,7 +284,7 @@ def make_policy(model_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The base model with an adapter that changes it a little, so that every adapter weight has a
     gradient.
     """
-    policy = load_policy(model_path, rank=RANK, alpha=2 * RANK, seed=0, dtype=dtype)
+    policy = load_policy(ModelFiles(model_path), rank=RANK, alpha=2 * RANK, seed=0, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for name, weight in policy.named_parameters():
         if "lora_B" in name:

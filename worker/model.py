@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -13,7 +13,6 @@ from peft import PeftModel
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoTokenizer
 
 from environments.sandbox.needs import Needs
 from flash_mcp.protocol.base_models import commit_of
@@ -22,11 +21,12 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, Precision, RunSpec
-from worker.engine.fetch import ensure, log_progress
-from worker.engine.vllm import WAYS, Sync, can_share, default_sync
+from worker.capacity import capacity_bytes
+from worker.engine.fetch import ensure
+from worker.engine.vllm import SYNC_VARIABLE, WAYS, Sync
 from worker.heartbeat import Heartbeat
-from worker.model_files import check_shape, config_of, end_ids
-from worker.precision import check_precision, name_of, precision_of
+from worker.model_files import ModelFiles
+from worker.precision import precision_of
 from worker.process import CARDS, close_listening, listening
 from worker.ranks import ALONE, LONGEST, Ranks
 from worker.rollouts.transcript import ChatTemplate
@@ -34,20 +34,25 @@ from worker.training import memory
 from worker.training.policy import load_policy
 
 MAX_LENGTH = 4096
+MERGED_FROM = 512
+"""Each token of a turn reads all weights once, and a GPU's kernels for adapters take a tenth to a
+fifth of that time. A merged sync moves the weights some six times, and its work on the processor
+takes 5 ms a layer more than an adapter's: 0.26 against 0.10 s for 30 layers, measured on a CPU.
+With 8B on an H200 that is 0.2 s, and 0.4 ms a token."""
 EARLY_EVENTS = 10
 """An attempt reports the model and its precision among so many of its first events."""
 
 
 @dataclass(frozen=True)
 class Model:
-    path: Path
+    base: ModelFiles
     template: ChatTemplate
     dtype: torch.dtype
     max_length: int
     policy: PeftModel | Path | None
     """The policy; the folder of an adapter that only the engine reads; None for the base model."""
-    sync: Sync | None = None
-    """How the engine gets the policy; None for the engine's default."""
+    sync: Sync = "merged"
+    """How the engine gets the policy."""
     one_way: bool = False
     """Whether there is no other way than `sync`."""
     cards: Sequence[str] = ("",)
@@ -56,10 +61,9 @@ class Model:
     @property
     def ways(self) -> list[Sync]:
         """Ways in which the engine can get the policy, the preferred first."""
-        preferred: Sync = self.sync or default_sync(self.dtype)
         if self.one_way or (self.dtype == torch.float32 and torch.cuda.is_available()):
-            return [preferred]
-        return sorted(WAYS, key=lambda way: way != preferred)
+            return [self.sync]
+        return sorted(WAYS, key=lambda way: way != self.sync)
 
     @property
     def is_shared(self) -> bool:
@@ -78,17 +82,23 @@ def load_model(
 ) -> Model:
     """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter; that
     of several `cards` can."""
-    path = _fetched(job, spec, writer, heartbeat, ranks)
-    config = config_of(path)
-    tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
-    template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
-    # It depends on the machine's memory and speed, which each rank may see differently.
-    precision = ranks.from_first(lambda: _precision(spec, config, path, writer))
-    dtype: torch.dtype = getattr(torch, precision)
-    check_precision(dtype, config, path)
+    has_gpu = torch.cuda.is_available()
+    # A look at a card takes some of its memory, which engines on several cards are to have.
+    capacity = 0 if has_gpu and len(cards) > 1 else capacity_bytes()
+    base: ModelFiles | None = None
+    files = name = ""
+    if ranks.rank == 0:  # each rank may see another memory and speed of the machine
+        base = ModelFiles(_fetched(job, spec, writer, heartbeat))
+        files, name = str(base.path), _precision(spec, base, capacity, writer)
+    files, name = ranks.share([files, name])
+    if base is None:
+        base = ModelFiles(Path(files))
+        precision_of(base, capacity, name)
+    dtype: torch.dtype = getattr(torch, name)
+    template = ChatTemplate(base.tokenizer, thinking=spec.thinking, end_ids=base.end_ids)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     # Tokens of a whole conversation, within the model's context
-    context: int = config.get_text_config().max_position_embeddings
+    context: int = base.text.max_position_embeddings
     if spec.max_length and spec.max_length > context:
         raise FlashError(
             "invalid_argument",
@@ -103,90 +113,92 @@ def load_model(
     else:
         experts = isinstance(spec, RunSpec) and spec.experts
     _check_experts(experts, len(cards))
+    can_share = has_gpu or dtype == torch.float32
     if len(cards) > 1:
-        check_sharing(config, dtype, len(cards))
-        return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards=cards)
-    policy = adapter
+        base.check_shape(len(cards))
+        if not can_share:
+            # Three processes of vLLM 0.31 gave SmolLM2-135M other words than one, in fp32 the same.
+            what = "processors cannot share a model in bf16"
+            raise FlashError("device_unsupported", what, gpus=len(cards), fix="use gpus=1")
+        return Model(base, template, dtype, max_length, adapter, "adapter", cards=cards)
+    four_bit = is_four_bit(spec)
     only: Sync | None = None
     if experts:  # their adapters are merged
         only = "merged"
-    elif is_four_bit(spec):  # nothing can be merged into base weights of 4 bits
+    elif four_bit:  # nothing can be merged into base weights of 4 bits
         only = "adapter"
-    sync = only or default_sync(dtype, _turn_tokens(job, spec) if trains else 0)
-    if trains or (adapter and sync == "merged"):
-        has_engine = isinstance(spec, EvalSpec) or spec.generates
-        smallest = memory.Workload(
-            max_length=max_length,
-            sequences=int(has_engine),
-            lora_rank=spec.lora_rank,
-            experts=experts,
-            four_bit=is_four_bit(spec),
-        )
-        sharing = ranks.count if can_share(dtype) else 1
-        most = max(ranks.gather(memory.check_model(path, smallest, dtype, sharing)))
-        arguments: Json = {
-            "rank": spec.lora_rank,
-            "alpha": spec.lora_alpha,
-            "seed": spec.seed,
-            "dtype": dtype,
-            "adapter_path": adapter,
-            "experts": experts,
-        }
-        if most > 1:  # the ranks share the layers, in the trainer and in one engine of rank 0
-            _check_experts(experts, ranks.count)
-            check_shape(config, ranks.count)
-            what = f"one card cannot hold the model: {ranks.count} share each of its layers"
-            writer.event("shared", what, gpus=ranks.count)
-            cards = ranks.gather(os.environ.get(CARDS, ""))
-            policy = load_shared_policy(path, ranks, **arguments)
-            return Model(path, template, dtype, max_length, policy, "adapter", cards=cards)
-        policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
-    if policy is None:  # the base model: the engine decides
-        sync = None
-    return Model(path, template, dtype, max_length, policy, sync, one_way=only is not None)
+    sync = only or default_sync(dtype, job, spec, trains=trains)
+    model = Model(base, template, dtype, max_length, adapter, sync, only is not None)
+    if not trains and not (adapter and sync == "merged"):
+        return model
+    smallest = memory.Workload(
+        max_length=max_length,
+        sequences=int(isinstance(spec, EvalSpec) or spec.generates),
+        lora_rank=spec.lora_rank,
+        experts=experts,
+        four_bit=four_bit,
+    )
+    sharing = ranks.count if can_share else 1
+    most = max(ranks.gather(memory.check_model(base, smallest, dtype, capacity, sharing)))
+    arguments: Json = {
+        "rank": spec.lora_rank,
+        "alpha": spec.lora_alpha,
+        "seed": spec.seed,
+        "dtype": dtype,
+        "adapter_path": adapter,
+        "experts": experts,
+    }
+    if most == 1:
+        return replace(model, policy=load_policy(base, **arguments, four_bit=four_bit))
+    # The ranks share the layers, in the trainer and in one engine of rank 0.
+    _check_experts(experts, ranks.count)
+    base.check_shape(ranks.count)
+    what = f"one card cannot hold the model: {ranks.count} share each of its layers"
+    writer.event("shared", what, gpus=ranks.count)
+    cards = ranks.gather(os.environ.get(CARDS, ""))
+    policy = load_shared_policy(base, ranks, **arguments)
+    return replace(model, policy=policy, sync="adapter", one_way=False, cards=cards)
 
 
-def _fetched(
-    job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, heartbeat: Heartbeat, ranks: Ranks
-) -> Path:
+def _fetched(job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, heartbeat: Heartbeat) -> Path:
     """The folder of the model's files, at the commit that the job or an earlier attempt named."""
-    heartbeat.enter("model")
-    tell = log_progress()
-
-    def on_fetched(stage: str, share: float) -> None:
-        heartbeat.advance()
-        tell(stage, share)
-
     pinned = _early(writer.folder, "model", "commit") or job.get("lineage", {}).get("model_commit")
-    source: Json = {"revision": pinned, "has_gpu": torch.cuda.is_available()}
-
-    def fetch() -> str:
-        return str(ensure(spec.model, on_progress=on_fetched, **source))
-
-    path = Path(ranks.from_first(fetch))
+    path = ensure(
+        spec.model,
+        revision=pinned,
+        has_gpu=torch.cuda.is_available(),
+        on_progress=lambda stage, share: heartbeat.advance(),
+    )
     if commit := commit_of(path) or pinned:  # the server may have sent its files
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     return path
 
 
-def _precision(spec: RunSpec | EvalSpec, config: Any, path: Path, writer: RunWriter) -> str:
+def _precision(spec: RunSpec | EvalSpec, base: ModelFiles, capacity: int, writer: RunWriter) -> str:
     """The name of the one that is asked for, or that an earlier attempt chose, or that the machine
     computes faster."""
-    name = getattr(spec, "precision", None) or _early(writer.folder, "precision")
-    why = "as it was asked for, or chosen before"
-    if name not in get_args(Precision):
-        dtype, why = precision_of(config, path)
-        name = name_of(dtype)
+    asked = getattr(spec, "precision", None) or _early(writer.folder, "precision")
+    known = asked if asked in get_args(Precision) else None
+    dtype, why = precision_of(base, capacity, known)
+    name = str(dtype).removeprefix("torch.")
     writer.event("precision", f"the model is computed in {name}: {why}", precision=name)
     return name
 
 
-def _turn_tokens(job: Json, spec: RunSpec | EvalSpec) -> int:
-    """Those that a turn may have; 0 where agents may ask the base model, which a merge replaces."""
+def default_sync(dtype: torch.dtype, job: Json, spec: RunSpec | EvalSpec, *, trains: bool) -> Sync:
+    """Merged weights on a CPU, whose kernels for adapters are slow, in fp32, which the GPU's
+    kernels for adapters do not support, and where turns of MERGED_FROM tokens make up for their
+    sync, unless agents may ask the base model, which a merge replaces; the adapter elsewhere.
+    FLASH_SYNC overrides it."""
+    if (named := os.environ.get(SYNC_VARIABLE)) in WAYS:
+        return named
+    if not torch.cuda.is_available() or dtype == torch.float32:
+        return "merged"
     environments: list[Json] = job.get("mixture") or [job["environment"]]
     folders = [Path(environment["path"]) for environment in environments]
     has_agents = any(Needs.from_folder(folder).endpoint for folder in folders)
-    return 0 if has_agents else spec.max_tokens
+    is_worth_it = trains and spec.max_tokens >= MERGED_FROM and not has_agents
+    return "merged" if is_worth_it else "adapter"
 
 
 def _check_experts(experts: bool, count: int) -> None:
@@ -194,14 +206,6 @@ def _check_experts(experts: bool, count: int) -> None:
         what = "adapters of experts are merged, and cards that share a model take adapters only"
         fix = "leave experts out, or use a card that holds the whole model"
         raise FlashError("invalid_argument", what, gpus=count, fix=fix)
-
-
-def check_sharing(config: Any, dtype: torch.dtype, count: int) -> None:
-    """FlashError unless an engine on `count` cards can share the model."""
-    check_shape(config, count)
-    if not can_share(dtype):
-        what = "processors cannot share a model in bf16"
-        raise FlashError("device_unsupported", what, gpus=count, fix="use gpus=1")
 
 
 def is_four_bit(spec: RunSpec | EvalSpec) -> bool:
@@ -231,13 +235,13 @@ WORLD = "world"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def load_shared_policy(model_path: Path, ranks: Ranks, **arguments: Any) -> PeftModel:
+def load_shared_policy(base: ModelFiles, ranks: Ranks, **arguments: Any) -> PeftModel:
     """`load_policy` with these arguments, of which each rank keeps its part. One rank after the
     other loads the whole of it into the machine's memory."""
     mesh = meet(ranks)
     for _ in range(ranks.rank):
         ranks.gather(None)
-    policy = load_policy(model_path, device="cpu", **arguments)
+    policy = load_policy(base, device="cpu", **arguments)
     share_layers(policy, mesh)
     for _ in range(ranks.rank, ranks.count):
         ranks.gather(None)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import time
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
 
 from flash_mcp.protocol.errors import FlashError
-from worker.capacity import capacity_bytes
-from worker.model_files import has_state, weights_bytes
+from worker.model_files import ModelFiles
 
 COPIES = 2
 """The trainer and the engine each hold the weights on a CPU."""
@@ -27,6 +25,7 @@ PROBE_WIDTH = 1536
 PROBE_REPEATS = 4
 MARGIN = 1.15
 """fp32 is chosen only if it is so many times as fast as bf16: its weights take twice the memory."""
+STATEFUL = "on a CPU, vLLM computes layers with a state in bf16 only"
 
 
 class Chosen(NamedTuple):
@@ -34,28 +33,51 @@ class Chosen(NamedTuple):
     why: str
 
 
-def precision_of(config: Any, model_path: Path, rows: tuple[int, ...] = RUN_ROWS) -> Chosen:
-    """fp32 if the model's own files are fp32, as those of tests are, or if this CPU has room for it
-    and computes products of so many `rows` clearly faster in it; else bf16.
-    """
-    is_whole = config.dtype == torch.float32
-    if torch.cuda.is_available():
-        return Chosen(torch.float32, OWN) if is_whole else Chosen(torch.bfloat16, "on a GPU")
-    if has_state(config):
-        return Chosen(torch.bfloat16, STATEFUL)
-    if is_whole:
-        return Chosen(torch.float32, OWN)
-    if COPIES * _whole_bytes(model_path) > WHOLE_SHARE * capacity_bytes():
-        return Chosen(torch.bfloat16, "fp32 weights would take more than half of the memory")
-    if not has_bf16_products():
-        return Chosen(torch.float32, "this CPU has no fast products in bf16")
-    ratio = bf16_over_fp32(min(PROBE_WIDTH, config.get_text_config().hidden_size), rows)
-    measured = f"products in bf16 take {ratio:.2g} times those in fp32 on this CPU"
-    return Chosen(torch.float32 if ratio > MARGIN else torch.bfloat16, measured)
+def precision_of(
+    base: ModelFiles, capacity: int, name: str | None = None, rows: tuple[int, ...] = RUN_ROWS
+) -> Chosen:
+    """The precision of this `name`. Without one it is fp32 if the model's own files are fp32, as
+    those of tests are, or if this CPU has room for it in `capacity` bytes of memory and computes
+    products of so many `rows` clearly faster in it; else bf16.
 
-
-OWN = "the model's files are in fp32"
-STATEFUL = "on a CPU, vLLM computes layers with a state in bf16 only"
+    FlashError(device_unsupported | out_of_memory) if this machine cannot compute the model so."""
+    on_gpu = torch.cuda.is_available()
+    is_whole = base.config.dtype == torch.float32
+    needed = COPIES * 2 * base.weights_bytes  # in fp32, where the files are in bf16
+    if name:
+        chosen = Chosen(getattr(torch, name), "as it was asked for, or chosen before")
+    elif base.has_state and not on_gpu:
+        chosen = Chosen(torch.bfloat16, STATEFUL)
+    elif is_whole:
+        chosen = Chosen(torch.float32, "the model's files are in fp32")
+    elif on_gpu:
+        chosen = Chosen(torch.bfloat16, "on a GPU")
+    elif needed > WHOLE_SHARE * capacity:
+        what = "fp32 weights would take more than half of the memory"
+        chosen = Chosen(torch.bfloat16, what)
+    elif not has_bf16_products():
+        chosen = Chosen(torch.float32, "this CPU has no fast products in bf16")
+    else:
+        ratio = bf16_over_fp32(min(PROBE_WIDTH, base.text.hidden_size), rows)
+        measured = f"products in bf16 take {ratio:.2g} times those in fp32 on this CPU"
+        chosen = Chosen(torch.float32 if ratio > MARGIN else torch.bfloat16, measured)
+    fix = "use precision='bfloat16'"
+    if on_gpu:
+        supports_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if chosen.dtype == torch.bfloat16 and not supports_bf16:
+            # fp16 would overflow where models were trained in bf16; there is no loss scaling.
+            what = "the GPU has no bfloat16, in which models are trained"
+            fix = "use a card of compute capability 8.0 or more (A10, A100, RTX 30 and newer), or "
+            fix += "train on the CPU"
+            raise FlashError("device_unsupported", what, gpu=torch.cuda.get_device_name(), fix=fix)
+    elif chosen.dtype == torch.float32 and base.has_state:
+        raise FlashError("device_unsupported", STATEFUL, precision="float32", fix=fix)
+    elif chosen.dtype == torch.float32 and not is_whole and needed > capacity:
+        what = f"{COPIES} copies of the weights in fp32 do not fit"
+        raise FlashError(
+            "out_of_memory", what, needed_bytes=needed, available_bytes=capacity, fix=fix
+        )
+    return chosen
 
 
 @cache
@@ -94,37 +116,3 @@ def has_bf16_products() -> bool:
     one by one: 15 instead of 74 to 118 GFLOP/s in fp32, for 32 and 512 rows on 2 cores with AVX2.
     """
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _whole_bytes(model_path: Path) -> int:
-    """Of the weights of a model with bf16 files, in fp32."""
-    return 2 * weights_bytes(model_path)
-
-
-def check_precision(dtype: torch.dtype, config: Any, model_path: Path) -> None:
-    """FlashError unless this machine can compute the model in `dtype`, whoever chose it."""
-    if not torch.cuda.is_available():
-        _check_on_cpu(dtype, config, model_path)
-    elif dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        # fp16 would overflow where models were trained in bf16; loss scaling is not implemented.
-        raise FlashError(
-            "device_unsupported",
-            "the GPU has no bfloat16, in which models are trained",
-            gpu=torch.cuda.get_device_name(),
-            fix="use a card of compute capability 8.0 or more (A10, A100, RTX 30 and newer), or "
-            "train on the CPU",
-        )
-
-
-def _check_on_cpu(dtype: torch.dtype, config: Any, model_path: Path) -> None:
-    fix = "use precision='bfloat16'"
-    if dtype != torch.float32:
-        return
-    if has_state(config):
-        raise FlashError("device_unsupported", STATEFUL, precision="float32", fix=fix)
-    needed = COPIES * _whole_bytes(model_path)
-    if config.dtype != torch.float32 and needed > (capacity := capacity_bytes()):
-        what = f"{COPIES} copies of the weights in fp32 do not fit"
-        raise FlashError(
-            "out_of_memory", what, needed_bytes=needed, available_bytes=capacity, fix=fix
-        )

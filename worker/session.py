@@ -31,7 +31,6 @@ from worker.event_loop import AsyncRunner
 from worker.handshake import agreeing_engine, check_effect, record_of
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
-from worker.precision import name_of
 from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
 from worker.rollouts.gateway import POLL_S, Gateway
@@ -153,6 +152,7 @@ class Session(Generic[S]):
         cards: Sequence[str] = ("",),
     ) -> Generator[Self]:
         """Model and environment, ready for rollouts, `at_once` of them at the same time."""
+        heartbeat.enter("model")
         model = load_model(job, spec, writer, heartbeat, trains=trains, ranks=ranks, cards=cards)
         with AsyncRunner() as runner, ExitStack() as opened:
             hosts = start_environments(job, spec, writer, heartbeat, runner, ranks, opened)
@@ -212,26 +212,26 @@ class Session(Generic[S]):
             self._new_engine,
             self.model.ways,
             policy,
-            self.model.template.tokenizer,
+            self.model.base,
             self.limits.max_length,
             self.writer.event,
-            partial(record_of, folder, self.model.path, policy, self.limits.max_length),
+            partial(record_of, folder, self.model.base, policy, self.limits.max_length),
         )
         if freed := engine.share_base(policy):
             what = f"engine and trainer share {freed / 2**30:.2f} GiB of base weights"
             self.writer.event("one_base", what)
         return engine
 
-    def _new_engine(self, sync: Sync | None) -> VllmEngine:
+    def _new_engine(self, sync: Sync) -> VllmEngine:
         self.heartbeat.enter("engine")
         return VllmEngine(
-            self.model.path,
+            self.model.base,
             max_length=self.limits.max_length,
             max_num_seqs=self._sequences,
             seed=self.spec.seed,
             lora_rank=self.spec.lora_rank if self.model.policy else None,
             sync=sync,
-            dtype=name_of(self.model.dtype),
+            dtype=str(self.model.dtype).removeprefix("torch."),
             cards=self.model.cards,
         )
 
@@ -266,7 +266,7 @@ class Session(Generic[S]):
             engine, generator = self.start_engine()
             policy = self.model.policy
             if isinstance(policy, Path):
-                check_effect(engine, policy, self.model.template.tokenizer)
+                check_effect(engine, policy, self.model.base.tokenizer)
                 engine.load_adapter(policy)
             elif policy is not None:
                 load = partial(engine.load_policy, policy, step, mid_turn=self.swaps_mid_turn)

@@ -118,12 +118,12 @@ class TrainingSession(Session[RunSpec]):
         )
         a_token = memory.token_bytes(causal_lm, way)
         capacity = capacity_bytes()
-        needs = memory.estimate(self.model.path, work, self.model.dtype, capacity)
+        needs = memory.estimate(self.model.base, work, self.model.dtype, capacity)
         tokens = (capacity - needs.total) / a_token
         if self.regression and not self.spec.generates:
             most = pack_limit(0, longest=longest_pack(causal_lm))
             beside = replace(work, sequences=self._sequences)
-            with_engine = memory.estimate(self.model.path, beside, self.model.dtype, capacity)
+            with_engine = memory.estimate(self.model.base, beside, self.model.dtype, capacity)
             left = (capacity - with_engine.total) / a_token
             if self.ranks.share(left >= min(tokens, most)):
                 needs = with_engine
@@ -131,7 +131,7 @@ class TrainingSession(Session[RunSpec]):
             else:
                 self._leave_out("memory holds no engine beside the trainer")
         if tokens < 1:
-            raise memory.does_not_fit(self.model.path, work, self.model.dtype, capacity)
+            raise memory.does_not_fit(self.model.base, work, self.model.dtype, capacity)
         keep_tokens = int(self.ranks.share(tokens))
         message = (
             f"{needs}, and {a_token / MIB:.2g} MiB for each token of a pass: packs of more than "

@@ -29,6 +29,7 @@ platforms._current_platform = cuda.NvmlCudaPlatform()
 from vllm import EngineArgs  # noqa: E402  keeps the platform that it finds
 
 from worker.engine.vllm import engine_arguments  # noqa: E402
+from worker.model_files import ModelFiles  # noqa: E402
 
 
 def driver(name: str, capability: tuple[int, ...], memory: int) -> Any:
@@ -80,7 +81,7 @@ def main(model: Path, card: str) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.empty_cache = lambda: None
     arguments = engine_arguments(
-        model, max_length=512, max_num_seqs=64, seed=0, lora_rank=12, dtype="bfloat16", on_gpu=True
+        ModelFiles(model), max_length=512, max_num_seqs=64, seed=0, lora_rank=12, dtype="bfloat16", on_gpu=True
     )
     config: Any = EngineArgs(**arguments).create_engine_config()
     graphs = config.compilation_config

@@ -136,7 +136,7 @@ def test_an_evaluation_within_a_run_has_a_bounded_number_of_open_episodes(tmp_pa
 
     heartbeat, host = Heartbeat(RunWriter(run, 1)), SimpleNamespace(splits={"eval": 5000})
     nothing: Any = None
-    model = Model(tmp_path, nothing, torch.float32, 256, None)
+    model = Model(nothing, nothing, torch.float32, 256, None)
     spec = RunSpec(**run.job()["spec"])
     session: Any = TrainingSession(spec, heartbeat.writer, heartbeat, model, {"": host}, nothing, 4)
     session.sync, session.collecting, session.wait = lambda step: 0.0, collecting, asyncio.run

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_mcp.protocol.errors import FlashError
-from worker.precision import check_precision
+from worker.model_files import ModelFiles
+from worker.precision import precision_of
 from worker.training import attention
 from worker.training.attention import Layout
 from worker.training.packing import hidden_states
@@ -114,18 +115,20 @@ def test_the_kernels_give_the_shapes_that_the_stand_ins_give(flash: None) -> Non
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_a_card_without_bf16_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, dtype: str) -> None:
+def test_a_card_without_bf16_is_refused_by_name(tiny_model: Path, monkeypatch, has_bf16: bool, dtype: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    check_precision(getattr(torch, dtype), None, Path())
+    base = ModelFiles(tiny_model)
+    assert precision_of(base, 0, dtype).dtype == getattr(torch, dtype)
     if not has_bf16:
-        with pytest.raises(FlashError, match=r"device_unsupported gpu=.*Tesla T4.*8\.0 or more"):
-            check_precision(torch.bfloat16, None, Path())
+        for name in ("bfloat16", None):
+            with pytest.raises(FlashError, match=r"device_unsupported gpu=.*Tesla T4.*8\.0 or more"):
+                precision_of(base, 0, name)
 
 
 def test_a_model_computes_the_same_by_flash_attention(flash: None, fp32_model: Path) -> None:
-    policy = load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
+    policy = load_policy(ModelFiles(fp32_model), rank=8, alpha=16, seed=0, dtype=torch.float32)
     ids = torch.arange(40, 90)
     masked, in_parts = (
         hidden_states(policy.get_base_model(), ids, Layout(20, [18, 12], torch.float32, policy.device, flash=on))

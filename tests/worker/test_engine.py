@@ -30,7 +30,7 @@ from worker.adapter import save_adapter
 from worker.capacity import kv_cache_bytes
 from worker.engine.text_models import LORA_RANKS, UTILIZATION, room_for_rank
 from worker.engine.vllm import Sync, VllmEngine
-from worker.model_files import config_of
+from worker.model_files import ModelFiles
 from worker.rollouts import transcript
 from worker.rollouts.scheduler import Finished, Generator, PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate, trained
@@ -71,7 +71,9 @@ def engine_of(
     key = model, sync, core
     if key not in engines:
         with asynchronous_core() if core == "asynchronous" else nullcontext():
-            engines[key] = VllmEngine(model, max_length=512, max_num_seqs=16, lora_rank=RANK, sync=sync, dtype=dtype)
+            engines[key] = VllmEngine(
+                ModelFiles(model), max_length=512, max_num_seqs=16, lora_rank=RANK, sync=sync, dtype=dtype
+            )
     return engines[key]
 
 
@@ -154,7 +156,7 @@ def tied_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def policy(tiny_model: Path) -> Any:
-    return load_policy(tiny_model, rank=RANK, alpha=24, seed=0, dtype=torch.bfloat16)
+    return load_policy(ModelFiles(tiny_model), rank=RANK, alpha=24, seed=0, dtype=torch.bfloat16)
 
 
 def train(policy: Any, step: int) -> None:
@@ -206,7 +208,7 @@ def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities
 def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_token(
     engines: Engines, fp32_model: Path, sync: Sync
 ) -> None:
-    policy = load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    policy = load_policy(ModelFiles(fp32_model), rank=RANK, alpha=24, seed=0, dtype=torch.float32)
     train(policy, 1)
     engine = engine_of(engines, fp32_model, sync, "float32")
     engine.load_policy(policy)
@@ -219,7 +221,7 @@ def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_tok
 
 
 def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(engines: Engines, tied_model: Path) -> None:
-    policy = load_policy(tied_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    policy = load_policy(ModelFiles(tied_model), rank=RANK, alpha=24, seed=0, dtype=torch.float32)
     engine = engine_of(engines, tied_model, "merged", "float32")
     for step in range(3):
         train(policy, step)
@@ -314,7 +316,7 @@ def test_engine_and_trainer_hold_the_base_weights_once(
         return {weight.untyped_storage().data_ptr() for weight in weights}
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
-    policy: Any = load_policy(tied_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    policy: Any = load_policy(ModelFiles(tied_model), rank=RANK, alpha=24, seed=0, dtype=torch.float32)
     engine = engine_of(engines, tied_model, "adapter", "float32")
     train(policy, 1)
     expected = trainers_logprobs(policy, PROMPT, PROMPT)
@@ -370,7 +372,9 @@ def test_turns_go_on_under_a_policy_that_comes_in_mid_turn_and_each_token_keeps_
     engines: Engines, fp32_model: Path, sync: Sync, core: str
 ) -> None:
     """The second policy samples given its own keys and values of what the first one wrote."""
-    first, second = (load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32) for _ in range(2))
+    first, second = (
+        load_policy(ModelFiles(fp32_model), rank=RANK, alpha=24, seed=0, dtype=torch.float32) for _ in range(2)
+    )
     train(first, 1)
     train(second, 2)
     engine = engine_of(engines, fp32_model, sync, "float32", **({"core": core} if core else {}))
@@ -470,7 +474,7 @@ def test_rollouts_of_an_asynchronous_core_are_those_of_a_synchronous_one(engines
         limits = TalkLimits(max_tokens=12, max_length=400)
         return await collect(tasks, FakeHost(), generator, ChatTemplate(tokenizer), limits)
 
-    policy = load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    policy = load_policy(ModelFiles(fp32_model), rank=RANK, alpha=24, seed=0, dtype=torch.float32)
     train(policy, 1)
     told: list[list[list[int]]] = []
     for core in get_args(Core):
@@ -664,7 +668,7 @@ def test_a_server_takes_the_card_with_the_most_free_memory(tiny_model: Path, tmp
         int(command[command.index(f"--{name}") + 1]) for name in ("kv-cache-memory-bytes", "max-num-seqs")
     )
     assert 0 < cache <= 5 * 2**30
-    one = kv_cache_bytes(config_of(tiny_model), int(command[command.index("--max-model-len") + 1]) // 4, 1, 0)
+    one = kv_cache_bytes(ModelFiles(tiny_model), int(command[command.index("--max-model-len") + 1]) // 4, 1, 0)
     assert at_once == min(256, cache // one) > 8, "as many as the cache has room for"
 
 
@@ -676,8 +680,6 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
     from worker.engine import serve  # noqa: PLC0415
 
     free = [18, 16, 21, 20, 24]
-    with (tmp_path / "model.safetensors").open("wb") as weights:
-        weights.truncate(model_gib * 2**30)  # takes no space
     monkeypatch.setenv("FLASH_DEVICE_LOCKS", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d,e")
     said = {
@@ -690,7 +692,7 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
         monkeypatch.setattr(torch.cuda, name, function)
     held = device_locks.take("GPU-card-4", tmp_path / "other")
     assert held is not None
-    assert serve.use_cards(tmp_path, tmp_path / "home") == cards.count(",") + 1
+    assert serve.use_cards(model_gib * 2**30, tmp_path / "home") == cards.count(",") + 1
     assert serve.os.environ["CUDA_VISIBLE_DEVICES"] == cards
     for number, name in enumerate("abcd"):
         found = device_locks.users(f"GPU-card-{number}", tmp_path / "other")
@@ -722,7 +724,7 @@ def test_of_answers_under_a_grammar_the_trained_log_probabilities_are_the_traine
     engines: Engines, fp32_model: Path, core: Core, mid_turn: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a policy comes in mid turn: an asynchronous core then drops tokens and samples them anew."""
-    policies = [load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32) for _ in range(2)]
+    policies = [load_policy(ModelFiles(fp32_model), rank=RANK, alpha=24, seed=0, dtype=torch.float32) for _ in range(2)]
     for seed, policy in enumerate(policies, 1):
         train(policy, seed)
     engine = engine_of(engines, fp32_model, "adapter", "float32", core)

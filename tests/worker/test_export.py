@@ -35,6 +35,7 @@ from tests.samples import end, evaluate, learn, read_in, save_adapter, started_r
 from tests.tiny import CHATML
 from tests.waiting import WAIT_S
 from worker import gguf_file
+from worker.model_files import ModelFiles
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_gguf_file_has_weights_tokenizer_and_template(
 def test_llama_cpp_computes_the_same_from_a_file_of_another_family(name: str, tmp_path: Path) -> None:
     base = make_model(name, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    gguf_file.check(model.config, base)
+    gguf_file.check(ModelFiles(base))
     path = tmp_path / "tiny.gguf"
     gguf_file.write(base, path, "f16")
     prompt = list(range(40))

@@ -290,7 +290,7 @@ def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_b
 
     def loaded(attempt: int, job: Json) -> Path:
         writer = RunWriter(folder, attempt)
-        return load_model(job, spec, writer, Heartbeat(writer), trains=False).path
+        return load_model(job, spec, writer, Heartbeat(writer), trains=False).base.path
 
     assert loaded(1, {"lineage": {"model_commit": "a" * 40}}) == snapshots / ("a" * 40)
     assert loaded(2, {}) == snapshots / ("a" * 40)
@@ -362,7 +362,7 @@ def test_the_server_sends_models_at_one_commit_where_nodes_reach_no_hub(snapshot
     there = placed(job, Artifacts(lab["storage"], retry_s=5), caches)
     writer = RunWriter(folder, 1)
     spec = stored_spec(there["spec"])
-    assert load_model(there, spec, writer, Heartbeat(writer), trains=False).path.parent == caches
+    assert load_model(there, spec, writer, Heartbeat(writer), trains=False).base.path.parent == caches
     event = cast(Json, folder.event(folder.event_names()[0]))
     assert (event["kind"], event["commit"]) == ("model", "b" * 40)
     store.close()

@@ -19,6 +19,7 @@ from tests import reaper
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT, WHEELS
 from worker.adapter import merged_weights
+from worker.model_files import ModelFiles
 from worker.training import memory, packing, policy
 from worker.training.policy import load_policy
 
@@ -44,7 +45,7 @@ def test_those_that_need_bitsandbytes_pass_with_it(tmp_path: Path) -> None:
 
 def made(model: Path, *, four_bit: bool) -> Any:
     torch.manual_seed(0)
-    return load_policy(model, rank=8, alpha=16, seed=0, dtype=torch.float32, four_bit=four_bit)
+    return load_policy(ModelFiles(model), rank=8, alpha=16, seed=0, dtype=torch.float32, four_bit=four_bit)
 
 
 def result(adapted: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +109,8 @@ def test_without_bitsandbytes_nf4_is_refused_with_the_command(tiny_model: Path, 
 
 def test_linear_layers_in_nf4_need_a_quarter_of_bf16(tiny_model: Path) -> None:
     work = memory.Workload(64, 4, 8)
-    full = memory.estimate(tiny_model, work, torch.bfloat16, 2**34)
-    small = memory.estimate(tiny_model, replace(work, four_bit=True), torch.bfloat16, 2**34)
+    full = memory.estimate(ModelFiles(tiny_model), work, torch.bfloat16, 2**34)
+    small = memory.estimate(ModelFiles(tiny_model), replace(work, four_bit=True), torch.bfloat16, 2**34)
     whole: Any = memory._without_storage(tiny_model, torch.bfloat16, work).get_base_model()
     linear = sum(each.base_layer.weight.numel() for each in whole.modules() if hasattr(each, "base_layer"))
     assert full.weights - small.weights == pytest.approx(linear * (2 - 0.516), abs=20)

@@ -22,12 +22,13 @@ from trl import GRPOConfig, GRPOTrainer
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
+from worker.model_files import ModelFiles
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training import attention, packing
 from worker.training.checkpoints import Reporter
 from worker.training.grpo import SCALED, Trainer, advantages_of, turn_advantages
-from worker.training.policy import load_policy
+from worker.training.policy import attention_of, load_policy
 
 GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
 
@@ -57,7 +58,7 @@ def settings_of(**fields: Any) -> RunSpec:
 
 
 def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
-    policy = load_policy(model, rank=8, alpha=16, seed=0, dtype=dtype)
+    policy = load_policy(ModelFiles(model), rank=8, alpha=16, seed=0, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for name, weight in policy.named_parameters():
         if "lora_B" in name:
@@ -287,7 +288,7 @@ BASE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_is_computed_the_fastest_way_that_is_exact(config: Any, way: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.attention_of(config))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.2)
@@ -317,7 +318,7 @@ def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_sa
 ) -> None:
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **fields})
     get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(tmp_path)
-    start = functools.partial(load_policy, fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
+    start = functools.partial(load_policy, ModelFiles(fp32_model), rank=4, alpha=8, seed=0, dtype=torch.float32)
     if named is None:
         given = load_file(tmp_path / "adapter_model.safetensors")
         name, taken = next(entry for entry in start(adapter_path=tmp_path).named_parameters() if "lora_A" in entry[0])
@@ -332,7 +333,7 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_
     other = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE, head_dim=8))
     get_peft_model(other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).save_pretrained(tmp_path)
     with pytest.raises(FlashError, match=r"adapter_mismatch.*another base model"):
-        load_policy(fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
+        load_policy(ModelFiles(fp32_model), rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
 
 
 def test_a_long_prompt_is_shared_by_several_completions() -> None:

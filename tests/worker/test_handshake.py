@@ -15,10 +15,12 @@ from transformers import AutoTokenizer
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.places import AGENT_VOWELS, VOWELS
-from worker import handshake, model
+from worker import handshake
 from worker.adapter import save_adapter
-from worker.engine.vllm import Sync, VllmEngine, default_sync
+from worker.engine.vllm import Sync, VllmEngine
 from worker.handshake import agreeing_engine, check_effect, record_of
+from worker.model import default_sync
+from worker.model_files import ModelFiles
 from worker.process import PROCESS_SETTINGS
 from worker.training.policy import load_policy
 
@@ -31,14 +33,16 @@ def engines(fp32_model: Path) -> Iterator[dict[Sync, VllmEngine]]:
         for name, value in PROCESS_SETTINGS.items():
             patch.setenv(name, value)
         yield {
-            way: VllmEngine(fp32_model, max_length=LENGTH, max_num_seqs=4, lora_rank=8, sync=way, dtype="float32")
+            way: VllmEngine(
+                ModelFiles(fp32_model), max_length=LENGTH, max_num_seqs=4, lora_rank=8, sync=way, dtype="float32"
+            )
             for way in ("merged", "adapter")
         }
 
 
 @pytest.fixture
 def policy(fp32_model: Path) -> Any:
-    return load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
+    return load_policy(ModelFiles(fp32_model), rank=8, alpha=16, seed=0, dtype=torch.float32)
 
 
 def shaken(
@@ -49,7 +53,7 @@ def shaken(
         engines.__getitem__,
         ["merged", "adapter"],
         policy,
-        AutoTokenizer.from_pretrained(model),
+        ModelFiles(model),
         LENGTH,
         lambda kind, text: events.append((kind, text)),
         record,
@@ -81,7 +85,7 @@ def test_what_was_measured_is_not_measured_again_until_something_that_decides_it
     folder.mkdir()
     (folder / "of another version").touch()
     os.utime(folder / "of another version", (0, 0))
-    record = partial(record_of, folder, fp32_model, policy, LENGTH)
+    record = partial(record_of, folder, ModelFiles(fp32_model), policy, LENGTH)
     _, ((_, measured),) = shaken(engines, policy, fp32_model, record)
     kept = record("merged")
     assert list(folder.iterdir()) == [kept]
@@ -94,9 +98,9 @@ def test_what_was_measured_is_not_measured_again_until_something_that_decides_it
         patch.setenv("VLLM_DIST_IDENT", "another process's")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", "another process's")
         assert record("merged") == kept
-    others = [record("adapter"), record_of(folder, fp32_model, policy, LENGTH - 1, "merged")]
-    wider = load_policy(fp32_model, rank=4, alpha=16, seed=0, dtype=torch.float32)
-    others.append(record_of(folder, fp32_model, wider, LENGTH, "merged"))
+    others = [record("adapter"), record_of(folder, ModelFiles(fp32_model), policy, LENGTH - 1, "merged")]
+    wider = load_policy(ModelFiles(fp32_model), rank=4, alpha=16, seed=0, dtype=torch.float32)
+    others.append(record_of(folder, ModelFiles(fp32_model), wider, LENGTH, "merged"))
     for target, name, value in (
         (os, "environ", {**os.environ, "VLLM_CPU_SGL_KERNEL": "1"}),
         (torch, "get_num_threads", lambda: 99),
@@ -178,6 +182,7 @@ def test_a_card_gets_merged_weights_where_turns_make_up_for_the_merge(
     """And no agent may ask the base model."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     spec = resolve(RunSpec.model_validate({"environment": "e", "max_tokens": tokens})).spec
-    turn_tokens = model._turn_tokens({"environment": {"path": str(environment)}}, spec)
-    assert default_sync(torch.bfloat16, turn_tokens) == way
-    assert default_sync(torch.float32, 0) == "merged"
+    job = {"environment": {"path": str(environment)}}
+    assert default_sync(torch.bfloat16, job, spec, trains=True) == way
+    assert default_sync(torch.bfloat16, job, spec, trains=False) == "adapter"
+    assert default_sync(torch.float32, job, spec, trains=True) == "merged"

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from worker.model_files import ModelFiles
 from worker.training import kernels
 from worker.training.kernels import Head, LoraLinear, token_logps
 from worker.training.policy import load_policy
@@ -132,7 +133,7 @@ def _gradients(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
 @pytest.mark.parametrize("other", ["alone", "disabled", "two adapters", "a bias of its own"])
 def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    ours = load_policy(tiny_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
+    ours = load_policy(ModelFiles(tiny_model), rank=4, alpha=8, seed=0, dtype=torch.float32)
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config)
     assert any(type(module) is LoraLinear for module in ours.modules())
     for model in (ours, theirs):

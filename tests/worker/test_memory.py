@@ -17,6 +17,7 @@ from tests.attempts import VOWELS, Attempt, make_run
 from tests.waiting import WAIT_S
 from tests.watch import watch
 from worker.capacity import GIB, MIB, _control_group_rooms, kv_cache_bytes
+from worker.model_files import ModelFiles
 from worker.process import memory_state
 from worker.training import memory, packing
 from worker.training.memory import Workload, estimate
@@ -70,7 +71,7 @@ def test_the_estimate_is_near_the_measured_peak(size: str, margin: float, tiny_m
 
 @pytest.mark.parametrize("way", packing.Way)
 def test_a_few_tokens_tell_what_a_long_pass_keeps(tiny_model: Path, way: packing.Way) -> None:
-    policy = load_policy(tiny_model, rank=8, alpha=16, seed=0, dtype=torch.bfloat16)
+    policy = load_policy(ModelFiles(tiny_model), rank=8, alpha=16, seed=0, dtype=torch.bfloat16)
     before = torch.random.get_rng_state()
     causal_lm: Any = policy.get_base_model()
     pack = packing.probe(causal_lm, [200] * 5, way)
@@ -89,31 +90,27 @@ def test_activations_that_are_kept_are_those_of_autograd(tiny_model: Path) -> No
     assert memory.pass_bytes(layer, pack) == 100 * 64 * 4
 
 
-def test_a_model_that_fits_only_with_a_shorter_cache_names_the_length(tiny_model: Path, monkeypatch):
+def test_a_model_that_fits_only_with_a_shorter_cache_names_the_length(tiny_model: Path) -> None:
     work = Workload(max_length=2**20, sequences=32, lora_rank=8)
-    capacity = estimate(tiny_model, replace(work, sequences=1, max_length=2**18), torch.bfloat16, GIB).total
-    monkeypatch.setattr(memory, "capacity_bytes", lambda: capacity)
+    base = ModelFiles(tiny_model)
+    capacity = estimate(base, replace(work, sequences=1, max_length=2**18), torch.bfloat16, GIB).total
     with pytest.raises(FlashError, match=r"set max_length=262144 \(it is 1048576\)") as caught:
-        memory.check_model(tiny_model, work, torch.bfloat16)
+        memory.check_model(base, work, torch.bfloat16, capacity)
     error = caught.value
     assert error.code == "out_of_memory" and error.values["largest"] == "process"
     assert error.values["available_gib"] == round(capacity / GIB, 2) < error.values["needed_gib"]
-    monkeypatch.setattr(memory, "capacity_bytes", lambda: capacity - 1)
     with pytest.raises(FlashError, match="set max_length=131072 "):
-        memory.check_model(tiny_model, work, torch.bfloat16)
-    monkeypatch.setattr(memory, "capacity_bytes", lambda: GIB)
+        memory.check_model(base, work, torch.bfloat16, capacity - 1)
     with pytest.raises(FlashError, match="use a smaller model, or a machine with more memory"):
-        memory.check_model(tiny_model, replace(work, sequences=0), torch.bfloat16)
+        memory.check_model(base, replace(work, sequences=0), torch.bfloat16, GIB)
 
 
 def test_the_kv_cache_holds_all_sequences_but_leaves_most_of_the_memory_alone(tiny_model: Path) -> None:
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    config = AutoConfig.from_pretrained(tiny_model)
+    base = ModelFiles(tiny_model)
     token = 2 * 2 * 2 * 1 * 32  # keys and values, bf16, layers, heads, head size
-    assert kv_cache_bytes(config, 256, 32, GIB) == token * 32 * (32 * 8 + 1)
-    assert kv_cache_bytes(config, 256, 32, MIB) == token * 32 * (MIB // (token * 32))
-    assert kv_cache_bytes(config, 4096, 32, 0) == token * 32 * 129
+    assert kv_cache_bytes(base, 256, 32, GIB) == token * 32 * (32 * 8 + 1)
+    assert kv_cache_bytes(base, 256, 32, 4 * MIB) == token * 32 * (MIB // (token * 32))
+    assert kv_cache_bytes(base, 4096, 32, 0) == token * 32 * 129
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -136,8 +133,8 @@ class SmallAttempt(Attempt):
     program = """
 from worker import main
 main.prepare_process()
-from worker.training import memory
-memory.capacity_bytes = lambda: 2**29
+from worker import model
+model.capacity_bytes = lambda: 2**29
 main.main()
 """
 

@@ -15,7 +15,7 @@ from tests.attempts import Attempt, make_run
 from tests.model_rows import ARCHITECTURES, make_model
 from tests.models import STEPS, run_row, stored_cells, stored_rows
 from worker.adapter import merged_weights, named_in_files
-from worker.model_files import checkpoint_prefix
+from worker.model_files import ModelFiles
 from worker.training.policy import load_policy
 
 QUICK = ("qwen3_5",)
@@ -35,7 +35,7 @@ def test_train_refuses_each_no_of_the_page() -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite"])
 def test_of_a_mixture_of_experts_neither_routers_nor_experts_are_trained(name: str, tmp_path: Path) -> None:
-    policy = load_policy(make_model(name, tmp_path), rank=4, alpha=8, seed=0, dtype=torch.float32)
+    policy = load_policy(ModelFiles(make_model(name, tmp_path)), rank=4, alpha=8, seed=0, dtype=torch.float32)
     trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
     assert any("attn" in name for name in trained)
     for name in trained:
@@ -46,7 +46,7 @@ def test_of_a_mixture_of_experts_neither_routers_nor_experts_are_trained(name: s
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "qwen3_moe"])
 def test_adapted_experts_are_merged_as_peft_does_and_named_as_in_the_files(name: str, tmp_path: Path) -> None:
     base = make_model(name, tmp_path)
-    policy = load_policy(base, rank=4, alpha=8, seed=0, dtype=torch.float32, experts=True)
+    policy = load_policy(ModelFiles(base), rank=4, alpha=8, seed=0, dtype=torch.float32, experts=True)
     trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
     assert any(".experts." in name for name in trained)
     assert not {"gate", "router", "shared_expert_gate"} & {part for name in trained for part in name.split(".")}
@@ -54,7 +54,7 @@ def test_adapted_experts_are_merged_as_peft_does_and_named_as_in_the_files(name:
         for weight in (weight for name, weight in policy.named_parameters() if ".lora_B." in name):
             weight.normal_(std=0.1)
         merged = dict(merged_weights(policy))
-        in_files = dict(merged_weights(policy, checkpoint_prefix(base)))
+        in_files = dict(merged_weights(policy, ModelFiles(base).prefix))
     stored = {name: weight for path in base.glob("*.safetensors") for name, weight in load_file(path).items()}
     changed = [name for name in in_files if ".experts." in name and not name.endswith("_bias")]
     assert changed and in_files.keys() <= stored.keys()
@@ -68,8 +68,8 @@ def test_adapted_experts_are_merged_as_peft_does_and_named_as_in_the_files(name:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_export_finds_each_merged_weight_in_the_models_files(name: str, tmp_path: Path) -> None:
     base = make_model(name, tmp_path)
-    prefix = checkpoint_prefix(base)
-    policy = load_policy(base, rank=4, alpha=8, seed=0, dtype=torch.float32)
+    prefix = ModelFiles(base).prefix
+    policy = load_policy(ModelFiles(base), rank=4, alpha=8, seed=0, dtype=torch.float32)
     merged = dict(merged_weights(policy))
     exported = named_in_files(cast(Any, policy).unload(), merged, prefix)
     stored = {name for path in base.glob("*.safetensors") for name in load_file(path)}
@@ -78,7 +78,7 @@ def test_an_export_finds_each_merged_weight_in_the_models_files(name: str, tmp_p
 
 def test_experts_of_a_dense_model_are_refused(tiny_model: Path) -> None:
     with pytest.raises(FlashError, match="no mixture of experts") as caught:
-        load_policy(tiny_model, rank=4, alpha=8, seed=0, dtype=torch.float32, experts=True)
+        load_policy(ModelFiles(tiny_model), rank=4, alpha=8, seed=0, dtype=torch.float32, experts=True)
     assert caught.value.code == "invalid_argument"
 
 

@@ -7,81 +7,88 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3NextConfig
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.spec import RunSpec, resolve
 from worker import precision
-from worker.model import _precision  # pyright: ignore[reportPrivateUsage]
+from worker.heartbeat import Heartbeat
+from worker.model import load_model
+from worker.model_files import ModelFiles
 
 GIB = 2**30
-
-
-def config(dtype: torch.dtype = torch.bfloat16, kind: str = "full_attention") -> Any:
-    text = SimpleNamespace(layer_types=[kind, "full_attention"], hidden_size=576, linear_conv_kernel_dim=4)
-    return SimpleNamespace(dtype=dtype, get_text_config=lambda: text)
+HALF, WHOLE = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
+STATE = {"layer_types": ["linear_attention", "full_attention"]}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Weights of 1 GiB, on a CPU of 16 GiB that computes products as fast in bf16."""
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(GIB)
+def processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that computes products as fast in bf16."""
     monkeypatch.setattr(precision, "has_bf16_products", lambda: True)
     monkeypatch.setattr(precision, "bf16_over_fp32", lambda *_: 1.0)
-    monkeypatch.setattr(precision, "capacity_bytes", lambda: 16 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return tmp_path
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+
+
+def files_of(folder: Path, fields: dict[str, Any]) -> ModelFiles:
+    """Weights of 1 GiB."""
+    Qwen3NextConfig(
+        hidden_size=576, num_hidden_layers=2, **{"layer_types": ["full_attention"] * 2} | fields
+    ).save_pretrained(folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(GIB)
+    return ModelFiles(folder)
 
 
 NONE: dict[str, Any] = {"has_bf16_products": False}
 SLOWER: dict[str, Any] = {"bf16_over_fp32": 1.5}
-SMALL: dict[str, Any] = {"capacity_bytes": 8 * GIB - 1}
+LEAST = 8 * GIB
+"""Room for fp32 where bf16 would do."""
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
-    ("machine", "files", "dtype"),
+    ("machine", "capacity", "fields", "dtype"),
     [
-        ({}, config(), torch.bfloat16),
-        ({"bf16_over_fp32": 1.1}, config(), torch.bfloat16),
-        (SLOWER, config(), torch.float32),
-        (NONE, config(), torch.float32),
-        (NONE | SMALL, config(), torch.bfloat16),
-        (SLOWER | SMALL, config(), torch.bfloat16),
-        (SLOWER, config(kind="linear_attention"), torch.bfloat16),
-        (NONE, config(torch.float32, "linear_attention"), torch.bfloat16),
-        (SMALL, config(torch.float32), torch.float32),
-        (NONE | {"cuda": True}, config(), torch.bfloat16),
-        ({"cuda": True}, config(torch.float32), torch.float32),
+        ({}, LEAST, HALF, torch.bfloat16),
+        ({"bf16_over_fp32": 1.1}, LEAST, HALF, torch.bfloat16),
+        (SLOWER, LEAST, HALF, torch.float32),
+        (NONE, LEAST, HALF, torch.float32),
+        (NONE, LEAST - 1, HALF, torch.bfloat16),
+        (SLOWER, LEAST - 1, HALF, torch.bfloat16),
+        (SLOWER, LEAST, HALF | STATE, torch.bfloat16),
+        (NONE, LEAST, WHOLE | STATE, torch.bfloat16),
+        ({}, LEAST - 1, WHOLE, torch.float32),
+        (NONE | {"cuda": True}, LEAST, HALF, torch.bfloat16),
+        ({"cuda": True}, LEAST, WHOLE, torch.float32),
     ],
 )
 def test_a_model_is_computed_in_the_faster_precision_that_fits(
-    machine: dict[str, Any], files: Any, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+    machine: dict[str, Any], capacity: int, fields: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch
 ) -> None:
     for name, value in machine.items():
         where: Any = (torch.cuda, "is_available") if name == "cuda" else (precision, name)
         monkeypatch.setattr(*where, lambda *_, value=value: value)
-    assert precision.precision_of(files, folder).dtype == dtype
+    assert precision.precision_of(files_of(tmp_path, fields), capacity).dtype == dtype
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
-    ("capacity_gib", "files", "code"),
-    [
-        (8, config(), None),
-        (3, config(), "out_of_memory"),
-        (3, config(torch.float32), None),
-        (8, config(kind="linear_attention"), "device_unsupported"),
-    ],
+    ("capacity_gib", "fields", "code"),
+    [(8, HALF, None), (3, HALF, "out_of_memory"), (3, WHOLE, None), (8, HALF | STATE, "device_unsupported")],
 )
 def test_fp32_that_is_asked_for_is_refused_by_name_where_it_cannot_be(
-    capacity_gib: int, files: Any, code: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    capacity_gib: int, fields: Any, code: str | None, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(precision, "capacity_bytes", lambda: capacity_gib * GIB)
-    precision.check_precision(torch.bfloat16, files, folder)
+    base, capacity = files_of(tmp_path, fields), capacity_gib * GIB
+    assert precision.precision_of(base, capacity, "bfloat16").dtype == torch.bfloat16
     with pytest.raises(FlashError) if code else nullcontext() as caught:
-        precision.check_precision(torch.float32, files, folder)
+        assert precision.precision_of(base, capacity, "float32").dtype == torch.float32
     assert (caught and caught.value.code) == code
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
     ("asked", "reported", "chosen"),
     [
@@ -92,13 +99,16 @@ def test_fp32_that_is_asked_for_is_refused_by_name_where_it_cannot_be(
     ],
 )
 def test_the_precision_of_a_run_is_what_was_asked_for_or_what_its_first_attempt_chose(
-    asked: Any, reported: Any, chosen: str, folder: Path
+    asked: Any, reported: Any, chosen: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    run = RunFolder(folder / "run")
+    run = RunFolder(tmp_path / "run")
     if reported:
         RunWriter(run, 1).event("precision", "chosen on another machine", precision=reported)
     writer = RunWriter(run, 2)
-    assert _precision(SimpleNamespace(precision=asked), config(), folder, writer) == chosen  # type: ignore[arg-type]
+    spec: Any = resolve(RunSpec(environment="e", model=str(tiny_model))).spec
+    spec = SimpleNamespace(**dict(spec), precision=asked)
+    model = load_model({}, spec, writer, Heartbeat(writer), trains=False)
+    assert model.dtype == getattr(torch, chosen)
     assert run.event("0002-000000.json")["precision"] == chosen  # type: ignore[index]
 
 

@@ -21,6 +21,7 @@ from tests.worker.test_grpo import MAX_COMPLETION, make_policy, settings_of
 from tests.worker.test_trees import make_calls
 from worker.adapter import save_adapter
 from worker.model import Model
+from worker.model_files import ModelFiles
 from worker.ranks import Ranks
 from worker.rollouts.calls import Call, merged
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
@@ -214,7 +215,7 @@ def train(
     policy = make_policy(model, torch.float64)
     if teacher:
         template = ChatTemplate(AutoTokenizer.from_pretrained(model))
-        held = Model(model, template, torch.float64, 256, policy)
+        held = Model(ModelFiles(model), template, torch.float64, 256, policy)
         options["teacher"] = load_teacher(teacher, Path(teacher["path"]), held, packing.Way.PACKED)
     caught = Caught(policy, last)
     rollouts = [rollout for group in groups for rollout, _ in group]
@@ -342,7 +343,7 @@ def test_a_distillation_has_the_gradient_of_the_dense_reference(
     reference = Reference(fp32_model, make_policy(fp32_model, torch.float64), spec)
     torch.manual_seed(5)
     if kind == "adapter":
-        policy = load_policy(fp32_model, rank=4, alpha=8, seed=7, dtype=torch.float64)
+        policy = load_policy(ModelFiles(fp32_model), rank=4, alpha=8, seed=7, dtype=torch.float64)
         for name, weight in policy.named_parameters():
             if "lora_B" in name:
                 weight.data.normal_(std=0.1)

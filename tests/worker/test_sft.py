@@ -25,6 +25,7 @@ from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
 from worker.heartbeat import Heartbeat
+from worker.model_files import ModelFiles
 from worker.ranks import ALONE
 from worker.rollouts.gold import IGNORED, dataset_rows
 from worker.rollouts.transcript import ChatTemplate
@@ -133,7 +134,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
     apart = [[row] for row in rows]
     outcomes = []
     for kind in (Tuner, SFTTrainer):
-        policy = load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
+        policy = load_policy(ModelFiles(fp32_model), rank=8, alpha=16, seed=0, dtype=torch.float32)
         generator = torch.Generator().manual_seed(1)
         for name, weight in policy.named_parameters():
             if "lora_B" in name:
@@ -187,7 +188,7 @@ def tune(
     heartbeat = Heartbeat(writer)
     reporter = Reporter(writer, spec, heartbeat.cancelled)
     trainer = make_sft_trainer(
-        load_policy(model, rank=8, alpha=16, seed=0, dtype=dtype, experts=experts),
+        load_policy(ModelFiles(model), rank=8, alpha=16, seed=0, dtype=dtype, experts=experts),
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
         output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip
@@ -230,7 +231,7 @@ def test_the_estimate_says_the_steps_that_run_and_measures_less_than_it_learns(
     rows = {"train": [[row] * parts] * conversations, "holdout": [[row] * parts] * held_out}
     nobody: Any = None
     trainer: Any = make_sft_trainer(
-        load_policy(fp32_model, rank=1, alpha=1, seed=0, dtype=torch.float32),
+        load_policy(ModelFiles(fp32_model), rank=1, alpha=1, seed=0, dtype=torch.float32),
         AutoTokenizer.from_pretrained(fp32_model), spec, rows, nobody,
         max_length=64, output_dir=str(tmp_path), callbacks=[], way=packing.Way.PACKED,
     )  # fmt: skip

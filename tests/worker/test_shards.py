@@ -25,7 +25,7 @@ from tests.worker.test_evaluation_attempt import finish, make_evaluation
 from tests.worker.test_ranks import CASES, CPU, Step, exact_model, second_rank
 from worker.adapter import save_adapter
 from worker.model import meet, share_layers
-from worker.model_files import check_shape
+from worker.model_files import ModelFiles
 from worker.ranks import Ranks
 from worker.rollouts.transcript import ChatTemplate
 from worker.training import memory
@@ -173,7 +173,8 @@ from worker.rollouts.turns import Grammar, Sampling
 
 if __name__ == "__main__":
     cards = sys.argv[2].split(",")
-    engine = VllmEngine(Path(sys.argv[1]), max_length=128, max_num_seqs=4, dtype="float32", sync="adapter", cards=cards)
+    base = ModelFiles(Path(sys.argv[1]))
+    engine = VllmEngine(base, max_length=128, max_num_seqs=4, dtype="float32", sync="adapter", cards=cards)
     grammar = Grammar(json_schema='{"type": "string", "minLength": 3, "maxLength": 9}')
     for number in range(3):
         engine.submit(str(number), range(40 + number, 72), Sampling(40, 0.0, grammar=grammar))
@@ -218,27 +219,27 @@ def check_steps(run: RunFolder) -> None:
         assert found["metrics"]["grad_norm"] > 0
 
 
-def test_cards_that_cannot_share_the_heads_are_refused() -> None:
-    config = LlamaConfig(hidden_size=768, num_attention_heads=12, num_key_value_heads=4)
+def test_cards_that_cannot_share_the_heads_are_refused(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=768, num_attention_heads=12, num_key_value_heads=4).save_pretrained(tmp_path)
+    base = ModelFiles(tmp_path)
     for count in (2, 4, 12):
-        check_shape(config, count)
+        base.check_shape(count)
     with pytest.raises(FlashError, match=r"invalid_argument.*8 cards cannot share 12 heads"):
-        check_shape(config, 8)
+        base.check_shape(8)
     with pytest.raises(FlashError, match=r"6 cards cannot share 12 heads, 4 of them"):
-        check_shape(config, 6)
+        base.check_shape(6)
 
 
-def test_a_model_that_one_card_cannot_hold_is_shared_by_all_if_they_can(tmp_path: Path, monkeypatch):
+def test_a_model_that_one_card_cannot_hold_is_shared_by_all_if_they_can(tmp_path: Path) -> None:
     shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
     LlamaConfig(**shape, num_attention_heads=32, vocab_size=32000).save_pretrained(tmp_path)
-    work = memory.Workload(256, 1, 8)
+    work, base = memory.Workload(256, 1, 8), ModelFiles(tmp_path)
 
     def with_gib(gib: float, cards: int) -> int:
-        monkeypatch.setattr(memory, "capacity_bytes", lambda: int(gib * memory.GIB))
-        return memory.check_model(tmp_path, work, torch.bfloat16, cards)
+        return memory.check_model(base, work, torch.bfloat16, int(gib * memory.GIB), cards)
 
-    whole = memory.estimate(tmp_path, work, torch.bfloat16, 2**40)
-    half = memory.estimate(tmp_path, replace(work, shards=2), torch.bfloat16, 2**40)
+    whole = memory.estimate(base, work, torch.bfloat16, 2**40)
+    half = memory.estimate(base, replace(work, shards=2), torch.bfloat16, 2**40)
     assert half.engine_weights == math.ceil(2 * math.ceil(whole.weights / 2))
     assert 0.5 < half.weights / whole.weights < 0.6
     need = whole.total / memory.GIB

@@ -5,11 +5,11 @@ import pytest
 import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from flash_mcp.protocol.errors import FlashError
 from tests.tiny import CHATML, make_tokenizer
-from worker.model_files import end_ids
+from worker.model_files import ModelFiles
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training.packing import paths_of
@@ -135,9 +135,11 @@ def test_a_turn_may_end_with_a_token_that_only_the_generation_config_names(tmp_p
     with pytest.raises(FlashError, match="does not end a turn with a token that ends generation"):
         ChatTemplate(tokenizer(template))
     marker = tokenizer().convert_tokens_to_ids("^")
+    LlamaConfig().save_pretrained(tmp_path)
+    assert ModelFiles(tmp_path).end_ids == []
     GenerationConfig(eos_token_id=[1, marker]).save_pretrained(tmp_path)
-    taken = ChatTemplate(tokenizer(template), end_ids=end_ids(tmp_path))
-    assert taken.answer("yes").token_ids[-1] == marker and end_ids(tmp_path / "none") == []
+    taken = ChatTemplate(tokenizer(template), end_ids=ModelFiles(tmp_path).end_ids)
+    assert taken.answer("yes").token_ids[-1] == marker
 
 
 def test_the_tiny_models_saved_template_is_supported(tiny_model: Path) -> None:

@@ -52,7 +52,7 @@ def ensure(
     Safe when several processes ask at once. FlashError(unknown_model | model_unsupported |
     hub_unreachable | engine_missing | disk_full)."""
     card = find(model)
-    tell = on_progress or log_progress()
+    tell = log_progress(on_progress)
     if card.scheme == "folder":
         if not has_gpu:
             check_without_gpu(Path(card.address))
@@ -240,11 +240,13 @@ def _unreachable(hub_id: str, error: Exception) -> FlashError:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def log_progress() -> Progress:
-    """Logs each stage as it begins and every tenth of it."""
+def log_progress(on_progress: Progress | None = None) -> Progress:
+    """Logs each stage as it begins and every tenth of it, and passes all of it on."""
     last: list[tuple[str, int]] = []
 
     def tell(stage: str, share: float) -> None:
+        if on_progress:
+            on_progress(stage, share)
         if (mark := (stage, int(share * 10))) not in last:
             last.append(mark)
             log.info("%s: %d %%", stage, share * 100)

@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from environments.settings import state_directory
 from worker.adapter import WEIGHTS, named_as, with_noise
 from worker.engine.recorder import RATINGS, ROUTES, Recorder
-from worker.model_files import checkpoint_prefix, config_of
+from worker.model_files import ModelFiles
 from worker.process import MODEL_FOLDER
 from worker.rollouts.rendering import limit_templates
 
@@ -87,6 +87,10 @@ class Front:
         self.used_at = time.monotonic()
         self.watched_at = time.monotonic()
         """When the supervisor asked for something last."""
+
+    @cached_property
+    def base(self) -> ModelFiles:
+        return ModelFiles(Path(os.environ[MODEL_FOLDER]))
 
     @cached_property
     def copies(self) -> Path:
@@ -188,9 +192,7 @@ class Front:
 
     def _named(self, name: str, adapter: Path) -> Path:
         """The adapter as vLLM can load it; kept, since vLLM may read it again."""
-        model = Path(os.environ[MODEL_FOLDER])
-        model_type = config_of(model).model_type
-        return named_as(checkpoint_prefix(model), adapter, self.copies / name, model_type)
+        return named_as(self.base, adapter, self.copies / name)
 
     async def _greedy(self, scope: Scope, model: str | None) -> Any:
         """Tokens and log-probabilities that a model says; None is the base model."""

@@ -13,11 +13,11 @@ from importlib import import_module
 from pathlib import Path
 
 from worker.engine.text_models import prepare_text_model
-from worker.model_files import config_of
+from worker.model_files import ModelFiles
 from worker.process import quick_imports
 
 with quick_imports():
-    prepare_text_model(config_of(Path(sys.argv[sys.argv.index("--model") + 1])))
+    prepare_text_model(ModelFiles(Path(sys.argv[sys.argv.index("--model") + 1])).config)
     import_module("vllm.v1.engine.async_llm")  # both processes need most of what it imports
 
 if __name__ == "__main__":

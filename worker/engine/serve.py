@@ -23,23 +23,17 @@ import psutil
 
 from environments.settings import state_directory
 from flash_mcp.protocol import device_locks
-from flash_mcp.protocol.base_models import (
-    chat_template_of,
-    find,
-    folder_card,
-    tool_form,
-    with_tools,
-)
+from flash_mcp.protocol.base_models import chat_template_of, find, tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import engine_missing
 from flash_mcp.protocol.spec import Precision
 from worker.engine.fetch import ensure
-from worker.engine.text_models import CPU_LORA_WORKER, UTILIZATION, room_for_rank, text_only
-from worker.model_files import check_shape, config_of, weights_bytes
+from worker.engine.text_models import CPU_LORA_WORKER, UTILIZATION, room_for_rank
+from worker.model_files import ModelFiles
 from worker.process import CARDS, COMPUTES_IN, MODEL_FOLDER, spin_shortly
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 log = logging.getLogger(__name__)
 MAX_LENGTH = 8192
@@ -98,9 +92,11 @@ def server_command(
     """
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
-    from worker.precision import name_of  # noqa: PLC0415
+    from worker.capacity import capacity_bytes, engine_cache_bytes, kv_cache_bytes  # noqa: PLC0415
+    from worker.precision import SERVED_ROWS, precision_of  # noqa: PLC0415
 
-    length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
+    base = ModelFiles(model)
+    length = min(getattr(base.text, "max_position_embeddings", MAX_LENGTH), MAX_LENGTH)
     options: dict[str, Any] = {
         "model": model,
         "served-model-name": find(name).name,
@@ -117,18 +113,24 @@ def server_command(
     }
     for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"
-    config = config_of(model)
     os.environ[MODEL_FOLDER] = str(model)
-    dtype = _precision(config, model, precision)
-    log.info("%s%s", COMPUTES_IN, name_of(dtype))
+    # `precision` if an earlier attempt of the run has chosen it. On a GPU it is bf16 whatever the
+    # files are: vLLM's kernels for adapters there take no fp32.
+    capacity = 0
+    if torch.cuda.is_available():
+        precision = precision or "bfloat16"
+    else:
+        capacity = capacity_bytes()
+    dtype = precision_of(base, capacity, precision, SERVED_ROWS).dtype
     # By default vLLM takes fp16 for a model whose files are fp16 or fp32.
-    options["dtype"] = name_of(dtype)
+    options["dtype"] = str(dtype).removeprefix("torch.")
+    log.info("%s%s", COMPUTES_IN, options["dtype"])
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
-    if text_only(config):
+    if base.has_tower:
         flags.append("--language-model-only")
     cards = 1
     if torch.cuda.is_available():
-        cards = use_cards(model, state_directory())
+        cards = use_cards(base.weights_bytes, state_directory())
         options["gpu-memory-utilization"] = UTILIZATION
     else:
         _set_for_cpu(flags, options)
@@ -141,38 +143,19 @@ def server_command(
         options["chat-template"] = with_tools(template)
     # A bounded cache: a run may train on the same card, now or later.
     # The size of the cache, and the conversations that are answered at once
-    import torch  # noqa: PLC0415
-
-    from worker.capacity import engine_cache_bytes, kv_cache_bytes  # noqa: PLC0415
-
     whole = MOST_SEQUENCES // SHORTER if torch.cuda.is_available() else SEQUENCES
     sizes = {"itemsize": dtype.itemsize, "shards": cards}
-    cache = engine_cache_bytes(model, length, whole, **sizes)
-    one = kv_cache_bytes(config, length // SHORTER, 1, 0, **sizes)
+    cache = engine_cache_bytes(base, length, whole, **sizes)
+    one = kv_cache_bytes(base, length // SHORTER, 1, 0, **sizes)
     at_once = max(SEQUENCES, min(cache // one, MOST_SEQUENCES))
     options |= {"kv-cache-memory-bytes": cache, "max-num-seqs": at_once}
     if cards > 1:
-        check_shape(config, cards)
+        base.check_shape(cards)
         options["tensor-parallel-size"] = cards
     command = ["-m", "worker.engine.openai_server", *flags]
     for name, value in {**options, **(more or {})}.items():
         command += [f"--{name}", str(value)]
     return command
-
-
-def _precision(config: Any, model: Path, held: str | None) -> torch.dtype:
-    """In which the server computes: `held`, if an earlier attempt of its run has chosen it. On a
-    GPU it is bf16 whatever the files are: vLLM's kernels for adapters there take no fp32.
-    """
-    import torch  # noqa: PLC0415
-
-    from worker.precision import SERVED_ROWS, check_precision, precision_of  # noqa: PLC0415
-
-    dtype = torch.bfloat16
-    if held or not torch.cuda.is_available():
-        dtype = getattr(torch, held) if held else precision_of(config, model, SERVED_ROWS).dtype
-    check_precision(dtype, config, model)
-    return dtype
 
 
 def _set_for_cpu(flags: list[str], options: dict[str, Any]) -> None:
@@ -193,16 +176,16 @@ def _set_for_cpu(flags: list[str], options: dict[str, Any]) -> None:
     spin_shortly()
 
 
-def use_cards(model: Path, home: Path) -> int:
+def use_cards(weights: int, home: Path) -> int:
     """Take the emptiest card for this process and the server that it becomes, or where that cannot
-    hold the model, 2, 4 or more of them; how many. Cards of other state directories are left out.
+    hold so many bytes of weights, 2, 4 or more of them; how many. Cards of other state directories
+    are left out.
 
     FlashError(not_ready) if others use all cards."""
     import torch  # noqa: PLC0415
 
     cuda: Any = torch.cuda  # untyped
     free = [cuda.mem_get_info(card)[0] for card in range(cuda.device_count())]
-    weights = weights_bytes(model)
     taken: dict[int, int | None] = {}
     trouble: FlashError | None = None
     for card in sorted(range(len(free)), key=lambda card: -free[card]):

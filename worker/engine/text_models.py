@@ -84,12 +84,6 @@ UTILIZATION = 0.01
 start if less is free."""
 
 
-def text_only(config: Any) -> dict[str, Any]:
-    """Arguments with which vLLM leaves the towers of a wrapper out."""
-    has_tower = getattr(config, "vision_config", None) or getattr(config, "audio_config", None)
-    return {"language_model_only": True} if has_tower else {}
-
-
 def room_for_rank(rank: int) -> int:
     """The smallest of LORA_RANKS that holds `rank`."""
     return next((room for room in LORA_RANKS if room >= rank), rank)

@@ -25,9 +25,8 @@ from worker.engine.text_models import (
     UTILIZATION,
     prepare_text_model,
     room_for_rank,
-    text_only,
 )
-from worker.model_files import checkpoint_prefix, config_of, has_state
+from worker.model_files import ModelFiles
 from worker.process import CARDS, close_listening, listening, quick_imports
 from worker.rollouts.turns import Completion, Sampling
 
@@ -156,11 +155,6 @@ def _log_sums(logits: Tensor, rows: list[int], temperatures: list[float]) -> Ten
 Sync = Literal["merged", "adapter"]
 WAYS: tuple[Sync, ...] = get_args(Sync)
 SYNC_VARIABLE = "FLASH_SYNC"
-MERGED_FROM = 512
-"""Each token of a turn reads all weights once, and a GPU's kernels for adapters take a tenth to a
-fifth of that time. A merged sync moves the weights some six times, and its work on the processor
-takes 5 ms a layer more than an adapter's: 0.26 against 0.10 s for 30 layers, measured on a CPU.
-With 8B on an H200 that is 0.2 s, and 0.4 ms a token."""
 PRELOAD = "LD_PRELOAD"
 IN_PROCESSES = {
     "distributed_executor_backend": "mp",
@@ -171,7 +165,7 @@ IN_PROCESSES = {
 class VllmEngine:
     """RolloutEngine over vLLM's LLMEngine, on the CPU or the GPU.
 
-    `sync` is how `load_policy` transfers the policy (`default_sync`). "merged" writes W + scale·BA
+    `sync` is how `load_policy` transfers the policy. "merged" writes W + scale·BA
     over the weights: decoding is as fast as with the base model. "adapter" transfers only the
     adapter, of rank at most `lora_rank`: a sync is cheap whatever the model's size.
 
@@ -183,35 +177,32 @@ class VllmEngine:
 
     def __init__(
         self,
-        model_path: Path,
+        base: ModelFiles,
         *,
         max_length: int,
         max_num_seqs: int,
         seed: int = 0,
         lora_rank: int | None = None,
-        sync: Sync | None = None,
+        sync: Sync = "merged",
         dtype: str = "bfloat16",
         cards: Sequence[str] = ("",),
     ) -> None:
         on_gpu = torch.cuda.is_available()
-        numbers: torch.dtype = getattr(torch, dtype)
-        self._sync = sync or (default_sync(numbers) if lora_rank else "merged")
-        by_adapter = self._sync == "adapter"
+        self._sync = sync
+        by_adapter = sync == "adapter"
         with quick_imports():
             # Imported here: vLLM reads the environment when it is imported.
             from vllm import EngineArgs  # noqa: PLC0415
             from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
-        config = config_of(model_path)
-        prepare_text_model(config)
-        self._prefix = checkpoint_prefix(model_path)
-        self._model_type: str = config.model_type
+        prepare_text_model(base.config)
+        self._base = base
         _rank_no_tokens()
         if not on_gpu:
             _sample_by_inversion_on_cpu()
             _pack_experts_at_each_load_on_cpu()
         arguments = engine_arguments(
-            model_path,
+            base,
             max_length=max_length,
             max_num_seqs=max_num_seqs,
             seed=seed,
@@ -329,7 +320,7 @@ class VllmEngine:
                 save_adapter(policy, Path(folder))
                 self._put_adapter(Path(folder))
         else:
-            weights = {"weights_iterator": merged_weights(policy, self._prefix)}
+            weights = {"weights_iterator": merged_weights(policy, self._base.prefix)}
             engine.collective_rpc("reload_weights", kwargs=weights)
             self._is_merged = True
         self._forget_prefixes()
@@ -356,7 +347,7 @@ class VllmEngine:
         # name.
         request = LoRARequest(f"policy-{next(self._versions)}", 1, str(folder))
         with tempfile.TemporaryDirectory() as scratch:
-            named = str(named_as(self._prefix, folder, Path(scratch), self._model_type))
+            named = str(named_as(self._base, folder, Path(scratch)))
             # On a turn's own request, load_inplace would read the adapter again at every step.
             self._engine.add_lora(LoRARequest(request.lora_name, 1, named, load_inplace=True))
         self._adapter = request
@@ -390,7 +381,7 @@ class VllmEngine:
 
 
 def engine_arguments(
-    model_path: Path,
+    base: ModelFiles,
     *,
     max_length: int,
     max_num_seqs: int,
@@ -402,28 +393,24 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Arguments of vllm.EngineArgs. With a `lora_rank`, the engine takes adapters. `shards` cards
     share its layers."""
-    config = config_of(model_path)
     common: dict[str, Any] = {
-        "model": str(model_path),
+        "model": str(base.path),
         "dtype": dtype,
         "max_model_len": max_length,
         "max_num_seqs": max_num_seqs,
         "seed": seed,
         # Without chunks, as on a CPU, vLLM caches no prefix of layers with a state.
-        "enable_prefix_caching": on_gpu or not has_state(config),
+        "enable_prefix_caching": on_gpu or not base.has_state,
         "kv_cache_memory_bytes": engine_cache_bytes(
-            model_path,
-            max_length,
-            max_num_seqs,
-            itemsize=getattr(torch, dtype).itemsize,
-            shards=shards,
+            base, max_length, max_num_seqs, itemsize=getattr(torch, dtype).itemsize, shards=shards
         ),
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
         "enable_lora": lora_rank is not None,
         "max_lora_rank": room_for_rank(lora_rank or 8),
     }
-    common |= text_only(config)
+    if base.has_tower:
+        common["language_model_only"] = True
     if shards > 1:
         common |= {"tensor_parallel_size": shards, **IN_PROCESSES}
     if on_gpu:
@@ -435,12 +422,12 @@ def engine_arguments(
         "enable_chunked_prefill": False,
         "worker_cls": CPU_LORA_WORKER if lora_rank is not None else "auto",
         # The prefix cache holds whole blocks: with vLLM's 128, no shorter chat prompt is found.
-        "block_size": KV_BLOCK_TOKENS if shards > 1 else block_tokens_on_cpu(config, dtype),
+        "block_size": KV_BLOCK_TOKENS if shards > 1 else block_tokens_on_cpu(base, dtype),
         "gpu_memory_utilization": 1.0,
     }
 
 
-def block_tokens_on_cpu(config: Any, dtype: str) -> int:
+def block_tokens_on_cpu(base: ModelFiles, dtype: str) -> int:
     """Tokens of a block of the cache: 16 where vLLM's kernel for 32 is no faster, which is
     everywhere but with AMX in bf16. A second turn computes what the last block lacked again: of
     conversations of three turns, a tenth of the engine's time in bf16.
@@ -451,7 +438,7 @@ def block_tokens_on_cpu(config: Any, dtype: str) -> int:
 
     isa_of = cast(Any, cpu_attn)._get_attn_isa
     kernels = [isa_of(getattr(torch, dtype), tokens) for tokens in (16, KV_BLOCK_TOKENS)]
-    if kernels != ["vec16", "vec"] or has_state(config):
+    if kernels != ["vec16", "vec"] or base.has_state:
         return KV_BLOCK_TOKENS
     backend = cast(Any, cpu_attn).CPUAttentionBackend
     backend.get_supported_kernel_block_sizes = staticmethod(lambda *_: [MultipleOf(16)])
@@ -566,22 +553,6 @@ def _pack_experts_at_each_load_on_cpu() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     method._setup_kernel = set_up
-
-
-def default_sync(dtype: torch.dtype, turn_tokens: int = 0) -> Sync:
-    """Merged weights on a CPU, whose kernels for adapters are slow, in fp32, which the GPU's
-    kernels for adapters do not support, and where turns of MERGED_FROM tokens make up for their
-    sync; the adapter elsewhere. FLASH_SYNC overrides it."""
-    if (named := os.environ.get(SYNC_VARIABLE)) in WAYS:
-        return named
-    takes_adapters = torch.cuda.is_available() and dtype != torch.float32
-    return "adapter" if takes_adapters and turn_tokens < MERGED_FROM else "merged"
-
-
-def can_share(dtype: torch.dtype) -> bool:
-    """Whether an engine on several cards says what one says. On a CPU in bf16 it does not: three
-    processes of vLLM 0.31 gave SmolLM2-135M other words than one, in fp32 the same."""
-    return torch.cuda.is_available() or dtype == torch.float32
 
 
 # -- one copy of the base weights for engine and trainer, where both hold the same numbers ---------

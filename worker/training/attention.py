@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import function
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import masking_utils as masks
 from transformers.integrations import sdpa_attention as sdpa
 
@@ -49,14 +49,6 @@ WITHOUT_EFFECT = {"scaling", "is_causal", "dropout", "sliding_window", "position
 """Options that `_attend` computes or that change nothing: masks hold the windows, and dropout is
 off.
 """
-
-
-def attention_of(config: Any) -> str | None:
-    """The attention to load a model with: `_attend`, or None, its own, if its layers look up none
-    (Falcon).
-    """
-    kind = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
-    return ATTENTION if getattr(kind, "_supports_attention_backend", False) else None
 
 
 def can_flash(config: Any, dtype: torch.dtype, device: torch.device) -> bool:

@@ -33,7 +33,7 @@ import torch
 from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
@@ -42,17 +42,17 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.schedules import decayed
 from flash_mcp.protocol.spec import LossType, RunSpec
-from worker.adapter import names_as_they_are
+from worker.capacity import capacity_bytes
 from worker.model import Model
-from worker.model_files import auto_class, config_of
+from worker.model_files import ModelFiles
 from worker.precision import precision_of
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.metrics import thinking_penalties
 from worker.rollouts.scheduler import PlayedRollout, groups_of
-from worker.training.attention import attention_of
 from worker.training.checkpoints import trainer_arguments
 from worker.training.limits import PackLimits, Passes, combine, no_loss
 from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of, way_of
+from worker.training.policy import attention_of, names_as_they_are
 
 log = logging.getLogger("worker")
 RolloutsOf = Callable[[int], list[PlayedRollout]]
@@ -513,17 +513,17 @@ def load_teacher(source: Json, folder: Path, model: Model, way: Way) -> Teacher:
         with names_as_they_are():
             cast(Any, policy).load_adapter(folder, TEACHER)
         return Teacher(policy.get_base_model(), way, policy)
-    tokenizer = cast(Any, AutoTokenizer).from_pretrained(folder)
-    if tokenizer.get_vocab() != model.template.tokenizer.get_vocab():
+    base = ModelFiles(folder)
+    if base.tokenizer.get_vocab() != model.template.tokenizer.get_vocab():
         raise FlashError(
             "invalid_argument",
             "the teacher's tokenizer is another one: it cannot read what the model writes",
             teacher=source["model"],
             fix="take a teacher of the model's own family, such as a larger one",
         )
-    config = config_of(folder)
-    causal_lm = auto_class(config).from_pretrained(
-        folder, dtype=precision_of(config, folder).dtype, attn_implementation=attention_of(config)
+    dtype = precision_of(base, capacity_bytes()).dtype
+    causal_lm = base.auto_class.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention_of(base.config)
     )
     causal_lm = causal_lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     causal_lm.requires_grad_(False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from flash_mcp.protocol.errors import FlashError
-from worker.capacity import GIB, GPU_PROCESS_BYTES, MIB, cache_room, capacity_bytes, kv_cache_bytes
-from worker.model_files import auto_class, config_of
-from worker.training.attention import BLOCK, attention_of
+from worker.capacity import GIB, GPU_PROCESS_BYTES, MIB, kv_cache_bytes
+from worker.model_files import ModelFiles
+from worker.training.attention import BLOCK
 from worker.training.kernels import VOCABULARY_TILE
 from worker.training.packing import Pack, Way, at_rest, probe
-from worker.training.policy import with_adapter
+from worker.training.policy import without_storage
 
 PROCESS_BYTES = 1050 * MIB
 """Imports of torch, transformers and vLLM (690 MiB), the engine's start (40), and kernels compiled
@@ -88,9 +87,9 @@ class MemoryEstimate:
         return f"{self.total / GIB:.2f} GiB ({terms})"
 
 
-def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> MemoryEstimate:
+def estimate(base: ModelFiles, work: Workload, dtype: torch.dtype, capacity: int) -> MemoryEstimate:
     """The memory that an attempt needs if `capacity` bytes are available; on a GPU, of the card."""
-    model = _without_storage(model_path, dtype, work)
+    model = without_storage(base, dtype, work.lora_rank, experts=work.experts)
     full = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     weights = full
     if work.four_bit:
@@ -121,57 +120,42 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
     kv_cache = engine_weights = 0
     if work.sequences:
         engine_weights = copies * full
-        room = cache_room(free, engine_weights)
-        kv_cache = kv_cache_bytes(
-            model.config,
-            work.max_length,
-            work.sequences,
-            room,
-            itemsize=dtype.itemsize,
-            shards=work.shards,
-        )
+        sizes = {"itemsize": dtype.itemsize, "shards": work.shards}
+        length, sequences = work.max_length, work.sequences
+        kv_cache = kv_cache_bytes(base, length, sequences, free, engine_weights, **sizes)
         if work.shards > 1:
             process *= 2  # the engine has one of its own on each card
     return MemoryEstimate(process, weights, engine_weights, kv_cache, adapter)
 
 
-def _without_storage(model_path: Path, dtype: torch.dtype, work: Workload) -> Any:
-    """The policy of worker.training.policy on the meta device."""
-    config = config_of(model_path)
-    with torch.device("meta"):
-        attention = attention_of(config)
-        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
-    rank = work.lora_rank
-    return with_adapter(model, rank, rank, experts=work.experts, low_cpu_mem_usage=True)
-
-
-def check_model(model_path: Path, work: Workload, dtype: torch.dtype, cards: int = 1) -> int:
+def check_model(
+    base: ModelFiles, work: Workload, dtype: torch.dtype, capacity: int, cards: int = 1
+) -> int:
     """How many of `cards` share the base weights: 1, or all if one cannot hold them. It is called
     before the model is loaded.
 
     FlashError(out_of_memory) if not even the model, its adapter and an engine with a cache for one
     conversation fit."""
-    capacity = capacity_bytes()
     work = replace(work, sequences=min(1, work.sequences))
-    if estimate(model_path, work, dtype, capacity).total <= capacity:
+    if estimate(base, work, dtype, capacity).total <= capacity:
         return 1
     if cards > 1 and not work.four_bit:
         work = replace(work, shards=cards)
-        if estimate(model_path, work, dtype, capacity).total <= capacity:
+        if estimate(base, work, dtype, capacity).total <= capacity:
             return cards
-    raise does_not_fit(model_path, work, dtype, capacity)
+    raise does_not_fit(base, work, dtype, capacity)
 
 
-def does_not_fit(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> FlashError:
+def does_not_fit(base: ModelFiles, work: Workload, dtype: torch.dtype, capacity: int) -> FlashError:
     """The error of a run that needs more than `capacity`, with the max_length that would do."""
-    least = estimate(model_path, work, dtype, capacity)
+    least = estimate(base, work, dtype, capacity)
     fix = "use a smaller model, or a machine with more memory"
     if torch.cuda.is_available():
         fix = "use a smaller model, a card with more memory, or end what else uses this card"
     shorter = work.max_length // 2
     while work.sequences and shorter >= LEAST_LENGTH:
         lowered = replace(work, max_length=shorter)
-        if estimate(model_path, lowered, dtype, capacity).total <= capacity:
+        if estimate(base, lowered, dtype, capacity).total <= capacity:
             now = work.max_length
             fix = f"set max_length={shorter} (it is {now}), free memory, or use a smaller model"
             break

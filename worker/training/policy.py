@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils import save_and_load
+from peft.utils import save_and_load, transformers_weight_conversion
 from safetensors import torch as safetensors
-from transformers import BitsAndBytesConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import read_adapter_config
 from flash_mcp.protocol.spec import check_adapter
-from worker.adapter import names_as_they_are
-from worker.model_files import auto_class, config_of
-from worker.training.attention import attention_of
+from worker.model_files import ModelFiles
+from worker.training.attention import ATTENTION
 from worker.training.kernels import LoraLinear, fuse_norms
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -27,7 +28,7 @@ FUSED_MAMBA = ("falcon_h1", "nemotron_h")
 
 
 def load_policy(
-    model_path: Path,
+    base: ModelFiles,
     *,
     rank: int,
     alpha: int,
@@ -48,23 +49,38 @@ def load_policy(
     has_card = torch.cuda.is_available()
     device = device or ("cuda" if has_card else "cpu")
     quantized = _nf4(dtype, device) if four_bit else {}
-    config = config_of(model_path)
-    base = auto_class(config).from_pretrained(
-        model_path, dtype=dtype, attn_implementation=attention_of(config), **quantized
+    causal_lm = base.auto_class.from_pretrained(
+        base.path, dtype=dtype, attn_implementation=attention_of(base.config), **quantized
     )
     # cuDNN's attention builds a plan for each length, and hardly two batches have the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
     cast(Any, torch).manual_seed(seed)
     if has_card:  # the CPU gains nothing
-        fuse_norms(base)
+        fuse_norms(causal_lm)
     if not four_bit:  # those are there already
-        base = base.to(device)
-    model = with_adapter(base, rank, alpha, experts=experts)
+        causal_lm = causal_lm.to(device)
+    model = with_adapter(causal_lm, rank, alpha, experts=experts)
     if adapter_path is not None:
         config = read_adapter_config(adapter_path)
         check_adapter(config, rank=rank, alpha=alpha, experts=experts)
         _warm_start(model, adapter_path)
     return model
+
+
+def without_storage(base: ModelFiles, dtype: torch.dtype, rank: int, *, experts: bool) -> Any:
+    """The policy on the meta device."""
+    config = base.config
+    with torch.device("meta"):
+        attention = attention_of(config)
+        model = base.auto_class.from_config(config, dtype=dtype, attn_implementation=attention)
+    return with_adapter(model, rank, rank, experts=experts, low_cpu_mem_usage=True)
+
+
+def attention_of(config: Any) -> str | None:
+    """The attention to load a model with: that of worker.training.attention, or None, its own, if
+    its layers look up none (Falcon)."""
+    kind = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
+    return ATTENTION if getattr(kind, "_supports_attention_backend", False) else None
 
 
 def _nf4(dtype: torch.dtype, device: str) -> Json:
@@ -100,6 +116,23 @@ def with_adapter(
     cast(Any, config)._register_custom_module({torch.nn.Linear: LoraLinear})
     with names_as_they_are():
         return cast(Any, get_peft_model)(base, config, **options)
+
+
+def _convert_nothing(*_: Any, **__: Any) -> None: ...
+
+
+@contextmanager
+def names_as_they_are() -> Generator[None]:
+    """PEFT takes an adapter's layers literally within it. Otherwise it reads `gate_proj` and its
+    like of a mixture of experts as names from before transformers 5, of experts that it would adapt
+    in place of dense and shared layers, together with their router."""
+    conversion = cast(Any, transformers_weight_conversion)
+    own = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = _convert_nothing
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = own
 
 
 def adapted_layers(base: Any) -> list[str]:
