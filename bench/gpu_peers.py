@@ -59,7 +59,7 @@ def _prime_row(place: Place, size: str) -> None:
     mfu = published_mfu / published_rate  # of each token a second, as prime-rl counts operations
     add(mfu=mfu * rate)
     if matmul := Results(place.results.out, "environment").read().get("matmul_tflops"):
-        work = paper.Work(PROMPT, length - PROMPT, 1, longest=packing.FLASH_TOKENS)
+        work = paper.Work(PROMPT, length - PROMPT, 1, longest=packing.LONGEST)
         cost = paper.step_cost(model, flash=True, recomputed=True, work=work, groups=1)
         bound = length / (cost.flops / (matmul * 1e12))
         add(tokens_per_s_bound=bound, mfu_bound=mfu * bound)

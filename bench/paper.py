@@ -14,7 +14,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -116,20 +116,7 @@ def pass_cost(
             kernels.fuse_norms(model)
     device = torch.device("meta")  # tensors without storage, and PyTorch's rules for their shapes
     lengths = [work.completion] * work.rows
-    layout = attention.Layout(
-        work.prompt, lengths, torch.bfloat16, torch.device("cpu"), flash=flash
-    )
-    total = len(layout.positions)
-    segments = getattr(layout.mask, "segments", None)
-    layout.positions = layout.positions.to(device)
-    layout.mask = torch.empty(1, 1, total, total, dtype=torch.bool, device=device)
-    if segments:
-        ends = ("ends", "completion_ends", "prompt_ends")
-        moved_ends = {name: getattr(segments, name).to(device) for name in ends}
-        layout.mask.segments = replace(segments, **moved_ends)
-    else:
-        dense = torch.empty(total, total, dtype=torch.bfloat16, device=device)
-        layout.mask.blocks = [([0], dense)]
+    layout = attention.Layout(work.prompt, lengths, torch.bfloat16, device, flash=flash)
     causal_lm = model.get_base_model()
     packing.recompute(causal_lm, recomputed)
     ids = torch.zeros(work.prompt + sum(lengths), dtype=torch.long, device=device)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flash_mcp.protocol.errors import FlashError
 from worker.model_files import ModelFiles
@@ -20,12 +22,29 @@ from worker.training.policy import load_policy
 
 FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-LENGTHS = [(5, [3, 7, 1]), (9, [12]), (0, [4, 6]), (70, [30, 58])]
+Fork = tuple[int, int, int]
+PACKS: list[tuple[int, list[int], list[Fork]]] = [
+    (5, [3, 7, 1], []), (9, [12], []), (0, [4, 6], []), (70, [30, 58], []), (150, [130, 0, 5], []),
+    (20, [60, 40], [(30, 26, 80), (50, 45, 80), (60, 10, 80), (90, 85, 120)]),  # one forks within the prompt
+    (10, [200], [(100, 40, 210), (130, 0, 210), (150, 140, 210)]),  # and one has nothing before it
+]  # fmt: skip
 
 
 def segments_of(ends: Tensor) -> list[slice]:
     marks = ends.tolist()
     return [slice(start, end) for start, end in itertools.pairwise(marks)]
+
+
+def mask_of(
+    rows: slice, columns: slice, causal: bool, window_size_left: int | None = None, window_size_right: int = 0
+) -> dict[str, Any]:
+    """The GPU's rule: the last query is that of the last key."""
+    queries, keys = rows.stop - rows.start, columns.stop - columns.start
+    apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    seen = (apart >= 0) | (not causal)
+    if window_size_left is not None:
+        seen &= apart <= window_size_left
+    return {"is_causal": False, "attn_mask": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)}
 
 
 def of_cpu(part: Tensor, rows: slice, heads: int) -> Tensor:
@@ -35,13 +54,13 @@ def of_cpu(part: Tensor, rows: slice, heads: int) -> Tensor:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor,
-    most_queries: int, most_keys: int, dropout: float, causal: bool, debug: bool, *, scale: float,
+    most_queries: int, most_keys: int, dropout: float, causal: bool, debug: bool, *, scale: float, **window: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     out, lse = torch.empty_like(query), query.new_empty(query.size(1), len(query)).float()
     for rows, columns in zip(segments_of(query_ends), segments_of(key_ends), strict=True):
         assert rows.stop - rows.start <= most_queries and columns.stop - columns.start <= most_keys
         parts = [of_cpu(part, at, query.size(1)) for part, at in ((query, rows), (key, columns), (value, columns))]
-        [segment], [lse[:, rows]] = FORWARD(*parts, dropout, causal, scale=scale)
+        [segment], [lse[:, rows]] = FORWARD(*parts, dropout, **mask_of(rows, columns, causal, **window), scale=scale)
         out[rows] = segment.transpose(0, 1)
     nothing = torch.empty(0)
     return out, lse, nothing, nothing.clone(), nothing.clone()
@@ -50,14 +69,15 @@ def forward(
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     query_ends: Tensor, key_ends: Tensor, most_queries: int, most_keys: int, dropout: float,
-    causal: bool, *random: Tensor, scale: float,
+    causal: bool, *random: Tensor, scale: float, **window: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     heads = query.size(1)
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, columns in zip(segments_of(query_ends), segments_of(key_ends), strict=True):
         places = (grad, rows), (query, rows), (key, columns), (value, columns), (out, rows)
         parts = [of_cpu(part, at, heads) for part, at in places]
-        found = BACKWARD(*parts, lse[None, :, rows].contiguous(), dropout, causal, scale=scale)
+        mask = mask_of(rows, columns, causal, **window)
+        found = BACKWARD(*parts, lse[None, :, rows].contiguous(), dropout, **mask, scale=scale)
         for of, at, [part] in zip(grads, (rows, columns, columns), found, strict=True):
             of[at] = part.transpose(0, 1).unflatten(1, (of.size(1), -1)).sum(2)
     return grads
@@ -73,29 +93,76 @@ def flash() -> Iterator[None]:
     library._destroy()
 
 
-@pytest.mark.parametrize(("prompt", "completions"), LENGTHS, ids=str)
-def test_flash_attention_in_two_parts_has_the_outputs_and_gradients_of_the_masked_one(
-    flash: None, prompt: int, completions: list[int]
+def dense_mask(prompt: int, completions: list[int], forks: list[Fork], window: int | None) -> Tensor:
+    """What each token sees, from what comes before it."""
+    before = list(range(-1, prompt + sum(completions) - 1))
+    for place in itertools.accumulate([prompt, *completions[:-1]]):
+        if place < len(before):
+            before[place] = prompt - 1
+    for start, after, _ in forks:
+        before[start] = after - 1
+    mask = torch.full((len(before), len(before)), -torch.inf)
+    for query in range(len(before)):
+        key, apart = query, 0
+        while key >= 0 and apart < (window or len(before)):
+            mask[query, key] = 0.0
+            key, apart = before[key], apart + 1
+    return mask
+
+
+@pytest.mark.parametrize("window", [None, 1, 24, 64, 100])
+@pytest.mark.parametrize(("prompt", "completions", "forks"), PACKS, ids=str)
+def test_no_way_of_attention_differs_from_a_dense_mask(
+    flash: None, monkeypatch, prompt: int, completions: list[int], forks: list[Fork], window: int | None
 ) -> None:
+    """Blocks of a CPU, those of a GPU, and flash attention."""
+    monkeypatch.setattr(attention, "GPU_BLOCK", 128)
+    of = prompt, completions, torch.float32, torch.device("cpu")
+    layouts = [Layout(*of, flash=on, forks=forks, windows={"": window}) for on in (False, True)]
+    spans = attention.spans_of([prompt, *completions, layouts[0].filler], forks)
+    blocks = attention.Blocks.of(spans, window, *of[2:], on_cpu=False)
+    of_gpu = layouts[0].mask.clone()
+    of_gpu.blocks = blocks
     total = prompt + sum(completions)
-    cpu = torch.device("cpu")
+    dense = torch.full([total + layouts[0].filler] * 2, -torch.inf)
+    dense.fill_diagonal_(0.0)
+    dense[:total, :total] = dense_mask(prompt, completions, forks, window)
     generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, len(dense), 8, generator=generator) for heads in (4, 2, 2)]
+    sinks, weight = torch.randn(4, generator=generator), torch.randn(total, 4, 8, generator=generator)
     found: list[list[Tensor]] = []
-    layouts = [Layout(prompt, completions, torch.float32, cpu, flash=on) for on in (False, True)]
-    length = total + layouts[0].filler
-
-    def rows(heads: int) -> Tensor:
-        return torch.randn(1, heads, length, 8, generator=generator)
-
-    inputs, weight = [rows(4), rows(2), rows(2)], torch.randn(total, 4, 8, generator=generator)
-    for layout in layouts:
+    for mask in (dense[None, None], *(layout.mask for layout in layouts), of_gpu):
         leaves = [part.clone().requires_grad_() for part in inputs]
-        out, _ = attention._attend(None, *leaves, layout.mask, scaling=0.3)
+        out, _ = attention._attend(None, *leaves, mask, scaling=0.3, s_aux=sinks)
         (out[0, :total] * weight).sum().backward()
         found.append([out[0, :total], *(leaf.grad for leaf in leaves if leaf.grad is not None)])
-    assert torch.equal(layouts[0].positions, layouts[1].positions)
-    for masked, in_parts in zip(*found, strict=True):
-        assert (in_parts - masked).norm() < 1e-5 * masked.norm()
+    for expected, *others in zip(*found, strict=True):
+        for other in others:
+            assert (other - expected).norm() < 1e-5 * expected.norm()
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        stored = [each.untyped_storage().nbytes() for each in tree_leaves(made) if isinstance(each, Tensor)]
+        self.bytes = max(self.bytes, *stored, 0)
+        return made
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_a_tree_of_24576_tokens_makes_no_mask_of_its_square(window: int | None) -> None:
+    """That would be 604 MB."""
+    with Largest() as largest:
+        forks = [(8000, 4000, 24576), (12000, 11000, 24576), (18000, 4000, 24576)]
+        layout = Layout(2000, [22576], torch.float32, torch.device("cpu"), forks=forks, windows={"": window})
+        parts = [torch.randn(1, 1, 24576, 8, requires_grad=True) for _ in range(3)]
+        out, _ = attention._attend(None, *parts, layout.mask)
+        out.sum().backward()
+    assert largest.bytes < 8e6
 
 
 def test_the_kernels_give_the_shapes_that_the_stand_ins_give(flash: None) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import math
 import random
 import threading
@@ -377,25 +376,6 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(fp32_model
     assert folder.checkpoints.steps() == [1]
 
 
-def test_a_pack_is_the_same_computed_as_one_block(fp32_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    policy, tokenizer = make_policy(fp32_model), AutoTokenizer.from_pretrained(fp32_model)
-    transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
-    tokens = torch.tensor([*transcripts[0].prompt_ids, *itertools.chain(*(t.completion_ids for t in transcripts))])
-
-    def states() -> Tensor:
-        lengths = [len(t.completion_ids) for t in transcripts]
-        layout = attention.Layout(len(transcripts[0].prompt_ids), lengths, policy.dtype, policy.device)
-        blocks.append(len(layout.mask.blocks))
-        return packing.hidden_states(policy.get_base_model(), tokens, layout)[: len(tokens)]
-
-    blocks: list[int] = []
-    expected = states()
-    monkeypatch.setattr(attention, "BLOCK", 512)
-    torch.testing.assert_close(states(), expected, rtol=1e-5, atol=1e-5)
-    assert blocks[0] > 1 == blocks[1]
-
-
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
     group = [
         PlayedRollout(RolloutTask("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))
@@ -426,14 +406,16 @@ def test_what_rounding_leaves_of_a_return_is_no_reward() -> None:
 def test_packs_without_a_mask_are_bounded_by_memory_alone() -> None:
     """A prompt of 3,000 tokens and eight answers of 1,000."""
     limit = packing.pack_limit
-    assert limit(3000) == 9000 and limit(3000, longest=packing.FLASH_TOKENS) == packing.FLASH_TOKENS
-    assert limit(3000, 20_000, packing.FLASH_TOKENS) == 20_000
-    assert limit(3000, 11_000, packing.FLASH_TOKENS) == 9000, "shorter packs, computed twice"
+    assert limit(3000) == 9000 and limit(3000, longest=packing.LONGEST) == packing.LONGEST
+    assert limit(3000, 20_000, packing.LONGEST) == 20_000
+    assert limit(3000, 11_000, packing.LONGEST) == 9000, "shorter packs, computed twice"
     ids = torch.ones(8, 4000, dtype=torch.long)
     arguments = ids, ids, ids[:, 3000:]
-    (pack,) = packing.packs_of(*arguments, longest=packing.FLASH_TOKENS)
+    (pack,) = packing.packs_of(*arguments, longest=packing.LONGEST)
     assert pack.tokens == 11_000
     assert len(packing.packs_of(*arguments, longest=5500)) == 4, "after memory ran out"
     trees = [[(3500, 3100)]] * 8
-    for longest in (packing.FLASH_TOKENS, 15_000):
-        assert len(packing.packs_of(*arguments, forks_B=trees, longest=longest)) == 2, "trees have a mask"
+    assert len(packing.packs_of(*arguments, forks_B=trees, longest=packing.LONGEST)) == 1
+    assert len(packing.packs_of(*arguments, forks_B=trees)) == 2
+    for most in ({"longest": 3999}, {"keep_tokens": 499}, {"keep_tokens": 499, "longest": packing.LONGEST}):
+        assert len(packing.packs_of(*arguments, forks_B=trees, **most)) == 16, "two paths of each"

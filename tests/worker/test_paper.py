@@ -20,14 +20,14 @@ from worker.training import attention
 @pytest.mark.parametrize(("prompt", "lengths"), [(64, [16320]), (0, [16384]), (256, [1536] * 8), (256, [512, 100, 7])])
 def test_attention_is_counted_as_it_is_computed(prompt: int, lengths: list[int]) -> None:
     heads, kv_heads, size = 32, 8, 128
-    segments: Any = attention.Segments.from_lengths(prompt, lengths, torch.device("meta"))
+    rows: Any = attention.Layout(prompt, lengths, torch.bfloat16, torch.device("meta"), flash=True).mask.rows
 
     def tensor(count: int) -> torch.Tensor:
         return torch.empty(prompt + sum(lengths), count, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
     own = paper._flash_flops([prompt, *lengths])
     with FlopCounterMode(display=False, custom_mapping=own) as counted:
-        out = attention._SharedPrompt.apply(tensor(heads), tensor(kv_heads), tensor(kv_heads), segments, 0.1, None)
+        out = attention._Flash.apply(tensor(heads), tensor(kv_heads), tensor(kv_heads), rows, 0.1, None)
         out.sum().backward()
     pairs = sum(length**2 / 2 for length in (prompt, *lengths)) + prompt * sum(lengths)
     assert counted.get_total_flops() == pytest.approx(3.5 * 4 * pairs * heads * size)

@@ -272,6 +272,7 @@ def test_the_step_has_the_gradient_of_the_dense_reference(
 ) -> None:  # fmt: skip
     """With 16 tokens in a pack, or 48 after such a prompt, trees are split into their paths."""
     monkeypatch.setattr(packing, "PACK_TOKENS", pack_tokens)
+    monkeypatch.setattr(packing, "LONGEST", 3 * pack_tokens)
     groups = make_groups(AutoTokenizer.from_pretrained(fp32_model), failed=failed)
     for rollout, calls in itertools.chain(*(group[::2] for group in groups)):
         if rollout.transcript:  # each second one was cut off

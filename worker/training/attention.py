@@ -2,20 +2,21 @@
 
 Which way it is computed depends on the device; all give the same values.
 
-    CPU                     blocks of 64 queries, each with the blocks of keys that it sees
-    GPU, half precision     flash attention twice, without a mask: every segment by itself, and the
-                            completions over the prompt. Both are merged by their log-sum-exp
-    other GPUs, fp32, and   one block with a dense mask
-    layers with a window
+    GPU, half precision     flash attention without a mask: every span of tokens by itself, and
+                            over what comes before it, merged by their log-sum-exp. With a window,
+                            once: every span after as many tokens as it sees
+    CPU, other GPUs, fp32   blocks of queries, each with the keys that it sees
 
-Layers with a window see tokens whose positions differ by less. Soft-capped scores and attention
-sinks are written out, since no kernel of PyTorch's computes them.
+A tree is made of spans, too. No way has a mask of (L, L). Layers with a window see tokens whose
+positions differ by less. Soft-capped scores and attention sinks are written out, since no kernel
+of PyTorch's computes them.
 
 Axes: L tokens of a packed sequence, P of its prompt, H heads, K heads of keys, D size of a head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -32,8 +33,12 @@ from worker.model_files import head_size
 once_differentiable: Any = function.once_differentiable
 BLOCK = 64
 """Sequences are padded to a multiple. On the CPU PyTorch compiles kernels for each new length and
-keeps them, which takes megabytes for each length.
+keeps them, which takes megabytes for each length. It is also the most queries of a block there.
 """
+ROWS = 16
+"""On the CPU the queries of a block are padded to a multiple, for the same reason."""
+GPU_BLOCK = 1024
+"""Queries of a block on a GPU."""
 ATTENTION = "packed"
 """The name under which transformers knows `_attend`."""
 FLASH_FORWARD: Any = torch.ops.aten._flash_attention_forward
@@ -41,6 +46,8 @@ FLASH_BACKWARD: Any = torch.ops.aten._flash_attention_backward
 FLASH_CAPABILITY = (8, 0)
 FLASH_HEAD = 256
 """The largest head of flash attention; sizes are multiples of 8."""
+Ranges = tuple[tuple[int, int], ...]
+"""(first, end) of tokens of a packed sequence."""
 Windows = Mapping[str, int | None]
 """Kind of layer, as a config's layer_types has it -> its window in tokens. A model that takes one
 mask for all its layers has the kind ALL."""
@@ -78,34 +85,110 @@ def windows_of(config: Any) -> Windows | None:
 
 
 @dataclass(frozen=True)
-class Segments:
-    """Where the parts of a packed sequence begin and end, as flash attention wants to know it."""
+class Span:
+    """Tokens of a packed sequence that follow each other: its prompt, a completion, or a part of
+    one from a fork on."""
 
-    prompt: int
-    completions: int
-    """Tokens of all completions, with the filler: what it attends to does not matter."""
-    longest: int
-    ends: Tensor
-    """int32: 0, and the end of the prompt and of each completion."""
-    completion_ends: Tensor
-    """int32: 0 and `completions`: over the prompt, all completions are one row of queries."""
-    prompt_ends: Tensor
-    """int32: 0 and `prompt`."""
+    start: int
+    end: int
+    path: Ranges
+    """(first, end) of the tokens that come before it, in order."""
+
+    @property
+    def before(self) -> int:
+        """How many tokens come before it: the position of its first one."""
+        return sum(end - first for first, end in self.path)
+
+
+def spans_of(lengths: Sequence[int], forks: Sequence[tuple[int, int, int]]) -> list[Span]:
+    """The spans of a prompt, its completions and the filler, of so many tokens each, in order."""
+    prompt = lengths[0]
+    *completions, filler, total = itertools.accumulate(lengths)
+    after = {0: 0, **dict.fromkeys(completions, prompt)}
+    after |= {start: shared for start, shared, _ in forks}
+    after |= {filler: 0, total: 0}  # the filler sees itself
+    spans: list[Span] = []
+    for start, end in itertools.pairwise(sorted(after)):
+        path: Ranges = ()
+        if last := after[start]:
+            parent = next(span for span in spans if span.start < last <= span.end)
+            path = (*parent.path, (parent.start, last))
+        spans.append(Span(start, end, path))
+    return spans
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries and keys of flash attention, sequence after sequence: each is a slice, or int64."""
+
+    queries: Any
+    keys: Any
+    options: tuple[Any, ...]
+    """Ends of each sequence's queries and keys (int32, from 0), the most of each, no dropout, and
+    whether a query sees only the keys up to its own, which is the last one."""
+    window: Mapping[str, int]
 
     @classmethod
-    def from_lengths(cls, prompt: int, completions: list[int], device: torch.device) -> Self:
-        lengths = [length for length in (prompt, *completions) if length]
-        rest = sum(completions)
+    def of(
+        cls,
+        sequences: Sequence[tuple[Ranges, Ranges]],
+        device: torch.device,
+        *,
+        causal: bool,
+        window: int | None = None,
+    ) -> Self:
+        """Of the ranges of each sequence's queries and keys."""
+        sides = list(zip(*sequences, strict=True))
+        lengths = [[sum(end - first for first, end in part) for part in side] for side in sides]
+        ends = [
+            torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32, device=device)
+            for side in lengths
+        ]
+        places = [_places(tuple(itertools.chain(*side)), device) for side in sides]
+        # Of the tokens before it, a query sees one less than the window.
+        sees = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+        queries, keys = places
+        return cls(queries, keys, (*ends, *map(max, lengths), 0.0, causal), sees)
 
-        def ends(of: list[int]) -> Tensor:
-            counted = torch.tensor([0, *of], device=device)
-            return counted.cumsum(0).to(torch.int32)
 
-        return cls(prompt, rest, max(lengths), ends(lengths), ends([rest]), ends([prompt]))
+def _places(ranges: Ranges, device: torch.device) -> Any:
+    """The places in these ranges: as a slice if they follow each other, which copies nothing."""
+    pairs = [pair for pair in ranges if pair[0] < pair[1]]
+    if all(end == first for (_, end), (first, _) in itertools.pairwise(pairs)):
+        return slice(pairs[0][0], pairs[-1][1])
+    return torch.cat([torch.arange(*pair, device=device) for pair in pairs])
 
 
-class _SharedPrompt(torch.autograd.Function):
-    """Flash attention of every segment by itself, and of the completions over the prompt.
+def _flash_rows(spans: Sequence[Span], window: int | None, device: torch.device) -> list[Rows]:
+    """Every span by itself, and spans over what comes before them: those that follow the same
+    tokens are one row of queries. With a window, each span after as many tokens as it sees."""
+    own = [((span.start, span.end),) for span in spans]
+    if window:
+        seen = [(*_last(span.path, window - 1), *one) for span, one in zip(spans, own, strict=True)]
+        return [Rows.of([*zip(own, seen, strict=True)], device, causal=True, window=window)]
+    rows = [Rows.of([*zip(own, own, strict=True)], device, causal=True)]
+    by_path: dict[Ranges, list[tuple[int, int]]] = {}
+    for span in spans:
+        if span.path:
+            by_path.setdefault(span.path, []).append((span.start, span.end))
+    if by_path:
+        after = [(tuple(queries), path) for path, queries in by_path.items()]
+        rows.append(Rows.of(after, device, causal=False))
+    return rows
+
+
+def _last(path: Ranges, count: int) -> Ranges:
+    """The last tokens of a path."""
+    found: list[tuple[int, int]] = []
+    for first, end in reversed(path):
+        if count > 0:
+            found.append((max(first, end - count), end))
+            count -= end - first
+    return tuple(found[::-1])
+
+
+class _Flash(torch.autograd.Function):
+    """Flash attention of every span by itself, and of spans over what comes before them.
 
     softmax over both = each part's output, weighted with exp(its log-sum-exp - that of both). A
     part's gradient is flash attention's own, given the merged output and log-sum-exp: they are all
@@ -117,32 +200,27 @@ class _SharedPrompt(torch.autograd.Function):
         query_LHD: Tensor,
         key_LKD: Tensor,
         value_LKD: Tensor,
-        parts: Any,
+        rows: Any,
         scale: float,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        segments = cast(Segments, parts)
-        at = segments.prompt
-        out_LHD, lse_HL, *random = FLASH_FORWARD(
-            query_LHD, key_LKD, value_LKD, *_own(segments), 0.0, True, False, scale=scale
-        )
-        if at and segments.completions:
-            seen_CHD, seen_HC, *_ = FLASH_FORWARD(
-                query_LHD[at:], key_LKD[:at], value_LKD[:at], *_over_prompt(segments),
-                0.0, False, False, scale=scale,
-            )  # fmt: skip
-            own_HC = lse_HL[:, at:]
+        first, *others = cast(list[Rows], rows)
+        out_LHD, lse_HL, *random = _flash(first, query_LHD, key_LKD, value_LKD, scale)
+        for part in others:
+            at = part.queries
+            seen_CHD, seen_HC, *_ = _flash(part, query_LHD, key_LKD, value_LKD, scale)
+            own_HC = lse_HL[:, at]
             both_HC = torch.logaddexp(own_HC, seen_HC)
             own_weight = _weight(own_HC, both_HC)
             seen_weight = _weight(seen_HC, both_HC)
-            out_LHD[at:] = out_LHD[at:] * own_weight + seen_CHD * seen_weight
-            lse_HL[:, at:] = both_HC
+            out_LHD[at] = out_LHD[at] * own_weight + seen_CHD * seen_weight
+            lse_HL[:, at] = both_HC
         if sinks_H is not None:  # a sink is a key with the value 0
             with_sink_HL = torch.logaddexp(lse_HL, sinks_H.float()[:, None])
             out_LHD = (out_LHD * _weight(lse_HL, with_sink_HL)).to(out_LHD.dtype)
             lse_HL = with_sink_HL
         ctx.save_for_backward(query_LHD, key_LKD, value_LKD, out_LHD, lse_HL, *random[:2])
-        ctx.segments = segments
+        ctx.rows = rows
         ctx.scale = scale
         return out_LHD
 
@@ -150,33 +228,30 @@ class _SharedPrompt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_LHD: Tensor) -> tuple[Tensor | None, ...]:
         query_LHD, key_LKD, value_LKD, out_LHD, lse_HL, *random = ctx.saved_tensors
-        segments: Segments = ctx.segments
-        at = segments.prompt
-        grad_LHD = grad_LHD.contiguous()
-        query_grad, key_grad, value_grad = FLASH_BACKWARD(
-            grad_LHD, query_LHD, key_LKD, value_LKD, out_LHD, lse_HL, *_own(segments),
-            0.0, True, *random, scale=ctx.scale,
-        )  # fmt: skip
-        if at and segments.completions:
-            more_query, more_key, more_value = FLASH_BACKWARD(
-                grad_LHD[at:], query_LHD[at:], key_LKD[:at], value_LKD[:at], out_LHD[at:],
-                lse_HL[:, at:].contiguous(), *_over_prompt(segments),
-                0.0, False, *random, scale=ctx.scale,
+        grads = [torch.zeros_like(part) for part in (query_LHD, key_LKD, value_LKD)]
+        for part in cast(list[Rows], ctx.rows):
+            at, seen = part.queries, part.keys
+            found = FLASH_BACKWARD(
+                grad_LHD[at].contiguous(), query_LHD[at], key_LKD[seen], value_LKD[seen],
+                out_LHD[at], lse_HL[:, at].contiguous(), *part.options, *random,
+                scale=ctx.scale, **part.window,
             )  # fmt: skip
-            query_grad[at:] += more_query
-            key_grad[:at] += more_key
-            value_grad[:at] += more_value
-        return query_grad, key_grad, value_grad, None, None, None
+            for total, places, more in zip(grads, (at, seen, seen), found, strict=True):
+                if isinstance(places, slice):
+                    total[places] += more
+                else:  # a key may be seen from several spans
+                    total.index_add_(0, places, more)
+        return *grads, None, None, None
 
 
-def _own(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    """Ends of the queries and of the keys, and the longest of each."""
-    return segments.ends, segments.ends, segments.longest, segments.longest
-
-
-def _over_prompt(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    """As `_own`, of the completions over the prompt."""
-    return (segments.completion_ends, segments.prompt_ends, segments.completions, segments.prompt)
+def _flash(
+    rows: Rows, query_LHD: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float
+) -> list[Tensor]:
+    """Output, log-sum-exp (H, queries), and what the backward pass wants."""
+    seen = key_LKD[rows.keys], value_LKD[rows.keys]
+    return FLASH_FORWARD(
+        query_LHD[rows.queries], *seen, *rows.options, False, scale=scale, **rows.window
+    )
 
 
 def _weight(part_HC: Tensor, both_HC: Tensor) -> Tensor:
@@ -184,13 +259,97 @@ def _weight(part_HC: Tensor, both_HC: Tensor) -> Tensor:
     return (part_HC - both_HC).exp().t()[..., None]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A span's keys, and the blocks of its queries."""
+
+    pieces: list[int]
+    """Of `Blocks.keys`: what the first block sees, up to the span's end."""
+    skipped: int
+    """Tokens of the first piece that no block sees."""
+    filler: int
+    """Keys after the last one, which nothing sees."""
+    blocks: list[tuple[int, Tensor]]
+    """The first key of each, and the mask to add to its scores: from there on it has all keys."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Attention without an (L, L) mask: by blocks of queries, each with the keys that it sees. The
+    masks of all blocks are parts of one band of a block's height."""
+
+    keys: list[int]
+    """Tokens of the pieces that keys and values are split into."""
+    queries: list[int]
+    """Of the blocks."""
+    lines: list[Line]
+
+    @classmethod
+    def of(
+        cls,
+        spans: Sequence[Span],
+        window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        on_cpu: bool,
+    ) -> Self:
+        size, unit = (BLOCK, ROWS) if on_cpu else (GPU_BLOCK, BLOCK)
+        longest = max(span.before + span.end - span.start for span in spans)
+        # Multiples of BLOCK: kernels of a GPU want masks that begin at aligned places.
+        reach = _rounded(min(longest, window or longest), BLOCK)
+        query = torch.arange(size, device=device)
+        apart = query[:, None] - torch.arange(-reach, size + BLOCK, device=device)
+        hidden = (apart < 0) | (apart >= (window or longest))
+        band = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        band = band.masked_fill_(hidden, -torch.inf)
+        ranges = [pair for span in spans for pair in ((span.start, span.end), *span.path)]
+        bounds = sorted({0, *itertools.chain(*ranges)})
+        keys = [end - start for start, end in itertools.pairwise(bounds)]
+        number = {bound: piece for piece, bound in enumerate(bounds)}
+        queries: list[int] = []
+        lines: list[Line] = []
+        for span in spans:
+            before = span.before
+            end = before + span.end - span.start
+            # On a CPU blocks begin with their span, so that there are few of them.
+            begin = before if on_cpu else before // size * size
+            skipped = first = max(0, begin - reach)
+            blocks: list[tuple[int, Tensor]] = []
+            last = end
+            for at in range(begin, end, size):
+                top = max(before, at)
+                rows = _rounded(min(at + size, end) - top, unit)
+                seen = max(0, at - reach)
+                width = _rounded(min(top + rows, at + size) - seen, BLOCK)
+                column = seen - (at - reach)
+                blocks.append(
+                    (seen - first, band[top - at : top - at + rows, column : column + width])
+                )
+                queries.append(min(at + size, end) - top)
+                last = max(last, seen + width)
+            pieces: list[int] = []
+            for start, stop in (*span.path, (span.start, span.end)):
+                for piece in range(number[start], number[stop]):
+                    if not pieces and skipped >= keys[piece]:
+                        skipped -= keys[piece]
+                    else:
+                        pieces.append(piece)
+            lines.append(Line(pieces, skipped, last - end, blocks))
+        return cls(keys, queries, lines)
+
+
+def _rounded(count: int, unit: int) -> int:
+    return count + -count % unit
+
+
 class Layout:
     """Positions and mask of a prompt and its completions in one sequence, by their lengths in
     tokens.
 
     `mask` is what the model takes: one for all layers, or a dict with one for each of `windows`.
-    `filler` tokens, which no other token sees, fill the last block. With `flash`, attention without
-    a window is computed by `_SharedPrompt`, which knows no `forks`.
+    `filler` tokens, which no other token sees, fill the last block. With `flash`, attention is
+    computed by `_Flash`.
 
     A fork (start, after, end) makes the tokens from `start` to `end` follow the token before
     `after` instead of the one before `start`. Forks are in the order of their starts.
@@ -208,48 +367,25 @@ class Layout:
         windows: Windows = {ALL: None},  # noqa: B006  nobody changes it
     ) -> None:
         self.filler = -(prompt + sum(completions)) % BLOCK
-        lengths = torch.tensor([prompt, *completions, self.filler], device=device)
-        owner = torch.arange(len(lengths), device=device).repeat_interleave(lengths)  # (L,)
-        at = torch.arange(len(owner), device=device)
-        starts = lengths.cumsum(0) - lengths
-        self.positions = torch.where(owner == 0, at, prompt + at - starts[owner])  # (L,)
-        # transformers passes a 4-D mask through unchanged, with the attribute that `_attend` reads.
+        spans = spans_of([prompt, *completions, self.filler], forks)
+        positions = [
+            torch.arange(span.before, span.before + span.end - span.start, device=device)
+            for span in spans
+        ]
+        self.positions = torch.cat(positions)  # (L,)
+        # transformers passes a 4-D mask through unchanged. `_attend` reads its attribute alone; an
+        # expanded tensor takes no memory.
+        length = len(self.positions)
+        every = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, length, length)
         by_kind: dict[str, Any] = {}
-        if flash and not forks:
-            # Only its attribute is read; an expanded tensor takes no memory.
-            every = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, len(at), len(at))
-            segments = Segments.from_lengths(prompt, [*completions, self.filler], device)
-            for kind, window in windows.items():
-                if window is None:
-                    by_kind[kind] = every.view_as(every)
-                    by_kind[kind].segments = segments
-        if len(by_kind) < len(windows):
-            visible = owner[:, None] == owner  # (L, L), up to 150 MB: changed in place
-            visible |= owner == 0
-            visible &= at[:, None] >= at
-            for start, after, end in forks:
-                visible[start:end, :start] = visible[after - 1, :start] if after else False
-                first = self.positions[after - 1] + 1 if after else 0
-                self.positions[start:end] = first + at[: end - start]
-            apart = self.positions[:, None] - self.positions
-            for kind in windows.keys() - by_kind.keys():
-                window = windows[kind]
-                seen = visible if window is None else visible & (apart < window)
-                by_kind[kind] = seen[None, None]
-                by_kind[kind].blocks = list(_blocks(seen, dtype))  # what is computed of it
+        for kind, window in windows.items():
+            by_kind[kind] = every.view_as(every)
+            if flash:
+                by_kind[kind].rows = _flash_rows(spans, window, device)
+            else:
+                on_cpu = device.type == "cpu"
+                by_kind[kind].blocks = Blocks.of(spans, window, dtype, device, on_cpu=on_cpu)
         self.mask: Any = by_kind.get(ALL, by_kind)
-
-
-def _blocks(visible_LL: Tensor, dtype: torch.dtype) -> Iterator[tuple[list[int], Tensor]]:
-    """For each block of queries: the blocks of keys that it sees any of, and the mask to add to
-    their scores. On a GPU everything is one block."""
-    size = BLOCK if visible_LL.device.type == "cpu" else len(visible_LL)
-    for rows in torch.split(visible_LL, size):  # (size, L)
-        tiles = rows.view(size, -1, size)
-        seen = tiles.any(2).any(0).nonzero().flatten()
-        columns = tiles[:, seen].flatten(1)
-        mask = torch.zeros_like(columns, dtype=dtype).masked_fill_(~columns, -torch.inf)
-        yield cast(Any, seen).tolist(), mask
 
 
 def _attend(
@@ -264,14 +400,14 @@ def _attend(
     sinks_H: Tensor | None = options.pop("s_aux", None)
     _check_options(options)
     heads = query.size(1)
-    segments: Segments | None = getattr(attention_mask, "segments", None)
-    if segments is not None:
+    rows: list[Rows] | None = getattr(attention_mask, "rows", None)
+    if rows is not None:
         if softcap is not None:
             raise NotImplementedError("flash attention with soft-capped scores")
-        rows = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
-        attended_LHD = cast(Any, _SharedPrompt).apply(*rows, segments, scale, sinks_H)
+        parts = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
+        attended_LHD = cast(Any, _Flash).apply(*parts, rows, scale, sinks_H)
         return attended_LHD[None], None
-    blocks: list[tuple[list[int], Tensor]] | None = getattr(attention_mask, "blocks", None)
+    blocks: Blocks | None = getattr(attention_mask, "blocks", None)
     if blocks is None and softcap is None and sinks_H is None:
         plain = cast(Any, sdpa).sdpa_attention_forward
         return plain(module, query, key, value, attention_mask, **options)
@@ -280,25 +416,30 @@ def _attend(
     if blocks is None:
         added = _added(attention_mask, query, key)
         return _weighted(query, key, value, added, scale, softcap, sinks_H).transpose(1, 2), None
-    size = query.size(2) // len(blocks)
-    keys = torch.split(key, size, dim=2)
-    values = torch.split(value, size, dim=2)
-    queries = torch.split(query, size, dim=2)
-    parts: list[Tensor] = []
-    gathered: list[int] = []
-    some_keys = some_values = query
-    # From the end: the keys of a block are the first keys of the next block, so a completion needs
-    # only one copy.
-    for part, (seen, mask) in zip(reversed(queries), reversed(blocks), strict=True):
-        if gathered[: len(seen)] != seen:
-            gathered = seen
-            some_keys = torch.cat([keys[at] for at in seen], dim=2)
-            some_values = torch.cat([values[at] for at in seen], dim=2)
-        width = mask.size(1)
-        near = some_keys[:, :, :width], some_values[:, :, :width]
-        attended = _weighted(part, *near, mask, scale, softcap, sinks_H)
-        parts.append(attended.transpose(1, 2))
-    return torch.cat(parts[::-1], dim=1), None
+    queries = iter(torch.split(query, blocks.queries, dim=2))
+    pieces = [torch.split(part, blocks.keys, dim=2) for part in (key, value)]
+    attended: list[Tensor] = []
+    for line in blocks.lines:
+        seen = [_line(line, part) for part in pieces]
+        for first, mask in line.blocks:
+            part = next(queries)
+            count = part.size(2)
+            if count < len(mask):
+                part = pad(part, (0, 0, 0, len(mask) - count))
+            some_keys, some_values = (each[:, :, first : first + mask.size(1)] for each in seen)
+            block = _weighted(part, some_keys, some_values, mask, scale, softcap, sinks_H)
+            block = block.transpose(1, 2)
+            attended.append(block if count == len(mask) else block[:, :count])
+    return torch.cat(attended, dim=1), None
+
+
+def _line(line: Line, pieces: Sequence[Tensor]) -> Tensor:
+    """The keys or values of a line."""
+    first, *others = [pieces[number] for number in line.pieces]
+    if line.skipped:
+        first = first[:, :, line.skipped :]
+    filler = first.new_zeros(*first.shape[:2], line.filler, first.size(3))
+    return torch.cat([first, *others, filler], dim=2)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -42,9 +42,11 @@ from worker.training.kernels import Head, token_logps
 
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
-"""A longer sequence is split: its mask grows with the square, and one more prompt is cheaper."""
-FLASH_TOKENS = 32_768
-"""The same where attention needs no mask."""
+"""A longer sequence is split: one more prompt is cheaper than the memory."""
+LONGEST = 32_768
+"""The same where attention is flash attention, and of a tree, whose paths have more in common."""
+RECOMPUTED = 8
+"""Tokens whose activations are recomputed take at most the memory of so many times fewer."""
 LONG_PROMPT = 3
 """A pack may be so many times as long as its prompt, and as PACK_TOKENS at most."""
 PROMPT_SHARE = 4
@@ -282,16 +284,17 @@ def packs_of(
 ) -> list[Pack]:
     """The packs of a batch (arguments as of `group_logps`): of at most `pack_limit` tokens or
     a single completion, and of at most `keep_tokens` where the repeated prompts cost little. A tree
-    that is longer, or whose model is not packed, is split into its paths."""
+    of more than LONGEST tokens, or more than memory holds with recomputed activations, or whose
+    model is not packed, is split into its paths."""
     width = trained_BC.size(1)
     starts = ids_BT.size(1) - width
     packs: list[Pack] = []
-    limit = partial(pack_limit, longest=longest, has_mask=any(forks_B or ()))
-    of_memory = partial(limit, keep_tokens=keep_tokens)
-    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, way, of_memory):
+    limit = partial(pack_limit, keep_tokens=keep_tokens, longest=longest)
+    tree_limit = min(LONGEST, RECOMPUTED * keep_tokens, longest or math.inf)
+    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, way, limit):
         forks = [forks_B[row] if forks_B else () for row in rows]
         completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
-        is_long = len(prompt) + len(completions[0]) > limit(len(prompt))
+        is_long = len(prompt) + len(completions[0]) > tree_limit
         if any(forks) if way != Way.PACKED else forks[0] and is_long:
             packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows, way)
             continue
@@ -391,35 +394,25 @@ def _rows_of_packs(
         yield prompt, pack
 
 
-def pack_limit(
-    prompt: int,
-    keep_tokens: float = math.inf,
-    longest: float | None = None,
-    *,
-    has_mask: bool = False,
-) -> float:
-    """The most tokens of a pack of several completions: `longest`, by default what a mask allows
-    (as trees have one in any case), which is more after a long prompt, as that would be computed
-    for each of them. If only `keep_tokens` fit into memory, a pack is split where one more prompt
-    costs less time than computing activations twice."""
-    masked = min(max(PACK_TOKENS, LONG_PROMPT * prompt), LONG_PROMPT * PACK_TOKENS)
-    limit = masked if longest is None else longest
-    if has_mask:
-        limit = min(limit, masked)
+def pack_limit(prompt: int, keep_tokens: float = math.inf, longest: float | None = None) -> float:
+    """The most tokens of a pack of several completions: `longest`, by default PACK_TOKENS, which is
+    more after a long prompt, as that would be computed for each of them. If only `keep_tokens` fit
+    into memory, a pack is split where one more prompt costs less time than computing activations
+    twice."""
+    short = min(max(PACK_TOKENS, LONG_PROMPT * prompt), LONG_PROMPT * PACK_TOKENS)
+    limit = short if longest is None else longest
     if keep_tokens >= limit:
         return limit
     if prompt * PROMPT_SHARE <= keep_tokens:
         return keep_tokens
-    return min(limit, masked)
+    return min(limit, short)
 
 
 def longest_pack(causal_lm: Any) -> float | None:
-    """`longest` of `pack_limit`: where attention has no mask, memory alone bounds a pack."""
-    windows = windows_of(causal_lm.config)
-    if windows is None or any(windows.values()):
-        return None
-    flash = can_flash(causal_lm.config, causal_lm.dtype, causal_lm.device)
-    return FLASH_TOKENS if flash else None
+    """`longest` of `pack_limit`: with flash attention, memory alone bounds a pack."""
+    is_packed = windows_of(causal_lm.config) is not None
+    flash = is_packed and can_flash(causal_lm.config, causal_lm.dtype, causal_lm.device)
+    return LONGEST if flash else None
 
 
 def layout_of(
