@@ -3,7 +3,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -101,15 +100,6 @@ def test_set_and_options_keep_what_else_a_table_has(run: Run, tmp_path: Path):
     assert (code, err) == (0, "")
     arguments = open_store().run(json.loads(out)["run_id"]).spec.environment_args
     assert arguments == {"fail": False, "rows": {"long": 5, "short": 2}, "size": 3}
-
-
-@pytest.mark.slow
-def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
-    push_echo(tmp_path)
-    code, out, _ = run("train", "--environment", "echo", "--validate-only")
-    assert code == 0
-    assert "state: validated" in out
-    assert open_store().runs() == []
 
 
 @pytest.mark.slow
@@ -227,12 +217,15 @@ def test_no_command_is_wrong_usage(run: Run):
     assert "train" in err
 
 
-def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Path):
+def test_the_best_and_the_worst_rollouts_are_a_word_away_and_so_is_the_curve(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     found = [run("rollouts", finished.id, f"--{which}", "2", "--json")[1] for which in ("best", "worst")]
     best, worst = (json.loads(text)["rollouts"] for text in found)
     assert [rollout["index"] for rollout in best] == [7, 6]
     assert [rollout["index"] for rollout in worst] == [0, 1]
+
+    assert "held-out success" in run("status", finished.id, "--curve")[1]
+    assert json.loads(run("status", finished.id, "--curve", "--json")[1])["run"]["run_id"] == finished.id
 
 
 def test_no_control_character_of_others_reaches_the_terminal(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -274,29 +267,6 @@ def test_following_ends_with_the_runs_own_exit_code(run: Run, tmp_path: Path, st
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
-    with supervised():
-        started, writer = started_run(tmp_path)
-        learn(writer, [1, 2])
-        read_in(open_store(), started.id)
-        command = [sys.executable, "-m", "flash_mcp.cli", "status", started.id, "--follow"]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            assert "step 2/20" in process.stderr.readline()
-            process.send_signal(signal.SIGINT)
-            rest = process.stderr.read()
-            assert process.wait(WAIT_S) == 130, rest
-        assert f"flash-mcp status {started.id} --follow" in rest
-        assert open_store().run(started.id).state == "running"
-
-
-def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
-    finished = finished_run(tmp_path)
-    assert "held-out success" in run("status", finished.id, "--curve")[1]
-    assert json.loads(run("status", finished.id, "--curve", "--json")[1])["run"]["run_id"] == finished.id
-
-
-@pytest.mark.slow
 def test_a_list_may_be_given_by_its_flag_or_left_out(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     for words in (["--runs", finished.id], [finished.id]):
@@ -305,14 +275,12 @@ def test_a_list_may_be_given_by_its_flag_or_left_out(run: Run, tmp_path: Path):
     assert code == 2 and "SUPPRESS" not in said
 
 
-def test_a_text_may_come_from_a_file(run: Run, tmp_path: Path):
+def test_a_text_may_come_from_a_file_or_begin_with_an_at_sign(run: Run, tmp_path: Path):
     queued = queued_run(tmp_path / "environment")
     (tmp_path / "reason.txt").write_text("wrong data")
     assert run("cancel", queued.id, "--reason", f"@{tmp_path / 'reason.txt'}")[0] == 0
     assert open_store().run(queued.id).cancel_reason == "wrong data"
 
-
-def test_a_text_may_begin_with_an_at_sign(run: Run, tmp_path: Path):
     queued = queued_run(tmp_path)
     assert run("cancel", queued.id, "--reason", "@@bob: wrong @@data")[0] == 0
     assert open_store().run(queued.id).cancel_reason == "@bob: wrong @@data"
@@ -384,11 +352,6 @@ def test_the_doctor_names_a_program_that_keeps_the_database_locked(run: Run, fla
         ((level, fix),) = found()
     assert level == "problem"
     assert "fuser -v" in fix
-
-
-def test_the_doctor_notices_an_open_state_directory(run: Run, flash_home: Path):
-    flash_home.chmod(0o755)
-    assert [finding.level for finding in examine() if finding.name == "privacy"] == ["warning"]
 
 
 def found_by_doctor(name: str) -> tuple[str, str, str]:
@@ -468,12 +431,17 @@ def test_the_doctor_names_deployments_that_failed_or_start_again(run: Run):
     assert found_by_doctor("deployments") == ("warning", told, "call deploy")
 
 
-def test_the_doctor_names_files_of_another_user(run: Run, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_doctor_names_an_open_state_directory_and_files_of_another_user(
+    run: Run, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert found_by_doctor("ownership")[0] == "ok"
     monkeypatch.setattr(os, "getuid", lambda: 54_321)
     level, detail, fix = found_by_doctor("ownership")
     assert level == "problem" and "flash.db" in detail
     assert fix == f"sudo chown -R 54321 {flash_home}"
+
+    flash_home.chmod(0o755)
+    assert [finding.level for finding in examine() if finding.name == "privacy"] == ["warning"]
 
 
 @pytest.mark.parametrize("variable", ["FLASH_MODELS", "TMPDIR"])

@@ -22,15 +22,6 @@ def as_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
 
 
-def test_a_run_begins_with_what_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = finished_run(tmp_path)
-    lines = printed(capsys, "status", run.id).splitlines()
-    assert lines[0] == "20 % → 90 % of 100 held-out tasks: improved"
-    assert lines[2].startswith("succeeded, 20 of 20 steps")
-    assert lines[-1].startswith(f"Next: deploy(run_id='{run.id}')")
-    assert "before    20 %     13 to 29 % of 100" in "\n".join(lines)
-
-
 @pytest.mark.parametrize("words", [("status", "RUN"), ("status",), ("rollouts", "RUN"), ("checkpoints", "RUN")])
 def test_what_is_laid_out_fits_a_terminal(words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = finished_run(tmp_path)

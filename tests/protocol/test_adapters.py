@@ -23,9 +23,3 @@ def test_an_adapter_without_a_readable_configuration_is_no_checkpoint(tmp_path: 
         read_adapter_config(tmp_path, "r")
     assert caught.value.code == "unknown_checkpoint"
     assert str(tmp_path) in str(caught.value) and "checkpoints lists" in str(caught.value.fix)
-
-
-def test_a_configuration_that_is_no_object_is_not_read(tmp_path: Path):
-    (tmp_path / "adapter_config.json").write_text("[]")
-    with pytest.raises(FlashError, match="unknown_checkpoint"):
-        read_adapter_config(tmp_path)

@@ -230,10 +230,15 @@ def test_the_job_can_be_written_again_and_read_by_another(folder: RunFolder, url
     assert RunFolder(url).job() == job
 
 
-def test_an_epoch_is_claimed_once(folder: RunFolder, url: str) -> None:
+def test_an_epoch_is_claimed_once_and_not_after_a_newer_one(folder: RunFolder, url: str) -> None:
     RunWriter(folder, 1)
     with pytest.raises(FlashError, match="fenced"):
         RunWriter(RunFolder(url), 1)
+
+    RunWriter(folder, 12)
+    with pytest.raises(FlashError, match="fenced"):
+        RunWriter(folder, 9)
+    assert folder.newest_epoch() == 12
 
 
 def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: str) -> None:
@@ -254,13 +259,6 @@ def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: 
     for thread in threads:
         thread.join(WAIT_S)
     assert len(owners) == 1
-
-
-def test_an_older_epoch_cannot_be_claimed_after_a_newer_one(folder: RunFolder) -> None:
-    RunWriter(folder, 12)
-    with pytest.raises(FlashError, match="fenced"):
-        RunWriter(folder, 9)
-    assert folder.newest_epoch() == 12
 
 
 def test_an_owner_notices_any_later_claim_by_one_file_and_gaps_are_closed(folder: RunFolder, url: str) -> None:
@@ -605,15 +603,13 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
     assert (folder.beat() or {})["step"] == 4
 
 
-def test_a_file_of_another_step_is_damaged(tmp_path: Path) -> None:
+def test_a_file_of_another_step_or_with_a_damaged_line_is_damaged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     RunWriter(folder, 1).metrics(3, {"loss": 0.5})
     Path(tmp_path, "metrics", "3.1.json").rename(tmp_path / "metrics" / "4.1.json")
     assert folder.metrics(4) is None
     assert folder.damaged == {"metrics/4.1.json": "it is of step 3"}
 
-
-def test_a_damaged_line_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     RunWriter(folder, 1).rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
     path = tmp_path / "rollouts" / "3.1.jsonl"

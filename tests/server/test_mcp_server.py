@@ -356,11 +356,6 @@ async def test_a_picture_without_what_draws_it_is_refused(client: Client, tmp_pa
         await client.read_resource(f"flash://runs/{run_id}/curve.png")
 
 
-async def test_a_resource_of_an_unknown_run_says_so(client: Client):
-    with pytest.raises(Exception, match="unknown_run"):
-        await client.read_resource("flash://runs/run-none/metrics")
-
-
 # -- every tool, whatever it is given --------------------------------------------------------------
 
 NO_SUCH = {"run_id": "run-00000000", "deployment": "dep-0", "environment": "none", "path": "/nonexistent", "name": "n"}

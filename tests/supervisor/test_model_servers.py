@@ -221,20 +221,16 @@ async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
     assert len(sent()["messages"]) == 1
 
 
-def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(store, deployments: Supervisor, tmp_path):
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+def test_asking_again_finds_the_deployment_and_other_steps_join_its_server_wherever_it_runs(
+    store: Store, deployments: Supervisor, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {step: make_adapter(tmp_path / str(step)) for step in (1, 2, 3)})
     newest = settle(deployments, request(store, run_id).id, "ready")
-    assert request(store, run_id, step=2) == newest
-    older = settle(deployments, request(store, run_id, step=1).id, "ready")
-    assert older.id != newest.id and older.server_run == newest.server_run
-
-
-def test_a_later_supervisor_finds_the_server_where_it_runs(store: Store, deployments: Supervisor, tmp_path: Path):
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
-    first = settle(deployments, request(store, run_id, step=1).id, "ready")
-    later = new_supervisor(store.base, ("/bin/false",))
-    assert settle(later, request(store, run_id, step=2).id, "ready").server_run == first.server_run
-    assert store.deployment(first.id).state == "ready"
+    assert request(store, run_id, step=3) == newest
+    for step, supervisor in ((2, deployments), (1, new_supervisor(store.base, ("/bin/false",)))):
+        older = settle(supervisor, request(store, run_id, step=step).id, "ready")
+        assert older.id != newest.id and older.server_run == newest.server_run
+    assert store.deployment(newest.id).state == "ready"
 
 
 def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(store, deployments: Supervisor, tmp_path):
@@ -289,16 +285,6 @@ def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_anothe
     wait_for(lambda: not is_running(engine))  # the processes of a dead server are ended
     assert request(store, str(row.run_id)).id == row.id
     assert settle(deployments, row.id, "ready").server_run != row.server_run
-
-
-def test_a_server_that_no_deployment_needs_any_more_is_ended_by_whoever_comes_later(
-    store: Store, deployments: Supervisor, tmp_path: Path
-) -> None:
-    row, server, pid = served(store, deployments, tmp_path / "a")
-    store.update_deployment(row.id, state="failed")
-    later = new_supervisor(store.base)
-    until(later, lambda: not is_running(pid))
-    assert not Path(server.folder).exists()
 
 
 def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(store: Store, deployments: Supervisor, tmp_path):
@@ -512,7 +498,9 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(store: Stor
         request(store, run_id, step=9)
 
 
-def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(store, deployments: Supervisor, tmp_path):
+def test_keys_are_their_owners_alone_and_a_server_that_no_deployment_needs_is_ended(
+    store: Store, deployments: Supervisor, tmp_path: Path
+) -> None:
     row, server, pid = served(store, deployments, tmp_path / "a")
     for path in map(Path, (server.file, f"{server.folder}/{ADMIN_KEY}")):
         assert path.stat().st_mode & 0o077 == 0
@@ -521,6 +509,11 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(store
         assert server.admin_key not in " ".join(psutil.Process(process).cmdline())
         assert server.api_key not in " ".join(psutil.Process(process).cmdline())
     assert server.api_key not in json.dumps(vars(row))
+
+    store.update_deployment(row.id, state="failed")
+    later = new_supervisor(store.base)
+    until(later, lambda: not is_running(pid))
+    assert not Path(server.folder).exists()
 
 
 # -- servers that hang, and servers that nobody uses ------------------------------------------------
