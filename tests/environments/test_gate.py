@@ -170,12 +170,6 @@ FAULTS = {
         "junk",
         "raised ValueError: invalid literal for int()",
     ),
-    "a scorer that pays for any word": (
-        "def score_response(self, example, text): return RewardResult(1.0 if text else 0.0)",
-        {"junk", "empty", "truncated", "prompt_echo", "near_gold", "constants"},
-        "junk",
-        "counts as a success, with reward 1",
-    ),
     "a floor that makes everything a success": (
         "def score_response(self, example, text): return RewardResult(2.0 if text == example.output else 1.0)",
         {"junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "constants"},
@@ -498,18 +492,6 @@ async def test_gold_that_has_fewer_turns_than_its_episode_is_told_so(tmp_path: P
 
 
 @pytest.mark.usefixtures("in_this_process")
-async def test_a_scorer_that_pays_for_a_beginning_is_found(tmp_path: Path) -> None:
-    source = """
-    class Sample(Addition):
-        def __init__(self):
-            self.dataset, self.eval_dataset = tasks(6, first=1000), tasks(4, first=2000)
-        def score_response(self, example, response_text):
-            return RewardResult(float(bool(response_text) and example.output.startswith(response_text)))
-    """
-    assert set(failures(await check(environment_folder(tmp_path, source)))) == {"truncated"}
-
-
-@pytest.mark.usefixtures("in_this_process")
 async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Path) -> None:
     source = """
     class Sample(Echo):
@@ -541,12 +523,6 @@ async def test_gold_answers_that_raise_are_not_called_missing(tmp_path: Path) ->
     evidence = {probe.name: probe.evidence for probe in report.probes if probe.passed is None}
     assert evidence["every_gold"] == evidence["leaks"] == "there is no gold answer that succeeds"
     assert evidence["near_gold"] == "this needs gold answers that succeed and differ between tasks"
-
-
-async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(tmp_path: Path) -> None:
-    report = await check(environment_folder(tmp_path, "import no_such_package"))
-    assert (list(failures(report)), len(report.probes), report.splits) == (["loads"], 1, {})
-    assert "No module named 'no_such_package'" in report.probes[0].evidence
 
 
 ONE_AT_A_TIME = "type('OneAtATime', (Sample,), {'max_score_concurrency': 1})()"
@@ -612,7 +588,10 @@ async def test_a_substring_scorer_learns_how_to_be_strict_and_can_be_accepted(tm
     for probe in failed.values():
         assert "`right = text.strip() == gold.strip()`" in probe.fix
         assert "accept=['near_gold', 'constants']" in probe.fix
-    assert (await check(folder, accepted=["near_gold", "constants"])).passed
+    partly = await check(folder, accepted=["near_gold"])
+    assert (partly.verdict, partly.failed) == ("failed", ["constants"])
+    accepted = await check(folder, accepted=["near_gold", "constants"])
+    assert (accepted.passed, accepted.failed, accepted.accepted) == (True, [], ["near_gold", "constants"])
     (folder / "environment.py").write_text(
         (folder / "environment.py")
         .read_text()
@@ -621,22 +600,6 @@ async def test_a_substring_scorer_learns_how_to_be_strict_and_can_be_accepted(tm
         )
     )
     assert (await check(folder)).passed
-
-
-@pytest.mark.usefixtures("in_this_process")
-async def test_a_failure_can_be_accepted_by_name(tmp_path: Path) -> None:
-    source = """
-    class Sample(Addition):
-        def score_response(self, example, text):
-            found = re.findall("[0-9]+", text or "")
-            return RewardResult(float(len(found) < 9 and example.output in found))
-    """
-    folder = environment_folder(tmp_path, source)
-    report = await check(folder, accepted=["near_gold"])
-    assert (report.verdict, report.failed) == ("failed", ["constants"])
-    report = await check(folder, accepted=["near_gold", "constants"])
-    assert (report.verdict, report.failed) == ("passed", [])
-    assert report.accepted == ["near_gold", "constants"]
 
 
 class Host:

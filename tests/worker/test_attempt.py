@@ -455,34 +455,28 @@ def test_a_run_that_cannot_start_ends_with_a_coded_error(
     assert not run.metric_steps() and not run.checkpoints.steps()
 
 
-def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
+BOOM = "raise KeyError('boom')"
+KILLED = "__import__('os').kill(__import__('os').getpid(), 9)"
+
+
+@pytest.mark.parametrize(
+    ("act", "wrote", "retryable"),
+    [(BOOM, "boom", False), (KILLED, "the environment's process ended: killed by SIGKILL", True)],
+)
+def test_an_environment_that_mostly_fails_ends_the_run_and_one_that_is_killed_the_attempt(
+    tiny_model: Path, tmp_path: Path, act: str, wrote: str, retryable: bool
+) -> None:
     folder = tmp_path / "failing"
     folder.mkdir()
     source = (VOWELS / "environment.py").read_text()
-    (folder / "environment.py").write_text(
-        source.replace("        share =", "        raise KeyError('boom')\n        share =")
-    )
+    (folder / "environment.py").write_text(source.replace("        share =", f"        {act}\n        share ="))
     run = make_run(tmp_path / "run", tiny_model, environment=folder)
     Attempt(run).ended()
     result = finished(run, "failed")
     error = result["error"]
-    assert error["code"] == "environment_error" and "32 of 32 rollouts" in error["what"] and "boom" in error["wrote"]
-    assert not result["retryable"]
+    assert (error["code"], result["retryable"]) == ("environment_error", retryable)
+    assert "32 of 32 rollouts" in error["what"] and wrote in error["wrote"]
     assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))
-
-
-def test_an_environment_whose_process_is_killed_gets_another_attempt(tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    source = (VOWELS / "environment.py").read_text()
-    kill = "        import os\n        os.kill(os.getpid(), 9)\n"
-    (folder / "environment.py").write_text(source.replace("        share =", f"{kill}        share ="))
-    run = make_run(tmp_path / "run", tiny_model, environment=folder)
-    Attempt(run).ended()
-    result = finished(run, "failed")
-    assert result["error"]["code"] == "environment_error"
-    assert result["error"]["wrote"] == "the environment's process ended: killed by SIGKILL"
-    assert result["retryable"]
 
 
 SOMETIMES = """

@@ -35,7 +35,6 @@ from tests.samples import end, evaluate, learn, read_in, save_adapter, started_r
 from tests.tiny import CHATML
 from tests.waiting import WAIT_S
 from worker import gguf_file
-from worker.model_files import ModelFiles
 
 
 @pytest.fixture
@@ -119,23 +118,6 @@ def test_a_gguf_file_has_weights_tokenizer_and_template(
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert tokens == tokenizer.convert_ids_to_tokens(range(len(tokens)))
     assert reader.fields["tokenizer.ggml.eos_token_id"].contents() == tokenizer.eos_token_id
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "smollm3", "granite"])
-def test_llama_cpp_computes_the_same_from_a_file_of_another_family(name: str, tmp_path: Path) -> None:
-    base = make_model(name, tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    gguf_file.check(ModelFiles(base))
-    path = tmp_path / "tiny.gguf"
-    gguf_file.write(base, path, "f16")
-    prompt = list(range(40))
-    answer = gguf_file.answers(path, [prompt], 16)[0]
-    assert len(answer) == 16
-    with torch.no_grad():
-        logps_LV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    chosen_L1 = logps_LV.gather(1, torch.tensor(answer)[:, None])
-    assert (logps_LV.max(1, keepdim=True).values - chosen_L1).max() < 0.02
 
 
 @pytest.mark.parametrize(

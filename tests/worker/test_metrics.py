@@ -1,26 +1,15 @@
-import itertools
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from environments.agents.calls import CallOptions
-from environments.process.host import Score
 from flash_mcp.protocol.spec import RunSpec
-from flash_mcp.state.store import open_store
-from flash_mcp.tools.registry import TOOLS
-from tests.samples import read_in, started_run, supervised
 from tests.tiny import make_tokenizer
-from tests.virtual import FakeEngine, FakeHost, run_virtually
 from worker.rollouts.calls import Call, merged
 from worker.rollouts.metrics import length_correlation, repeated_share, staleness, summarize, thinking_penalties
-from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
-from worker.rollouts.turns import Completion, Sampling
+from worker.rollouts.turns import Completion
 from worker.training.grpo import advantages_of
 
 TOKENIZER = make_tokenizer()
@@ -124,111 +113,11 @@ def test_what_another_rollout_of_the_group_wrote_is_repeated_across_groups_it_is
 def test_a_scorer_that_pays_for_short_answers_shows_in_the_correlation():
     group = [rollout("a" * length, 1 - length / 40) for length in range(5, 15)]
     assert length_correlation([group]) == pytest.approx(-1.0)
-
-
-def test_right_answers_that_happen_to_be_short_show_no_correlation():
-    group = [rollout("a" * (5 if right else 30 + n), float(right), success=right) for n in range(5) for right in (0, 1)]
-    assert length_correlation([group]) is None  # within each of the two the rewards are the same
-
-
-def test_hard_prompts_that_take_longer_show_no_correlation():
-    groups = [[rollout("a" * (10 * size + n % 3), 1 / size) for n in range(4)] for size in (1, 2, 3)]
-    assert length_correlation(groups) is None
-
-
-def test_a_few_rollouts_are_too_few_for_a_correlation():
-    assert length_correlation([[rollout("a", 1.0), rollout("aa", 0.5), rollout("aaa", 0.0)]]) is None
-
-
-# -- runs with a planted scorer, made by the real scheduler on a virtual engine --------------------
-
-
-@dataclass
-class Writer(FakeEngine):
-    """A policy that writes answers of about `length` letters."""
-
-    length: int = 20
-
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
-        super().submit(request_id, prompt_ids, sampling)
-        rng = random.Random(sampling.seed)
-        ids = rng.choices(LETTERS, k=max(1, self.length + rng.randint(-4, 4)))
-        self.wanted[request_id] = Completion(ids, [-1.0] * len(ids), "stop")
-
-
-@dataclass
-class Scorer(FakeHost):
-    """One turn, scored by `judge(text)`."""
-
-    judge: Callable[[str], tuple[float, bool]] = lambda text: (0.0, False)
-    max_turns: int = 1
-
-    async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
-        return Score(*self.judge(self.opened[episode][1]), {}, None, None)
-
-
-async def one_step(step: int, engine: FakeEngine, host: FakeHost) -> list[list[PlayedRollout]]:
-    tasks = [
-        RolloutTask("train", group, group, 8 * group + member, step * 100 + 8 * group + member)
-        for group in range(4)
-        for member in range(8)
-    ]
-    generator = Generator(engine, run_step=engine.run_step)
-    try:
-        rollouts = await collect(tasks, host, generator, TEMPLATE, TalkLimits(max_tokens=100, max_length=400))
-    finally:
-        await generator.aclose()
-    return [rollouts[at : at + 8] for at in range(0, 32, 8)]
-
-
-def trained(folder: Path, lengths: Sequence[int], judge: Callable[[int, str], tuple[float, bool]]) -> str:
-    """The id of a run whose policy wrote answers of these lengths, step by step, read into the store."""
-    run, writer = started_run(folder)
-    for step, length in enumerate(lengths, start=1):
-        host = Scorer(judge=lambda text, step=step: judge(step, text))
-        groups, _ = run_virtually(one_step(step, Writer(length=length), host))
-        rollouts = itertools.chain.from_iterable(groups)
-        writer.rollouts(step, [rollout.record(step).fields() for rollout in rollouts])
-        writer.metrics(step, summarize(groups))
-    read_in(open_store(), run.id)
-    return run.id
-
-
-async def report(run_id: str) -> dict[str, Any]:
-    with supervised():
-        result = await TOOLS["status"].function(run_id=run_id)
-    return result.model_dump(mode="json")["run"]
-
-
-def shortness_alone(step: int, text: str) -> tuple[float, bool]:
-    score = max(0.0, 1 - len(text) / 80)
-    return score, score > 0  # what success is where the scorer says nothing of it
-
-
-def shortness_beside_success(step: int, text: str) -> tuple[float, bool]:
-    right = text.count("e") >= 2  # long answers have it more often
-    return 0.3 * right + 0.7 * max(0.0, 1 - len(text) / 80), right
-
-
-@pytest.mark.parametrize("scorer", [shortness_alone, shortness_beside_success])
-def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, scorer: Any):
-    view = anyio.run(report, trained(tmp_path, [70 - 3 * step for step in range(22)], scorer))
-    assert view["reward"]["last"] > view["reward"]["first"] + 0.2  # to its author it looks like learning
-    flags = {flag["name"]: flag for flag in view["flags"]}
-    assert flags["length_collapse"]["severity"] == "problem"
-    assert "which=best" in flags["length_collapse"]["remedy"]
-    assert "shorter ones are paid more" in flags["reward_follows_length"]["evidence"]
-    assert view["outlook"].startswith("no: ")
-
-
-def test_a_run_that_learns_its_task_raises_no_flag(tmp_path: Path):
-    def sound(step: int, text: str) -> tuple[float, bool]:
-        right = random.Random(text).random() < 0.1 + 0.03 * step
-        return 0.2 + 0.8 * right, right
-
-    view = anyio.run(report, trained(tmp_path, [40 - step for step in range(22)], sound))
-    assert "flags" not in view
-    assert view["outlook"].startswith("yes: reward went from 0.")
+    assert length_correlation([group[:3]]) is None, "too few"
+    successes = [rollout("a" * (5 if n % 2 else 30 + n), n % 2, success=n % 2 == 1) for n in range(10)]
+    assert length_correlation([successes]) is None, "right answers happen to be short"
+    hard = [[rollout("a" * (10 * size + n % 3), 1 / size) for n in range(4)] for size in (1, 2, 3)]
+    assert length_correlation(hard) is None, "hard prompts take longer"
 
 
 def test_one_answer_to_all_tasks_is_counted():

@@ -336,6 +336,8 @@ async def test_what_is_sent_is_valid_and_has_the_id_of_its_request(place: str, m
 
         replies = [await ask(turn), await ask(turn, stream=True), await ask(error), await ask(error, stream=True)]
         replies += [await http.post(place, json={**body, "guided_json": {}})]
+        models = (await http.get("/models")).json()["data"]
+        assert [model["id"] for model in models] == ["policy"]
         replies += [await http.post(place, content=b"[", headers={"x-api-key": "sk-1", "authorization": "sk-1"})]
     ids = [reply.headers["request-id"] for reply in replies]
     assert len({*ids}) == len(ids) and all(one.startswith("req_") for one in ids)

@@ -19,7 +19,7 @@ import pytest
 from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.agents.dialects import ApiError
 from environments.agents.session import AgentSession
-from environments.checks.playing import GivenTurn, Task, play
+from environments.checks.playing import Task, play
 from environments.checks.report import failure
 from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
@@ -127,53 +127,6 @@ async def test_requests_of_an_agent_are_the_turns_of_a_conversation(tmp_path: Pa
     assert called["object"] == "chat.completion" and called["model"] == "policy"
     assert called["usage"] == {"prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35}
     assert said["choices"][0]["finish_reason"] == "length"
-
-
-async def test_the_openai_package_streams_and_reads_whole_answers(tmp_path: Path) -> None:
-    source = f"""
-        import openai
-
-        class Sample(Sample):
-            async def run(self, example, base_url, api_key, model):
-                told = []
-                async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-                    told.append([each.id async for each in client.models.list()])
-                    messages = [user("Hello")]
-                    async with await client.chat.completions.create(
-                        model=model, messages=messages, tools=[{TOOL}], stream=True,
-                        stream_options={{"include_usage": True}},
-                    ) as stream:
-                        told.append([chunk.model_dump(exclude_unset=True) async for chunk in stream])
-                    messages += [
-                        {{"role": "assistant", "content": None, "tool_calls": [{CALL}]}},
-                        {{"role": "tool", "tool_call_id": "call00000", "content": "1"}},
-                    ]
-                    answer = await client.chat.completions.create(
-                        model="gpt-5", messages=messages, tools=[{TOOL}]
-                    )
-                    told.append(f"{{answer.model}}: {{answer.choices[0].message.content}}")
-                    try:
-                        await client.chat.completions.create(
-                            model=model, messages=messages, extra_body={{"min_tokens": 3}}
-                        )
-                    except openai.BadRequestError as error:
-                        told.append([error.code, error.param, bool(error.request_id)])
-                return RewardResult(1.0, reason=json.dumps(told))
-    """
-    async with agents(tmp_path / "agent", "", source=source) as host:
-        models, chunks, text, error = await told(host, [GivenTurn("", [CALL]), "Bye"])
-    assert (models, text) == (["policy"], "gpt-5: Bye")
-    assert error == ["unknown_parameter", "min_tokens", True]
-    *parts, last = chunks
-    assert len({chunk["id"] for chunk in chunks}) == 1
-    deltas = [part["choices"][0]["delta"] for part in parts]
-    assert deltas[0]["role"] == "assistant" and deltas[-1] == {}
-    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * 3 + ["tool_calls"]
-    pieces = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
-    assert pieces[0]["id"] == "call00000" and pieces[0]["function"]["name"] == "add"
-    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"a": 1}'
-    assert last["choices"] == [] and last["usage"]["total_tokens"] == 0
-    assert all(part["usage"] is None for part in parts)
 
 
 REFUSED = """
@@ -393,15 +346,6 @@ async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_othe
         assert sorted(await told(host, ["y", "z"])) == ["y", "z"]
 
 
-async def test_a_request_that_is_sent_again_gets_the_same_answer(tmp_path: Path) -> None:
-    program = """
-        told.append(ask([user("x")])[1]["choices"][0]["message"]["content"])
-        told.append(ask([user("x")], headers={"x_stainless_retry_count": "1"})[1]["choices"][0]["message"]["content"])
-    """
-    async with agents(tmp_path / "agent", program) as host:
-        assert await told(host, ["one", "two"]) == ["one", "one"]
-
-
 WISHES = """
     def said(messages, **more):
         status, answer = ask(messages, **more)
@@ -455,55 +399,6 @@ async def test_what_follows_a_stop_sequence_is_rendered_anew(tmp_path: Path) -> 
         await host.answer_call(episode, 1, "b")
         assert await host.next_call(episode) == "done"
         await host.score(episode)
-
-
-RETRIES = """
-    url = urlsplit(base_url)
-    def begun(text):
-        # A connection whose request waits for the model.
-        body = json.dumps({"model": model, "messages": [user(text)]})
-        made = socket.create_connection((url.hostname, url.port))
-        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
-        made.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
-        return made
-    def said(text):
-        answer = ask([user(text)])[1]["choices"][0]["message"]["content"]
-        told.append([text, answer])
-    for turn in range(TURNS):
-        left = [begun(str(turn)) for _ in range(2)]
-        time.sleep(PAUSE)
-        for each in left:
-            each.close()
-        both = [threading.Thread(target=said, args=(str(turn),)) for _ in range(2)]
-        for each in both: each.start()
-        for each in both: each.join()
-"""
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
-async def test_requests_that_time_out_and_are_sent_again_lose_nothing(delay_s: float, tmp_path: Path) -> None:
-    """The client leaves after 0.05 s: when it has the answer, as the answer comes, or before."""
-    turns = 20 if delay_s < 0.3 else 6
-    program = RETRIES.replace("TURNS", str(turns)).replace("PAUSE", "0.05")
-    source = """
-        class Sample(Sample):
-            max_calls = 100
-    """
-    async with agents(tmp_path / "agent", program, source=source) as host:
-        opening = await host.open("train", 0)
-        call: Any = opening.call
-        answered = 0
-        while isinstance(call, AgentCall):
-            answered += 1
-            await asyncio.sleep(delay_s)
-            await host.answer_call(opening.episode, call.number, f"answer {call.number}")
-            call = await host.next_call(opening.episode)
-        assert call == "done"
-        told_by = json.loads((await host.score(opening.episode)).reason or "")
-    assert len(told_by) == 2 * turns
-    if delay_s == 0.3:
-        assert answered == 2 * turns, "a retry is no call of its own"
-        assert len({answer for _, answer in told_by}) == 2 * turns, "each gets its own answer"
 
 
 INTERRUPTED = """

@@ -28,7 +28,6 @@ from environments.process.host import EnvironmentHost
 from environments.sandbox import kernel
 from environments.settings import machine_directory
 from tests.folders import allow, environment_folder
-from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 SMALL = "six==1.17.0\n"
@@ -191,31 +190,6 @@ async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was
     assert [output.splitlines()[-1] for output, _ in outputs] == [str(target / "venv" / "bin" / "python")] * 2
     assert not (target / "venv" / "left-over").exists()
     assert names_in(flash_home / "interpreters") == {"lock", "ready", "requirements.txt", "venv"}
-
-
-def test_of_two_installers_one_installs(tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").touch()
-    code = f"""
-        import sys, time
-        from pathlib import Path
-        from environments.process import requirements
-
-        def install(target, lines):
-            with (target / "venv" / "installed").open("a") as stream:
-                stream.write("once ")
-            time.sleep(0.3)
-
-        requirements.install_wheels, sys.argv = install, ["", {str(tmp_path)!r}]
-        requirements.finish = lambda target: "one==1"
-        requirements.main()
-    """
-    command = (sys.executable, "-c", textwrap.dedent(code))
-    both = started(command, command)
-    for process in both:
-        process.communicate(timeout=WAIT_S)
-    assert [process.returncode for process in both] == [0, 0]
-    assert (tmp_path / "venv" / "installed").read_text() == "once "
-    assert (tmp_path / "ready").read_text() == "one==1"
 
 
 # What a package does when it is built, and once more whenever an interpreter that has it starts
