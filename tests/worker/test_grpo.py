@@ -24,7 +24,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.model_files import ModelFiles
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript
-from worker.training import attention, packing
+from worker.training import packing
 from worker.training.checkpoints import Reporter
 from worker.training.grpo import SCALED, Trainer, advantages_of, turn_advantages
 from worker.training.policy import attention_of, load_policy
