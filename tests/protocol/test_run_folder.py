@@ -605,13 +605,13 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
 
 def test_a_file_of_another_step_or_with_a_damaged_line_is_damaged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    RunWriter(folder, 1).metrics(3, {"loss": 0.5})
+    writer = RunWriter(folder, 1)
+    writer.metrics(3, {"loss": 0.5})
     Path(tmp_path, "metrics", "3.1.json").rename(tmp_path / "metrics" / "4.1.json")
     assert folder.metrics(4) is None
     assert folder.damaged == {"metrics/4.1.json": "it is of step 3"}
 
-    folder = RunFolder(tmp_path)
-    RunWriter(folder, 1).rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
+    writer.rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
     path = tmp_path / "rollouts" / "3.1.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     assert [row["index"] for row in folder.rollouts(3)] == [0]

@@ -175,6 +175,16 @@ def test_a_requeued_run_waits_for_its_delay_and_then_goes_before_newer_ones(stor
     assert claim(store).id == third.id
 
 
+def test_no_attempt_is_made_beyond_the_last(store: Store) -> None:
+    run, _ = enqueue(store, max_attempts=2)
+    claim(store)
+    assert queue.requeue(store, run.id, 1, LOST)
+    claim(store)
+    assert not queue.requeue(store, run.id, 2, LOST)
+    assert queue.finish(store, run.id, 2, "failed", error=LOST.to_dict())
+    assert store.run(run.id).state == "failed"
+
+
 def test_how_many_steps_a_run_makes_is_what_its_worker_said_last(store: Store) -> None:
     run, _ = enqueue(store, algorithm="sft", epochs=2)
     claim(store)
