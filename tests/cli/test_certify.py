@@ -14,8 +14,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from environments.checks import gate
-from environments.checks.hunt import HUNT
 from flash_mcp.cli import certify, main
+from flash_mcp.extensions.hunt.search import HUNT
 from flash_mcp.pages import live
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state import certificates
