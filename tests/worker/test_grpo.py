@@ -79,10 +79,8 @@ def our_gradients(
         output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[],
         way=packing.way_of(policy.get_base_model()), keep_tokens=keep_tokens,
     )  # fmt: skip
-    trainer.current_gradient_accumulation_steps = GROUPS
     policy.train()
-    for _ in range(GROUPS):
-        trainer.accelerator.backward(trainer.compute_loss(policy, trainer._prepare_inputs([])))
+    trainer.accelerator.backward(trainer.compute_loss(policy, trainer._prepare_inputs([])))
     if metrics is not None:
         metrics.update(trainer._metrics["train"])
     return gradients(policy)
@@ -187,7 +185,7 @@ def test_packs_whose_backward_passes_follow_each_other_give_the_gradients_of_one
         return flat(found), metrics
 
     (whole, expected), (split, metrics) = step(4096), step(16)
-    assert (split - whole).norm() < 1e-6 * whole.norm()
+    assert (split - whole).norm() < 5e-6 * whole.norm()
     assert metrics.keys() == expected.keys()
     for name, values in metrics.items():
         assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
@@ -212,14 +210,19 @@ def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
-def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(tiny_model: Path, tmp_path: Path):
-    tokenizer, held = AutoTokenizer.from_pretrained(tiny_model), []
+def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, held, sizes = AutoTokenizer.from_pretrained(tiny_model), [], []
     rollouts = make_rollouts(tokenizer)
-    sizes = {
-        len(group[0].transcript.prompt_ids) + sum(len(r.transcript.completion_ids) for r in group)
-        for group in (rollouts[:SIZE], rollouts[SIZE:])
-        if all(r.transcript for r in group)
-    }
+    compute = packing.Pack.logps
+
+    def logps(pack: packing.Pack, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        sizes.append(pack.tokens)
+        return compute(pack, *args, **options)
+
+    monkeypatch.setattr(packing.Pack, "logps", logps)
+    monkeypatch.setattr(packing, "PACK_TOKENS", 128)
 
     def gradients_of(keep_tokens: float) -> Tensor:
         saved: dict[int, Any] = {}  # alive, so that no address is used twice
@@ -235,9 +238,10 @@ def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit
         held.append(sum(storage.nbytes() for storage in saved.values()))
         return flat(found)
 
-    whole, twice, one_of_two = gradients_of(math.inf), gradients_of(0), gradients_of(min(sizes))
+    whole, twice = gradients_of(math.inf), gradients_of(0)
+    one_of_two = gradients_of(min(sizes))
     assert torch.equal(whole, twice) and torch.equal(whole, one_of_two)
-    assert len(sizes) == 2 and held[1] < held[2] < held[0]
+    assert len(set(sizes)) == 2 and held[1] < held[2] < held[0]
 
 
 @pytest.mark.parametrize(("stop", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float32)], ids=str)
@@ -335,11 +339,30 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_
         load_policy(ModelFiles(fp32_model), rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
 
 
+def test_what_rows_of_several_prompts_begin_with_is_computed_once(fp32_model: Path) -> None:
+    causal_lm, tokenizer = make_policy(fp32_model).get_base_model(), AutoTokenizer.from_pretrained(fp32_model)
+    transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=3) if r.transcript]
+    transcripts[1].completion_ids[:2] = transcripts[0].completion_ids[:2]
+    width = max(map(len, transcripts))
+    rows = [(t.ids, [1] * len(t), [0] * len(t.prompt_ids) + t.mask) for t in transcripts]
+    ids, seen, mask = (torch.tensor([row[at] + [0] * (width - len(row[at])) for row in rows]) for at in range(3))
+    (tree,) = packing.packs_of(ids, seen, mask)
+    assert tree.tokens == len({tuple(t.ids[:end]) for t in transcripts for end in range(1, len(t) + 1)})
+    expected = packing.group_logps(causal_lm, ids, seen, mask, 0.7, way=packing.Way.ROWS)
+    torch.testing.assert_close(packing.group_logps(causal_lm, ids, seen, mask, 0.7), expected, rtol=1e-5, atol=1e-5)
+
+
+def answers_after_a_long_prompt() -> tuple[Tensor, Tensor, Tensor]:
+    """Eight of 1,000 tokens after one of 3,000; no two begin alike."""
+    ids = torch.arange(32_000).view(8, 4000)
+    ids[:, :3000] = ids[0, :3000]
+    return ids, torch.ones_like(ids), torch.ones(8, 1000, dtype=torch.long)
+
+
 def test_a_long_prompt_is_shared_by_several_completions() -> None:
-    """Each of 1,000 tokens after one of 3,000: in packs of 4,096 it would be computed eight times."""
-    ids = torch.ones(8, 4000, dtype=torch.long)
-    packs = packing.packs_of(ids, ids, ids[:, 3000:])
-    assert [len(pack.completions) for pack in packs] == [6, 2]
+    """In packs of 4,096 it would be computed eight times."""
+    packs = packing.packs_of(*answers_after_a_long_prompt())
+    assert [pack.rows for pack in packs] == [[0, 1, 2, 3, 4, 5], [6, 7]]
     assert packs[0].tokens == 9000
 
 
@@ -409,8 +432,7 @@ def test_packs_without_a_mask_are_bounded_by_memory_alone() -> None:
     assert limit(3000) == 9000 and limit(3000, longest=packing.LONGEST) == packing.LONGEST
     assert limit(3000, 20_000, packing.LONGEST) == 20_000
     assert limit(3000, 11_000, packing.LONGEST) == 9000, "shorter packs, computed twice"
-    ids = torch.ones(8, 4000, dtype=torch.long)
-    arguments = ids, ids, ids[:, 3000:]
+    arguments = answers_after_a_long_prompt()
     (pack,) = packing.packs_of(*arguments, longest=packing.LONGEST)
     assert pack.tokens == 11_000
     assert len(packing.packs_of(*arguments, longest=5500)) == 4, "after memory ran out"

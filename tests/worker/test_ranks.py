@@ -51,23 +51,23 @@ class Step:
         self.policy.train()
         common = {"output_dir": str(out), "callbacks": [], "way": Way.PACKED, "ranks": ranks}
         made = self._sft if case == "sft" else self._grpo
-        trainer, calls, arguments = made(AutoTokenizer.from_pretrained(model), case, common)
-        trainer.current_gradient_accumulation_steps = calls
-        losses = [trainer.training_step(self.policy, *arguments) for _ in range(calls)]
+        trainer, arguments = made(AutoTokenizer.from_pretrained(model), case, common)
+        trainer.current_gradient_accumulation_steps = 1
+        loss = trainer.training_step(self.policy, *arguments)
         shown = ("entropy", "kl", "is_ratio/mean", "sampling_kl")
         metrics = trainer._metrics["train"].items()
         self.told = {name: sum(each) / len(each) for name, each in metrics if name in shown}
-        self.told["loss"] = float(sum(losses))
+        self.told["loss"] = float(loss)
 
-    def _sft(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, int, Any]:
+    def _sft(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, Any]:
         rows = [[{"input_ids": [40, 41, 42, 43, *row[4:]], "labels": row}] for row in LABELS]
         spec = validate({"environment": "e", "algorithm": "sft", "batch_size": len(rows)})
         nobody: Any = None
         trainer = make_sft_trainer(self.policy, tokenizer, spec, {"train": rows}, nobody, max_length=256, **common)
         batch = trainer.data_collator(list(trainer.train_dataset))
-        return trainer, 1, (batch, (batch["labels"] != -100).sum())
+        return trainer, (batch, (batch["labels"] != -100).sum())
 
-    def _grpo(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, int, Any]:
+    def _grpo(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, Any]:
         rollouts = make_rollouts(tokenizer, 1, groups=GROUPS)
         if case == "paths":
             common["way"] = Way.ROWS
@@ -83,7 +83,7 @@ class Step:
             max_completion=MAX_COMPLETION,
             **common,
         )
-        return trainer, len(own), ([], None)
+        return trainer, ([], None)
 
     def trained(self, *, gradients: bool) -> dict[str, torch.Tensor]:
         parts = [each for each in self.policy.named_parameters() if each[1].requires_grad]

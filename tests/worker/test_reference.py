@@ -367,7 +367,8 @@ def test_a_distillation_has_the_gradient_of_the_dense_reference(
 
 
 def test_memory_that_runs_out_once_halves_the_packs_and_the_gradient_stays_the_same(fp32_model, tmp_path, monkeypatch):
-    """In the second group's backward pass, when all but the last layer's gradients are added up."""
+    """In the second pack's backward pass, when all but the last layer's gradients are added up."""
+    monkeypatch.setattr(packing, "PACK_TOKENS", 300)
     groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
     sizes: list[int] = []
     several: list[bool] = []
@@ -377,7 +378,7 @@ def test_memory_that_runs_out_once_halves_the_packs_and_the_gradient_stays_the_s
 
     def short(pack: packing.Pack, causal_lm: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         sizes.append(pack.tokens)
-        several.append(len(pack.completions) > 1)
+        several.append(len(pack.rows) > 1)
         if len(sizes) in failing:
             next(p for p in causal_lm.parameters() if p.requires_grad).register_hook(out_of_memory)
         return logps(pack, causal_lm, *args, **options)

@@ -17,7 +17,8 @@ another way.
 Not used of the paper's GRPO: by default the KL term and the division by the group's standard
 deviation (Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
-Axes: G rollouts of a group, P prompt tokens, C completion tokens, T = P + C; N tokens of a pack."""
+Axes: R rollouts of a step, G of a group, P prompt tokens, C completion tokens, T = P + C; N tokens
+of a pack."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,24 +85,22 @@ class Trainer(GRPOTrainer):
     ) -> None:
         self._ranks = ranks
         self._passes = Passes(model, ranks)
-        own_groups = len(self._ranks.mine(range(spec.batch_size)))
         # The rows that this counts are never read, and TRL refuses groups of one.
         group_size = max(2, spec.rollouts_per_prompt)
         args = cast(Any, GRPOConfig)(
             **trainer_arguments(spec, model, output_dir),
             max_steps=spec.steps,
-            # A micro-batch is one group, which shares a prompt: its activations bound the memory.
             per_device_train_batch_size=group_size,
-            gradient_accumulation_steps=own_groups,
-            steps_per_generation=own_groups,
+            gradient_accumulation_steps=1,
+            steps_per_generation=1,
             num_generations=group_size,
             max_completion_length=max_completion,
             disable_dropout=True,
             beta=spec.kl_penalty_coef,
             temperature=spec.temperature,
         )
-        # Rows that nobody reads. A step is an epoch, so that no attempt resumes within an epoch.
-        unread = cast(Any, Dataset).from_list([{"prompt": ""}] * own_groups)
+        # A row that nobody reads. A step is an epoch, so that no attempt resumes within an epoch.
+        unread = cast(Any, Dataset).from_list([{"prompt": ""}])
         cast(Any, super()).__init__(
             model=model,
             reward_funcs=_rewards_come_with_rollouts,
@@ -119,56 +118,40 @@ class Trainer(GRPOTrainer):
         self._teacher = teacher
         longest = longest_pack(model.get_base_model())
         self._limits = PackLimits(keep_tokens, longest, warn)
-        self._begun: list[dict[str, Any]] = []  # groups of the step that are computed
-        self._groups: list[dict[str, Any]] = []  # this rank's of the step that are still to come
-        self._loss = 0.0  # the sum over this rank's groups of the step
+        self._inputs: dict[str, Any] | None = None  # of the step under way
 
     # -- rollouts ----------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
-        """The next of this rank's groups of the step: one group of G is a micro-batch."""
-        if not self._groups:
+        """This rank's groups of the step, with R rollouts together."""
+        if self._inputs is None:
             rollouts = self._rollouts_of(self.state.global_step + 1)
-            groups = groups_of(rollouts, self._spec.rollouts_per_prompt)
-            self._groups = [self._tensors(group) for group in groups]
-            if self._passes.is_shared:  # no such pass fits between those with gradients
-                for inputs in self._groups:
-                    if self._needs_whole_rows(self._packs(inputs)):
-                        inputs["known_logps"] = self._known_logps(inputs)
+            inputs = self._tensors(rollouts)
+            if self._passes.is_shared and self._needs_whole_rows(self._packs(inputs)):
+                # No such pass fits between those with gradients
+                inputs["known_logps"] = self._known_logps(inputs)
             with torch.no_grad():
                 self._passes.finish()  # those without gradients
-            trained = torch.stack([inputs["mask"].sum() for inputs in self._groups]).sum()
-            trained = self._ranks.sum(trained)
-            share = self.state.global_step / max(1, self.state.max_steps)
-            kl_coef = self._spec.kl_penalty_coef * decayed(self._spec.kl_schedule, share)
-            for inputs in self._groups:
-                inputs["kl_coef"] = kl_coef
-                inputs["step_tokens"] = trained.clamp(min=1)
-                inputs["normalizers"] = normalizers(
-                    self._spec, inputs["mask"], int(trained), self._max_completion
-                )
-        self._begun.append(self._groups.pop(0))
-        return self._begun[-1]
+            trained = self._ranks.sum(inputs["mask"].sum())
+            inputs["step_tokens"] = trained.clamp(min=1)
+            of_groups = [
+                normalizers(self._spec, mask_GC, int(trained), self._max_completion)
+                for mask_GC in torch.split(inputs["mask"], self._spec.rollouts_per_prompt)
+            ]
+            inputs["normalizers"] = torch.cat(of_groups)
+            self._inputs = inputs
+        return self._inputs
 
-    def _rewind(self) -> int:
-        """Begin the groups of the step again; how many they are. Ranks that share the model cannot:
-        each pass needs all of them."""
-        if self._passes.is_shared:
-            return 0
-        count = len(self._begun)
-        self._groups[:0] = self._begun
-        self._begun.clear()
-        return count
-
-    def _tensors(self, group: Sequence[PlayedRollout]) -> dict[str, Any]:
-        """One group: its longest prompt has P tokens, its longest completion C. A rollout is one
-        row, also if it is a tree.
+    def _tensors(self, rollouts: Sequence[PlayedRollout]) -> dict[str, Any]:
+        """R rollouts, of which the longest prompt has P tokens and the longest completion C. A
+        rollout is one row, also if it is a tree.
         """
+        spec = self._spec
         padding = self._pad_id
         device = self.accelerator.device
         nothing: tuple[list[int], list[int], list[float]] = [padding], [0], [0.0]
-        transcripts = [rollout.transcript for rollout in group]
-        if self._spec.mask_truncated:
+        transcripts = [rollout.transcript for rollout in rollouts]
+        if spec.mask_truncated:
             transcripts = [None if t and t.truncated else t for t in transcripts]
         prompts = [t.prompt_ids if t else [padding] for t in transcripts]
         sampled = [
@@ -186,22 +169,35 @@ class Trainer(GRPOTrainer):
         prompt_ids = padded(prompts, padding, "left")
         completion_ids = padded(completions, padding)
         seen = padded(ones(prompts), side="left"), padded(ones(completions))
-        mask_GC = padded(masks)
-        advantages_GC = torch.zeros(mask_GC.shape, device=device)
-        for row, parts in enumerate(turn_advantages(group, self._spec)):
-            start = 0
-            for end, advantage in parts:
-                advantages_GC[row, start:end] = advantage
-                start = end
+        mask_RC = padded(masks)
+        advantages_RC = torch.zeros(mask_RC.shape, device=device)
+        share = self.state.global_step / max(1, self.state.max_steps)
+        kl_coef = spec.kl_penalty_coef * decayed(spec.kl_schedule, share)
+        trained_RC = mask_RC.clone()
+        size = spec.rollouts_per_prompt
+        by_group = torch.split(advantages_RC, size), torch.split(trained_RC, size)
+        for group, advantages_GC, trained_GC in zip(
+            groups_of(rollouts, size), *by_group, strict=True
+        ):
+            for row, parts in enumerate(turn_advantages(group, spec)):
+                start = 0
+                for end, advantage in parts:
+                    advantages_GC[row, start:end] = advantage
+                    start = end
+            # Without advantage, KL and entropy a group's gradient is zero.
+            if not (kl_coef or spec.entropy_coef or advantages_GC.any()):
+                trained_GC.zero_()
         inputs: dict[str, Any] = {
-            "ids": torch.cat([prompt_ids, completion_ids], dim=1),  # (G, T)
-            "seen": torch.cat(seen, dim=1),  # (G, T)
-            "mask": mask_GC,  # (G, C) 1 on the model's own tokens
-            "engine_logps": padded(logprobs),  # (G, C)
-            "advantages": advantages_GC,
+            "ids": torch.cat([prompt_ids, completion_ids], dim=1),  # (R, T)
+            "seen": torch.cat(seen, dim=1),  # (R, T)
+            "mask": mask_RC,  # 1 on the model's own tokens
+            "trained": trained_RC,  # those of them that have a gradient
+            "engine_logps": padded(logprobs),  # (R, C)
+            "advantages": advantages_RC,
             "forks": [t.forks if t and t.mask else [] for t in transcripts],
+            "kl_coef": kl_coef,
         }
-        if self._spec.kl_penalty_coef:
+        if spec.kl_penalty_coef:
             with use_adapter(self._unwrapped(cast(Any, self).model), "ref"):  # TRL keeps it
                 inputs["reference_logps"] = self._known_logps(inputs)
         if self._teacher:
@@ -212,7 +208,7 @@ class Trainer(GRPOTrainer):
     def _known_logps(
         self, inputs: dict[str, Any], causal_lm: Any = None, way: Way | None = None
     ) -> Tensor:
-        """(G, C) log-probabilities without a gradient; those of the policy by default."""
+        """(R, C) log-probabilities without a gradient; those of the policy by default."""
         causal_lm = causal_lm or self._unwrapped(cast(Any, self).model).get_base_model()
         batch = inputs["ids"], inputs["seen"], inputs["mask"]
         way = way or self._way
@@ -225,22 +221,19 @@ class Trainer(GRPOTrainer):
     # -- backward ----------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """TRL's. After this rank's last group, gradients and metrics are those of all ranks."""
+        """TRL's, with the gradients and metrics of all ranks."""
         trl = cast(Any, super())
-        if not self._groups:
-            self._begun.clear()
         loss = self._limits.run(
-            self, lambda: trl.training_step(model, inputs, num_items_in_batch), self._rewind
+            self,
+            lambda: trl.training_step(model, inputs, num_items_in_batch),
+            # Ranks that share the model cannot: each pass needs all of them.
+            can_repeat=not self._passes.is_shared,
         )
+        self._inputs = None
         if self._ranks.count == 1:
             return loss
-        self._loss += loss.item()
-        if self._groups:
-            return torch.zeros_like(loss)  # transformers adds up what this method returns
         self._passes.finish()
-        own_loss = self._loss
-        self._loss = 0.0
-        return combine(self, self._ranks, own_loss)
+        return combine(self, self._ranks, loss.item())
 
     def compute_loss(
         self,
@@ -250,20 +243,20 @@ class Trainer(GRPOTrainer):
         num_items_in_batch: Any = None,
     ) -> Tensor:
         spec = self._spec
-        # Without advantage, KL and entropy a group's gradient is zero.
-        teaches = inputs["kl_coef"] or spec.entropy_coef or inputs["advantages"].any()
-        if not (teaches and inputs["mask"].any()):
-            return no_loss(model)
         causal_lm = self._unwrapped(model).get_base_model()
         packs = self._packs(inputs)
-        known_GC = inputs.get("known_logps")
-        if known_GC is None and self._needs_whole_rows(packs):
-            known_GC = self._known_logps(inputs)
+        if not packs:
+            return no_loss(model)
+        known_RC = inputs.get("known_logps")
+        if known_RC is None and self._needs_whole_rows(packs):
+            known_RC = self._known_logps(inputs)
         metrics = TokenMeans()
 
         def loss(pack: Pack, logps_N: Tensor, entropies_N: Tensor) -> Tensor:
-            metrics.add("entropy", entropies_N.detach(), 1)
-            value = loss_of(spec, pack, inputs, logps_N, known_GC, metrics)
+            of_group = inputs["mask"].size(1) * spec.rollouts_per_prompt
+            metrics.begin(pack.places_N // of_group)
+            metrics.add("entropy", entropies_N.detach())
+            value = loss_of(spec, pack, inputs, logps_N, known_RC, metrics)
             if spec.entropy_coef:
                 value = value - spec.entropy_coef * entropies_N.sum() / inputs["step_tokens"]
             return value
@@ -271,15 +264,18 @@ class Trainer(GRPOTrainer):
         options = {"temperature": self.temperature, "trains_entropy": spec.entropy_coef > 0}
         total = self._limits.sum_of(self, causal_lm, packs, loss, **options)
         means = metrics.means()
-        if (squared := means.pop("is_ratio/squared", 0.0)) > 0:
-            means["is_ratio/effective_share"] = means["is_ratio/mean"] ** 2 / squared
-        for name, value in means.items():
-            cast(Any, self)._metrics["train"][name].append(value)
-        return no_loss(model) if total is None else total
+        if "is_ratio/squared" in means:
+            squared_G = means.pop("is_ratio/squared")
+            shares_G = means["is_ratio/mean"] ** 2 / squared_G
+            means["is_ratio/effective_share"] = shares_G[squared_G > 0]
+        for name, values_G in means.items():
+            cast(Any, self)._metrics["train"][name] += cast(Any, values_G).tolist()
+        assert total is not None
+        return total
 
     def _packs(self, inputs: dict[str, Any]) -> list[Pack]:
         limits = self._limits
-        batch = inputs["ids"], inputs["seen"], inputs["mask"]
+        batch = inputs["ids"], inputs["seen"], inputs["trained"]
         return packs_of(*batch, limits.keep_tokens, inputs["forks"], self._way, limits.longest)
 
     def _needs_whole_rows(self, packs: Sequence[Pack]) -> bool:
@@ -291,25 +287,30 @@ class Trainer(GRPOTrainer):
         return len(rows) > len(set(rows))
 
 
-@dataclass
 class TokenMeans:
-    """Means over the tokens of a group's packs."""
+    """Means over the tokens of each group, which are in several packs."""
 
-    sums: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    def __init__(self) -> None:
+        self._groups: list[Tensor] = []
+        self._values: dict[str, list[Tensor]] = {}
 
-    def add(self, name: str, values_N: Tensor, weights: Any) -> None:
-        """Count each value as often as `weights`, one for each or one for all, says."""
-        weights_N = torch.ones_like(values_N) * weights
-        part = torch.stack([(values_N * weights_N).sum(), weights_N.sum()])
-        self.sums.setdefault(name, []).append(part)
+    def begin(self, groups_N: Tensor) -> None:
+        """A pack, whose tokens are of these groups."""
+        self._groups.append(groups_N)
 
-    def means(self) -> dict[str, float]:
-        every = torch.stack([torch.stack(parts).sum(0) for parts in self.sums.values()])
-        sums, counts = cast(Any, every.T).tolist()
-        return {
-            name: value / count if count else math.nan
-            for name, value, count in zip(self.sums, sums, counts, strict=True)
-        }
+    def add(self, name: str, values_N: Tensor) -> None:
+        self._values.setdefault(name, []).append(values_N)
+
+    def means(self) -> dict[str, Tensor]:
+        """By name, the mean of each group that has tokens."""
+        groups_N = torch.cat(self._groups)
+        counts_G = groups_N.bincount()
+        has_any = counts_G > 0
+        means: dict[str, Tensor] = {}
+        for name, values in self._values.items():
+            sums_G = groups_N.bincount(torch.cat(values))
+            means[name] = (sums_G / counts_G)[has_any]
+        return means
 
 
 def loss_of(
@@ -317,11 +318,11 @@ def loss_of(
     pack: Pack,
     inputs: dict[str, Any],
     logps_N: Tensor,  # with a gradient
-    known_GC: Tensor | None,
+    known_RC: Tensor | None,
     metrics: TokenMeans,
 ) -> Tensor:
     """The loss of a pack's tokens: weights first, then fixed coefficients times `logps_N`.
-    `known_GC` are the log-probabilities of all rollouts, where `pack` lacks some of one."""
+    `known_RC` are the log-probabilities of all rollouts, where `pack` lacks some of one."""
     now_N = logps_N.detach()
     rows_N = pack.places_N // inputs["mask"].size(1)
 
@@ -331,10 +332,10 @@ def loss_of(
     difference_N = now_N - at_tokens("engine_logps")
     log_ratio_N = difference_N
     if spec.importance_sampling.startswith("sequence"):
-        engine_GC = inputs["engine_logps"]
-        if known_GC is None:
-            known_GC = pack.put(engine_GC.to(now_N.dtype), now_N)
-        log_ratio_N = ((known_GC - engine_GC) * inputs["mask"]).sum(1)[rows_N]
+        engine_RC = inputs["engine_logps"]
+        if known_RC is None:
+            known_RC = pack.put(engine_RC.to(now_N.dtype), now_N)
+        log_ratio_N = ((known_RC - engine_RC) * inputs["mask"]).sum(1)[rows_N]
     ratio_N = log_ratio_N.exp()
     high = spec.importance_sampling_clip
     weight_N = torch.ones_like(ratio_N)
@@ -345,7 +346,7 @@ def loss_of(
     advantages_N = at_tokens("advantages")
     if "teacher_logps" in inputs:
         behind_N = at_tokens("teacher_logps") - now_N
-        metrics.add("teacher_kl", -behind_N, 1)
+        metrics.add("teacher_kl", -behind_N)
         advantages_N = advantages_N * behind_N
     value_N = -advantages_N * weight_N
     slope_N = value_N
@@ -355,14 +356,14 @@ def loss_of(
         kl_N = away_N.exp() - away_N - 1
         value_N = value_N + inputs["kl_coef"] * kl_N
         slope_N = slope_N + inputs["kl_coef"] * (1 - away_N.exp())
-        metrics.add("kl", kl_N, 1)
+        metrics.add("kl", kl_N)
     if spec.importance_sampling != "none":
-        metrics.add("is_ratio/mean", weight_N, 1)
-        metrics.add("is_ratio/squared", weight_N**2, 1)
-        metrics.add("is_ratio/clipped_share", (weight_N != ratio_N).float(), 1)
+        metrics.add("is_ratio/mean", weight_N)
+        metrics.add("is_ratio/squared", weight_N**2)
+        metrics.add("is_ratio/clipped_share", (weight_N != ratio_N).float())
     # KL(engine | trainer) on what the engine sampled, by k3 too.
-    metrics.add("sampling_kl", difference_N.exp() - 1 - difference_N, 1)
-    metrics.add("sampling_logp_difference/mean", difference_N.abs(), 1)
+    metrics.add("sampling_kl", difference_N.exp() - 1 - difference_N)
+    metrics.add("sampling_logp_difference/mean", difference_N.abs())
     # The value is the objective's, the gradient that of the coefficients.
     terms_N = value_N + slope_N * (logps_N - now_N)
     return (terms_N / inputs["normalizers"][rows_N]).sum()

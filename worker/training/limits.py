@@ -60,16 +60,13 @@ class PackLimits:
             total = part if total is None else total + part
         return total
 
-    def run(self, trainer: Any, compute: Callable[[], Tensor], rewind: Callable[[], int]) -> Tensor:
-        """`compute`. If memory runs out, drop the step's gradients so far, halve the packs, and
-        `compute` as often as `rewind` says: once for each part of the step that was begun."""
+    def run(self, trainer: Any, compute: Callable[[], Tensor], *, can_repeat: bool) -> Tensor:
+        """`compute`, which is a step. If memory runs out, drop its gradients so far, halve the
+        packs, and `compute` once more."""
         try:
             return compute()
         except Exception as error:
-            if not is_memory_error(error) or self._is_halved:
-                raise
-            parts = rewind()
-            if not parts or not self.current:
+            if not is_memory_error(error) or self._is_halved or not (can_repeat and self.current):
                 raise
             half = self.current // 2
             what = f"memory ran out in a pack of {self.current} tokens ({error!s:.200})"
@@ -83,8 +80,7 @@ class PackLimits:
             torch.cuda.empty_cache()
         trainer.model.zero_grad()
         trainer._metrics["train"].clear()
-        results = [compute() for _ in range(parts)]
-        return results[-1]
+        return compute()
 
 
 # -- one step of several ranks, from the parts that each of them computed --------------------------

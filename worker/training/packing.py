@@ -106,6 +106,8 @@ class Pack:
     rows: list[int]
     """The row of the batch that each completion is of."""
     way: Way = Way.PACKED
+    copies_N: Tensor | None = None
+    """Which of the trained tokens each place has, where rows share some: by default its own."""
 
     @property
     def tokens(self) -> int:
@@ -143,7 +145,8 @@ class Pack:
             temperature,
             trains_entropy=trains_entropy,
         )
-        return values[:count], entropies[:count]
+        every = slice(count) if self.copies_N is None else self.copies_N
+        return values[every], entropies[every]
 
     def hidden(self, causal_lm: Any) -> Tensor:
         """(N, H) last hidden states of the tokens that predict the trained ones."""
@@ -192,15 +195,16 @@ class Pack:
         return torch.cat([by_row[number] for number in range(len(rows))])
 
     def _placed_forks(self) -> list[tuple[int, int, int]]:
-        """(start, after, end) of each branch, in the packed sequence."""
+        """(start, after, end) of each branch up to the next one, in the packed sequence."""
         first = len(self.prompt)
         offset = 0  # from places in the completion's row to those in the packed sequence
         placed: list[tuple[int, int, int]] = []
         for completion, forks in zip(self.completions, self.forks, strict=True):
-            end = first + offset + len(completion)
-            for start, after in forks:
+            ends = [start for start, _ in forks[1:]]
+            ends.append(first + len(completion))
+            for (start, after), end in zip(forks, ends, strict=False):
                 shared = after if after <= first else after + offset
-                placed.append((start + offset, shared, end))
+                placed.append((start + offset, shared, end + offset))
             offset += len(completion)
         return placed
 
@@ -282,64 +286,162 @@ def packs_of(
     way: Way = Way.PACKED,
     longest: float | None = None,
 ) -> list[Pack]:
-    """The packs of a batch (arguments as of `group_logps`): of at most `pack_limit` tokens or
-    a single completion, and of at most `keep_tokens` where the repeated prompts cost little. A tree
-    of more than LONGEST tokens, or more than memory holds with recomputed activations, or whose
-    model is not packed, is split into its paths."""
+    """The packs of a batch's trained rows (arguments as of `group_logps`): of at most `pack_limit`
+    tokens or a single completion, and of at most `keep_tokens` where the repeated prompts cost
+    little. A tree of more than LONGEST tokens, or more than memory holds with recomputed
+    activations, or whose model is not packed, is split into its paths.
+
+    On a CPU, rows of several prompts share a pack, and each token that they begin with alike."""
     width = trained_BC.size(1)
     starts = ids_BT.size(1) - width
-    packs: list[Pack] = []
     limit = partial(pack_limit, keep_tokens=keep_tokens, longest=longest)
     tree_limit = min(LONGEST, RECOMPUTED * keep_tokens, longest or math.inf)
-    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, way, limit):
-        forks = [forks_B[row] if forks_B else () for row in rows]
-        completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
-        is_long = len(prompt) + len(completions[0]) > tree_limit
-        if any(forks) if way != Way.PACKED else forks[0] and is_long:
-            packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows, way)
+    packs: list[Pack] = []
+    by_prompt: dict[tuple[int, ...], list[_TrainedRow]] = {}
+    trained_rows: list[int] = cast(Any, trained_BC.any(1).nonzero()).flatten().tolist()
+    for row in trained_rows:
+        seen = seen_BT[row].bool()
+        ids = ids_BT[row, seen]
+        forks = forks_B[row] if forks_B else ()
+        prompt = int(seen[:starts].sum())
+        if forks and (way != Way.PACKED or len(ids) > tree_limit):
+            packs += packs_of_paths(ids, forks, prompt, trained_BC, row, way)
             continue
-        trained: list[Tensor] = []
-        places: list[Tensor] = []
-        for row, completion in zip(rows, completions, strict=True):
-            at = trained_BC[row, : len(completion)].nonzero().squeeze(1)
-            trained.append(at)
-            places.append(row * width + at)
-        packs.append(Pack(prompt, completions, trained, torch.cat(places), forks, rows, way))
+        columns = trained_BC[row].nonzero().squeeze(1)
+        item = _TrainedRow(row, ids, forks, prompt + columns, row * width + columns)
+        by_prompt.setdefault(tuple(cast(Any, ids[:prompt]).tolist()), []).append(item)
+    if way == Way.PACKED and ids_BT.device.type == "cpu":
+        return packs + list(_tree_packs(by_prompt, limit))
+    for prompt_ids, rows in by_prompt.items():
+        prompt = len(prompt_ids)
+        for part in _parts(prompt, rows, way, limit):
+            completions = [row.ids[prompt:] for row in part]
+            trained = [row.at - prompt for row in part]
+            places = torch.cat([row.places for row in part])
+            trees = [row.forks for row in part]
+            numbers = [row.number for row in part]
+            shared = part[0].ids[:prompt]
+            packs.append(Pack(shared, completions, trained, places, trees, numbers, way))
     return packs
+
+
+@dataclass(frozen=True)
+class _TrainedRow:
+    """A trained row of a batch."""
+
+    number: int
+    ids: Tensor
+    forks: Forks
+    at: Tensor
+    """The places of its trained tokens."""
+    places: Tensor
+    """The same in the batch, flattened from (B, C)."""
+
+
+def _parts(
+    prompt: int, rows: list[_TrainedRow], way: Way, limit_of: Callable[[int], float]
+) -> Iterator[list[_TrainedRow]]:
+    """The rows of each pack of those with one prompt of so many tokens; `limit_of` is `pack_limit`
+    of a prompt's tokens."""
+    shared = 0 if way == Way.ROWS else prompt
+    limit = limit_of(shared)
+    part: list[_TrainedRow] = []
+    size = shared
+    for row in rows:
+        own = len(row.ids) - shared
+        if part and size + own > limit:
+            yield part
+            part = []
+            size = shared
+        part.append(row)
+        size += own
+    yield part
+
+
+def _tree_packs(
+    by_prompt: dict[tuple[int, ...], list[_TrainedRow]], limit_of: Callable[[int], float]
+) -> Iterator[Pack]:
+    """Packs that are trees of their rows: of all those of a prompt, unless they are too many.
+    `limit_of` is `pack_limit` of a prompt's tokens."""
+    tree = _Tree()
+    waiting = [(limit_of(len(key)), rows) for key, rows in reversed(by_prompt.items())]
+    while waiting:
+        limit, rows = waiting.pop()
+        size = len(tree.ids)
+        for row in rows:
+            tree.add(row)
+        if len(tree.ids) <= limit or (len(rows) == 1 and not size):
+            continue
+        tree.cut(size, rows)
+        if size:
+            yield tree.pack()
+            tree = _Tree()
+            waiting.append((limit, rows))
+        else:
+            waiting += [(limit, [row]) for row in reversed(rows)]
+    if tree.ids:
+        yield tree.pack()
+
+
+class _Tree:
+    """The tokens of rows. Those that follow the same tokens are one."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._before: list[int] = []  # the place of the token that each follows, or -1
+        self._places: dict[tuple[int, int], int] = {}  # of a token after that at a place
+        self._rows: list[tuple[_TrainedRow, list[int]]] = []  # with the places of their tokens
+
+    def add(self, row: _TrainedRow) -> None:
+        begins = dict(row.forks)
+        at = -1
+        places: list[int] = []
+        ids: list[int] = cast(Any, row.ids).tolist()
+        for number, token in enumerate(ids):
+            if number in begins:
+                at = places[begins[number] - 1] if begins[number] else -1
+            place = self._places.setdefault((at, token), len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self._before.append(at)
+            places.append(place)
+            at = place
+        self._rows.append((row, places))
+
+    def cut(self, size: int, rows: Sequence[_TrainedRow]) -> None:
+        """Leave out the last ones, which are `rows`: without them it had so many tokens."""
+        del self._rows[-len(rows) :]
+        for key in zip(self._before[size:], self.ids[size:], strict=True):
+            del self._places[key]
+        del self.ids[size:], self._before[size:]
+
+    def pack(self) -> Pack:
+        ids = self._rows[0][0].ids.new_tensor(self.ids)
+        forks = [(at, before + 1) for at, before in enumerate(self._before) if before != at - 1]
+        trained_N = torch.cat([ids.new_tensor(places)[row.at] for row, places in self._rows])
+        distinct, copies_N = cast(Any, trained_N).unique(return_inverse=True)
+        places_N = torch.cat([row.places for row, _ in self._rows])
+        numbers = [row.number for row, _ in self._rows]
+        return Pack(ids[:0], [ids], [distinct], places_N, [forks], numbers, copies_N=copies_N)
 
 
 def packs_of_paths(
-    ids_BT: Tensor,
-    seen_BT: Tensor,
-    trained_BC: Tensor,
-    forks_B: Sequence[Forks] | None,
-    rows: Sequence[int],
-    way: Way = Way.PACKED,
-) -> list[Pack]:
-    """A pack with one completion for each path through the trees of these rows. A token that is on
-    several paths is trained on one of them."""
-    width = trained_BC.size(1)
-    starts = ids_BT.size(1) - width
-    packs: list[Pack] = []
-    for row in rows:
-        places = seen_BT[row].nonzero().squeeze(1)
-        requested = pad(trained_BC[row], (starts, 0))[places].bool()
-        forks = forks_B[row] if forks_B else ()
-        for path in paths_of(len(places), forks):
-            path_ids = torch.tensor(path, device=places.device)
-            new = requested[path_ids].nonzero().squeeze(1)
-            if not len(new):
-                continue
-            requested[path_ids] = False
-            path_places = places[path_ids]
-            path_tokens = ids_BT[row, path_places]
-            first = int(new[0])
-            in_batch = row * width + path_places[new] - starts
-            completion = path_tokens[first:]
-            prompt = path_tokens[:first]
-            parts = [completion], [new - first], in_batch, [()]
-            packs.append(Pack(prompt, *parts, [row], way))
-    return packs
+    ids: Tensor, forks: Forks, prompt: int, trained_BC: Tensor, row: int, way: Way
+) -> Iterator[Pack]:
+    """A pack with one completion for each path through a row's tree, of whose tokens the first
+    `prompt` are its prompt. A token that is on several paths is trained on one of them."""
+    requested = pad(trained_BC[row], (prompt, 0))[: len(ids)].bool()
+    in_batch = row * trained_BC.size(1) - prompt
+    for path in paths_of(len(ids), forks):
+        path_ids = torch.tensor(path, device=ids.device)
+        new = requested[path_ids].nonzero().squeeze(1)
+        if not len(new):
+            continue
+        requested[path_ids] = False
+        tokens = ids[path_ids]
+        first = int(new[0])
+        places = in_batch + path_ids[new]
+        yield Pack(tokens[:first], [tokens[first:]], [new - first], places, [()], [row], way)
 
 
 def paths_of(length: int, forks: Forks) -> Iterator[list[int]]:
@@ -366,32 +468,6 @@ def recompute(causal_lm: Any, on: bool) -> None:
         causal_lm.disable_input_require_grads()  # which only reentrant checkpointing needs
     else:
         causal_lm.gradient_checkpointing_disable()
-
-
-def _rows_of_packs(
-    ids_BT: Tensor, seen_BT: Tensor, starts: int, way: Way, limit_of: Callable[[int], float]
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """(prompt, rows) of each pack; `limit_of` is `pack_limit` of a prompt's tokens."""
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for row in range(ids_BT.size(0)):
-        prompt: Any = ids_BT[row, :starts][seen_BT[row, :starts].bool()]
-        by_prompt.setdefault(tuple(prompt.tolist()), []).append(row)
-    lengths: list[int] = cast(Any, seen_BT[:, starts:].sum(1)).tolist()
-    for key, rows in by_prompt.items():
-        prompt = ids_BT.new_tensor(key)
-        shared = 0 if way == Way.ROWS else len(prompt)
-        own = len(prompt) - shared
-        limit = limit_of(shared)
-        pack: list[int] = []
-        size = shared
-        for row in rows:
-            if pack and size + own + lengths[row] > limit:
-                yield prompt, pack
-                pack = []
-                size = shared
-            pack.append(row)
-            size += own + lengths[row]
-        yield prompt, pack
 
 
 def pack_limit(prompt: int, keep_tokens: float = math.inf, longest: float | None = None) -> float:

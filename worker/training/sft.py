@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -141,8 +142,9 @@ class Tuner(SFTTrainer):
     def training_step(self, *arguments: Any) -> Any:
         """TRL's, with the gradients and metrics of all ranks: a step is one batch."""
         trl = cast(Any, super())
-        begun = 0 if self.passes.is_shared else 1  # ranks that share the model need each pass
-        loss = self.limits.run(self, lambda: trl.training_step(*arguments), lambda: begun)
+        can_repeat = not self.passes.is_shared  # ranks that share the model need each pass
+        step = partial(trl.training_step, *arguments)
+        loss = self.limits.run(self, step, can_repeat=can_repeat)
         if self.ranks.count == 1:
             return loss
         self.passes.finish()
