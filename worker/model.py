@@ -177,9 +177,9 @@ def _fetched(job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, heartbeat: 
 def _precision(spec: RunSpec | EvalSpec, base: ModelFiles, capacity: int, writer: RunWriter) -> str:
     """The name of the one that is asked for, or that an earlier attempt chose, or that the machine
     computes faster."""
-    asked = getattr(spec, "precision", None) or _early(writer.folder, "precision")
-    known = asked if asked in get_args(Precision) else None
-    dtype, why = precision_of(base, capacity, known)
+    setting = getattr(spec, "precision", None) or _early(writer.folder, "precision")
+    chosen = setting if setting in get_args(Precision) else None
+    dtype, why = precision_of(base, capacity, chosen)
     name = str(dtype).removeprefix("torch.")
     writer.event("precision", f"the model is computed in {name}: {why}", precision=name)
     return name

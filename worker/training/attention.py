@@ -179,12 +179,12 @@ def _flash_rows(spans: Sequence[Span], window: int | None, device: torch.device)
 
 def _last(path: Ranges, count: int) -> Ranges:
     """The last tokens of a path."""
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     for first, end in reversed(path):
         if count > 0:
-            found.append((max(first, end - count), end))
+            pieces.append((max(first, end - count), end))
             count -= end - first
-    return tuple(found[::-1])
+    return tuple(pieces[::-1])
 
 
 class _Flash(torch.autograd.Function):
@@ -231,12 +231,12 @@ class _Flash(torch.autograd.Function):
         grads = [torch.zeros_like(part) for part in (query_LHD, key_LKD, value_LKD)]
         for part in cast(list[Rows], ctx.rows):
             at, seen = part.queries, part.keys
-            found = FLASH_BACKWARD(
+            of_part = FLASH_BACKWARD(
                 grad_LHD[at].contiguous(), query_LHD[at], key_LKD[seen], value_LKD[seen],
                 out_LHD[at], lse_HL[:, at].contiguous(), *part.options, *random,
                 scale=ctx.scale, **part.window,
             )  # fmt: skip
-            for total, places, more in zip(grads, (at, seen, seen), found, strict=True):
+            for total, places, more in zip(grads, (at, seen, seen), of_part, strict=True):
                 if isinstance(places, slice):
                     total[places] += more
                 else:  # a key may be seen from several spans
@@ -426,7 +426,7 @@ def _attend(
             count = part.size(2)
             if count < len(mask):
                 part = pad(part, (0, 0, 0, len(mask) - count))
-            some_keys, some_values = (each[:, :, first : first + mask.size(1)] for each in seen)
+            some_keys, some_values = (whole[:, :, first : first + mask.size(1)] for whole in seen)
             block = _weighted(part, some_keys, some_values, mask, scale, softcap, sinks_H)
             block = block.transpose(1, 2)
             attended.append(block if count == len(mask) else block[:, :count])
