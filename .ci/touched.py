@@ -13,6 +13,7 @@ LOOP = "tests/test_loop.py tests/test_learning_from_use.py tests/cli/test_demo.p
 KILLED = "tests/test_crash.py tests/supervisor/test_damage.py tests/worker/test_mixture.py"
 GATE = "tests/environments/test_gate.py tests/environments/test_gate_suite.py"
 TOURNAMENT = "tests/extensions/tournament/test_with_a_model.py"
+EXPORT = "tests/extensions/export/test_export.py"
 HUNT = "tests/extensions/hunt/test_hunt.py"
 AGENTS = "tests/worker/test_agent_gold.py tests/worker/test_agent_sessions.py"
 AGENTS += " tests/environments/agents/test_terminal.py"
@@ -27,6 +28,7 @@ CALLS_FOR = {
     "environments/process/": f"tests/environments/test_adapters.py {AGENTS}",
     "environments/checks/": f"{GATE} {HUNT}",
     "flash_mcp/cli/": "tests/cli/test_commands.py tests/cli/test_demo.py",
+    "flash_mcp/extensions/export/": EXPORT,
     "flash_mcp/extensions/hunt/": HUNT,
     "flash_mcp/extensions/tournament/": TOURNAMENT,
     "flash_mcp/judgement/": f"{TOURNAMENT} {LOOP}",
@@ -37,10 +39,11 @@ CALLS_FOR = {
     f" tests/supervisor/test_remote_servers.py {ENGINES}",
     "flash_mcp/tools/": f"tests/tools/test_environment_tools.py tests/test_fuzz.py {LOOP}",
     "scripts/test-engines": ENGINES,
-    "worker/": "tests/worker/test_attempt.py tests/worker/test_soak.py tests/worker/test_export.py"
+    "worker/": "tests/worker/test_attempt.py tests/worker/test_soak.py"
     f" tests/worker/test_ranks.py tests/worker/test_mixture.py {SHARDS}",
     "worker/engine/": "tests/worker/test_models.py tests/worker/test_gpu_configuration.py"
     f" tests/worker/test_regression.py tests/worker/test_second_runner.py {SHARDS}",
+    "worker/extensions/export/": EXPORT,
     "worker/node.py": ENGINES,
     "worker/rollouts/": "tests/worker/test_task_choice.py tests/worker/test_early_stopping.py"
     f" tests/worker/test_gateway.py {AGENTS}",

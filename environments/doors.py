@@ -18,6 +18,14 @@ OURS = {
         "verifiers": "environments.adapters.verifiers:adapt",
         "inspect_ai": "environments.adapters.inspect_tasks:adapt",
     },
+    "flash_mcp.checkpoints": {"export": "flash_mcp.extensions.export.background:export"},
+    "flash_mcp.commands": {"export": "flash_mcp.extensions.export.command:COMMAND"},
+    "flash_mcp.exports": {
+        "merged": "worker.extensions.export.formats:merged",
+        "adapter": "worker.extensions.export.formats:adapter",
+        "gguf-f16": "worker.extensions.export.formats:F16",
+        "gguf-q8_0": "worker.extensions.export.formats:Q8_0",
+    },
     "flash_mcp.checks": {"hunt": "flash_mcp.extensions.hunt.search"},
     "flash_mcp.jobs": {"tour": "flash_mcp.extensions.tournament.rows"},
     "flash_mcp.targets": {

@@ -14,8 +14,8 @@ with quick_imports():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from vllm.platforms import current_platform
 
-    import worker.export
-    import worker.gguf_file
+    import worker.extensions.export.gguf_file
+    import worker.extensions.export.program
     import worker.training.packing
     import worker.training.sft
 
@@ -28,7 +28,7 @@ with quick_imports():
             torch.zeros(4, dtype=torch.long)
         )
 
-worker.gguf_file.subprocess = SimpleNamespace(run=forked.run_forked)
+worker.extensions.export.gguf_file.subprocess = SimpleNamespace(run=forked.run_forked)
 
 atexit.register(os._exit, 0)  # what triton finds wrong with the end of the server concerns no test
 

@@ -332,7 +332,7 @@ def _regret(policy: Any, tokenizer: Any, question: dict[str, str], answer: dict[
 
 def _export(kind: Any, policy: Any, adapter: Path, base: Path, folder: Path) -> str:
     from flash_mcp.protocol.result_model import ExportJob  # noqa: PLC0415
-    from worker.export import export  # noqa: PLC0415
+    from worker.extensions.export.program import export  # noqa: PLC0415
 
     target = folder / kind
     target.mkdir(exist_ok=True)
@@ -353,7 +353,7 @@ def _llama_regret(policy: Any, base: Path, path: Path) -> float:
     itself is off by more than GGUF_NATS, on each CPU at other tokens."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    from worker.gguf_file import answers  # noqa: PLC0415
+    from worker.extensions.export.gguf_file import answers  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     question = {"role": "user", "content": "What is 3 + 4?"}

@@ -15,7 +15,7 @@ from environments.agents import dialects
 from environments.agents.server import DIALECTS
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import CODES
-from flash_mcp.protocol.result_model import ExportKind
+from flash_mcp.protocol.extensions import ExportKind
 from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.news import FLAG_LETTERS

@@ -26,6 +26,7 @@ ROOMS = {
     "adapters": [
         f"environments/adapters/{name}.py" for name in ("freesolo", "gym", "inspect_tasks", "mcp", "trl", "verifiers")
     ],
+    "export": ["flash_mcp/extensions/export", "worker/extensions/export"],
     "hunt": ["flash_mcp/extensions/hunt"],
     "ray": [f"{LAUNCH}/ray.py"],
     "sky": [f"{LAUNCH}/sky.py"],

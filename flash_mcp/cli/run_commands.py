@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, get_args
 
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import answer, render_all, say
@@ -16,7 +15,6 @@ from flash_mcp.cli.tool_commands import stay
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Recording, pseudonym, rating_of
 from flash_mcp.protocol.records import Json, text_of
-from flash_mcp.protocol.result_model import ExportKind
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_RETRY_S
 from flash_mcp.state.store import open_store
@@ -50,30 +48,6 @@ def write_file(path: Path, text: str) -> None:
         fix = "choose a file that you may write with --to"
         what = f"cannot write there: {error}"
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
-
-
-def export(arguments: Arguments) -> None:
-    """Write a checkpoint as files that other programs read, with a model card.
-
-    merged: safetensors with tokenizer and chat template. gguf-f16 and gguf-q8_0: one file for
-    llama.cpp. adapter: PEFT, for the base model. All but the adapter are read back, and greedy
-    answers are compared."""
-    from flash_mcp.cli import export as exports  # noqa: PLC0415
-
-    store = open_store()
-    reference, kind = arguments.reference, arguments.format
-    written = None
-    if arguments.push_to and arguments.to:
-        written = exports.written_before(store, reference, kind, arguments.to.absolute())
-    if written is None:
-        written = exports.export(store, reference, kind, arguments.to)
-    body: dict[str, Any] = {"folder": str(written.folder)}
-    if written.result:
-        body |= written.result.model_dump()
-    if arguments.push_to:
-        body["pushed"] = exports.push(written.folder, arguments.push_to)
-    body["warnings"] = written.warnings
-    answer(arguments, body)
 
 
 def logs(arguments: Arguments) -> None:
@@ -226,21 +200,5 @@ COMMANDS: dict[str, Command | Group] = {
         report,
         ("flash-mcp report run-2f9k1c8d --to report.html",),
         (RUN_ID, option("--to", "file to write (default ./RUN_ID.html)", "FILE", type=Path), JSON),
-    ),
-    "export": Command(
-        export,
-        ("flash-mcp export run-2f9k1c8d@60 --format gguf-q8_0 --to calculator",),
-        (
-            option("reference", "RUN_ID, or RUN_ID@STEP (default: the newest)", "RUN[@STEP]"),
-            option(
-                "--format",
-                "merged (default), adapter, gguf-f16 or gguf-q8_0",
-                choices=get_args(ExportKind),
-                default="merged",
-            ),
-            option("--to", "new folder (default ./RUN-STEP-FORMAT)", "FOLDER", type=Path),
-            option("--push-to", "upload it to this private model at the hub", "OWNER/NAME"),
-            JSON,
-        ),
     ),
 }

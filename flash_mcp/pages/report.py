@@ -14,9 +14,9 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failur
 from flash_mcp.pages.charts import as_data, chart, series_of
 from flash_mcp.pages.headline import headline
 from flash_mcp.pages.render import Node, nodes_of, render
+from flash_mcp.protocol.extensions import ExportKind
 from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Rollout, Run, Try
-from flash_mcp.protocol.result_model import ExportKind
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.tools.rollouts import shared_opening

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from environments import doors
 from flash_mcp.protocol.errors import FlashError
@@ -15,3 +15,9 @@ def find(group: str, name: str) -> Any:
     except ValueError as error:
         fix = "install the package that brings it, or do without; flash-mcp doctor names all"
         raise FlashError("extension_missing", str(error), fix=fix) from error
+
+
+if TYPE_CHECKING:
+    ExportKind = str
+else:  # what is installed, as the schemas of tools list it
+    ExportKind = Literal[tuple(doors.brought("flash_mcp.exports"))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 from pydantic import (
     BaseModel,
@@ -47,13 +47,12 @@ class ResultModel(BaseModel):
         }
 
 
-# -- what an export job asks of `worker.export`, and what it answers -------------------------------
-
-ExportKind = Literal["merged", "adapter", "gguf-f16", "gguf-q8_0"]
+# -- what an export asks of the worker's program, and what that answers ----------------------------
 
 
 class ExportJob(ResultModel):
-    kind: ExportKind
+    kind: str
+    """An entry point of flash_mcp.exports."""
     name: str
     """What the model is called in its files."""
     model: str

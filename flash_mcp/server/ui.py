@@ -25,8 +25,8 @@ from starlette.routing import Route
 from flash_mcp.pages import live
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.protocol.extensions import ExportKind
 from flash_mcp.protocol.records import RunState
-from flash_mcp.protocol.result_model import ExportKind
 from flash_mcp.server.uploads import status_and_headers
 from flash_mcp.state.owners import caller, refuse_reader
 from flash_mcp.state.queue import Label, label

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
-import subprocess
-import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from anyio.to_thread import run_sync
 from pydantic import Field
@@ -23,14 +17,11 @@ from flash_mcp.judgement.health import WORSE_ELSEWHERE
 from flash_mcp.protocol import base_models, extensions, surroundings
 from flash_mcp.protocol.checkpoints import LATEST
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.paths import exports_dir
+from flash_mcp.protocol.extensions import ExportKind
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.result_model import Agreement, ExportKind, rounded
-from flash_mcp.protocol.surroundings import environment_for
+from flash_mcp.protocol.result_model import Agreement, rounded
 from flash_mcp.state import queue, references
-from flash_mcp.state.disk import check_quota, size_of
-from flash_mcp.state.locks import try_lock
-from flash_mcp.state.owners import caller, operator_settings, refuse_server_side
+from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import check_logins
@@ -45,8 +36,6 @@ from flash_mcp.tools.shared.scores import elsewhere
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 
-# -- exports that a tool call starts and later calls find: their process outlives the call ---------
-
 
 class Export(ResultModel):
     """A checkpoint as files for other programs."""
@@ -56,113 +45,6 @@ class Export(ResultModel):
     pushed: str | None = None
     agreement: Agreement | None = None
     warnings: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class Exporter:
-    """One checkpoint in one format; `reference` is RUN@STEP, `push_to` a hub's OWNER/NAME."""
-
-    base: Path
-    reference: str
-    kind: ExportKind
-    push_to: str | None
-
-    @property
-    def folder(self) -> Path:
-        name = f"{self.reference}-{self.kind}".replace("@", "-")
-        return exports_dir(self.base) / name
-
-    @property
-    def _name(self) -> str:
-        pushed = f"-{self.push_to.replace('/', '-')}" if self.push_to else ""
-        return f"{self.folder}{pushed}"
-
-    def look(self) -> Export | None:
-        """The export as it is; None if it was never made or has failed: see `failure`."""
-        with self._lock() as lock:
-            if not try_lock(lock):
-                return Export(state="running", folder=str(self.folder))
-        body = self._printed()
-        if not self.folder.is_dir() or "folder" not in body:
-            return None
-        return Export(
-            state="ready",
-            folder=str(self.folder),
-            pushed=body.get("pushed"),
-            agreement=body.get("agreement"),
-            warnings=body.get("warnings") or None,
-        )
-
-    def start(self) -> None:
-        """Start it, unless it runs. It holds the lock while it runs."""
-        command = [sys.executable, "-P", "-m", "flash_mcp.cli", "export", self.reference]
-        command += ["--format", self.kind, "--to", str(self.folder), "--json"]
-        if self.push_to:
-            command += ["--push-to", self.push_to]
-        with self._lock() as lock:
-            if not try_lock(lock):
-                return
-            with Path(f"{self._name}.json").open("wb") as printed:
-                # The shell ends at once, so that the export is no child of this process.
-                subprocess.run(
-                    ["/bin/sh", "-c", '"$@" &', "sh", *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=printed,
-                    stderr=subprocess.STDOUT,
-                    env={
-                        **environment_for(caller().secrets, os.environ),
-                        "FLASH_HOME": str(self.base),
-                    },
-                    pass_fds=[lock.fileno()],
-                    start_new_session=True,
-                    check=True,
-                )
-
-    def check_quota(self, store: Store, size_bytes: int) -> None:
-        """FlashError(quota_exceeded) if there is no room, or another export runs."""
-        if caller().is_local:
-            return
-        folder, stored = self.folder.parent, 0
-        own = set(store.column("SELECT id FROM runs"))
-        for path in folder.glob("run-*"):
-            if "-".join(path.name.split("-")[:2]) not in own:
-                continue
-            stored += size_of(path)
-            if path.suffix == ".lock" and path != Path(f"{self._name}.lock"):
-                with path.open("ab") as lock:
-                    if not try_lock(lock):
-                        what = f"{path.stem} is being written, and an owner has one at a time"
-                        fix = "call again when it is ready"
-                        raise FlashError("quota_exceeded", what, fix=fix)
-        limit = int(operator_settings(self.base).disk.exports_gib * 2**30)
-        check_quota("exports", stored, size_bytes, limit, "exports_gib")
-
-    def failure(self) -> FlashError:
-        body = self._printed()
-        if "error" in body:
-            return FlashError.from_dict(body["error"])
-        what = "the export ended without a result"
-        return FlashError("worker_failed", what, fix="call again; flash-mcp doctor finds causes")
-
-    def _printed(self) -> dict[str, Any]:
-        """The last line that the command printed, which is JSON unless it was killed."""
-        with suppress(OSError, ValueError, IndexError):
-            return json.loads(Path(f"{self._name}.json").read_text().splitlines()[-1])
-        return {}
-
-    def _lock(self) -> IO[bytes]:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        return Path(f"{self._name}.lock").open("ab")
-
-
-BYTES_PER_PARAMETER: dict[ExportKind, int] = {
-    "merged": 2,
-    "adapter": 0,
-    "gguf-f16": 2,
-    "gguf-q8_0": 1,
-}
-EXPORT_WAIT_S = 38.0
-"""How long a call waits for its export; the export itself goes on."""
 
 
 class Cancel(Result):
@@ -298,6 +180,7 @@ async def checkpoints(
         raise FlashError("invalid_argument", what, fix=fix)
     if export is None:
         return await run_sync(_listed, store, run_id, limit, cursor)
+    made = extensions.find("flash_mcp.checkpoints", "export")
     if push_to is not None:
         check_logins([surroundings.HUB])
     else:
@@ -310,32 +193,17 @@ async def checkpoints(
     run, step = subject.run, subject.step
     result = await run_sync(_listed, store, run.id, 1, str(step + 1))
     result.has_more, result.cursor = False, None
-    exporter = Exporter(store.base, f"{run.id}@{step}", export, push_to)
-    if await run_sync(exporter.look) is None:
-        # A model of unknown size counts as its adapter.
-        weights = (base_models.find(run.model).parameters or 0) * BYTES_PER_PARAMETER[export]
-        size_bytes = max(result.checkpoints[0].size_bytes, weights)
-        await run_sync(exporter.check_quota, store, size_bytes)
-        await run_sync(exporter.start)
-    result.export = await _exported(exporter)
-    if result.export.state == "running":
-        result.checkpoints = []
-    result.next = f"the same call again waits for {result.export.folder}"
-    if result.export.state == "ready":
-        result.next = f"take {result.export.folder}: README.md there is its model card"
-    return result
-
-
-async def _exported(exporter: Exporter) -> Export:
-    """The export, once it is there or after EXPORT_WAIT_S. The error of one that failed."""
-    result = await wait_until(
-        exporter.look,
-        lambda seen: seen is None or seen.state == "ready",
-        deadline_after(EXPORT_WAIT_S),
-        lambda _: (f"writing {exporter.folder.name}", None),
+    # A model of unknown size counts as its adapter.
+    least, parameters = result.checkpoints[0].size_bytes, base_models.find(run.model).parameters
+    exported: Export = await made(
+        store, f"{run.id}@{step}", export, push_to, parameters or 0, least
     )
-    if result is None:
-        raise exporter.failure()
+    result.export = exported
+    if exported.state == "running":
+        result.checkpoints = []
+    result.next = f"the same call again waits for {exported.folder}"
+    if exported.state == "ready":
+        result.next = f"take {exported.folder}: README.md there is its model card"
     return result
 
 

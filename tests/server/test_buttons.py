@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flash_mcp.extensions.export import background
 from flash_mcp.server import ui
 from flash_mcp.state.store import open_store
 from flash_mcp.tools import checkpoints
@@ -129,10 +130,10 @@ def local(flash_home: Path) -> Iterator[Team]:
 
 
 def test_the_local_owner_exports_in_a_format(local: Team, browser: Any, tmp_path: Path, monkeypatch):
-    """The process that writes the files is the edge of the world: tests/worker/test_export.py has it."""
-    folder, exporter = tmp_path / "export", checkpoints.Exporter
+    """The process that writes the files is the edge of the world: tests/extensions/export/test_export.py has it."""
+    folder, exporter = tmp_path / "export", background.Exporter
 
-    def look(self: checkpoints.Exporter) -> checkpoints.Export:
+    def look(self: background.Exporter) -> checkpoints.Export:
         return checkpoints.Export(state="ready", folder=f"{folder}-{self.kind}")
 
     monkeypatch.setattr(exporter, "look", look)

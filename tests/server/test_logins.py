@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from flash_mcp.extensions.export.background import Exporter
 from flash_mcp.protocol.paths import exports_dir
 from flash_mcp.protocol.surroundings import NO_HUB_LOGIN, environment_for
 from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.checkpoints import Exporter
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
 from tests.server.test_http_server import give
 from tests.teams import Team, team_server, text_of

@@ -114,7 +114,7 @@ def test_artifacts_and_exports_are_shared_without_flock(flash_home: Path) -> Non
 import pathlib, sys
 from environments import locks
 from flash_mcp.protocol.artifacts import Artifacts, trim
-from flash_mcp.tools.checkpoints import Exporter
+from flash_mcp.extensions.export.background import Exporter
 home = pathlib.Path(sys.argv[1])
 (home / "made").mkdir()
 (home / "made" / "file").write_text("text")

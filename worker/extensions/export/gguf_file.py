@@ -3,9 +3,10 @@
 llama.cpp's own converter writes it, and llama.cpp reads it back, each in a process of its own: they
 end theirs where a model is beyond them.
 
-    python -m worker.gguf_file convert ARGUMENTS     the converter, for tokenizers of one's own too
-    python -m worker.gguf_file answer QUESTIONS      greedy answers of a file, see `answers`
-"""
+    python -m worker.extensions.export.gguf_file convert ARGUMENTS
+    python -m worker.extensions.export.gguf_file answer QUESTIONS
+
+The converter, for tokenizers of one's own too, and greedy answers of a file: see `answers`."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def answers(path: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[l
 
 
 def _run(*words: str) -> None:
-    command = [sys.executable, "-P", "-m", "worker.gguf_file", *words]
+    command = [sys.executable, "-P", "-m", "worker.extensions.export.gguf_file", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return

@@ -19,9 +19,9 @@ from mcp import Client
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import worker.export
-from flash_mcp.cli import export as cli_export
+import worker.extensions.export.program
 from flash_mcp.cli import main
+from flash_mcp.extensions.export import files
 from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
@@ -34,7 +34,10 @@ from tests.model_rows import make_model
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
 from tests.waiting import WAIT_S
-from worker import gguf_file
+from worker.extensions.export import gguf_file
+from worker.model_files import ModelFiles
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def run(tmp_path: Path, flash_home: Path, tiny_model: Path, tiny_adapter: Path) 
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start exports and llama.cpp with their packages imported."""
     monkeypatch.setattr(gguf_file, "subprocess", SimpleNamespace(run=run_forked))
-    monkeypatch.setattr(cli_export, "subprocess", SimpleNamespace(Popen=ForkedOutput, PIPE=PIPE))
+    monkeypatch.setattr(files, "subprocess", SimpleNamespace(Popen=ForkedOutput, PIPE=PIPE))
 
 
 def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
@@ -120,6 +123,22 @@ def test_a_gguf_file_has_weights_tokenizer_and_template(
     assert reader.fields["tokenizer.ggml.eos_token_id"].contents() == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "granite"])
+def test_llama_cpp_computes_the_same_from_a_file_of_another_family(name: str, tmp_path: Path) -> None:
+    base = make_model(name, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    gguf_file.check(ModelFiles(base))
+    path = tmp_path / "tiny.gguf"
+    gguf_file.write(base, path, "f16")
+    prompt = list(range(40))
+    answer = gguf_file.answers(path, [prompt], 16)[0]
+    assert len(answer) == 16
+    with torch.no_grad():
+        logps_LV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    chosen_L1 = logps_LV.gather(1, torch.tensor(answer)[:, None])
+    assert (logps_LV.max(1, keepdim=True).values - chosen_L1).max() < 0.02
+
+
 @pytest.mark.parametrize(
     ("file", "fields", "reason"),
     [
@@ -137,12 +156,11 @@ def test_what_llama_cpp_does_not_know_is_refused_before_weights_are_read(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     job = ExportJob(kind="gguf-f16", name="tiny", model=str(base), folder=tmp_path, prompts=[])
     with pytest.raises(FlashError, match=reason) as caught:
-        worker.export.export(job)
+        worker.extensions.export.program.export(job)
     assert caught.value.code == "export_unsupported"
     assert caught.value.fix == "export it as merged or adapter"
 
 
-@pytest.mark.slow
 def test_a_file_that_holds_another_model_is_refused(tmp_path: Path) -> None:
     base = make_model("smollm3", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
@@ -152,7 +170,7 @@ def test_a_file_that_holds_another_model_is_refused(tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": "What is 3 + 4?"}]]
     job = ExportJob(kind="gguf-f16", name="tiny", model=str(base), folder=tmp_path / "files", prompts=prompts)
     with pytest.raises(FlashError, match="another model") as caught:
-        worker.export.export(job)
+        worker.extensions.export.program.export(job)
     assert caught.value.code == "export_unsupported"
 
 
@@ -190,7 +208,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run: Run, tmp_pat
 
 def test_only_the_files_of_this_export_are_pushed_again(run: Run, tmp_path: Path, capsys, monkeypatch):
     pushed: list[Path] = []
-    monkeypatch.setattr(cli_export, "push", lambda folder, name: pushed.append(folder) or name)
+    monkeypatch.setattr(files, "push", lambda folder, name: pushed.append(folder) or name)
     folder = tmp_path / "files"
     words = ("--to", folder, "--push-to", "me/dates")
     for _ in range(2):

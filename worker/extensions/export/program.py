@@ -1,6 +1,6 @@
 """A trained model in a form that other programs read.
 
-    python -m worker.export JOB.json
+    python -m worker.extensions.export.program JOB.json
 
 writes the files that the job asks for and prints a JSON object for each line: progress as
 {stage, share}, then the result as {files}, or an error as {code, what, ...}."""
@@ -14,7 +14,6 @@ import operator
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,17 +23,16 @@ from safetensors import torch as safetensors
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from flash_mcp.protocol import extensions
 from flash_mcp.protocol.base_models import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.result_model import Agreement, Exported, ExportJob
-from worker import gguf_file
-from worker.adapter import CONFIG, WEIGHTS, merged_weights, named_in_files
+from worker.adapter import merged_weights, named_in_files
 from worker.engine.fetch import ensure
+from worker.extensions.export.formats import ANSWER_TOKENS, OTHER_FORMATS, without_end
 from worker.model_files import ModelFiles
 from worker.training.policy import names_as_they_are
 
-ANSWER_TOKENS = 48
-"""Tokens of each greedy answer that is compared."""
 LEAST_EQUAL = 0.8
 """Share of them that are the same. Rounding to 16 or 8 bits turns near ties."""
 
@@ -46,17 +44,14 @@ def export(job: ExportJob) -> Exported:
     say("reading the base model", 0.0)
     path = ensure(job.model)
     result = Exported(base_digest=digest_of(path))
-    if job.kind == "adapter":
-        assert job.adapter is not None
-        shutil.copyfile(job.adapter / WEIGHTS, job.folder / WEIGHTS)
-        adapter_config = json.loads((job.adapter / CONFIG).read_text())
-        adapter_config["base_model_name_or_path"] = job.hub_id or job.model
-        (job.folder / CONFIG).write_text(json.dumps(adapter_config, indent=2) + "\n")
+    write = extensions.find("flash_mcp.exports", job.kind)
+    if getattr(write, "of_adapter", False):
+        write(job.adapter, job, [])
         return result
     disable_progress_bar()
     base = ModelFiles(path)
-    if job.kind != "merged":
-        gguf_file.check(base)
+    if check := getattr(write, "check", None):
+        check(base)
     # "auto" would give a wrapper's whole config to its text decoder.
     dtype = base.config.dtype or base.text.dtype or torch.bfloat16
     model = base.auto_class.from_pretrained(path, dtype=dtype)
@@ -75,29 +70,21 @@ def export(job: ExportJob) -> Exported:
     options = {"add_generation_prompt": True, "return_dict": False}
     prompts = [tokenizer.apply_chat_template(messages, **options) for messages in job.prompts]
     say("writing the files", 0.4)
-    if job.kind == "merged":
-        _write_merged(path, job.folder, changed, tokenizer)
-        say("comparing greedy answers with those of the files", 0.7)
-        written = base.auto_class.from_pretrained(job.folder, dtype=dtype)
-        answers = [_greedy(written, prompt) for prompt in prompts]
-        ours = [_greedy(model, prompt) for prompt in prompts]
-    else:
-        type_name = job.kind.removeprefix("gguf-")
-        file = job.folder / f"{job.name}-{type_name}.gguf"
-        with tempfile.TemporaryDirectory(dir=job.folder.parent) as whole:
-            _write_merged(path, Path(whole), changed, tokenizer)
-            gguf_file.write(Path(whole), file, type_name)
-        say("comparing greedy answers with those of the file", 0.7)
-        answers = gguf_file.answers(file, prompts, ANSWER_TOKENS)
-        # What `model` would have written after the prompt and after each token of the answer. So a
-        # near tie that llama.cpp's rounding turns is one token, not all that follow it.
-        ours: list[list[int]] = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            with torch.inference_mode():
-                ids = torch.tensor([prompt + answer])
-                logits_LV = model(input_ids=ids, use_cache=False).logits[0]
-            tokens = logits_LV[len(prompt) - 1 :].argmax(-1).tolist()[:ANSWER_TOKENS]
-            ours.append(_without_end(model, tokens))
+    with tempfile.TemporaryDirectory(dir=job.folder.parent) as whole:
+        _write_merged(path, Path(whole), changed, tokenizer)
+        answers: list[list[int]] | None = write(Path(whole), job, prompts)
+    if answers is None:
+        return result
+    say("comparing greedy answers with those of the files", 0.7)
+    # What `model` would have written after the prompt and after each token of the answer. So a near
+    # tie that rounding turns is one token, not all that follow it.
+    ours: list[list[int]] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + answer])
+            logits_LV = model(input_ids=ids, use_cache=False).logits[0]
+        tokens = logits_LV[len(prompt) - 1 :].argmax(-1).tolist()[:ANSWER_TOKENS]
+        ours.append(without_end(model, tokens))
     agreement = Agreement(tokens=0, equal=0)
     for own, other in zip(ours, answers, strict=True):
         agreement.tokens += max(len(own), len(other))
@@ -105,7 +92,7 @@ def export(job: ExportJob) -> Exported:
     if agreement.equal < LEAST_EQUAL * agreement.tokens:
         what = "the file holds another model: its greedy answers differ from those in memory"
         values = agreement.model_dump()
-        raise FlashError("export_unsupported", what, **values, fix=gguf_file.OTHER_FORMATS)
+        raise FlashError("export_unsupported", what, **values, fix=OTHER_FORMATS)
     result.agreement = agreement
     return result
 
@@ -131,21 +118,6 @@ def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor], tokenizer
         fix = "export the adapter (kind adapter) and merge it where it is used"
         raise FlashError("export_unsupported", what, missing=len(missing), fix=fix)
     tokenizer.save_pretrained(folder)
-
-
-def _greedy(model: Any, prompt: Sequence[int]) -> list[int]:
-    """The answer without the token that ends it."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        written = model.generate(input_ids=ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-    return _without_end(model, written[0, len(prompt) :].tolist())
-
-
-def _without_end(model: Any, answer: list[int]) -> list[int]:
-    ends: int | list[int] = model.generation_config.eos_token_id
-    if answer and answer[-1] in (ends if isinstance(ends, list) else [ends]):
-        return answer[:-1]
-    return answer
 
 
 def digest_of(model: Path) -> str:

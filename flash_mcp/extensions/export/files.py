@@ -22,7 +22,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.result_model import Exported, ExportJob, ExportKind
+from flash_mcp.protocol.result_model import Exported, ExportJob
 from flash_mcp.protocol.surroundings import use_proxies
 from flash_mcp.state import references
 from flash_mcp.state.database import pick
@@ -64,7 +64,7 @@ def push(folder: Path, name: str) -> str:
     return f"{hub.endpoint}/{name}"
 
 
-def written_before(store: Store, reference: str, kind: ExportKind, folder: Path) -> Written | None:
+def written_before(store: Store, reference: str, kind: str, folder: Path) -> Written | None:
     """The files of an earlier export of this checkpoint, by their model card. None if there are
     none, or others.
 
@@ -83,7 +83,7 @@ def _name(subject: Subject) -> str:
     return f"{subject.run.id if subject.run else ''}-{subject.step}"
 
 
-def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) -> Written:
+def export(store: Store, reference: str, kind: str, folder: Path | None) -> Written:
     """Write the checkpoint that RUN or RUN@STEP names to `folder`, which is new or empty.
 
     FlashError(unknown_run | unknown_checkpoint | invalid_argument | export_unsupported |
@@ -139,9 +139,9 @@ def _prompts(store: Store, run: Run) -> list[list[dict[str, str]]]:
 
 
 def _work(job: ExportJob, path: Path) -> Exported:
-    """Runs worker.export, and shows its progress on a terminal."""
+    """Runs worker.extensions.export.program, and shows its progress on a terminal."""
     path.write_text(job.model_dump_json())
-    command = [sys.executable, "-P", "-m", "worker.export", str(path)]
+    command = [sys.executable, "-P", "-m", "worker.extensions.export.program", str(path)]
     last = ""
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
@@ -167,7 +167,7 @@ def _work(job: ExportJob, path: Path) -> Exported:
 # -- the model card --------------------------------------------------------------------------------
 
 
-def _warnings(card: ModelCard, kind: ExportKind, result: Exported) -> list[str]:
+def _warnings(card: ModelCard, kind: str, result: Exported) -> list[str]:
     results: list[str] = []
     if kind == "adapter" and card.scheme == "pypi":
         results.append(
