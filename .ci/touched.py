@@ -13,6 +13,7 @@ LOOP = "tests/test_loop.py tests/test_learning_from_use.py tests/cli/test_demo.p
 KILLED = "tests/test_crash.py tests/supervisor/test_damage.py tests/worker/test_mixture.py"
 GATE = "tests/environments/test_gate.py tests/environments/test_gate_suite.py"
 TOURNAMENT = "tests/extensions/tournament/test_with_a_model.py"
+GATEWAY = "tests/extensions/gateway/test_gateway.py"
 EXPORT = "tests/extensions/export/test_export.py"
 HUNT = "tests/extensions/hunt/test_hunt.py"
 AGENTS = "tests/worker/test_agent_gold.py tests/worker/test_agent_sessions.py"
@@ -29,6 +30,7 @@ CALLS_FOR = {
     "environments/checks/": f"{GATE} {HUNT}",
     "flash_mcp/cli/": "tests/cli/test_commands.py tests/cli/test_demo.py",
     "flash_mcp/extensions/export/": EXPORT,
+    "flash_mcp/extensions/gateway/": GATEWAY,
     "flash_mcp/extensions/hunt/": HUNT,
     "flash_mcp/extensions/tournament/": TOURNAMENT,
     "flash_mcp/judgement/": f"{TOURNAMENT} {LOOP}",
@@ -44,9 +46,10 @@ CALLS_FOR = {
     "worker/engine/": "tests/worker/test_models.py tests/worker/test_gpu_configuration.py"
     f" tests/worker/test_regression.py tests/worker/test_second_runner.py {SHARDS}",
     "worker/extensions/export/": EXPORT,
+    "worker/extensions/gateway.py": GATEWAY,
     "worker/node.py": ENGINES,
     "worker/rollouts/": "tests/worker/test_task_choice.py tests/worker/test_early_stopping.py"
-    f" tests/worker/test_gateway.py {AGENTS}",
+    f" tests/extensions/gateway/test_gateway.py {AGENTS}",
     "worker/training/": "tests/worker/test_reference.py tests/worker/test_memory.py"
     " tests/worker/test_regression.py tests/worker/test_four_bit.py tests/worker/test_ranks.py"
     " tests/worker/test_ways.py tests/worker/test_sft.py",

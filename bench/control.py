@@ -36,7 +36,7 @@ import psutil
 from mcp import Client, StdioServerParameters
 
 from environments.process.host import EnvironmentHost
-from flash_mcp.pages import live
+from flash_mcp.extensions.pages import live
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue

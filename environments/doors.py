@@ -19,7 +19,12 @@ OURS = {
         "inspect_ai": "environments.adapters.inspect_tasks:adapt",
     },
     "flash_mcp.checkpoints": {"export": "flash_mcp.extensions.export.background:export"},
-    "flash_mcp.commands": {"export": "flash_mcp.extensions.export.command:COMMAND"},
+    "flash_mcp.commands": {
+        "export": "flash_mcp.extensions.export.command:COMMAND",
+        "gateway": "flash_mcp.extensions.gateway.command:COMMAND",
+        "report": "flash_mcp.extensions.pages.commands:REPORT",
+        "ui": "flash_mcp.extensions.pages.commands:UI",
+    },
     "flash_mcp.exports": {
         "merged": "worker.extensions.export.formats:merged",
         "adapter": "worker.extensions.export.formats:adapter",
@@ -28,6 +33,12 @@ OURS = {
     },
     "flash_mcp.checks": {"hunt": "flash_mcp.extensions.hunt.search"},
     "flash_mcp.jobs": {"tour": "flash_mcp.extensions.tournament.rows"},
+    "flash_mcp.pages": {"render": "flash_mcp.extensions.pages.render:render"},
+    "flash_mcp.players": {"gateway": "worker.extensions.gateway"},
+    "flash_mcp.routes": {
+        "gateway": "flash_mcp.extensions.gateway.relay",
+        "ui": "flash_mcp.extensions.pages.ui",
+    },
     "flash_mcp.targets": {
         "slurm": "flash_mcp.supervisor.launch.slurm:SlurmLauncher",
         "ray": "flash_mcp.supervisor.launch.ray:RayLauncher",
@@ -39,7 +50,7 @@ OURS = {
 installation from a checkout knows what was there when it was made."""
 
 
-OF_WORKERS = ("flash_mcp.exports",)
+OF_WORKERS = ("flash_mcp.exports", "flash_mcp.players")
 """Groups of what needs torch, and is never imported where the server runs."""
 
 

@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from environments import adapters, doors
 from flash_mcp.cli.main import COMMANDS
+from flash_mcp.server import http_server
+from flash_mcp.server.mcp_server import server
 from flash_mcp.state.targets import find_target, new_target
 from flash_mcp.tools.registry import TOOLS
 from tests.test_imports import modules_of
@@ -27,7 +30,9 @@ ROOMS = {
         f"environments/adapters/{name}.py" for name in ("freesolo", "gym", "inspect_tasks", "mcp", "trl", "verifiers")
     ],
     "export": ["flash_mcp/extensions/export", "worker/extensions/export"],
+    "gateway": ["flash_mcp/extensions/gateway", "worker/extensions/gateway.py"],
     "hunt": ["flash_mcp/extensions/hunt"],
+    "pages": ["flash_mcp/extensions/pages"],
     "ray": [f"{LAUNCH}/ray.py"],
     "sky": [f"{LAUNCH}/sky.py"],
     "slurm": [f"{LAUNCH}/slurm.py"],
@@ -60,18 +65,37 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_target_of_another_packages_engine_is_proved_by_a_job(tmp_path: Path, flash_home: Path, lab: Any) -> None:
+def test_another_packages_engine_runs_a_job_that_its_tool_lists_and_its_command_forgets(
+    tmp_path: Path, flash_home: Path, lab: Any
+) -> None:
     notes, storage = tmp_path / "notes", tmp_path / "storage"
     notes.mkdir()
     storage.mkdir()
-    variables = {**os.environ, "PYTHONPATH": str(PACKAGES)}
-    command = [sys.executable, "-m", "flash_mcp.cli", "target", "add", "here", "--engine", "lab"]
-    command += ["--address", str(notes), "--storage", str(storage), "--python", sys.executable]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def typed(*words: str) -> str:
+        command = [sys.executable, "-m", "flash_mcp.cli", *words]
+        variables = {**os.environ, "PYTHONPATH": str(PACKAGES)}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    added = ("target", "add", "here", "--engine", "lab", "--python", sys.executable)
+    typed(*added, "--address", str(notes), "--storage", str(storage))
     settings = find_target(flash_home, "here")
     assert settings.engine == "lab" and settings.cards and settings.cards.count == 1
-    assert len(list(notes.iterdir())) == 1
+    (job,) = (note.name for note in notes.iterdir())
+    assert json.loads(typed("lab-jobs", str(notes), "--json"))["jobs"] == [job]
+    assert json.loads(typed("lab-forget", str(notes), "--json")) == {"removed": [job]}
+    assert not list(notes.iterdir())
+    assert "gguf-q8_0, shapes" in typed("export", "--help")
+
+
+async def test_its_address_asks_for_a_token_as_ours_do(lab: Any, flash_home: Path, monkeypatch) -> None:
+    monkeypatch.setattr(http_server, "DOORS", doors.each("flash_mcp.routes"))
+    for authenticate, status in ((True, 401), (False, 200)):
+        app = http_server.application(server, "127.0.0.1", http_server.Admission(authenticate))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+            assert (await http.get("/lab/printer")).status_code == status
 
 
 def test_its_objects_are_adapted(lab: Any) -> None:

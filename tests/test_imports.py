@@ -35,7 +35,6 @@ FLOORS = (
     ("flash_mcp.tools.shared",),
     ("flash_mcp.tools.training",),
     ("flash_mcp.tools",),
-    ("flash_mcp.pages",),
     ("flash_mcp.server",),
     ("flash_mcp.client",),
     ("flash_mcp.cli",),

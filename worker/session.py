@@ -21,7 +21,7 @@ from environments.sandbox.confinement import describe
 from environments.sandbox.needs import PLAYS_OUTSIDE, Needs
 from environments.settings import LOCAL_OWNER, identity, machine_directory
 from environments.untrusted_text import plain_name
-from flash_mcp.protocol import records
+from flash_mcp.protocol import extensions, records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
@@ -33,7 +33,6 @@ from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
 from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
-from worker.rollouts.gateway import POLL_S, Gateway
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits
 
 T = TypeVar("T")
@@ -133,7 +132,7 @@ class Session(Generic[S]):
         self._engine: VllmEngine | None = None
         self._generator: scheduler.Generator | None = None
         self._synced: int | None = None
-        self.gateway: Gateway | None = None
+        self.gateway: Any = None
         self.swaps_mid_turn = False
         """Whether turns go on when the policy changes."""
 
@@ -176,10 +175,11 @@ class Session(Generic[S]):
         if self.has_engine:
             # A request asks a rank at random: with n ranks it takes n of them to meet the one that
             # has a task, in POLL_S / n altogether.
-            poll_s = POLL_S / self.ranks.count**2
+            door = extensions.find("flash_mcp.players", "gateway")
+            poll_s = door.POLL_S / self.ranks.count**2
 
-            async def opened() -> Gateway:
-                return Gateway(self.host, key, poll_s)
+            async def opened() -> Any:
+                return door.Gateway(self.host, key, poll_s)
 
             self.gateway = self.runner.run(opened())
             port = self.gateway.endpoint.port

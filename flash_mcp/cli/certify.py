@@ -29,6 +29,7 @@ from flash_mcp.cli import follow
 from flash_mcp.cli.output import answer
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, option, repeated
 from flash_mcp.cli.run_commands import write_file
+from flash_mcp.protocol import extensions
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import WORKER_PACKAGES, installed
 from flash_mcp.protocol.paths import write_private
@@ -137,8 +138,7 @@ def _verify(arguments: Arguments) -> int:
 
 
 def page_of(facts: Json) -> str:
-    from flash_mcp.pages.render import render  # noqa: PLC0415
-
+    render = extensions.find("flash_mcp.pages", "render")
     return render("certificate.html.j2", live=None, facts=facts)
 
 

@@ -1,4 +1,4 @@
-"""logs, report, export, wait, gateway and recordings: one run or deployment."""
+"""logs, wait and recordings: one run or deployment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from flash_mcp.cli import follow
 from flash_mcp.cli.output import answer, render_all, say
 from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
 from flash_mcp.cli.tool_commands import stay
@@ -28,17 +27,6 @@ LOG_OVERLAP = 1000
 """Characters by which the end of a log is found in the next tail."""
 LOG_EVERY_S = 2.0
 RUN_ID = option("run_id", "run id, as returned by train", "RUN_ID")
-
-
-def report(arguments: Arguments) -> None:
-    """Write a run as one HTML page: health, curves, rollouts, lineage, values.
-
-    The page needs no network and no other file."""
-    from flash_mcp.pages.report import html  # noqa: PLC0415
-
-    out = arguments.to or Path(f"{arguments.run_id}.html")
-    write_file(out, html(open_store(), arguments.run_id))
-    answer(arguments, {"path": str(out.absolute())}, str(out))
 
 
 def write_file(path: Path, text: str) -> None:
@@ -88,38 +76,6 @@ def wait(arguments: Arguments) -> int:
 
     0 succeeded, 3 failed, 4 cancelled, 5 --timeout-s passed. Prints the run's report."""
     return stay(arguments.run_id, arguments.json, timeout_s=arguments.timeout_s, quiet=True)
-
-
-def gateway(arguments: Arguments) -> int:
-    """Play the rollouts of a run with a program of yours, outside the sandbox.
-
-    The run's environment.toml says gateway = true: the environment has the tasks and scores
-    answers, and a training run or an evaluation waits until somebody plays them. This command does
-    it until the run has ended: it asks for a task, starts PROGRAM in this folder, and sends back
-    what comes of it.
-
-    PROGRAM finds the model in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and
-    ANTHROPIC_API_KEY, and its name in MODEL. {prompt} in its arguments becomes the task's last
-    message. Its standard input is the task as JSON: {"task_id", "split", "messages"}. What it
-    prints is the answer, which the environment scores. If it writes {"score": NUMBER} to the file
-    that FLASH_REWARD_FILE names, that is the reward; "success": true or false may be with it.
-
-    A program that fails, or takes longer than call_timeout_s of environment.toml, drops its
-    rollout, which status counts. Without --url the run is one of this machine. With it, the run is
-    one of a server that `flash-mcp serve --http` started there. The exit code says how the run
-    ended, as that of wait."""
-    from flash_mcp.cli.gateway import Player  # noqa: PLC0415
-
-    run_id = arguments.run_id
-    player = Player(run_id, arguments.program, arguments.at_once, arguments.url, arguments.token)
-    # The run of another machine has its supervisor there.
-    with nullcontext() if arguments.url else supervised():
-        follow.run(player.play)
-    body = {"run_id": run_id, "state": player.state}
-    body |= {"played": player.played, "dropped": player.dropped}
-    words = f"{player.played} rollouts played, {player.dropped} dropped"
-    answer(arguments, body, f"{run_id} {player.state}: {words}")
-    return follow.ENDED[player.state]
 
 
 def recordings(arguments: Arguments) -> None:
@@ -176,29 +132,9 @@ COMMANDS: dict[str, Command | Group] = {
         ("flash-mcp wait run-2f9k1c8d --timeout-s 3600",),
         (RUN_ID, option("--timeout-s", "stop waiting after S seconds", "S", type=float), JSON),
     ),
-    "gateway": Command(
-        gateway,
-        (
-            "flash-mcp gateway run-2f9k1c8d -- python agent.py {prompt}",
-            "FLASH_TOKEN=... flash-mcp gateway run-2f9k1c8d --url https://box -- ./agent.sh",
-        ),
-        (
-            RUN_ID,
-            option("program", "the program and its arguments, after --", "PROGRAM", nargs="+"),
-            option("--at-once", "programs at the same time (default 4)", "N", type=int, default=4),
-            option("--url", "the run is one of the server that listens there", "URL"),
-            option("--token", "a token of that server (default: that in FLASH_TOKEN)", "TOKEN"),
-            JSON,
-        ),
-    ),
     "logs": Command(
         logs,
         ("flash-mcp logs run-2f9k1c8d --follow",),
         (RUN_ID, flag("--follow", "print what comes until the run has ended")),
-    ),
-    "report": Command(
-        report,
-        ("flash-mcp report run-2f9k1c8d --to report.html",),
-        (RUN_ID, option("--to", "file to write (default ./RUN_ID.html)", "FILE", type=Path), JSON),
     ),
 }

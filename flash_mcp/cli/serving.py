@@ -1,12 +1,10 @@
-"""serve, ui and supervise: programs that stay; token: what HTTP clients need."""
+"""serve and supervise: programs that stay; token: what HTTP clients need."""
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sys
-import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -111,34 +109,6 @@ def where_token_is(base: Path) -> str:
     return f" Yours is in {file}, which only you can read."
 
 
-def ui(arguments: Arguments) -> None:
-    """Show runs, curves, transcripts and deployments in a browser, as they change.
-
-    Only you can open the pages: the address that is printed signs you in, once. `serve --http` has
-    the same pages at /ui, behind its tokens."""
-    host, port = LOOPBACK[0], arguments.port
-    check_port(host, port, PORT_FIX)
-    from flash_mcp.server import http_server  # noqa: PLC0415
-    from flash_mcp.server.mcp_server import server  # noqa: PLC0415
-
-    code = secrets.token_urlsafe()
-    name, pages_at = host, ""
-    by_token = f"It signs one browser in; in others paste {tokens.LOCAL_TOKEN} of FLASH_HOME."
-    if not arguments.by_number:
-        # Browsers send cookies to all ports of a host: only this one knows the name.
-        name = pages_at = f"flash-{secrets.token_hex(16)}.localhost"
-        by_token += " A browser that does not know names below localhost needs --by-number."
-    address = f"http://{name}:{port}/ui?code={code}"
-    sys.stderr.write(f"Open {address}\n{by_token}\nCtrl-C ends it.\n")
-    if not arguments.no_browser:
-        webbrowser.open(address)
-    admission = http_server.Admission(
-        authenticate=True, on_loopback=True, hosts=[name], code=code, pages_at=pages_at
-    )
-    with supervised():
-        http_server.serve(server, host, port, admission)
-
-
 def supervise(arguments: Arguments) -> int:
     """Look after the runs in the foreground (train starts this by itself).
 
@@ -225,15 +195,6 @@ COMMANDS: dict[str, Command | Group] = {
             _limit("--environment-mib", Quotas.environment_bytes >> 20, "MiB for each owner"),
             _limit("--deployments", Quotas.deployments, "for each owner"),
             _limit("--chats", Quotas.chats, "at once for each owner"),
-        ),
-    ),
-    "ui": Command(
-        ui,
-        ("flash-mcp ui",),
-        (
-            option("--port", "port to listen on (default 8766)", type=int, default=8766),
-            flag("--no-browser", "only print the address"),
-            flag("--by-number", "pages at 127.0.0.1: browsers send its cookies to every port"),
         ),
     ),
     "supervise": Command(

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from flash_mcp.cli.output import render, say, to_json, visible
-from flash_mcp.pages.headline import headline
 from flash_mcp.protocol.numbers import duration, number, percent
 from flash_mcp.state.disk import in_words
 from flash_mcp.tools.checkpoints import CheckpointList
 from flash_mcp.tools.environments import EnvTest
 from flash_mcp.tools.rollouts import Rollouts, RolloutView
+from flash_mcp.tools.shared.headline import headline
 from flash_mcp.tools.shared.scores import ByLabel, Scores
 from flash_mcp.tools.status import RunLine, Status
 

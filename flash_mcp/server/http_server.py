@@ -38,13 +38,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from environments import doors
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import LOOPBACK, in_url
 from flash_mcp.protocol.paths import home
-from flash_mcp.server import gateway, ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.frames import CheckedPosts
-from flash_mcp.server.ui import Sessions, SharedPages
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import (
@@ -60,10 +59,14 @@ from flash_mcp.state.owners import (
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
 
+DOORS = doors.each("flash_mcp.routes")
+"""Modules with ROUTES. Paths that match OWN_KEY need no token: `played` says whose run it is."""
+UI: Any = DOORS.get("ui")
 MCP_PATH = "/mcp"
 NO_TOKEN = tokens.digest_of("")
 SHOWN = ("mcp-session-id", "www-authenticate", "retry-after")
 """Headers of answers that a page of an admitted origin may read."""
+PAGES = "/ui"
 SHUTDOWN_S = 50
 """More than the 45 s that a call may take; calls that wait longer end when the server does."""
 
@@ -100,7 +103,7 @@ class Gate:
         self.origins = frozenset(admission.origins)
         self.pages_at = admission.pages_at
         self.security = TransportSecurityMiddleware(security_of(hosts, self.origins))
-        self.sessions = Sessions(admission.code)
+        self.sessions: Any = UI and UI.Sessions(admission.code)
         self.rate = Rate(self.limits.requests_per_minute)
         self.streams = Counter[str]()
         self.closing = anyio.Event()
@@ -117,8 +120,9 @@ class Gate:
         try:
             who = await self._admit(request)
             owner = None if who is NOBODY else who.owner
-            if gateway.OWN_KEY.match(path := request.url.path):
-                played = await run_sync(gateway.played, path, request.headers, limiter=self.threads)
+            path = request.url.path
+            if door := opened_by_own_key(path):
+                played = await run_sync(door.played, path, request.headers, limiter=self.threads)
                 state["played"] = played
                 owner = played and played[0].owner
             is_stream = self._is_stream(request)
@@ -131,8 +135,8 @@ class Gate:
             if connection:
                 connection.serves(None, request.client)
             answer = refusal_response(error)
-            if ui.is_page(request.url.path):
-                answer = await ui.refused(request, error, self.sign_in)
+            if is_page(request.url.path):
+                answer = await UI.refused(request, error, self.sign_in)
             await answer(scope, receive, send)
             return
         state["caller"] = who
@@ -156,7 +160,7 @@ class Gate:
         if request.url.path == MCP_PATH:
             listens = request.headers.get("mcp-method") == "subscriptions/listen"
             return listens or request.method == "GET"
-        return request.url.path == ui.EVENTS
+        return UI is not None and request.url.path == UI.EVENTS
 
     async def _admit(self, request: Request) -> Caller:
         path = request.url.path
@@ -169,7 +173,7 @@ class Gate:
             fix = "use a known name of this server, or start it with --allow-host NAME"
             host, what = request.headers.get("host"), bytes(refused.body).decode()
             raise FlashError("host_refused", what, host=host, fix=fix)
-        if ui.is_page(path) and self.pages_at not in ("", request.url.hostname):
+        if is_page(path) and self.pages_at not in ("", request.url.hostname):
             what = "pages are shown at the name that `flash-mcp ui` printed, and at no other"
             fix = "open that address, whose sessions go to no other port of this machine"
             raise FlashError("host_refused", what, fix=fix)
@@ -183,11 +187,11 @@ class Gate:
         authorization = request.headers.get("authorization", "")
         kind, _, text = authorization.partition(" ")
         digest = tokens.digest_of(text.strip() if kind.lower() == "bearer" else "")
-        if ui.is_page(path) and not authorization:
+        if is_page(path) and not authorization:
             # A browser sends no header of ours. Pages change nothing but by POST, whose Origin is
             # checked above, and the cookie is not sent from other sites.
             digest = self.sessions.token_of(request)
-        if gateway.OWN_KEY.match(path):
+        if opened_by_own_key(path):
             return NOBODY
         if self.authenticate and digest in ("", NO_TOKEN):
             raise self._unauthenticated()
@@ -253,6 +257,19 @@ class Gate:
         if unfinished:
             with contextlib.suppress(Exception):
                 await send({"type": "http.response.body", "body": b""})
+
+
+def is_page(path: str) -> bool:
+    """Whether a browser shows what this path answers."""
+    return UI is not None and UI.is_page(path)
+
+
+def opened_by_own_key(path: str) -> Any:
+    """The module whose paths a key of their own opens, if this is one."""
+    for door in DOORS.values():
+        if hasattr(door, "OWN_KEY") and door.OWN_KEY.match(path):
+            return door
+    return None
 
 
 class Rate:
@@ -331,7 +348,7 @@ async def nowhere(request: Request) -> Response:
     """404 for a path that nothing serves, such as that of the older SSE transport."""
     what = f"nothing is at {request.url.path:.200}"
     return PlainTextResponse(
-        f"{what}: MCP's Streamable HTTP is at {MCP_PATH}, pages at {ui.PATH}\n", 404
+        f"{what}: MCP's Streamable HTTP is at {MCP_PATH}, pages at {PAGES}\n", 404
     )
 
 
@@ -370,12 +387,12 @@ def application(server: MCPServer[Any], host: str, admission: Admission) -> Gate
     app.router.routes += [
         Route("/healthz", healthz),
         Route("/metrics", metrics),
-        *gateway.ROUTES,
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
-        *ui.routes(),
+        *(route for door in DOORS.values() for route in door.ROUTES),
         Route("/{path:path}", nowhere, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
-    app.state.pages = SharedPages()
+    if UI:
+        app.state.pages = UI.SharedPages()
     gate = Gate(CheckedPosts(app, MCP_PATH), admission, hosts)
     app.state.sessions = gate.sessions
     return gate

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from flash_mcp.cli import follow, main, run_commands
-from flash_mcp.pages.report import html
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store

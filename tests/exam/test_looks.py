@@ -8,8 +8,8 @@ from statistics import fmean
 import pytest
 
 from flash_mcp.exam import exams
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.judgement.statistics import ALPHA, difference
-from flash_mcp.pages.report import html
 from flash_mcp.state import store as stores
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import recovery

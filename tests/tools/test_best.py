@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.cli import main
-from flash_mcp.pages.headline import headline
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.headline import headline
 from flash_mcp.tools.shared.run_view import view_of
 from tests.calls import call
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from mcp import Client
 
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.judgement import statistics
-from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import resolve, validate

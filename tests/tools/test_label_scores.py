@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.judgement.labels import NO_LABEL, label_said
-from flash_mcp.pages.report import html
 from flash_mcp.state.store import open_store
 from tests.calls import call
 from tests.samples import end, push_echo, read_in, sample_rollout, started_run

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.pages.report import html
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunWriter

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.pages.report import html
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.state import queue, references
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.references import REGRESSION_FOLDER

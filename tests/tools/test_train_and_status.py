@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from flash_mcp.cli.follow import progress_line
-from flash_mcp.pages.report import html
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import two_digits
 from flash_mcp.protocol.paths import home

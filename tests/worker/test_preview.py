@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.pages import live
+from flash_mcp.extensions.pages import live
 from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import DEFAULT_MODEL

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from flash_mcp.pages.render import Node, dialogue
+from flash_mcp.extensions.pages.render import Node, dialogue
 from worker.rollouts.calls import Call, merged
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask
 from worker.rollouts.transcript import ChatTemplate, Transcript

@@ -32,11 +32,13 @@ from flash_mcp.state.store import open_store
 from tests.forked import ForkedOutput, run_forked
 from tests.model_rows import make_model
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
+from tests.test_extending import lab
 from tests.tiny import CHATML
 from tests.waiting import WAIT_S
 from worker.extensions.export import gguf_file
 from worker.model_files import ModelFiles
 
+__all__ = ["lab"]
 pytestmark = pytest.mark.slow
 
 
@@ -218,6 +220,17 @@ def test_only_the_files_of_this_export_are_pushed_again(run: Run, tmp_path: Path
     (folder / "README.md").write_text(f"# Another project\n\nIt uses {run.id}-20.\n")
     assert "something is there already" in refusal(capsys, run.id, "--format", "adapter", *words)
     assert len(pushed) == 2
+
+
+def test_a_format_of_another_package_gets_the_merged_model(
+    lab: Any, run: Run, tmp_path: Path, tiny_adapter: Path
+) -> None:
+    written = tmp_path / "out"
+    written.mkdir()
+    job = ExportJob(kind="shapes", name="tiny", model=run.model, adapter=tiny_adapter, folder=written, prompts=[])
+    assert worker.extensions.export.program.export(job).agreement is None
+    shapes = json.loads((written / "shapes.json").read_text())
+    assert len(shapes) > 5 and not any("lora" in name for name in shapes)
 
 
 async def exported(run: Run, *, kind: str = "adapter", **arguments: Any) -> dict[str, Any]:

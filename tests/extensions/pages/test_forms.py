@@ -13,8 +13,8 @@ from flash_mcp.state.owners import Quotas
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.tools.evaluate import evaluate
+from tests.extensions.pages.test_report import browser
 from tests.frozen_calls import play_evaluation
-from tests.pages.test_report import browser
 from tests.places import ROOT
 from tests.samples import finished_run, push_echo, queued_run, sample_rollout, supervised
 from tests.server.test_http_server import give
@@ -23,7 +23,7 @@ from tests.teams import Team, team_server
 
 __all__ = ["browser"]
 pytestmark = pytest.mark.slow
-TEMPLATES = ROOT / "flash_mcp/pages/templates"
+TEMPLATES = ROOT / "flash_mcp/extensions/pages/templates"
 SUBMITTED = {"chat", "overview", "page", "run", "sign_in", "transcripts"}
 """The templates whose forms the tests below, and those of test_buttons.py, submit."""
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.pages import live
+from flash_mcp.extensions.pages import live
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.status import status
+from tests.extensions.pages.test_ui import signed_in
 from tests.samples import finished_run, learn, queued_run, read_in, started_run, supervised
 from tests.server.test_http_server import give
-from tests.server.test_ui import signed_in
 from tests.teams import team_server
 
 pytestmark = pytest.mark.slow

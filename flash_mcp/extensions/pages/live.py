@@ -11,12 +11,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
+from flash_mcp.extensions.pages.charts import (
+    COLOURS,
+    POINTS,
+    Series,
+    as_data,
+    chart,
+    drawn,
+    held_out,
+    spark,
+)
+from flash_mcp.extensions.pages.render import nodes_of, render
+from flash_mcp.extensions.pages.report import changed
 from flash_mcp.judgement.failures import failure_modes
 from flash_mcp.judgement.labels import are_labels
-from flash_mcp.pages.charts import COLOURS, POINTS, Series, as_data, chart, drawn, held_out, spark
-from flash_mcp.pages.headline import headline
-from flash_mcp.pages.render import nodes_of, render
-from flash_mcp.pages.report import changed
 from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Rollout, Run, RunState, text_of
@@ -27,6 +35,7 @@ from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.rollouts import shared_opening
+from flash_mcp.tools.shared.headline import headline
 from flash_mcp.tools.shared.resolve import adapter_name, differing_values
 from flash_mcp.tools.shared.rows import Preview, folder_of, preview_by_default
 from flash_mcp.tools.shared.run_view import RunView, view_of

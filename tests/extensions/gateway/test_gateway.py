@@ -34,8 +34,8 @@ from tests.server.test_mcp_server import serving
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine
 from tests.waiting import WAIT_S
-from worker.rollouts import gateway as gateway_module
-from worker.rollouts.gateway import Gateway
+from worker.extensions import gateway as gateway_module
+from worker.extensions.gateway import Gateway
 from worker.rollouts.scheduler import Generator as Turns
 from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flash_mcp.cli import main
-from flash_mcp.pages.report import html
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.numbers import number
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
@@ -224,7 +224,7 @@ def test_the_large_chart_writes_values_as_the_tables_do() -> None:
     values = (12345, -12345.6, 100.4, 99.5, 12.345, 0.5, 0.00123456, 0)
     page = "const addEventListener = () => {}, matchMedia = () => ({ addEventListener });"
     page += "const document = { getElementById: () => null };"
-    chart = (ROOT / "flash_mcp" / "pages" / "templates" / "chart.js").read_text()
+    chart = (ROOT / "flash_mcp/extensions/pages/templates" / "chart.js").read_text()
     program = f"{page}{chart}console.log(JSON.stringify({list(values)}.map(numberText)))"
     printed = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
     assert json.loads(printed) == [number(value, 4) for value in values]

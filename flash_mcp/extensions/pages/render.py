@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from environments.untrusted_text import visible
-from flash_mcp.pages.charts import Axis
+from flash_mcp.extensions.pages.charts import Axis
 from flash_mcp.protocol.numbers import duration, number
 from flash_mcp.protocol.records import Json, Rollout, text_of
 from flash_mcp.tools.shared.truncation import shorten, utc

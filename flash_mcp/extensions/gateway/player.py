@@ -27,9 +27,9 @@ from environments.tools import as_object
 from flash_mcp.cli.follow import ENDED
 from flash_mcp.cli.install import TOKEN
 from flash_mcp.cli.output import visible
+from flash_mcp.extensions.gateway.relay import worker_of
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, text_of
-from flash_mcp.server.gateway import worker_of
 from flash_mcp.state.store import open_store
 
 PROMPT = "{prompt}"

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from flash_mcp.server import ui
+from flash_mcp.extensions.pages import ui
 from flash_mcp.state import datasets, tokens
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
-from tests.pages.test_report import HOSTILE, Tags, browser, hostile_run
+from tests.extensions.pages.test_report import HOSTILE, Tags, browser, hostile_run
 from tests.places import ROOT
 from tests.ports import free_port
 from tests.samples import finished_run, learn, read_in, started_run

@@ -10,16 +10,16 @@ from operator import attrgetter
 from statistics import median
 from typing import get_args
 
+from flash_mcp.extensions.pages.charts import as_data, chart, series_of
+from flash_mcp.extensions.pages.render import Node, nodes_of, render
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
-from flash_mcp.pages.charts import as_data, chart, series_of
-from flash_mcp.pages.headline import headline
-from flash_mcp.pages.render import Node, nodes_of, render
 from flash_mcp.protocol.extensions import ExportKind
 from flash_mcp.protocol.numbers import percent
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Rollout, Run, Try
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.tools.rollouts import shared_opening
+from flash_mcp.tools.shared.headline import headline
 from flash_mcp.tools.shared.run_view import RunView, report_on, view_of
 from flash_mcp.tools.shared.scores import conversation, last_prompt
 

@@ -22,8 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from flash_mcp.pages import live
-from flash_mcp.pages.report import html
+from flash_mcp.extensions.pages import live
+from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.extensions import ExportKind
 from flash_mcp.protocol.records import RunState
@@ -495,3 +495,6 @@ class SharedPages:
         if len(self._values) > MOST:
             self._values.popitem(last=False)
         return shared
+
+
+ROUTES = routes()

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from flash_mcp.extensions.export import background
-from flash_mcp.server import ui
+from flash_mcp.extensions.pages import ui
 from flash_mcp.state.store import open_store
 from flash_mcp.tools import checkpoints
-from tests.pages.test_report import browser
+from tests.extensions.pages.test_forms import page
+from tests.extensions.pages.test_report import browser
+from tests.extensions.pages.test_ui import signed_in
 from tests.samples import finished_run, learn, read_in, sample_rollout, started_run
-from tests.server.test_forms import page
 from tests.server.test_http_server import give
-from tests.server.test_ui import signed_in
 from tests.teams import Team, team_server
 
 __all__ = ["browser", "page"]

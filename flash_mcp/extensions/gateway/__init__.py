@@ -1,0 +1,1 @@
+"""Programs outside the sandbox play the rollouts of a run."""
