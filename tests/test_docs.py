@@ -207,7 +207,7 @@ async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str)
 
 def test_every_example_in_python_runs_in_a_test():
     text = "".join(path.read_text() for path in (PLAYBOOK, *ROOT.glob("docs/*.md")))
-    # The client of docs/agents.md runs in tests/extensions/gateway/test_gateway.py, that of docs/use.md in tests/test_client.py.
+    # The client of docs/agents.md runs in the tests of the gateway, that of docs/use.md in tests/test_client.py.
     assert text.count("```python") == len(wrapped()) + 4 == len(STAND_INS) + 4
 
 

@@ -95,12 +95,12 @@ def shake(engine: VllmEngine, policy: PeftModel, base: ModelFiles, max_length: i
     prompt = _prompt(base, max_length)
     with at_rest(policy), eagerly(policy.get_base_model()):
         engine.load_policy(policy)
-        base = _difference(engine, policy, prompt)
+        quiet = _difference(engine, policy, prompt)
         with _noise(policy) as scaled:
             effect = _scale_noise(policy, prompt, scaled)
             engine.load_policy(policy)
             noisy = _difference(engine, policy, prompt)
-    return Agreed(base, noisy, effect, _limit(policy))
+    return Agreed(quiet, noisy, effect, _limit(policy))
 
 
 def differing_layers(
