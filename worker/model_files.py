@@ -48,14 +48,7 @@ class ModelFiles:
         text decoder where transformers has a class for that."""
         if type(self.config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
             self.auto_class = library.AutoModelForCausalLM
-        self.end_ids: list[int] = []
-        """The tokens, beside its tokenizer's eos, at which vLLM ends a turn of this model."""
-        try:
-            ids = library.GenerationConfig.from_pretrained(path).eos_token_id
-        except OSError:  # the model has no such file
-            ids = None
-        if ids is not None:
-            self.end_ids = [ids] if isinstance(ids, int) else ids
+        self.end_ids = end_ids(path)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -84,6 +77,19 @@ class ModelFiles:
             what = f"{count} cards cannot share {heads_said}"
             fix = "use a number of gpus that divides them, or a model that one card can hold"
             raise FlashError("invalid_argument", what, gpus=count, fix=fix)
+
+
+def end_ids(path: Path) -> list[int]:
+    """The tokens, beside its tokenizer's eos, at which vLLM ends a turn of this model."""
+    from transformers import GenerationConfig  # noqa: PLC0415
+
+    try:
+        ids = cast(Any, GenerationConfig).from_pretrained(path).eos_token_id
+    except OSError:  # the model has no such file
+        return []
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else ids
 
 
 def head_size(text: Any) -> int:

@@ -14,10 +14,11 @@ import time
 from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
+from typing import Any, cast
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from worker.model_files import ModelFiles
+from worker.model_files import end_ids
 from worker.process import quick_imports
 from worker.rollouts.gold import IGNORED, Row, learnable_of, rows_of_line
 from worker.rollouts.transcript import ChatTemplate
@@ -75,9 +76,12 @@ def _shown(rows: list[Row], template: ChatTemplate) -> str:
 def main() -> None:
     job = json.load(sys.stdin)
     with quick_imports():
-        base = ModelFiles(Path(job["model"]))
+        from transformers import AutoTokenizer  # noqa: PLC0415
+
     try:
-        template = ChatTemplate(base.tokenizer, thinking=job["thinking"], end_ids=base.end_ids)
+        tokenizer = cast(Any, AutoTokenizer).from_pretrained(job["model"])
+        ids = end_ids(Path(job["model"]))
+        template = ChatTemplate(tokenizer, thinking=job["thinking"], end_ids=ids)
         result = preview(job, template)
     except FlashError as error:
         result = {"error": error.to_dict()}

@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from environments.checks import gate
 from flash_mcp.cli import certify, main
 from flash_mcp.extensions.hunt.search import HUNT
-from flash_mcp.pages import live
+from flash_mcp.extensions.pages import live
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state import certificates
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.environments import env_push
-from tests.pages.test_report import HOSTILE, Tags
+from tests.extensions.pages.test_report import HOSTILE, Tags
 from tests.places import CALCULATOR
 from tests.scripted_supervisor import scripted
 

@@ -111,7 +111,7 @@ def test_linear_layers_in_nf4_need_a_quarter_of_bf16(tiny_model: Path) -> None:
     work = memory.Workload(64, 4, 8)
     full = memory.estimate(ModelFiles(tiny_model), work, torch.bfloat16, 2**34)
     small = memory.estimate(ModelFiles(tiny_model), replace(work, four_bit=True), torch.bfloat16, 2**34)
-    whole: Any = memory._without_storage(tiny_model, torch.bfloat16, work).get_base_model()
+    whole: Any = policy.without_storage(ModelFiles(tiny_model), torch.bfloat16, 8, experts=False).get_base_model()
     linear = sum(each.base_layer.weight.numel() for each in whole.modules() if hasattr(each, "base_layer"))
     assert full.weights - small.weights == pytest.approx(linear * (2 - 0.516), abs=20)
     assert small.engine_weights == full.engine_weights
