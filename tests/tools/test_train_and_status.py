@@ -429,6 +429,15 @@ async def test_a_run_that_was_measured_at_its_end_alone_is_compared_with_its_sta
     assert f"compare(base=its run_id, other='{run.id}')" in body["next"]
 
 
+async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path: Path):
+    run, writer = started_run(tmp_path, steps=5)
+    learn(writer, range(1, 6), grad_norm=0.0, **{"groups/uniform_share": 1.0})
+    save_adapter(writer, 5, tmp_path / "saved")
+    body = await call("status", run_id=end(writer, run.id, 5).id)
+    assert body["run"]["outlook"].startswith("no: ") and "deploy" not in body["next"]
+    assert body["next"].endswith("train again with its remedy")
+
+
 # -- status ----------------------------------------------------------------------------------------
 
 
@@ -660,6 +669,21 @@ async def test_failed_rollouts_show_what_failed(tmp_path: Path):
     read_in(open_store(), run.id)
     shown = (await call("rollouts", run_id=run.id))["rollouts"][0]
     assert shown["error"] == "[environment_error] ZeroDivisionError"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [({}, "wait_s=40) waits for the first"), ({"split": "eval"}, "no evaluation was made: ")]
+)
+async def test_a_run_that_has_no_rollouts_yet_says_what_to_do(tmp_path: Path, arguments: dict[str, Any], said: str):
+    run, _ = started_run(tmp_path)
+    body = await call("rollouts", run_id=run.id, **arguments)
+    assert body["rollouts"] == [] and said in body["next"]
+
+
+async def test_a_run_that_is_told_to_end_before_its_first_step_says_when_it_ends(tmp_path: Path):
+    run, _ = started_run(tmp_path)
+    body = await call("cancel", run_id=run.id, wait_s=0)
+    assert body["state"] == "running" and "it ends before its first step" in body["next"]
 
 
 @given(st.integers(0, 5000), st.lists(st.integers(0, 3000), max_size=30))
