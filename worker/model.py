@@ -87,13 +87,13 @@ def load_model(
     capacity = 0 if has_gpu and len(cards) > 1 else capacity_bytes()
     base: ModelFiles | None = None
     files = name = ""
-    if ranks.rank == 0:  # each rank may see another memory and speed of the machine
+    if ranks.is_first:  # each rank may see another memory and speed of the machine
         base = ModelFiles(_fetched(job, spec, writer, heartbeat))
         files, name = str(base.path), _precision(spec, base, capacity, writer)
     files, name = ranks.share([files, name])
     if base is None:
         base = ModelFiles(Path(files))
-        precision_of(base, capacity, name)
+        precision_of(base, capacity, name)  # refuses what this rank's card cannot compute
     dtype: torch.dtype = getattr(torch, name)
     template = ChatTemplate(base.tokenizer, thinking=spec.thinking, end_ids=base.end_ids)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None

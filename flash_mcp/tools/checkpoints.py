@@ -180,7 +180,7 @@ async def checkpoints(
         raise FlashError("invalid_argument", what, fix=fix)
     if export is None:
         return await run_sync(_listed, store, run_id, limit, cursor)
-    made = extensions.find("flash_mcp.checkpoints", "export")
+    start_or_find = extensions.find("flash_mcp.checkpoints", "export")
     if push_to is not None:
         check_logins([surroundings.HUB])
     else:
@@ -195,7 +195,7 @@ async def checkpoints(
     result.has_more, result.cursor = False, None
     # A model of unknown size counts as its adapter.
     least, parameters = result.checkpoints[0].size_bytes, base_models.find(run.model).parameters
-    exported: Export = await made(
+    exported: Export = await start_or_find(
         store, f"{run.id}@{step}", export, push_to, parameters or 0, least
     )
     result.export = exported

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import psutil
 
@@ -31,9 +31,6 @@ from worker.engine.fetch import ensure
 from worker.engine.text_models import CPU_LORA_WORKER, UTILIZATION, room_for_rank
 from worker.model_files import ModelFiles
 from worker.process import CARDS, COMPUTES_IN, MODEL_FOLDER, spin_shortly
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 MAX_LENGTH = 8192
@@ -142,7 +139,6 @@ def server_command(
     if with_tools(template) != template:
         options["chat-template"] = with_tools(template)
     # A bounded cache: a run may train on the same card, now or later.
-    # The size of the cache, and the conversations that are answered at once
     whole = MOST_SEQUENCES // SHORTER if torch.cuda.is_available() else SEQUENCES
     sizes = {"itemsize": dtype.itemsize, "shards": cards}
     cache = engine_cache_bytes(base, length, whole, **sizes)

@@ -428,9 +428,9 @@ def engine_arguments(
 
 
 def block_tokens_on_cpu(base: ModelFiles, dtype: str) -> int:
-    """Tokens of a block of the cache: 16 where vLLM's kernel for 32 is no faster, which is
-    everywhere but with AMX in bf16. A second turn computes what the last block lacked again: of
-    conversations of three turns, a tenth of the engine's time in bf16.
+    """Tokens of a block of the cache: 16 where vLLM has the same kind of kernel for 16 and 32, as
+    on x86 but for AMX in bf16. The prefix cache holds whole blocks, so a second turn computes the
+    rest of the last one again: with 32, a tenth of the engine's time for three turns in bf16.
 
     vLLM 0.31 has the kernel for 16, and does not list it."""
     from vllm.v1.attention.backend import MultipleOf  # noqa: PLC0415

@@ -205,7 +205,7 @@ async def check(
 ) -> Probe:
     """The check of env_test: a hunt of at most `deadline_s` seconds among the train tasks."""
     texts = await run_sync(folder_texts, folder)
-    found = await hunt(
+    result = await hunt(
         host,
         "train",
         range(host.splits["train"]),
@@ -213,7 +213,7 @@ async def check(
         on_progress=on_progress,
         source_texts=texts,
     )
-    return probe(found)
+    return probe(result)
 
 
 def probe(result: Hunt) -> Probe:
@@ -239,7 +239,7 @@ def best_of_n(groups: Sequence[Sequence[tuple[float, bool]]], look: str) -> Prob
     gains: list[float] = []
     successes: list[float] = []
     for group in several:
-        best, _ = max(group)
+        best = max(reward for reward, _ in group)
         gains.append(best - fmean(reward for reward, _ in group))
         won = fmean(success for reward, success in group if reward == best)
         successes.append(won - fmean(success for _, success in group))
@@ -273,10 +273,12 @@ class _Result:
     def undue(self) -> tuple[float, float]:
         """Success and reward where the answer is not the gold answer itself: where answers are few,
         any constant is right on some tasks."""
-        paid = [
-            item.score for item, right in zip(self.played, self.solved, strict=True) if not right
-        ]
-        return sum(map(attrgetter("success"), paid)), sum(map(attrgetter("reward"), paid))
+        success = reward = 0.0
+        for item, is_right in zip(self.played, self.solved, strict=True):
+            if not is_right:
+                success += item.score.success
+                reward += item.score.reward
+        return success, reward
 
 
 @dataclass
