@@ -103,15 +103,15 @@ def each(group: str, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str,
 
 def troubles() -> list[str]:
     """Why what packages bring cannot be had, of each thing that cannot."""
+    for group in {point.group for point in installed()}.difference(OF_WORKERS):
+        each(group)
     for point in installed():
-        if point.group not in OF_WORKERS:
-            each(point.group)
-            continue
-        try:
-            if importlib.util.find_spec(point.module) is None:
-                raise ModuleNotFoundError(f"No module named {point.module!r}")
-        except ModuleNotFoundError as error:
-            TROUBLES[point.group, point.name] = f"{point.name} of {point.group}: {error}"
+        if point.group in OF_WORKERS:
+            try:
+                if importlib.util.find_spec(point.module) is None:
+                    raise ModuleNotFoundError(f"No module named {point.module!r}")
+            except ModuleNotFoundError as error:
+                TROUBLES[point.group, point.name] = f"{point.name} of {point.group}: {error}"
     return list(TROUBLES.values())
 
 
