@@ -13,9 +13,10 @@ from flash_mcp.extensions.hunt.source_texts import folder_texts, source_texts
 from flash_mcp.tools.starters import Template, env_setup
 from tests.folders import environment_folder
 from tests.hunt_suite import CLEAN, NAMED, PLANTED, TASKS, many
+from tests.places import ROOT
 
 pytestmark = pytest.mark.slow
-DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
+DOCS = ROOT / "docs" / "environments.md"
 HACKS = [source for several in PLANTED.values() for source in several]
 NAMED_HACKS = [(kind, source) for kind, several in NAMED.items() for source in several]
 NAMES = {
