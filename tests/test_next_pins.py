@@ -44,6 +44,7 @@ def test_an_older_package_that_refuses_the_newer_one_is_named(newer: Path) -> No
     (newer / "toy-2.0.dist-info").rename(newer / "transformers-99.0.dist-info")
     (newer / "transformers-99.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 99.0\n")
     assert any(line.startswith("vllm") and "99.0 is here" in line for line in next_pins.unmet([newer]))
+    assert all((next_pins.ROOT / test).is_file() for test in next_pins.TESTS)
     assert {next_pins.pin_of(package) for package in next_pins.PACKAGES} == {
         installed(package) for package in next_pins.PACKAGES
     }

@@ -700,9 +700,6 @@ def test_a_server_takes_as_many_cards_as_the_model_needs(model_gib: int, cards: 
     os.close(held)
 
 
-# -- vLLM's private names --------------------------------------------------------------------------
-
-
 # -- answers that are held to a format -------------------------------------------------------------
 
 FORM = {
