@@ -1,6 +1,7 @@
 """The GPU's attention of a pack, with the flash kernels that PyTorch has for a CPU in place of those for a GPU."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -179,6 +181,36 @@ def test_the_kernels_give_the_shapes_that_the_stand_ins_give(flash: None) -> Non
     mine = shapes("cpu", torch.float32, torch.tensor([0, 5, 20], dtype=torch.int32))
     with FakeTensorMode():
         assert shapes("cuda", torch.bfloat16, torch.empty(3, dtype=torch.int32, device="cuda")) == mine
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "package", "active"),
+    [
+        ((9, 0), torch.bfloat16, "", "FA3"), ((9, 0), torch.float16, "", "FA3"), ((9, 0), torch.float32, "", None),
+        ((8, 0), torch.bfloat16, "", None), ((10, 0), torch.bfloat16, "", None), ((9, 0), torch.bfloat16, None, None),
+        ((9, 0), torch.bfloat16, "raise ImportError('undefined symbol')", None),
+    ],
+)  # fmt: skip
+def test_hopper_computes_by_flash_attention_3_where_its_package_loads(
+    capability: tuple[int, int], dtype: torch.dtype, package: str | None, active: str | None,
+    fp32_model: Path, tmp_path: Path, monkeypatch, caplog,
+) -> None:  # fmt: skip
+    """The stand-in has the operators that PyTorch looks for, and computes nothing."""
+    operators = torch.library.Library("flash_attn_3", "FRAGMENT")
+    for name in ("fwd", "bwd"):
+        operators.define(f"{name}(Tensor query) -> Tensor")
+    if package is not None:
+        (tmp_path / "flash_attn_interface.py").write_text(package)
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    try:
+        attention.use_flash_3(ModelFiles(fp32_model).config, dtype, torch.device("cuda"))
+        assert current_flash_attention_impl() == active
+        assert ("undefined symbol" in caplog.text) == bool(package)
+    finally:
+        restore_flash_attention_impl(_raise_warn=False)
+        operators._destroy()
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])

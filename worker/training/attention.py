@@ -4,7 +4,8 @@ Which way it is computed depends on the device; all give the same values.
 
     GPU, half precision     flash attention without a mask: every span of tokens by itself, and
                             over what comes before it, merged by their log-sum-exp. With a window,
-                            once: every span after as many tokens as it sees
+                            once: every span after as many tokens as it sees. On Hopper by
+                            FlashAttention 3 if its package is installed
     CPU, other GPUs, fp32   blocks of queries, each with the keys that it sees
 
 A tree is made of spans, too. No way has a mask of (L, L). Layers with a window see tokens whose
@@ -16,13 +17,16 @@ Axes: L tokens of a packed sequence, P of its prompt, H heads, K heads of keys, 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import function
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import masking_utils as masks
@@ -30,6 +34,7 @@ from transformers.integrations import sdpa_attention as sdpa
 
 from worker.model_files import head_size
 
+log = logging.getLogger("worker")
 once_differentiable: Any = function.once_differentiable
 BLOCK = 64
 """Sequences are padded to a multiple. On the CPU PyTorch compiles kernels for each new length and
@@ -44,6 +49,7 @@ ATTENTION = "packed"
 FLASH_FORWARD: Any = torch.ops.aten._flash_attention_forward
 FLASH_BACKWARD: Any = torch.ops.aten._flash_attention_backward
 FLASH_CAPABILITY = (8, 0)
+FLASH_3_CAPABILITY = (9, 0)
 FLASH_HEAD = 256
 """The largest head of flash attention; sizes are multiples of 8."""
 Ranges = tuple[tuple[int, int], ...]
@@ -68,6 +74,19 @@ def can_flash(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     size = head_size(config)
     fits = size % 8 == 0 and size <= FLASH_HEAD
     return fits and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+def use_flash_3(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Put the kernels of FlashAttention 3, which only Hopper has, behind both operators, if
+    `can_flash` and if their package is installed."""
+    if not can_flash(config, dtype, device) or find_spec("flash_attn_interface") is None:
+        return
+    if torch.cuda.get_device_capability(device) != FLASH_3_CAPABILITY:
+        return
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("FlashAttention 2 computes, since FlashAttention 3 fails to load: %s", error)
 
 
 def windows_of(config: Any) -> Windows | None:

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from flash_mcp.protocol.errors import FlashError
-from worker.training.attention import ATTENTION, Layout, can_flash, windows_of
+from worker.training.attention import ATTENTION, Layout, can_flash, use_flash_3, windows_of
 from worker.training.kernels import Head, token_logps
 
 log = logging.getLogger("worker")
@@ -534,6 +534,7 @@ def way_of(causal_lm: Any) -> Way:
     almost equal, rounding alone would send a token to the other one.
 
     FlashError(invalid_argument) if there is none, or if its logits are no such `Head`."""
+    use_flash_3(causal_lm.config, causal_lm.dtype, causal_lm.device)
     window = _short_window(causal_lm.config.get_text_config())
     with at_rest(causal_lm), window, SameExperts(causal_lm):
         pack = probe(causal_lm, [PROBE_PROMPT, *PROBE])
