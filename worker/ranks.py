@@ -7,7 +7,8 @@ start from the same adapter and apply the same gradients, so that their adapters
 
 Rank 0 is the attempt's own process. It starts the others with its own command and --rank, in its
 process group; they end with it. The run folder belongs to rank 0: the others write nothing there.
-The exchange is a gloo group beside torch's default one, which belongs to vLLM's engine."""
+The exchange is a gloo group beside torch's default one, which belongs to vLLM's engine. Where each
+rank has a card of its own, NCCL sums the gradients there."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 JOB = "job.json"
 STORE = "store"
+CARD_STORE = "card-store"
 PROGRESS = "progress"
 POLL_S = (0.0005, 0.02)
 """Between two looks at an exchange, at first and later."""
@@ -61,6 +63,7 @@ class Ranks:
         """Those of an engine that the ranks share; their end is that of the attempt, too."""
         self._pulse = heartbeat
         self._group: Any = None
+        self._card_group: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -82,6 +85,17 @@ class Ranks:
         self._group = group(store, self.rank, self.count, options)
         close_listening(keep=others)  # all are connected
 
+    def use_cards(self) -> None:
+        """Sum over NCCL from here on: every rank has a card of its own."""
+        from torch import distributed  # noqa: PLC0415
+
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        group: Any = distributed.ProcessGroupNCCL
+        options = group.Options()
+        options._timeout = LONGEST
+        store = cast(Any, distributed).FileStore(str(self.scratch / CARD_STORE), self.count)
+        self._card_group = group(store, self.rank, self.count, options)
+
     def mine(self, items: Sequence[T]) -> list[T]:
         """This rank's share: every `count`th item."""
         return list(items[self.rank :: self.count])
@@ -90,6 +104,11 @@ class Ranks:
         """The sum over all ranks, the same bits on each."""
         if self._group is None:
             return tensor
+        if self._card_group:
+            self.gather(None)  # while NCCL waits for a rank, its kernel occupies the card
+            total = tensor.detach().clone()
+            self._finish(self._card_group.allreduce([total]))
+            return total
         total = tensor.detach().cpu().clone()
         self._finish(self._group.allreduce([total]))
         return total.to(tensor.device)
@@ -311,12 +330,26 @@ def serve_rank(
 
 
 def check_devices(ranks: Ranks) -> None:
-    """FlashError(device_unsupported) if only some of the ranks have a GPU."""
+    """Choose what sums gradients. FlashError(device_unsupported) if only some of the ranks have a
+    GPU."""
     import torch  # noqa: PLC0415
 
-    result = ranks.gather(torch.cuda.is_available())
-    if any(result) and not all(result):
-        lacking = [rank for rank, has_card in enumerate(result) if not has_card]
+    card: str | None = None
+    if torch.cuda.is_available():
+        card = "{0.pci_domain_id}:{0.pci_bus_id}:{0.pci_device_id}".format(
+            cast(Any, torch.cuda).get_device_properties(0)
+        )
+    cards = ranks.gather(card)
+    lacking = [rank for rank, address in enumerate(cards) if address is None]
+    if 0 < len(lacking) < ranks.count:
         what = f"{len(lacking)} of the attempt's {ranks.count} processes can use no GPU"
         fix = "run `flash-mcp doctor` on that machine, or lower gpus"
         raise FlashError("device_unsupported", what, ranks=lacking, fix=fix)
+    if backend_of(cards) == "nccl":
+        ranks.use_cards()
+
+
+def backend_of(cards: Sequence[str | None]) -> str:
+    """What sums gradients of ranks on these cards (None: the processor). NCCL refuses two ranks on
+    one card, and parts of one (MIG)."""
+    return "nccl" if None not in cards and len(set(cards)) == len(cards) > 1 else "gloo"

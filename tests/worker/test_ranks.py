@@ -4,7 +4,9 @@ import itertools
 import json
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +26,7 @@ from tests.waiting import WAIT_S
 from tests.watch import listening_ports
 from tests.worker.test_grpo import MAX_COMPLETION, SIZE, make_policy, make_rollouts, settings_of
 from worker.heartbeat import Cancelled, Heartbeat
-from worker.ranks import Ranks, variables
+from worker.ranks import Ranks, check_devices, variables
 from worker.rollouts.scheduler import PlayedRollout
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
@@ -95,11 +97,30 @@ class Step:
         return [each.tolist() for each in both]
 
 
-def as_second_rank(model: Path, out: Path) -> None:
-    """The other process of the test of gradients."""
-    ranks = Ranks(1, 2)
+class Nccl(torch.distributed.ProcessGroupGloo):
+    """In place of NCCL, which no processor has."""
+
+    @staticmethod
+    def Options() -> Any:
+        options = torch.distributed.ProcessGroupGloo._Options()
+        options._devices = [torch.distributed.ProcessGroupGloo.create_device(interface="lo")]
+        return options
+
+
+def ranks_of_cases(rank: int, out: Path) -> Iterator[tuple[str, Ranks]]:
+    """Every case, and the ranks for it: the last ones sum over NCCL."""
+    ranks = Ranks(rank, 2)
     ranks.connect(out)
     for case in CASES:
+        if case == "dapo":
+            torch.distributed.ProcessGroupNCCL = Nccl
+            ranks.use_cards()
+        yield case, ranks
+
+
+def as_second_rank(model: Path, out: Path) -> None:
+    """The other process of the test of gradients."""
+    for case, ranks in ranks_of_cases(1, out):
         step = Step(model, out / "second", ranks, case)
         ranks.gather(step.numbers())
 
@@ -112,16 +133,17 @@ def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_ranks_compute_the_gradients_of_one_and_keep_equal_adapters(exact_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_compute_the_gradients_of_one_and_keep_equal_adapters(
+    exact_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", None, raising=False)
     code = f"""
 from pathlib import Path
 from tests.worker.test_ranks import as_second_rank
 as_second_rank(Path({str(exact_model)!r}), Path({str(tmp_path)!r}))
 """
     with forked(code, tmp_path / "log"):
-        ranks = Ranks(0, 2)
-        ranks.connect(tmp_path)
-        for case in CASES:
+        for case, ranks in ranks_of_cases(0, tmp_path):
             alone = Step(exact_model, tmp_path / "alone", Ranks(), case)
             first = Step(exact_model, tmp_path / "first", ranks, case)
             assert first.told == pytest.approx(alone.told, rel=1e-5), case
@@ -243,6 +265,34 @@ def test_every_rank_gets_a_card_and_its_share_of_the_threads(monkeypatch: pytest
         variables(3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [each["CUDA_VISIBLE_DEVICES"] for each in variables(3)] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "chosen"),
+    [
+        (None, [None], []),
+        (5, [], []),
+        (5, ["0:6:0", "0:7:0"], ["nccl"]),
+        (5, ["0:6:0", "0:5:0"], []),
+        (5, [None], None),
+    ],
+)
+def test_nccl_sums_where_every_rank_has_a_card_of_its_own(
+    own: int | None, others: list[str | None], chosen, monkeypatch
+):
+    at = SimpleNamespace(pci_domain_id=0, pci_bus_id=own, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: own is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: at)
+    used: list[str] = []
+    ranks: Any = Ranks(count=1 + len(others))
+    ranks.gather = lambda value: [value, *others]
+    ranks.use_cards = lambda: used.append("nccl")
+    if chosen is None:
+        with pytest.raises(FlashError, match="1 of the attempt's 2 processes can use no GPU"):
+            check_devices(ranks)
+    else:
+        check_devices(ranks)
+        assert used == chosen
 
 
 def test_a_batch_that_is_smaller_than_the_number_of_gpus_is_refused() -> None:
