@@ -9,19 +9,22 @@ import subprocess
 import sys
 
 ENGINES = "scripts/test-engines --quick"
-LOOP = "tests/test_loop.py tests/test_learning_from_use.py tests/cli/test_demo.py"
+LEARNED = "tests/test_learning_from_use.py"
+LOOP = f"tests/test_loop.py {LEARNED} tests/cli/test_demo.py"
 KILLED = "tests/test_crash.py tests/supervisor/test_damage.py tests/worker/test_mixture.py"
 GATE = "tests/environments/test_gate.py tests/environments/test_gate_suite.py"
 TOURNAMENT = "tests/extensions/tournament/test_with_a_model.py"
 GATEWAY = "tests/extensions/gateway/test_gateway.py"
 EXPORT = "tests/extensions/export/test_export.py"
+DOORS = "tests/test_extending.py"
 HUNT = "tests/extensions/hunt/test_hunt.py"
 AGENTS = "tests/worker/test_agent_gold.py tests/worker/test_agent_sessions.py"
-AGENTS += " tests/environments/agents/test_terminal.py"
+AGENTS += " tests/extensions/terminal/test_terminal.py"
 SHARDS = "tests/worker/test_shards.py tests/supervisor/test_several_gpus.py"
 
 CALLS_FOR = {
     "bench/": f"tests/test_bench.py tests/test_gpu_check.py {LOOP}",
+    "environments/doors.py": DOORS,
     "environments/": GATE,
     "environments/adapters/": "tests/environments/test_adapters.py"
     " tests/tools/test_environment_tools.py",
@@ -29,9 +32,12 @@ CALLS_FOR = {
     "environments/process/": f"tests/environments/test_adapters.py {AGENTS}",
     "environments/checks/": f"{GATE} {HUNT}",
     "flash_mcp/cli/": "tests/cli/test_commands.py tests/cli/test_demo.py",
+    "flash_mcp/extensions/certificate/": "",
     "flash_mcp/extensions/export/": EXPORT,
     "flash_mcp/extensions/gateway/": GATEWAY,
     "flash_mcp/extensions/hunt/": HUNT,
+    "flash_mcp/extensions/pages/": "",
+    "flash_mcp/extensions/recording/": LEARNED,
     "flash_mcp/extensions/tournament/": TOURNAMENT,
     "flash_mcp/judgement/": f"{TOURNAMENT} {LOOP}",
     "flash_mcp/protocol/": f"{KILLED} {ENGINES}",
@@ -47,6 +53,7 @@ CALLS_FOR = {
     f" tests/worker/test_regression.py tests/worker/test_second_runner.py {SHARDS}",
     "worker/extensions/export/": EXPORT,
     "worker/extensions/gateway.py": GATEWAY,
+    "worker/extensions/recording.py": LEARNED,
     "worker/node.py": ENGINES,
     "worker/rollouts/": "tests/worker/test_task_choice.py tests/worker/test_early_stopping.py"
     f" tests/extensions/gateway/test_gateway.py {AGENTS}",
@@ -55,7 +62,8 @@ CALLS_FOR = {
     " tests/worker/test_ways.py tests/worker/test_sft.py",
 }
 """The tests that each folder calls for. Of two entries that fit a file the longer one counts. What
-fits none calls for nothing, and a file of long tests for itself."""
+fits none calls for nothing, as does a folder without long tests; a file of long tests calls for
+itself."""
 FOR_ALL = ("pyproject.toml", "constraints-cpu.txt", "tests/conftest.py")
 ENGINE_TESTS = ("tests/slurm.py", "tests/ray_cluster.py", "tests/supervisor/test_slurm.py")
 ENGINE_TESTS += ("tests/supervisor/test_ray.py", "tests/supervisor/test_launcher.py")

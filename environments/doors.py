@@ -20,8 +20,10 @@ OURS = {
     },
     "flash_mcp.checkpoints": {"export": "flash_mcp.extensions.export.background:export"},
     "flash_mcp.commands": {
+        "certify": "flash_mcp.extensions.certificate.command:COMMAND",
         "export": "flash_mcp.extensions.export.command:COMMAND",
         "gateway": "flash_mcp.extensions.gateway.command:COMMAND",
+        "recordings": "flash_mcp.extensions.recording.command:COMMAND",
         "report": "flash_mcp.extensions.pages.commands:REPORT",
         "ui": "flash_mcp.extensions.pages.commands:UI",
     },
@@ -35,6 +37,7 @@ OURS = {
     "flash_mcp.jobs": {"tour": "flash_mcp.extensions.tournament.rows"},
     "flash_mcp.pages": {"render": "flash_mcp.extensions.pages.render:render"},
     "flash_mcp.players": {"gateway": "worker.extensions.gateway"},
+    "flash_mcp.recorders": {"chats": "worker.extensions.recording"},
     "flash_mcp.routes": {
         "gateway": "flash_mcp.extensions.gateway.relay",
         "ui": "flash_mcp.extensions.pages.ui",
@@ -44,13 +47,15 @@ OURS = {
         "ray": "flash_mcp.supervisor.launch.ray:RayLauncher",
         "sky": "flash_mcp.supervisor.launch.sky:SkyLauncher",
     },
+    "flash_mcp.tasks": {"harbor": "environments.agents.harbor:load"},
     "flash_mcp.tools": {"tournament": "flash_mcp.extensions.tournament.tool:TOOL"},
+    "flash_mcp.versions": {"certificate": "flash_mcp.extensions.certificate.signing"},
 }
 """What is found without metadata too: an environment's own interpreter has our files alone, and an
 installation from a checkout knows what was there when it was made."""
 
 
-OF_WORKERS = ("flash_mcp.exports", "flash_mcp.players")
+OF_WORKERS = ("flash_mcp.exports", "flash_mcp.players", "flash_mcp.recorders")
 """Groups of what needs torch, and is never imported where the server runs."""
 
 
@@ -103,21 +108,20 @@ def each(group: str, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str,
 
 def troubles() -> list[str]:
     """Why what packages bring cannot be had, of each thing that cannot."""
-    for group in {point.group for point in installed()}.difference(OF_WORKERS):
-        each(group)
-    for point in installed():
-        if point.group in OF_WORKERS:
-            try:
-                if importlib.util.find_spec(point.module) is None:
-                    raise ModuleNotFoundError(f"No module named {point.module!r}")
-            except ModuleNotFoundError as error:
-                TROUBLES[point.group, point.name] = f"{point.name} of {point.group}: {error}"
+    for group, name in {(point.group, point.name) for point in installed()}:
+        if group not in OF_WORKERS:
+            each(group)
+            continue
+        try:
+            locate(group, name)
+        except ValueError as error:
+            TROUBLES[group, name] = str(error)
     return list(TROUBLES.values())
 
 
-def find(group: str, name: str) -> Any:
-    """The object of that name. ValueError if no package brings it, if several do, or if it cannot
-    be imported.
+def locate(group: str, name: str) -> EntryPoint:
+    """What leads to the object of that name, which is not imported. ValueError if no package brings
+    it, if several do, or if its module is not there.
     """
     existing = brought(group).get(name, [])
     if not existing:
@@ -126,7 +130,19 @@ def find(group: str, name: str) -> Any:
     if len(existing) > 1:
         values = " and ".join(point.value for point in existing)
         raise ValueError(f"several packages bring {name!r} for {group}: {values}; remove one")
+    (point,) = existing
     try:
-        return existing[0].load()
+        if importlib.util.find_spec(point.module) is None:
+            raise ModuleNotFoundError(f"No module named {point.module!r}")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name} of {group} cannot be imported: {error}") from error
+    return point
+
+
+def find(group: str, name: str) -> Any:
+    """The object of that name. ValueError as of `locate`, or if it cannot be imported."""
+    point = locate(group, name)
+    try:
+        return point.load()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name} of {group} cannot be imported: {error}") from error

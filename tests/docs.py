@@ -1,5 +1,5 @@
-"""The tables of docs/reference.md, docs/next.md, bench/faults.md and docs/security.md that code and tests decide.
-`python -m tests.docs` writes them anew."""
+"""The tables of docs/architecture.md, docs/reference.md, docs/next.md, bench/faults.md and docs/security.md that code
+and tests decide. `python -m tests.docs` writes them anew."""
 
 import re
 from collections.abc import Iterable
@@ -9,13 +9,14 @@ from flash_mcp.protocol.errors import CODES
 from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.next_steps import RULES
-from tests import hostile
+from tests import hostile, rooms
 
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 ENVIRONMENTS = Path(__file__).parent.parent / "docs" / "environments.md"
 FAULTS = Path(__file__).parent.parent / "bench" / "faults.md"
 SECURITY = Path(__file__).parent.parent / "docs" / "security.md"
+ARCHITECTURE = Path(__file__).parent.parent / "docs" / "architecture.md"
 NEXT = Path(__file__).parent.parent / "docs" / "next.md"
 
 
@@ -26,6 +27,8 @@ def tables(page: Path) -> dict[str, str]:
     if page == SECURITY:
         acts_of_all, held, *_ = hostile.rows()[-1]
         return {"acts": f"{acts_of_all} acts, {held} of them held. Those that are not are listed there."}
+    if page == ARCHITECTURE:
+        return {"rooms": table(("behind a door", "files", "brings", "lines"), rooms.rows())}
     if page == NEXT:
         return {"next": following()}
     return {"fields": fields(), "codes": codes(), "tools": tools()}
@@ -77,5 +80,5 @@ def wrapped() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for page in (REFERENCE, NEXT, FAULTS, SECURITY):
+    for page in (ARCHITECTURE, REFERENCE, NEXT, FAULTS, SECURITY):
         page.write_text(filled(page))

@@ -19,10 +19,11 @@ from rich.console import Console
 from environments.checks import gate
 from environments.process import requirements
 from flash_mcp.cli import main as cli
-from flash_mcp.cli.certify import NEEDED
 from flash_mcp.cli.demo import DemoSession, connected, watch
+from flash_mcp.extensions.certificate import signing
+from flash_mcp.extensions.certificate.command import NEEDED
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.state import certificates, references
+from flash_mcp.state import references
 from tests import docs
 from tests.hubs import CALL_TIMEOUT_S, Hub
 
@@ -117,7 +118,7 @@ def certify_one(hub: Hub, name: str, scratch: Path) -> tuple[object, ...]:
     if not hub.names:
         words += ["--environment-args", json.dumps({"name": name})]
     cli.main(words)
-    facts = certificates.read(page.read_bytes()).facts
+    facts = signing.read(page.read_bytes()).facts
     rows = facts["questions"].values()
     why = "; ".join(row["because"] for row in rows if row["answer"] == "no").replace("|", "/")
     answers = (row["answer"] for row in rows)

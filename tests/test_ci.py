@@ -170,3 +170,5 @@ def test_every_file_of_long_tests_is_called_for() -> None:
     assert long - FILES == {"tests/test_ci.py"}
     assert long >= FILES
     assert all((ROOT / folder).exists() for folder in CALLS_FOR)
+    extensions = [path for package in ("flash_mcp", "worker") for path in (ROOT / package / "extensions").glob("[!_]*")]
+    assert {str(path.relative_to(ROOT)) for path in extensions} <= {folder.strip("/") for folder in CALLS_FOR}

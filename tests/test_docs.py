@@ -22,7 +22,7 @@ from flash_mcp.tools.news import FLAG_LETTERS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
 from tests import hostile
-from tests.docs import FAULTS, NEXT, PLAYBOOK, REFERENCE, SECURITY, filled, wrapped
+from tests.docs import ARCHITECTURE, FAULTS, NEXT, PLAYBOOK, REFERENCE, SECURITY, filled, wrapped
 from tests.folders import allow
 from tests.places import AGENT_CALCULATOR, ROOT
 
@@ -97,7 +97,8 @@ def test_the_instructions_name_only_tools_that_exist():
 
 
 @pytest.mark.parametrize(
-    "page", [REFERENCE, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (FAULTS, SECURITY))]
+    "page",
+    [ARCHITECTURE, REFERENCE, NEXT, *(pytest.param(page, marks=pytest.mark.slow) for page in (FAULTS, SECURITY))],
 )
 def test_the_generated_tables_are_up_to_date(page: Path, request: pytest.FixtureRequest, monkeypatch):
     items, config = request.session.items, request.config
@@ -233,11 +234,8 @@ def test_the_playbooks_example_config_is_complete(tmp_path: Path):
     assert spec.eval_before and spec.eval_after
 
 
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-
-
 def test_every_place_that_the_architecture_names_exists():
-    named = set(re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", ARCHITECTURE))
+    named = set(re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", ARCHITECTURE.read_text()))
     assert len(named) > 30
     roots = (ROOT, ROOT / "flash_mcp")
     assert {place for place in named if not any((root / place).exists() for root in roots)} == set()
@@ -248,6 +246,6 @@ def test_the_architecture_names_every_room():
     for package in ("flash_mcp", "environments", "worker"):
         for path in (ROOT / package).rglob("*.py"):
             rooms.add(str(path.parent.relative_to(ROOT)))
-    unnamed = {room for room in rooms if f"`{room}/`" not in ARCHITECTURE}
+    unnamed = {room for room in rooms if f"`{room}/`" not in ARCHITECTURE.read_text()}
     unnamed = {room for room in unnamed if not room.startswith("environments/examples")}
     assert unnamed == {"flash_mcp"}  # its rooms are named

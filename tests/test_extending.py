@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +20,13 @@ from flash_mcp.server import http_server
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.targets import find_target, new_target
 from flash_mcp.tools.registry import TOOLS
+from tests import reaper
+from tests.places import ROOT
+from tests.rooms import PRODUCT, ROOMS, Room
 from tests.test_imports import modules_of
 from tests.waiting import WAIT_S
 
-ROOT = Path(__file__).parent.parent
 PACKAGES = ROOT / "tests/fixture_packages"
-LAUNCH = "flash_mcp/supervisor/launch"
-ROOMS = {
-    "adapters": [
-        f"environments/adapters/{name}.py" for name in ("freesolo", "gym", "inspect_tasks", "mcp", "trl", "verifiers")
-    ],
-    "export": ["flash_mcp/extensions/export", "worker/extensions/export"],
-    "gateway": ["flash_mcp/extensions/gateway", "worker/extensions/gateway.py"],
-    "hunt": ["flash_mcp/extensions/hunt"],
-    "pages": ["flash_mcp/extensions/pages"],
-    "ray": [f"{LAUNCH}/ray.py"],
-    "sky": [f"{LAUNCH}/sky.py"],
-    "slurm": [f"{LAUNCH}/slurm.py"],
-    "tournament": ["flash_mcp/extensions/tournament"],
-}
-"""The files of what can be taken out."""
-GONE = {
-    room: [
-        (group, name)
-        for group, points in doors.OURS.items()
-        for name, value in points.items()
-        if value.replace(".", "/").startswith(tuple(path.removesuffix(".py") for path in paths))
-    ]
-    for room, paths in ROOMS.items()
-}
-"""The entry points that lead into a room."""
 
 
 @pytest.fixture
@@ -128,6 +106,8 @@ def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytes
         new_target(tmp_path, "here", {"engine": "slow", "storage": "/s"})
 
 
+QUICK = ("tests/cli", "tests/server", "tests/state", "tests/tools")
+"""The folders of the core's tests that are run without each room."""
 CORE = """
 import asyncio, importlib, json, os, sys
 import mcp.client, mcp.server.mcpserver, mcp.server.streamable_http, httpx, jinja2, psutil, uvicorn  # shared by all
@@ -154,12 +134,15 @@ for folder in folders:
 """
 
 
-def copied(folder: Path, room: Sequence[str]) -> Path:
-    """Our packages without a room."""
-    for name in ("flash_mcp", "environments", "worker"):
+def copied(folder: Path, room: Room, *more: str) -> Path:
+    """Our packages, and `more` of the repository, without a room."""
+    for name in (*PRODUCT, *more):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder / name)
+            continue
         without = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=without, copy_function=os.link)
-    for path in (folder / name for name in room):
+    for path in (folder / name for name in room.paths):
         assert path.exists()
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
@@ -170,7 +153,8 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """By room: what a core says from which it was deleted. All in one program, which forks for each."""
     folder = tmp_path_factory.mktemp("cores")
     folders = [str(copied(folder / name, room)) for name, room in ROOMS.items()]
-    rooms = tuple(path.removesuffix(".py").replace("/", ".") for room in ROOMS.values() for path in room)
+    paths = [path for room in ROOMS.values() for path in room.paths]
+    rooms = tuple(path.removesuffix(".py").strip("/").replace("/", ".") for path in paths)
     modules = [name for name in modules_of("flash_mcp") if not name.startswith(rooms) and not name.endswith("__main__")]
     command = [sys.executable, "-c", CORE, ",".join(modules), *folders]
     variables = {**os.environ, "FLASH_HOME": str(folder / "home"), "PYTHONPATH": ""}
@@ -183,10 +167,22 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_core_goes_on_without_a_room_and_says_what_is_missing(room: str, without: dict[str, Any]) -> None:
-    said, missing = without[room], GONE[room]
+    said, missing = without[room], ROOMS[room].points
     assert said["level"] == "warning"
     assert all(f"{name} of {group}" in said["detail"] for group, name in missing)
     assert said["detail"].count(" of flash_mcp.") == len(missing)
     lacking = {name for group, name in missing if group == "flash_mcp.tools"}
     assert {*said["tools"]} == {*TOOLS} - lacking and all(name in said["instructions"] for name in lacking)
     assert {*said["commands"]} == {*COMMANDS} - {name for group, name in missing if group == "flash_mcp.commands"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_cores_quick_tests_pass_without_a_room(room: str, tmp_path: Path) -> None:
+    folder = copied(tmp_path / "core", ROOMS[room], "tests", "docs", "pyproject.toml", "TRAINING.md")
+    variables = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_ADDOPTS": ""}
+    variables.pop(reaper.VARIABLE, None)
+    command = [sys.executable, "-m", "pytest", "--fast", "-q", "-p", "no:cacheprovider", f"--without={room}", *QUICK]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 500

@@ -1,5 +1,6 @@
 import ast
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -100,6 +101,17 @@ def test_no_import_runs_upward(package: str):
         if ours is not None and theirs is not None and theirs > ours:
             upward.append(f"{module} imports {imported}")
     assert upward == []
+
+
+def test_an_extension_is_named_by_itself_and_the_table_of_doors_alone():
+    named = re.compile(r"\b(?:flash_mcp|worker)(?:\.extensions\b\.?| import extensions\b)(\w*)")
+    crossing = []
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        _, folder, room, *_ = (*path.relative_to(ROOT).with_suffix("").parts, "")
+        own = room if folder == "extensions" else None
+        if path != ROOT / "environments/doors.py":
+            crossing += [f"{path} names {match[0]}" for match in named.finditer(path.read_text()) if match[1] != own]
+    assert crossing == []
 
 
 def test_judgement_is_pure_functions_of_records():

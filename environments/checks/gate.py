@@ -35,6 +35,8 @@ TIME_FIX = "test again with more time (time_s), or make its calls faster"
 LOADING = "loading environment.py took longer"
 LOAD_FIX = "test again with more time (time_s), or let load_environment do less"
 
+HUNT = "hunt"
+"""The check that an entry point of flash_mcp.checks brings (docs/extending.md)."""
 Check = Callable[[Trial], Awaitable[str]]
 FIRST: dict[str, Check] = {"tasks": probes.tasks, "prompts": probes.prompts}
 """Without a prompt there is nothing to play, so that the others are left out."""

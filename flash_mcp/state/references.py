@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import environments
+from environments import doors
 from environments.process.requirements import REASONING_GYM
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
@@ -99,6 +100,12 @@ def environment(store: Store, reference: str) -> EnvironmentVersion:
             if row.path == str(stage.parent / stage.digest):
                 return row
         return store.publish(stage, data)[0]
+
+
+def certificate_of(version: EnvironmentVersion) -> str | None:
+    """The certificate of a version on one line, if it has one and they can be read here."""
+    signing = doors.each("flash_mcp.versions").get("certificate")
+    return signing and signing.line_of(version)
 
 
 def regression_split(store: Store) -> Json:

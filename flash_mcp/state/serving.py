@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from environments import doors
 from environments.untrusted_text import PatternRedactor
 from flash_mcp.judgement.attempts import unknown_checkpoint
+from flash_mcp.protocol import extensions
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Recording, RecordingLimits
@@ -160,6 +162,7 @@ def _record(store: Store, deployment_id: str, *, is_on: bool) -> None:
     if not is_on:
         recording.stop()
         return
+    extensions.find("flash_mcp.recorders", "chats", doors.locate)
     settings = operator_settings(store.base).serving
     redact = settings.record_redact
     try:

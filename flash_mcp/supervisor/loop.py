@@ -68,6 +68,7 @@ class Supervisor(RunReconciler):
         self._open_target = open_target
         self._threads: dict[str, TargetThread] = {}
         self._servers: ModelServers | None = None
+        self._jobs = [*doors.each("flash_mcp.jobs").values()]
         self._clear_at = time.monotonic()
 
     def run(self) -> None:
@@ -110,8 +111,8 @@ class Supervisor(RunReconciler):
         if not targets:
             self.vault.forget_clients(clients)
         self.attend(self.store.taken_runs(LOCAL_TARGET))
-        for job in doors.each("flash_mcp.jobs").values():
-            job.advance_all(self.store)
+        for jobs in self._jobs:
+            jobs.advance_all(self.store)
         self._tend_elsewhere(set(targets))
         return self._serve() or bool(targets)
 

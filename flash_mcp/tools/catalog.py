@@ -16,7 +16,7 @@ from flash_mcp.protocol.numbers import two_digits
 from flash_mcp.protocol.paths import exports_dir, models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json
 from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
-from flash_mcp.state import certificates, costs, datasets, queue, references
+from flash_mcp.state import costs, datasets, queue, references
 from flash_mcp.state.disk import in_words, size_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.runs import LOOKED_AT
@@ -425,7 +425,7 @@ def _environments(store: Store) -> list[EnvironmentView]:
                 versions=len(rows),
                 pushed=utc(newest.pushed),
                 about=about or None,
-                certificate=certificates.line_of(newest),
+                certificate=references.certificate_of(newest),
             )
         )
     return environments

@@ -17,6 +17,7 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from environments.checks import gate
+from environments.checks.gate import HUNT
 from environments.checks.playing import GivenTurn, Task, play
 from environments.checks.report import Probe as GateProbe
 from environments.checks.report import Report as GateReport
@@ -38,7 +39,7 @@ from flash_mcp.protocol.errors import (
 )
 from flash_mcp.protocol.records import EnvironmentVersion, Json, text_of
 from flash_mcp.protocol.result_model import Rounded
-from flash_mcp.state import certificates, references, versions
+from flash_mcp.state import references, versions
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.store import open_store
@@ -48,7 +49,6 @@ from flash_mcp.tools.shared.resolve import env_files
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, longest_wait_s, report
 from flash_mcp.tools.shared.truncation import shorten, to_text
 
-HUNT = "hunt"
 LOAD_TIMEOUT_S = 25.0
 TRACEBACK = "\n| Traceback"
 """How a traceback begins within evidence."""
@@ -220,7 +220,7 @@ async def publish(
         size_bytes=version.size_bytes,
         contaminated=loading.contamination_note(shared) if shared else None,
         gate=str(gate_verdict),
-        certificate=await run_sync(certificates.line_of, pushed),
+        certificate=await run_sync(references.certificate_of, pushed),
         next=next_step,
     )
 

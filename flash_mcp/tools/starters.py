@@ -15,6 +15,7 @@ from pydantic import Field
 
 import environments
 from environments.base import DatasetError, UnsupportedError
+from flash_mcp.protocol import extensions
 from flash_mcp.protocol.errors import FlashError, disk_error, expanded
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import open_store
@@ -42,6 +43,7 @@ FOLDERS = {"multi_turn": "calculator", "tool_use": "tool_calculator", "agent": "
 """The folder of a template, where it has another name."""
 HARBOR = "harbor:"
 """Before a folder of tasks in Harbor's form."""
+HARBOR_DOOR = ("flash_mcp.tasks", "harbor")
 PROGRAMS = {".py": "python", ".js": "node", ".mjs": "node", ".cjs": "node"}
 BUNDLE = (
     "make one file of it: npm install esbuild PACKAGE; npx esbuild node_modules/PACKAGE/FILE "
@@ -263,13 +265,11 @@ def _of_rows(
 
 def _of_tasks(folder: str | None, tasks: Path) -> EnvSetup:
     """The starter of an agent in a terminal, with the tasks of this folder in place of its own."""
-    from environments.agents import harbor  # noqa: PLC0415  with it come 50 ms of imports
-
     name = _name(folder, "terminal")
     files = _starter("terminal", name)
     files = {path: content for path, content in files.items() if not path.startswith("tasks/")}
     try:
-        harbor.load(tasks)
+        extensions.find(*HARBOR_DOOR)(tasks)
         for path in tasks.rglob("*"):
             if path.is_file():
                 files[f"tasks/{path.relative_to(tasks).as_posix()}"] = path.read_bytes()
@@ -285,6 +285,8 @@ def _name(folder: str | None, template: str) -> str:
 
 
 def _starter(template: str, name: str) -> dict[str, bytes]:
+    if template == "terminal":
+        extensions.find(*HARBOR_DOOR)
     source = TEMPLATES / FOLDERS.get(template, template)
     files = {"TRAINING.md": playbook.text().encode()}
     for path in source.rglob("*"):

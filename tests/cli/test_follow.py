@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flash_mcp.cli import follow, main, run_commands
-from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
@@ -106,7 +106,7 @@ def test_wait_returns_when_the_run_ends(tmp_path: Path):
             assert waiting.wait(WAIT_S) == 0
 
 
-def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tmp_path: Path):
+def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tmp_path: Path, html: Any):
     with supervised():
         run, writer = started_run(tmp_path, algorithm="sft")
         writer.metrics(5, {"loss": 0.5, "eval_loss": 0.75})

@@ -4,11 +4,11 @@ import json
 import random
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from flash_mcp.exam import exams
-from flash_mcp.extensions.pages.report import html
 from flash_mcp.judgement.statistics import ALPHA, difference
 from flash_mcp.state import store as stores
 from flash_mcp.state.store import open_store
@@ -105,7 +105,9 @@ async def test_looks_survive_a_lost_database(folder: Path, flash_home: Path) -> 
         assert open_store().column(sql) == [1, 2]
 
 
-async def test_rows_that_ask_what_an_exam_asks_are_counted(folder: Path, flash_home: Path, tmp_path: Path) -> None:
+async def test_rows_that_ask_what_an_exam_asks_are_counted(
+    folder: Path, flash_home: Path, tmp_path: Path, html: Any
+) -> None:
     source = ENVIRONMENT.replace("go {n}", "look {n}").replace(
         'input=f"say {n}"', "input=f\"{'go' if n < 7 else 'say'} {n}\""
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.extensions.export.background import Exporter
 from flash_mcp.protocol.paths import exports_dir
 from flash_mcp.protocol.surroundings import NO_HUB_LOGIN, environment_for
 from flash_mcp.state import queue
@@ -32,6 +31,8 @@ def team(flash_home: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Team]:
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The exports that would have started."""
+    from flash_mcp.extensions.export.background import Exporter  # noqa: PLC0415  the room may be left out
+
     started: list[str] = []
     monkeypatch.setattr(Exporter, "start", lambda exporter: started.append(exporter.reference))
     return started

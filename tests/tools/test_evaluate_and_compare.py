@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from flash_mcp.extensions.pages.report import html
 from flash_mcp.judgement import statistics
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
@@ -42,7 +41,7 @@ async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dic
 # -- evaluate --------------------------------------------------------------------------------------
 
 
-async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(client: Client):
+async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(client: Client, html: Any):
     body = await evaluated(client, solved=30)
     scores, interval = body["scores"], statistics.wilson(30, 60)
     assert (body["state"], body["tasks"], body["attempts"], body["done"]) == ("succeeded", 60, 1, 60)

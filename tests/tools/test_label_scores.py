@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.extensions.pages.report import html
 from flash_mcp.judgement.labels import NO_LABEL, label_said
 from flash_mcp.state.store import open_store
 from tests.calls import call
@@ -43,7 +42,7 @@ def test_the_label_that_an_answer_names(text: str, expected: str):
     assert label_said(text, {"ship": "ship", "bill": "bill", "log in": "log in"}) == expected
 
 
-async def test_results_are_shown_by_label_wherever_an_evaluation_is(tmp_path: Path):
+async def test_results_are_shown_by_label_wherever_an_evaluation_is(tmp_path: Path, html: Any):
     folder = tmp_path / "echo"
     (folder / "datasets").mkdir(parents=True)
     words = {"ship": "my parcel is late", "bill": "the invoice is wrong", "log in": "i lost my password"}

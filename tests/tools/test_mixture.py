@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunWriter
@@ -85,7 +84,7 @@ def measured(writer: RunWriter, step: int, solved: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-async def test_the_run_has_one_headline_and_each_environment_a_verdict() -> None:
+async def test_the_run_has_one_headline_and_each_environment_a_verdict(html: Any) -> None:
     run = await mixed_run()
     writer = start(run.id)
     measured(writer, 0, (10, 20))

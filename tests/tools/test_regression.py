@@ -1,10 +1,10 @@
 """What a run says of other kinds of tasks, and the ledger; no worker runs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flash_mcp.extensions.pages.report import html
 from flash_mcp.state import queue, references
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.references import REGRESSION_FOLDER
@@ -58,7 +58,9 @@ def test_an_environment_of_that_name_replaces_the_packages(tmp_path: Path, flash
 
 
 @pytest.mark.parametrize(("solved", "outlook"), [(25, "no: worse_elsewhere: "), (90, "doubtful: the held-out ")])
-async def test_what_was_forgotten_is_said_by_status_and_by_the_page(tmp_path: Path, solved: int, outlook: str):
+async def test_what_was_forgotten_is_said_by_status_and_by_the_page(
+    tmp_path: Path, solved: int, outlook: str, html: Any
+):
     run, writer = started_run(tmp_path / "e")
     before = {f"spelling-{n:02}": True for n in range(30)} | {f"arithmetic-{n:02}": False for n in range(70)}
     writer.event("regression", "solved 30 of 100 regression tasks", step=0, outcomes=before)
@@ -88,7 +90,7 @@ async def test_what_was_forgotten_is_said_by_status_and_by_the_page(tmp_path: Pa
     assert "Elsewhere: regressed on 100 other tasks" in page and ", worse at other kinds of tasks" in page
 
 
-async def test_the_page_shows_the_spread_over_seeds(tmp_path: Path):
+async def test_the_page_shows_the_spread_over_seeds(tmp_path: Path, html: Any):
     push_echo(tmp_path / "e")
     body = await call("train", environment="echo", seeds=[1, 2], steps=10)
     assert "Seeds: 2 seeds, none with a held-out success yet" in html(open_store(), body["run_id"])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from flash_mcp.cli.follow import progress_line
-from flash_mcp.extensions.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.numbers import two_digits
 from flash_mcp.protocol.paths import home
@@ -63,7 +62,7 @@ def write_log(run: Run, text: str) -> None:
 
 
 @pytest.mark.slow
-async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_lineage(tmp_path: Path):
+async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_lineage(tmp_path: Path, html: Any):
     digest = push_echo(tmp_path).digest
     wanted = {"environment": "echo", "steps": 2}
     checked = await call("train", **wanted, validate_only=True)
@@ -462,7 +461,7 @@ async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
     assert (trend["best"], trend["over_steps"], trend["first"], trend["last"]) == (0.9, 10, 0.0005, 0.1996)
 
 
-async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Path):
+async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Path, html: Any):
     run, writer = started_run(tmp_path)
     write_log(run, "loading\n" * 500 + "KeyError: 'answer'\n")
     values = {"run_id": run.id, "task": "the 7th", "step": 3, "phase": None}
@@ -514,7 +513,7 @@ async def test_a_list_of_long_lines_goes_on_on_the_next_page(tmp_path: Path):
     assert len({line["run_id"] for line in lines}) == len(lines) == 40
 
 
-async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path: Path, flash_home: Path):
+async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(tmp_path: Path, flash_home: Path, html: Any):
     run, _ = started_run(tmp_path)
     open_store().execute("UPDATE main.runs SET used_s = 5400")
     view = (await call("status", run_id=run.id))["run"]

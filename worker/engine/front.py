@@ -11,7 +11,7 @@ vLLM asks for its key under /v1 and a few other prefixes only. Routes beside the
 - Users may ask how long nobody has used or watched it. A node ends a server that nobody wants.
 - There is nothing else.
 
-Chats of users are recorded where `deploy` was asked for that (worker/engine/recorder.py).
+Chats of users are recorded where `deploy` was asked for that (worker/extensions/recording.py).
 When the server starts, it also limits how long the model's chat template may take."""
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from environments import doors
 from environments.settings import state_directory
 from worker.adapter import WEIGHTS, named_as, with_noise
-from worker.engine.recorder import RATINGS, ROUTES, Recorder
 from worker.model_files import ModelFiles
 from worker.process import MODEL_FOLDER
 from worker.rollouts.rendering import limit_templates
@@ -51,7 +51,7 @@ USER_ROUTES: Routes = frozenset(
         ("POST", "/v1/responses"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),
-        ("POST", RATINGS),
+        ("POST", "/v1/ratings"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/version"),
@@ -82,7 +82,8 @@ class Front:
         self.app = app
         self.user_key = os.environ["VLLM_API_KEY"]
         self.admin_key = os.environ["FLASH_ADMIN_KEY"]
-        self.recorder = Recorder(state_directory())
+        door = doors.each("flash_mcp.recorders").get("chats")
+        self.recorder = door and door.Recorder(state_directory())
         self.under_way = 0
         self.used_at = time.monotonic()
         self.watched_at = time.monotonic()
@@ -146,7 +147,7 @@ class Front:
             return
         self.under_way += 1
         try:
-            if (scope["method"], scope["path"]) in ROUTES:
+            if self.recorder and (scope["method"], scope["path"]) in self.recorder.routes:
                 await self.recorder.serve(self.app, scope, receive, send)
             else:
                 await self.app(scope, receive, send)

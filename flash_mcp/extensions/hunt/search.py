@@ -28,6 +28,7 @@ from anyio.to_thread import run_sync
 
 from environments.checks.answers import JUNK, as_equal, final_answer, tags
 from environments.checks.constants import INJECTED, USUAL, candidates
+from environments.checks.gate import HUNT
 from environments.checks.playing import (
     Played,
     Task,
@@ -44,7 +45,6 @@ from environments.process.host import EnvironmentHost
 from flash_mcp.extensions.hunt.source_texts import folder_texts
 
 Progress = Callable[[str], Awaitable[None]]
-HUNT = "hunt"
 BEST_GAIN = 0.2
 SEARCHED = 3
 """Tasks on which every answer is tried."""

@@ -29,7 +29,7 @@ from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Rollout, Run, RunState, text_of
 from flash_mcp.protocol.spec import DEFAULT_MODEL
-from flash_mcp.state import certificates, datasets
+from flash_mcp.state import datasets
 from flash_mcp.state.runs import RunKind, RunOrder
 from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
@@ -220,18 +220,6 @@ def _preview(path: Path, model: Path | None) -> Preview | None:
     """Of a dataset, by the default model, whose files may come to `model` later."""
     rows = list(datasets.load_rows((path / datasets.TRAIN).read_bytes()))
     return preview_by_default(rows, seconds=PREVIEW_S)[0]
-
-
-def certificate(store: Store, reference: str) -> str:
-    """The certificate of a version as its file has it. FlashError(unknown_environment |
-    unknown_page | certificate_invalid)."""
-    version = store.environment(reference)
-    try:
-        return certificates.read(certificates.place_of(version).read_bytes()).page
-    except FileNotFoundError as error:
-        what = f"{version.reference} has no certificate"
-        fix = f"flash-mcp certify {version.name}"
-        raise FlashError("unknown_page", what, fix=fix) from error
 
 
 def talk(

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from flash_mcp.extensions.pages import live
 from flash_mcp.extensions.pages.report import html
+from flash_mcp.protocol import extensions
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.extensions import ExportKind
 from flash_mcp.protocol.records import RunState
@@ -171,7 +172,8 @@ def _dataset(request: Request) -> str:
 
 
 def _certificate(request: Request) -> str:
-    return live.certificate(open_store(), request.path_params["reference"])
+    signing = extensions.find("flash_mcp.versions", "certificate")
+    return signing.kept_page(open_store(), request.path_params["reference"])
 
 
 def _chosen(text: str | None, values: Sequence[Any], default: Any) -> Any:

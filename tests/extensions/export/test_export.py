@@ -174,6 +174,8 @@ def test_a_file_that_holds_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FlashError, match="another model") as caught:
         worker.extensions.export.program.export(job)
     assert caught.value.code == "export_unsupported"
+    with pytest.raises(FlashError, match="there is no adapter to write"):
+        worker.extensions.export.program.export(job.model_copy(update={"kind": "adapter"}))
 
 
 def test_an_adapter_names_the_models_hub_and_says_that_its_weights_differ(tmp_path: Path, flash_home: Path, capsys):

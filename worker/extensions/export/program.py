@@ -46,6 +46,10 @@ def export(job: ExportJob) -> Exported:
     result = Exported(base_digest=digest_of(path))
     write = extensions.find("flash_mcp.exports", job.kind)
     if getattr(write, "of_adapter", False):
+        if job.adapter is None:
+            what = "there is no adapter to write"
+            fix = "export a run's checkpoint, or the model as merged"
+            raise FlashError("export_unsupported", what, kind=job.kind, fix=fix)
         write(job.adapter, job, [])
         return result
     disable_progress_bar()

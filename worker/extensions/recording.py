@@ -32,12 +32,13 @@ SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 """Names of variables whose values are not recorded."""
 MIN_SECRET = 8
 RATINGS = "/v1/ratings"
-ROUTES = frozenset([("POST", "/v1/chat/completions"), ("POST", RATINGS)])
 SAMPLING = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop", "n")
 
 
 class Recorder:
     """Knows which deployments are recorded, by the files that the supervisor wrote."""
+
+    routes = frozenset([("POST", "/v1/chat/completions"), ("POST", RATINGS)])
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -46,7 +47,7 @@ class Recorder:
         self._redactor = Redactor(value for value in values if len(value) >= MIN_SECRET)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request to one of ROUTES, and record it if its model is recorded."""
+        """Serve a request to one of `routes`, and record it if its model is recorded."""
         try:
             content = await Request(scope, receive).body()
         except ClientDisconnect:

@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flash_mcp.protocol.recordings import TOKENS, Recording, RecordingLimits
 from worker.engine.front import Front
 
+pytestmark = pytest.mark.slow
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ASKED = {"model": "dep-1", "messages": [{"role": "user", "content": "my key: sk-12345678"}]}

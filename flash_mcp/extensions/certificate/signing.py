@@ -28,6 +28,7 @@ from flash_mcp.protocol.paths import home, write_private
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state.database import pick
 from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.store import Store
 
 CONTEXT = b"flash-mcp certificate of an environment\n"
 """So that a key which signs other things too signs no certificate by accident."""
@@ -163,6 +164,18 @@ def place_of(version: EnvironmentVersion) -> Path:
     if version.owner != LOCAL_OWNER:
         folder /= f"@{version.owner}"
     return folder / f"{version.digest}.html"
+
+
+def kept_page(store: Store, reference: str) -> str:
+    """The certificate of a version as its file has it. FlashError(unknown_environment |
+    unknown_page | certificate_invalid)."""
+    version = store.environment(reference)
+    try:
+        return read(place_of(version).read_bytes()).page
+    except FileNotFoundError as error:
+        what = f"{version.reference} has no certificate"
+        fix = f"flash-mcp certify {version.name}"
+        raise FlashError("unknown_page", what, fix=fix) from error
 
 
 def line_of(version: EnvironmentVersion) -> str | None:

@@ -14,11 +14,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from environments.checks import gate
-from flash_mcp.cli import certify, main
-from flash_mcp.extensions.hunt.search import HUNT
+from flash_mcp.cli import main
+from flash_mcp.extensions.certificate import command, signing
 from flash_mcp.extensions.pages import live
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.state import certificates
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.environments import env_push
@@ -26,7 +25,7 @@ from tests.extensions.pages.test_report import HOSTILE, Tags
 from tests.places import CALCULATOR
 from tests.scripted_supervisor import scripted
 
-PASSED = [{"name": name, "evidence": "fine"} for name in ("loads", *gate.FIRST, *gate.PROBES, HUNT, "time")]
+PASSED = [{"name": name, "evidence": "fine"} for name in ("loads", *gate.FIRST, *gate.PROBES, gate.HUNT, "time")]
 NO_RUN = {"trouble": "there was no run: --steps 0"}
 
 
@@ -35,12 +34,12 @@ def facts(probes: Any = PASSED, run: Any = NO_RUN, versions: Any = None, **check
     body: dict[str, Any] = {"format": 1, "made": "2026-01-02 03:04", "environment": about, "seconds": {"checks": 1.0}}
     body |= {"checks": {"passed": True, "probes": probes, **checks}, "sample": {}, "tasks": {}, "run": run}
     body["versions"] = {"requirements": [], "environment.toml": {}, **(versions or {})}
-    return {**body, "questions": certify.answers(body)}
+    return {**body, "questions": command.answers(body)}
 
 
-def signed(body: dict[str, Any] | None = None) -> certificates.Certificate:
+def signed(body: dict[str, Any] | None = None) -> signing.Certificate:
     body = body or facts()
-    return certificates.sign(body, certify.page_of(body), Ed25519PrivateKey.generate())
+    return signing.sign(body, command.page_of(body), Ed25519PrivateKey.generate())
 
 
 def failing(name: str) -> list[dict[str, Any]]:
@@ -61,7 +60,7 @@ def of_run(outcome: str | None = None, state: str = "succeeded", **more: Any) ->
         (facts(), "not hackable", "yes", "junk"),
         (facts(failing("near_gold")), "not hackable", "no", "near_gold: it pays"),
         (facts(failing("best_of_n")), "not hackable", "no", "best_of_n: it pays"),
-        (facts([row for row in PASSED if row["name"] != HUNT]), "not hackable", "not measured", "hunt: not made"),
+        (facts([row for row in PASSED if row["name"] != gate.HUNT]), "not hackable", "not measured", "hunt: not made"),
         (facts([{**PASSED[0], "result": "open"}]), "secure", "not measured", "loads: fine"),
         (facts([], trouble="[not_ready] no time"), "reproducible", "not measured", "determinism: [not_ready] no time"),
         (facts(sandbox="network: missing"), "secure", "not measured", "network: missing"),
@@ -86,7 +85,7 @@ def test_an_answer_is_yes_no_or_not_measured_and_says_why(body: Any, question: s
 
 
 def test_every_check_of_an_environment_decides_an_answer() -> None:
-    decided = {*certify.OTHERS, *(name for needed in certify.NEEDED.values() for name in needed)}
+    decided = {*command.OTHERS, *(name for needed in command.NEEDED.values() for name in needed)}
     assert {row["name"] for row in PASSED} | {"files", "best_of_n"} == decided
 
 
@@ -101,7 +100,7 @@ OTHER = facts(failing("junk"))
 ATTACKS = {
     "an answer in the page": lambda one: one.page.replace("fine", "good", 1),
     "a fact in the page's JSON": lambda one: one.page.replace('"evidence": "fine"', '"evidence": "good"', 1),
-    "the page of other facts": lambda one: certify.page_of(OTHER).replace("</body>", f"{block(one)}</body>"),
+    "the page of other facts": lambda one: command.page_of(OTHER).replace("</body>", f"{block(one)}</body>"),
     "a second block": lambda one: one.page.replace("</body>", f"{block(one)}</body>"),
     "a fact": lambda one: altered(one.text, certificate=OTHER),
     "another page": lambda one: altered(one.text, page_sha256="0" * 64),
@@ -119,8 +118,8 @@ ATTACKS = {
 }
 
 
-def block(one: certificates.Certificate) -> str:
-    match = certificates.BLOCK.search(one.page)
+def block(one: signing.Certificate) -> str:
+    match = signing.BLOCK.search(one.page)
     assert match
     return match[0]
 
@@ -128,20 +127,20 @@ def block(one: certificates.Certificate) -> str:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_certificate_that_was_changed_is_refused(attack: str) -> None:
     with pytest.raises(FlashError, match="certificate_invalid"):
-        certificates.read(ATTACKS[attack](signed()).encode())
+        signing.read(ATTACKS[attack](signed()).encode())
 
 
 def test_a_signature_of_the_same_text_for_another_purpose_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "CONTEXT", b"")
+    monkeypatch.setattr(signing, "CONTEXT", b"")
     one = signed()
     monkeypatch.undo()
     with pytest.raises(FlashError, match="changed after it was signed"):
-        certificates.read(one.page.encode())
+        signing.read(one.page.encode())
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
     with pytest.raises(FlashError, match="cannot be read"):
-        certificates.read(b"\xff\xfe")
+        signing.read(b"\xff\xfe")
 
 
 def test_what_an_environment_says_acts_on_no_page_and_can_be_verified() -> None:
@@ -150,7 +149,7 @@ def test_what_an_environment_says_acts_on_no_page_and_can_be_verified() -> None:
     one = signed(facts(probes, run=of_run(state="failed", error={"what": text}), trouble=text))
     tags = [tag for tag, _ in Tags(one.page).found]
     assert "img" not in tags and tags.count("script") == 1 and one.page.count("</body>") == 1
-    assert certificates.read(one.page.encode()).facts == one.facts == certificates.read(one.text.encode()).facts
+    assert signing.read(one.page.encode()).facts == one.facts == signing.read(one.text.encode()).facts
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -158,8 +157,8 @@ def test_what_an_environment_says_acts_on_no_page_and_can_be_verified() -> None:
 
 def test_the_key_is_made_once_for_this_user_alone(flash_home: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        keys = list(pool.map(lambda _: certificates.signing_key(), range(8)))
-    assert len({certificates.fingerprint(key.public_key()) for key in keys}) == 1
+        keys = list(pool.map(lambda _: signing.signing_key(), range(8)))
+    assert len({signing.fingerprint(key.public_key()) for key in keys}) == 1
     (path,) = flash_home.glob("*certificate.key*")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -169,7 +168,7 @@ def test_a_key_that_cannot_be_used_is_refused_with_how_to_make_one(tmp_path: Pat
     if content is not None:
         (tmp_path / "key").write_bytes(content)
     with pytest.raises(FlashError, match="ssh-keygen -t ed25519"):
-        certificates.signing_key(tmp_path / "key")
+        signing.signing_key(tmp_path / "key")
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -200,9 +199,9 @@ def test_a_certificate_is_kept_shown_and_verified_for_the_files_that_it_is_about
     assert "not hackable: yes (passed: junk" in printed and "learnable: not measured" in printed
     page = Path("calculator-certificate.html")
     (version,) = open_store().environments()
-    line = certificates.line_of(version)
-    assert line and catalog().environments[0].certificate == line == str(certificates.read(page.read_bytes()))
-    assert live.certificate(open_store(), "calculator") == page.read_text()
+    line = signing.line_of(version)
+    assert line and catalog().environments[0].certificate == line == str(signing.read(page.read_bytes()))
+    assert signing.kept_page(open_store(), "calculator") == page.read_text()
     assert f'href="/ui/certificates/{version.reference}"' in live.overview(open_store(), "", live.Listing())
 
     with ThreadPoolExecutor(1) as pool:  # away from this thread's loop
@@ -236,7 +235,7 @@ def test_a_run_that_was_killed_goes_on_and_one_that_failed_for_good_is_named_by_
     words = [folder, "--to", page, "--steps", 3, "--environment-args", json.dumps(script)]
     with scripted(flash_home):
         run(capsys, *words)
-        first = certificates.read(page.read_bytes()).facts
+        first = signing.read(page.read_bytes()).facts
         assert (first["run"]["state"], first["run"].get("attempt")) == (state, attempt)
         assert (
             first["sample"]["rewards, from tenth to tenth"] == ", ".join(["0"] * 11)
@@ -245,7 +244,7 @@ def test_a_run_that_was_killed_goes_on_and_one_that_failed_for_good_is_named_by_
         assert state in first["questions"]["learnable"]["because"] or state == "succeeded"
         if state == "failed":
             run(capsys, *words)
-            again = certificates.read(page.read_bytes()).facts["run"]
+            again = signing.read(page.read_bytes()).facts["run"]
             assert again["run_id"] != first["run"]["run_id"]
             assert "the optimizer's state" in again["earlier_runs"].pop(first["run"]["run_id"])
             assert again["earlier_runs"] == first["run"]["earlier_runs"] == {}

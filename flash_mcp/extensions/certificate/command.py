@@ -19,6 +19,7 @@ from typing import Any
 
 import anyio
 
+from environments.checks import gate
 from environments.checks.splits import overlap, repeated_questions
 from environments.faults import EnvironmentFault
 from environments.process import requirements
@@ -27,15 +28,16 @@ from environments.sandbox.needs import Needs
 from flash_mcp import __version__
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import answer
-from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, option, repeated
+from flash_mcp.cli.parsing import JSON, Arguments, Command, option, repeated
 from flash_mcp.cli.run_commands import write_file
+from flash_mcp.extensions.certificate import signing
 from flash_mcp.protocol import extensions
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import WORKER_PACKAGES, installed
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, without_none
 from flash_mcp.protocol.spec import DEFAULT_MODEL
-from flash_mcp.state import certificates, references, versions
+from flash_mcp.state import references, versions
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.truncation import utc
 
@@ -45,7 +47,7 @@ OPENED = 200
 OPENED_S = 20.0
 NEEDED: dict[str, tuple[str, ...]] = {
     "learnable": (),
-    "not hackable": ("junk", "empty", "constants", "hunt"),
+    "not hackable": ("junk", "empty", "constants", gate.HUNT),
     "secure": ("loads",),
     "self-describing": ("loads", "tasks", "prompts", "gold"),
     "reproducible": ("determinism", "isolation"),
@@ -87,12 +89,12 @@ def certify(arguments: Arguments) -> int:
         what = "it takes an environment, 0 or more --steps, and an object as --environment-args"
         fix = "flash-mcp certify calculator --steps 20"
         raise FlashError("invalid_argument", what, fix=fix)
-    key = certificates.signing_key(arguments.key)
+    key = signing.signing_key(arguments.key)
     store = open_store()
     version = _published(store, arguments.environment)
     facts = collect(store, version, arguments)
-    certificate = certificates.sign(facts, page_of(facts), key)
-    kept = certificates.place_of(version)
+    certificate = signing.sign(facts, page_of(facts), key)
+    kept = signing.place_of(version)
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_private(kept, certificate.page)
     page = arguments.to or Path(f"{version.name}-certificate.html")
@@ -119,7 +121,7 @@ def _published(store: Store, reference: str) -> EnvironmentVersion:
 
 def _verify(arguments: Arguments) -> int:
     try:
-        certificate = certificates.read(arguments.verify.read_bytes())
+        certificate = signing.read(arguments.verify.read_bytes())
     except OSError as error:
         fix = "name the page or the JSON that certify wrote"
         raise FlashError("invalid_argument", str(error), fix=fix) from error
@@ -128,8 +130,8 @@ def _verify(arguments: Arguments) -> int:
         raise FlashError("certificate_invalid", what, fix="trust it only if you know that key")
     if arguments.environment:
         version = open_store().environment(arguments.environment)
-        certificates.check_about(certificate, version)
-    own = certificates.fingerprint(certificates.signing_key(arguments.key).public_key())
+        signing.check_about(certificate, version)
+    own = signing.fingerprint(signing.signing_key(arguments.key).public_key())
     body: Json = {"valid": "facts and page" if certificate.page else "facts; JSON has no page"}
     body |= {"environment": "{name}@{digest}".format(**certificate.facts["environment"])}
     body |= {"certificate": str(certificate), "signed_by": certificate.signer}
@@ -331,25 +333,23 @@ def _learnable(run: Json) -> tuple[str, str]:
 
 ENV = "NAME, NAME@DIGEST, ./FOLDER or reasoning-gym:DATASET"
 PAGE = "page to write (default NAME-certificate.html); JSON beside it"
-COMMANDS: dict[str, Command | Group] = {
-    "certify": Command(
-        certify,
-        (
-            "flash-mcp certify calculator",
-            "flash-mcp certify ./calculator --steps 0",
-            "flash-mcp certify --verify calculator-certificate.html calculator",
-        ),
-        (
-            option("environment", ENV, "ENV", nargs="?"),
-            option("--steps", "steps of the run (default 20)", "N", type=int, default=20),
-            option("--model", "base model (default: as for train)"),
-            option("--environment-args", "arguments of load_environment", "JSON", type=json.loads),
-            repeated("--secret", "server variable that the environment may read", "NAME"),
-            option("--to", PAGE, "FILE", type=Path),
-            option("--key", "ed25519 key (default: that of FLASH_HOME)", "FILE", type=Path),
-            option("--verify", "check this certificate instead", "FILE", type=Path),
-            option("--signer", "with --verify: the fingerprint that must have signed it"),
-            JSON,
-        ),
-    )
-}
+COMMAND = Command(
+    certify,
+    (
+        "flash-mcp certify calculator",
+        "flash-mcp certify ./calculator --steps 0",
+        "flash-mcp certify --verify calculator-certificate.html calculator",
+    ),
+    (
+        option("environment", ENV, "ENV", nargs="?"),
+        option("--steps", "steps of the run (default 20)", "N", type=int, default=20),
+        option("--model", "base model (default: as for train)"),
+        option("--environment-args", "arguments of load_environment", "JSON", type=json.loads),
+        repeated("--secret", "server variable that the environment may read", "NAME"),
+        option("--to", PAGE, "FILE", type=Path),
+        option("--key", "ed25519 key (default: that of FLASH_HOME)", "FILE", type=Path),
+        option("--verify", "check this certificate instead", "FILE", type=Path),
+        option("--signer", "with --verify: the fingerprint that must have signed it"),
+        JSON,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Certificates of environments: made, signed, checked and shown."""

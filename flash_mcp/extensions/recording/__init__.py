@@ -1,0 +1,1 @@
+"""The command that lists and deletes what deployments recorded."""
