@@ -33,6 +33,7 @@ from worker.engine.vllm import Sync, VllmEngine
 from worker.model_files import ModelFiles
 from worker.rollouts.turns import Sampling
 from worker.training.packing import at_rest, eagerly
+from worker.training.routing import give_experts
 
 log = logging.getLogger("worker")
 TOKENS = 16
@@ -138,15 +139,45 @@ def _prompt(base: ModelFiles, max_length: int) -> list[int]:
     return list(base.tokenizer.encode(written, add_special_tokens=False))[:length]
 
 
-def _difference(engine: VllmEngine, policy: PeftModel, prompt: Sequence[int]) -> float:
+def settle_routing(
+    engine: VllmEngine,
+    policy: PeftModel,
+    base: ModelFiles,
+    max_length: int,
+    report: Callable[[str, str], None],
+) -> None:
+    """Keep the engine returning experts if the trainer, which repeats them, then differs from it no
+    more than with its own. `report` gets an event."""
+    trouble = engine.experts_trouble
+    if not trouble:
+        prompt = _prompt(base, max_length)
+        with at_rest(policy), eagerly(policy.get_base_model()):
+            engine.load_policy(policy)
+            repeated = _difference(engine, policy, prompt, repeats=True)
+            own = _difference(engine, policy, prompt)
+        differ = f"log-probabilities differ by {repeated:.2g} nats"
+        trouble = f"{differ}, with the trainer's own choice by {own:.2g}"
+        if repeated <= max(own, LIMITS[torch.float32]):
+            report("routing", f"training repeats the engine's choice of experts: {trouble}")
+            return
+        engine.returns_experts = False
+    report("routing", f"training does not repeat the engine's choice of experts: {trouble}")
+
+
+def _difference(
+    engine: VllmEngine, policy: PeftModel, prompt: Sequence[int], *, repeats: bool = False
+) -> float:
     """The mean difference of both log-probabilities, of tokens that the engine samples now."""
     for seed in range(SEQUENCES):
         engine.submit(f"handshake-{seed}", prompt, Sampling(TOKENS, seed=seed))
     differences: list[Tensor] = []
     while engine.unfinished():
         for _, completion in engine.step():
+            if repeats:
+                give_experts(policy.get_base_model(), torch.as_tensor(completion.experts))
             expected_T = _logps(policy, prompt, completion.token_ids)
             differences.append((expected_T - torch.tensor(completion.logprobs)).abs())
+    give_experts(policy.get_base_model(), None)
     return torch.cat(differences).mean().item()
 
 

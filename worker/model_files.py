@@ -13,6 +13,7 @@ from flash_mcp.protocol.errors import FlashError
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 STATELESS_KINDS = {*ATTENTION_KINDS, "mlp", "moe"}
 STATE_FIELDS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim")
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 LAYER = re.compile(r"(.*?)layers\.\d+\.")
 TOWERS = ("vision", "visual", "audio", "mtp.")
 """In names of weights that are no part of the text decoder."""
@@ -38,6 +39,7 @@ class ModelFiles:
         attention, convolutions, Mamba."""
         if kinds:
             self.has_state = not STATELESS_KINDS.issuperset(kinds)
+        self.experts = experts_of(text)
         self.head_size = head_size(text)
         self.has_tower = bool(
             getattr(self.config, "vision_config", None)
@@ -90,6 +92,12 @@ def end_ids(path: Path) -> list[int]:
     if ids is None:
         return []
     return [ids] if isinstance(ids, int) else ids
+
+
+def experts_of(text: Any) -> int:
+    """How many experts a mixture has in a layer; 0 for other models."""
+    counts = [getattr(text, name, 0) for name in EXPERTS]
+    return next(filter(None, counts), 0)
 
 
 def head_size(text: Any) -> int:

@@ -28,7 +28,7 @@ from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import MOST_AT_ONCE, EvalSpec, RunSpec
 from worker.engine.vllm import Sync, VllmEngine
 from worker.event_loop import AsyncRunner
-from worker.handshake import agreeing_engine, check_effect, record_of
+from worker.handshake import agreeing_engine, check_effect, record_of, settle_routing
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
 from worker.ranks import ALONE, Ranks, lost_process
@@ -206,6 +206,9 @@ class Session(Generic[S]):
         """An engine that computes what the trainer's model does, where that is in memory."""
         policy = self.model.policy
         if self.model.is_shared or not isinstance(policy, PeftModel):
+            if self._wants_experts:
+                what = "cards that share a model do not repeat the engine's choice of experts"
+                self.writer.event("routing", what)
             return self._new_engine(self.model.sync)
         folder = machine_directory() / "handshakes"
         engine = agreeing_engine(
@@ -217,10 +220,20 @@ class Session(Generic[S]):
             self.writer.event,
             partial(record_of, folder, self.model.base, policy, self.limits.max_length),
         )
+        if self._wants_experts:
+            base, length = self.model.base, self.limits.max_length
+            settle_routing(engine, policy, base, length, self.writer.event)
         if freed := engine.share_base(policy):
             what = f"engine and trainer share {freed / 2**30:.2f} GiB of base weights"
             self.writer.event("one_base", what)
         return engine
+
+    @property
+    def _wants_experts(self) -> bool:
+        """Whether the engine samples what a mixture is trained on."""
+        spec: RunSpec | EvalSpec = self.spec
+        trains = isinstance(spec, RunSpec) and spec.algorithm != "sft"
+        return trains and self.model.base.experts > 0
 
     def _new_engine(self, sync: Sync) -> VllmEngine:
         self.heartbeat.enter("engine")
@@ -233,6 +246,7 @@ class Session(Generic[S]):
             sync=sync,
             dtype=str(self.model.dtype).removeprefix("torch."),
             cards=self.model.cards,
+            returns_experts=self._wants_experts and not self.model.is_shared,
         )
 
     @property

@@ -220,13 +220,16 @@ class TrainingSession(Session[RunSpec]):
         return list(itertools.chain.from_iterable(self.own(grouped(tasks))))
 
     def _from_all(self, rollouts: list[PlayedRollout]) -> list[PlayedRollout]:
-        """The rollouts of all ranks, in the order of the step."""
+        """The rollouts of all ranks, in the order of the step. Those of others lack experts: a rank
+        trains its own, but for groups that were tried in place of others."""
         if self.ranks.count == 1:
             return rollouts
         parts = self.ranks.gather([rollout.packed() for rollout in rollouts])
         template = self.model.template
         every = [PlayedRollout.unpacked(item, template) for part in parts for item in part]
-        return sorted(every, key=lambda entry: entry.task.index)
+        own = {rollout.task.index: rollout for rollout in rollouts}
+        every.sort(key=lambda entry: entry.task.index)
+        return [own.get(entry.task.index, entry) for entry in every]
 
     def _report_rollouts(
         self, step: int, rollouts: list[PlayedRollout], rollout_s: float, sync_s: float

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer
 
 from flash_mcp.extensions.pages.render import Node, dialogue
@@ -30,9 +31,16 @@ def make_calls(template: ChatTemplate, rng: random.Random, question: str) -> lis
         call = Call(number, parent, transcript, len(transcript))
         sampled = [rng.choice((65, 66)) for _ in range(rng.randint(1, 5))]
         chances = [-4.5 + rng.gauss(0, 0.5) for _ in sampled]
-        transcript.add_answer(Completion(sampled, chances, "stop"))
+        experts = experts_of(transcript.ids + sampled[:-1])
+        transcript.add_answer(Completion(sampled, chances, "stop", experts=experts))
         calls.append(call)
     return calls
+
+
+def experts_of(ids: list[int]) -> Any:
+    """Of each token, by all tokens up to it: two layers, one expert."""
+    passed = [[[sum(ids[: at + 1]) % 101], [at]] for at in range(len(ids))]
+    return np.array(passed, dtype=np.int16)
 
 
 def test_a_tree_holds_each_token_once_and_each_call_exactly(fp32_model: Path) -> None:
@@ -44,6 +52,11 @@ def test_a_tree_holds_each_token_once_and_each_call_exactly(fp32_model: Path) ->
         assert sum(row.mask) == sum(len(call.transcript) - call.shown for call in calls)
         paths = list(packing.paths_of(len(row), row.forks))
         found = [[row.ids[place] for place in path] for path in paths]
+        for path, ids in zip(paths, found, strict=True):
+            known = [at for at, place in enumerate(path) if place < len(row.experts) and row.experts[place, 0, 0] >= 0]
+            assert (row.experts[[path[at] for at in known]] == experts_of(ids)[known]).all()
+            unknown = {place for at, place in enumerate(path) if at not in set(known)}
+            assert unknown <= {call["last"] for call in row.calls}, "the last of an answer that nothing continues"
         for call in calls:
             ids = call.transcript.ids
             assert any(path[: len(ids)] == ids for path in found)

@@ -155,6 +155,10 @@ def _log_sums(logits: Tensor, rows: list[int], temperatures: list[float]) -> Ten
 Sync = Literal["merged", "adapter"]
 WAYS: tuple[Sync, ...] = get_args(Sync)
 SYNC_VARIABLE = "FLASH_SYNC"
+NO_EXPERTS = re.compile(
+    r"(AuxOutput Connector|--enable-return-routed-experts|Routed-experts|No supported MoE)[^.\n\[]*"
+)
+"""What vLLM says where it cannot return the experts of tokens."""
 PRELOAD = "LD_PRELOAD"
 IN_PROCESSES = {
     "distributed_executor_backend": "mp",
@@ -186,6 +190,7 @@ class VllmEngine:
         sync: Sync = "merged",
         dtype: str = "bfloat16",
         cards: Sequence[str] = ("",),
+        returns_experts: bool = False,
     ) -> None:
         on_gpu = torch.cuda.is_available()
         self._sync = sync
@@ -212,8 +217,22 @@ class VllmEngine:
             shards=len(cards),
         )
         others = listening()
+        self.experts_trouble = ""
+        """Why it does not return experts, if it was asked to."""
+        self._engine: LLMEngine
         with _variables(cards):
-            self._engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            if returns_experts:
+                wanted = EngineArgs(**arguments, enable_return_routed_experts=True)
+                try:
+                    self._engine = LLMEngine.from_engine_args(wanted)
+                except ValueError as error:
+                    reason = NO_EXPERTS.search(str(error))
+                    if reason is None:
+                        raise
+                    self.experts_trouble = reason[0]
+            self.returns_experts = returns_experts and not self.experts_trouble
+            if not self.returns_experts:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         close_listening(keep=others)
         self.processes: list[Any] = []
         """Those of the cards, if there are several."""
@@ -233,6 +252,8 @@ class VllmEngine:
         """Of the policy that samples, as its owner counts them."""
         self._sampled: dict[str, dict[int, int]] = {}
         """Of turns that began under an earlier policy: {its number: tokens that it sampled}"""
+        self._ended: list[tuple[str, Completion]] = []
+        """Turns that ended while a policy came in."""
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
@@ -275,11 +296,17 @@ class VllmEngine:
     def step(self) -> list[tuple[str, Completion]]:
         outputs: list[Any] = self._engine.step()
         done = [output for output in outputs if output.finished]
-        return [(output.request_id, self._completion(output)) for output in done]
+        ended = self._ended
+        self._ended = []
+        return ended + [(output.request_id, self._completion(output)) for output in done]
 
     def _completion(self, output: Any) -> Completion:
         sampled = self._sampled.pop(output.request_id, {})
         completion = _completion(output.outputs[0])
+        experts = output.outputs[0].routed_experts
+        if self.returns_experts and experts is not None:
+            signed = "int8" if self._base.experts <= 128 else "int16"  # -1 is an unknown one
+            completion = replace(completion, experts=experts.astype(signed))
         if output.request_id in self._has_grammar:
             allowed = self._shares(output.request_id, len(completion.token_ids))
             completion = replace(completion, allowed=allowed, has_grammar=True)
@@ -304,7 +331,7 @@ class VllmEngine:
                 self._shares(request_id, 0)
 
     def unfinished(self) -> int:
-        return self._engine.get_num_unfinished_requests()
+        return len(self._ended) + self._engine.get_num_unfinished_requests()
 
     def load_policy(self, policy: PeftModel, number: int = 0, *, mid_turn: bool = False) -> None:
         """Sample from `policy`, which has this number, from now on.
@@ -312,9 +339,16 @@ class VllmEngine:
         Raises RuntimeError while a request is under way, unless `mid_turn`: the request then goes
         on under the new policy, which computes its tokens' keys and values anew. Their
         log-probabilities stay those of the policy that sampled them."""
+        from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
+
         if not mid_turn:
             self._check_idle()
         engine = cast(Any, self._engine)
+        core = engine.engine_core.engine_core
+        # If vLLM returns experts, it resets the cache of running requests only while it is paused.
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue:
+            self._ended = self.step()
         if self._sync == "adapter":
             with tempfile.TemporaryDirectory() as folder:
                 save_adapter(policy, Path(folder))
@@ -324,7 +358,8 @@ class VllmEngine:
             engine.collective_rpc("reload_weights", kwargs=weights)
             self._is_merged = True
         self._forget_prefixes()
-        for request_id, request in engine.engine_core.engine_core.scheduler.requests.items():
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        for request_id, request in core.scheduler.requests.items():
             sampled = self._sampled.setdefault(own_id(request_id), {})
             before = sum(sampled.values())
             sampled[self.policy_number] = request.num_output_tokens - before

@@ -16,7 +16,7 @@ from typing import Any
 
 from environments.agents.calls import NO_OPTIONS, CallOptions
 from environments.base import Json
-from worker.rollouts.transcript import Transcript
+from worker.rollouts.transcript import Transcript, with_experts
 
 
 @dataclass
@@ -82,6 +82,7 @@ def merged(calls: Sequence[Call]) -> Transcript:
     created.mask = row.mask[first:]
     created.logprobs = row.logprobs[first:]
     created.forks = row.forks
+    created.experts = row.experts
     created.truncated = any(call.transcript.truncated for call in calls)
     created.policies = sum((call.policies for call in calls), Counter[int]())
     places = {call.number: 0 for call in main.line}
@@ -98,6 +99,7 @@ class _Row:
         self.mask: list[int] = []
         self.logprobs: list[float] = []
         self.forks: list[tuple[int, int]] = []
+        self.experts: Any = None
         self._added: list[tuple[Call, list[int]]] = []
 
     def add(self, call: Call) -> None:
@@ -116,6 +118,7 @@ class _Row:
             self.mask.append(int(is_trained))
             self.logprobs.append(transcript.logprobs[at] if is_trained else 0.0)
         self._added.append((call, places))
+        self.experts = with_experts(self.experts, len(self.ids), places, transcript.experts)
 
     def last_of(self, call: Call) -> int:
         return next(places[-1] for added, places in self._added if added is call)

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
+
 from environments.agents.calls import CallOptions
 from environments.base import ChatMessage, Json
 from environments.messages import THOUGHTS, thought_of
@@ -451,6 +453,10 @@ class Transcript:
     """An agent's calls, as records.Rollout has them."""
     policies: Counter[int] = field(default_factory=Counter[int])
     """{number of the policy: tokens that it sampled}"""
+    experts: Any = None
+    """A NumPy array (tokens, layers, k) of the experts that each token passed in the engine when it
+    was first computed there, -1 where that is not known. Shorter than `ids` if what follows is not
+    known, None if nothing is. It stays in the process that made the rollout."""
     _ended: bool = False
     _calls: int = 0
     _places: list[int] = field(default_factory=list[int])
@@ -463,8 +469,9 @@ class Transcript:
         self._places = list(range(len(self.prompt_ids)))
 
     def packed(self) -> Json:
-        """The transcript as JSON; in place of its template, the tools that this shows."""
-        return {**vars(self), "template": self.template.tools}
+        """The transcript as JSON, without experts; in place of its template, the tools that this
+        shows."""
+        return {**vars(self), "template": self.template.tools, "experts": None}
 
     @classmethod
     def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
@@ -529,7 +536,9 @@ class Transcript:
         """Append what the model sampled, and read it. Without `reads_calls` it is text; without
         `trains` it is context.
         """
-        self._append(completion if trains else replace(completion, policies={}), trains=trains)
+        # What does not train may be of another model.
+        own = completion if trains else replace(completion, policies={}, experts=None)
+        self._append(own, trains=trains)
         if reads_calls:
             turn = self.template.read(completion.token_ids, self._calls)
         else:
@@ -549,6 +558,7 @@ class Transcript:
             mask = [0] * len(mask)
             logprobs = [0.0] * len(mask)
         self._extend(completion.token_ids, mask, logprobs)
+        self.experts = with_experts(self.experts, len(self), self._places, completion.experts)
         self.policies.update(completion.policies)
         self.truncated |= completion.finish_reason == "length"
         last = completion.token_ids[-1:]
@@ -600,6 +610,21 @@ class Transcript:
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
         self.forks = [fork for fork in self.forks if fork[0] < len(self)]
         self._places = [place for place in self._places if place < len(self)]
+        self.experts = None if self.experts is None else self.experts[: len(self)]
+
+
+def with_experts(known: Any, tokens: int, places: Sequence[int], added: Any) -> Any:
+    """The experts of so many tokens: the `known` ones and, where none is known, those that are
+    `added`, of the tokens at `places`."""
+    if added is None:
+        return known
+    filled = np.full((tokens, *added.shape[1:]), -1, added.dtype)
+    if known is not None:
+        filled[: len(known)] = known
+    at = np.array(places[: len(added)])
+    is_new = filled[at, 0, 0] < 0
+    filled[at[is_new]] = added[: len(at)][is_new]
+    return filled
 
 
 def trained(completion: Completion) -> tuple[list[int], list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class Completion:
     has_grammar: bool = False
     policies: Mapping[int, int] = field(default_factory=dict[int, int])
     """{number of the policy: tokens that it sampled}"""
+    experts: Any = field(default=None, compare=False)
+    """A NumPy array (tokens, layers, k): the experts of each token of the prompt and the turn but
+    the last one, which the model has not read yet. None if the engine does not return them."""
 
 
 class RolloutEngine(Protocol):

@@ -50,6 +50,7 @@ from worker.precision import precision_of
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.metrics import thinking_penalties
 from worker.rollouts.scheduler import PlayedRollout, groups_of
+from worker.rollouts.transcript import Transcript
 from worker.training.checkpoints import trainer_arguments
 from worker.training.limits import PackLimits, Passes, combine, no_loss
 from worker.training.packing import Pack, Way, group_logps, longest_pack, packs_of, way_of
@@ -195,6 +196,7 @@ class Trainer(GRPOTrainer):
             "engine_logps": padded(logprobs),  # (R, C)
             "advantages": advantages_RC,
             "forks": [t.forks if t and t.mask else [] for t in transcripts],
+            "experts": _experts(transcripts),
             "kl_coef": kl_coef,
         }
         if spec.kl_penalty_coef:
@@ -208,12 +210,15 @@ class Trainer(GRPOTrainer):
     def _known_logps(
         self, inputs: dict[str, Any], causal_lm: Any = None, way: Way | None = None
     ) -> Tensor:
-        """(R, C) log-probabilities without a gradient; those of the policy by default."""
+        """(R, C) log-probabilities without a gradient; those of the policy by default. Another
+        model chooses its own experts."""
+        experts = None if causal_lm else inputs["experts"]
         causal_lm = causal_lm or self._unwrapped(cast(Any, self).model).get_base_model()
         batch = inputs["ids"], inputs["seen"], inputs["mask"]
         way = way or self._way
         with torch.no_grad(), self.accelerator.autocast():
-            return group_logps(causal_lm, *batch, self.temperature, inputs["forks"], way)[0]
+            forks = inputs["forks"]
+            return group_logps(causal_lm, *batch, self.temperature, forks, way, experts)[0]
 
     def _unwrapped(self, model: Any) -> Any:
         return cast(Any, self.accelerator).unwrap_model(model)
@@ -276,7 +281,8 @@ class Trainer(GRPOTrainer):
     def _packs(self, inputs: dict[str, Any]) -> list[Pack]:
         limits = self._limits
         batch = inputs["ids"], inputs["seen"], inputs["trained"]
-        return packs_of(*batch, limits.keep_tokens, inputs["forks"], self._way, limits.longest)
+        trees = inputs["forks"], self._way, limits.longest, inputs["experts"]
+        return packs_of(*batch, limits.keep_tokens, *trees)
 
     def _needs_whole_rows(self, packs: Sequence[Pack]) -> bool:
         """Whether tokens are weighed by their whole rollout, and one of them is in several packs: a
@@ -285,6 +291,15 @@ class Trainer(GRPOTrainer):
             return False
         rows = [row for pack in packs for row in pack.rows]
         return len(rows) > len(set(rows))
+
+
+def _experts(transcripts: Sequence[Transcript | None]) -> list[Tensor] | None:
+    """(tokens, layers, k) of each rollout; None if no engine returned any."""
+    returned = [t.experts if t else None for t in transcripts]
+    some = next((experts for experts in returned if experts is not None), None)
+    if some is None:
+        return None
+    return [torch.as_tensor(some[:0] if experts is None else experts) for experts in returned]
 
 
 class TokenMeans:

@@ -27,18 +27,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from flash_mcp.protocol.errors import FlashError
 from worker.training.attention import ATTENTION, Layout, can_flash, use_flash_3, windows_of
 from worker.training.kernels import Head, token_logps
+from worker.training.routing import SameExperts, as_given, give_experts
 
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
@@ -75,13 +75,15 @@ def group_logps(
     temperature: float,
     forks_B: Sequence[Forks] | None = None,
     way: Way = Way.PACKED,
+    experts_B: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (B, C) in fp32 (fp64 if the model is), zero where
     `trained_BC` is 0. Entropies carry no gradient."""
     exact = torch.promote_types(causal_lm.dtype, torch.float32)
     logps_BC = ids_BT.new_zeros(trained_BC.shape, dtype=exact)
     entropies_BC = torch.zeros_like(logps_BC)
-    for pack in packs_of(ids_BT, seen_BT, trained_BC, forks_B=forks_B, way=way):
+    packs = packs_of(ids_BT, seen_BT, trained_BC, math.inf, forks_B, way, None, experts_B)
+    for pack in packs:
         values_N, entropies_N = pack.logps(causal_lm, temperature)
         logps_BC = pack.put(logps_BC, values_N)
         entropies_BC = pack.put(entropies_BC, entropies_N)
@@ -108,6 +110,9 @@ class Pack:
     way: Way = Way.PACKED
     copies_N: Tensor | None = None
     """Which of the trained tokens each place has, where rows share some: by default its own."""
+    experts: Tensor | None = None
+    """(tokens, layers, k) that the prompt's and the completions' tokens pass, -1 where a router of
+    the model chooses; None if it always does."""
 
     @property
     def tokens(self) -> int:
@@ -158,6 +163,7 @@ class Pack:
         forks = self._placed_forks()
         ids_L = torch.cat([prompt, *self.completions])
         layout = layout_of(causal_lm, len(prompt), lengths, forks)
+        give_experts(causal_lm, self.experts)
         hidden_LH = hidden_states(causal_lm, ids_L, layout)
         # Token t is predicted at t-1; a completion's first token at the prompt's end.
         before_L = torch.arange(-1, len(ids_L) - 1, device=ids_L.device)
@@ -176,6 +182,13 @@ class Pack:
         shares = self.way == Way.STATE and len(self.completions) > 1
         shared = max(0, len(self.prompt) - 1) // HEAD_STEP * HEAD_STEP if shares else 0
         state = None
+        experts: list[Tensor] = []
+        give_experts(causal_lm, None)
+        if self.experts is not None:
+            lengths = [len(self.prompt), *map(len, self.completions)]
+            first, *others = torch.split(self.experts, lengths)
+            experts = [torch.cat([first[shared:], part]) for part in others]
+            give_experts(causal_lm, first[:shared])
         if shared:
             state = SharedState(config=causal_lm.config)
             causal_lm.base_model(
@@ -185,9 +198,12 @@ class Pack:
         rows = [torch.cat([rest, completion]) for completion in self.completions]
         by_row: dict[int, Tensor] = {}
         for batch in _alike([len(row) for row in rows]):
-            ids = pad_sequence([rows[number] for number in batch], batch_first=True)
             # Never one token: some layers have a path of its own for it, which stores the state.
-            ids = pad(ids, (0, -ids.size(1) % HEAD_STEP))
+            ids = _padded([rows[number] for number in batch], 0)
+            if experts:
+                give_experts(
+                    causal_lm, _padded([experts[number] for number in batch], -1).flatten(0, 1)
+                )
             past = {"past_key_values": state.shared(len(batch))} if state else {}
             output = causal_lm.base_model(input_ids=ids, use_cache=bool(past), **past)
             for number, hidden_TH in zip(batch, output.last_hidden_state, strict=True):
@@ -265,6 +281,13 @@ class SharedState(DynamicCache):
         )
 
 
+def _padded(rows: list[Tensor], filler: int) -> Tensor:
+    """(B, T, ...): the rows, with T a multiple of HEAD_STEP."""
+    rows_BT = pad_sequence(rows, batch_first=True, padding_value=filler)
+    behind = -rows_BT.size(1) % HEAD_STEP
+    return pad(rows_BT, (*[0, 0] * (rows_BT.ndim - 2), 0, behind), value=filler)
+
+
 def _alike(lengths: list[int]) -> Iterator[list[int]]:
     """Batches of rows, the longest first, in which none is padded to more than twice its length."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
@@ -285,11 +308,13 @@ def packs_of(
     forks_B: Sequence[Forks] | None = None,
     way: Way = Way.PACKED,
     longest: float | None = None,
+    experts_B: Sequence[Tensor] | None = None,
 ) -> list[Pack]:
     """The packs of a batch's trained rows (arguments as of `group_logps`): of at most `pack_limit`
     tokens or a single completion, and of at most `keep_tokens` where the repeated prompts cost
     little. A tree of more than LONGEST tokens, or more than memory holds with recomputed
-    activations, or whose model is not packed, is split into its paths.
+    activations, or whose model is not packed, is split into its paths. `experts_B` are of each
+    row's first tokens, as a Pack has them.
 
     On a CPU, rows of several prompts share a pack, and each token that they begin with alike."""
     width = trained_BC.size(1)
@@ -303,12 +328,16 @@ def packs_of(
         seen = seen_BT[row].bool()
         ids = ids_BT[row, seen]
         forks = forks_B[row] if forks_B else ()
+        experts = None
+        if experts_B is not None:
+            unknown = len(ids) - len(experts_B[row])
+            experts = pad(experts_B[row], (0, 0, 0, 0, 0, unknown), value=-1)
         prompt = int(seen[:starts].sum())
         if forks and (way != Way.PACKED or len(ids) > tree_limit):
-            packs += packs_of_paths(ids, forks, prompt, trained_BC, row, way)
+            packs += packs_of_paths(ids, forks, prompt, trained_BC, row, way, experts)
             continue
         columns = trained_BC[row].nonzero().squeeze(1)
-        item = _TrainedRow(row, ids, forks, prompt + columns, row * width + columns)
+        item = _TrainedRow(row, ids, forks, prompt + columns, row * width + columns, experts)
         by_prompt.setdefault(tuple(cast(Any, ids[:prompt]).tolist()), []).append(item)
     if way == Way.PACKED and ids_BT.device.type == "cpu":
         return packs + list(_tree_packs(by_prompt, limit))
@@ -321,7 +350,12 @@ def packs_of(
             trees = [row.forks for row in part]
             numbers = [row.number for row in part]
             shared = part[0].ids[:prompt]
-            packs.append(Pack(shared, completions, trained, places, trees, numbers, way))
+            experts = None
+            if experts_B is not None:
+                own = [row.experts[prompt:] for row in part]
+                experts = torch.cat([part[0].experts[:prompt], *own])
+            batch = completions, trained, places, trees, numbers, way
+            packs.append(Pack(shared, *batch, experts=experts))
     return packs
 
 
@@ -336,6 +370,8 @@ class _TrainedRow:
     """The places of its trained tokens."""
     places: Tensor
     """The same in the batch, flattened from (B, C)."""
+    experts: Any
+    """As of a Pack, of `ids`."""
 
 
 def _parts(
@@ -388,6 +424,7 @@ class _Tree:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self._experts: list[Tensor] = []
         self._before: list[int] = []  # the place of the token that each follows, or -1
         self._places: dict[tuple[int, int], int] = {}  # of a token after that at a place
         self._rows: list[tuple[_TrainedRow, list[int]]] = []  # with the places of their tokens
@@ -404,6 +441,8 @@ class _Tree:
             if place == len(self.ids):
                 self.ids.append(token)
                 self._before.append(at)
+                if row.experts is not None:
+                    self._experts.append(row.experts[number])
             places.append(place)
             at = place
         self._rows.append((row, places))
@@ -413,7 +452,7 @@ class _Tree:
         del self._rows[-len(rows) :]
         for key in zip(self._before[size:], self.ids[size:], strict=True):
             del self._places[key]
-        del self.ids[size:], self._before[size:]
+        del self.ids[size:], self._before[size:], self._experts[size:]
 
     def pack(self) -> Pack:
         ids = self._rows[0][0].ids.new_tensor(self.ids)
@@ -422,11 +461,19 @@ class _Tree:
         distinct, copies_N = cast(Any, trained_N).unique(return_inverse=True)
         places_N = torch.cat([row.places for row, _ in self._rows])
         numbers = [row.number for row, _ in self._rows]
-        return Pack(ids[:0], [ids], [distinct], places_N, [forks], numbers, copies_N=copies_N)
+        experts = torch.stack(self._experts) if self._experts else None
+        batch = [ids], [distinct], places_N, [forks], numbers
+        return Pack(ids[:0], *batch, copies_N=copies_N, experts=experts)
 
 
 def packs_of_paths(
-    ids: Tensor, forks: Forks, prompt: int, trained_BC: Tensor, row: int, way: Way
+    ids: Tensor,
+    forks: Forks,
+    prompt: int,
+    trained_BC: Tensor,
+    row: int,
+    way: Way,
+    experts: Tensor | None = None,
 ) -> Iterator[Pack]:
     """A pack with one completion for each path through a row's tree, of whose tokens the first
     `prompt` are its prompt. A token that is on several paths is trained on one of them."""
@@ -441,7 +488,9 @@ def packs_of_paths(
         tokens = ids[path_ids]
         first = int(new[0])
         places = in_batch + path_ids[new]
-        yield Pack(tokens[:first], [tokens[first:]], [new - first], places, [()], [row], way)
+        batch = [tokens[first:]], [new - first], places, [()], [row], way
+        own = None if experts is None else experts[path]
+        yield Pack(tokens[:first], *batch, experts=own)
 
 
 def paths_of(length: int, forks: Forks) -> Iterator[list[int]]:
@@ -464,7 +513,8 @@ def recompute(causal_lm: Any, on: bool) -> None:
     if on == causal_lm.is_gradient_checkpointing or not causal_lm.supports_gradient_checkpointing:
         return
     if on:
-        causal_lm.gradient_checkpointing_enable()
+        again = {"use_reentrant": False, "context_fn": partial(as_given, causal_lm)}
+        causal_lm.gradient_checkpointing_enable(again)
         causal_lm.disable_input_require_grads()  # which only reentrant checkpointing needs
     else:
         causal_lm.gradient_checkpointing_disable()
@@ -557,52 +607,6 @@ def way_of(causal_lm: Any) -> Way:
         model_type=causal_lm.config.model_type,
         fix="use a model of another architecture",
     )
-
-
-class SameExperts(TorchFunctionMode):
-    """Within it, the n-th choice of the k largest in a pass over tokens gives each token what it
-    chose when it was first seen. Tokens are told apart by their ids, which a probe has once."""
-
-    def __init__(self, causal_lm: Any) -> None:
-        super().__init__()
-        self._decoder = causal_lm.base_model
-        self._ids: list[int] = []
-        self._chosen: dict[tuple[int, int], Tensor] = {}
-        self._choices = 0
-
-    def __enter__(self) -> Self:
-        hook = self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._stop = hook.remove
-        return cast(Any, super()).__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stop()
-        cast(Any, super()).__exit__(*error)
-
-    def _begin(self, _decoder: Any, args: Any, inputs: dict[str, Any]) -> None:
-        # Some models pass them to their decoder by place.
-        ids: Any = inputs["input_ids"] if "input_ids" in inputs else args[0]
-        self._ids = ids.flatten().tolist()
-        self._choices = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **kwargs or {})
-        if func not in (torch.topk, Tensor.topk):
-            return found
-        scores = args[0] if args else (kwargs or {})["input"]
-        rows = found.indices.flatten(0, -2)  # (tokens, k)
-        if len(rows) != len(self._ids):
-            return found
-        number = self._choices
-        self._choices += 1
-        kept = [
-            self._chosen.setdefault((number, token), row)
-            for token, row in zip(self._ids, rows, strict=True)
-        ]
-        indices = torch.stack(kept).view_as(found.indices)
-        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
 def probe(causal_lm: Any, lengths: list[int], way: Way = Way.PACKED) -> Pack:
