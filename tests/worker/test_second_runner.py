@@ -42,7 +42,7 @@ class OnSecondRunner(Attempt):
 def test_a_killed_run_of_a_mixture_goes_on_repeating_the_engines_experts(tmp_path: Path) -> None:
     """They are in no file: what was not trained is sampled again."""
     model = make_model("qwen3_moe", tmp_path / "base", dtype=torch.bfloat16)
-    run = make_run(tmp_path / "run", model, steps=3, batch_size=1, group_size=4, max_tokens=8)
+    run = make_run(tmp_path / "run", model, steps=3, batch_size=1, max_tokens=12)
     with OnSecondRunner(run, fresh=True, PYTHONPATH=str(ROOT)) as first:
         first.wait_until(lambda: 1 in run.checkpoints.steps())
         first.process.send_signal(signal.SIGKILL)
@@ -51,6 +51,6 @@ def test_a_killed_run_of_a_mixture_goes_on_repeating_the_engines_experts(tmp_pat
     assert result and result["state"] == "succeeded", result
     routing = messages_of(run, "routing")
     assert len(routing) == 2 and all("training repeats" in message for message in routing)
-    for step in (1, 2, 3):
-        written = run.metrics(step)
-        assert written and written["metrics"]["sampling_logp_difference/mean"] < 0.02, written
+    written = [(run.metrics(step) or {})["metrics"] for step in (1, 2, 3)]
+    differ = [metrics.get("sampling_logp_difference/mean") for metrics in written if metrics["grad_norm"]]
+    assert differ and max(differ) < 0.02
