@@ -106,6 +106,9 @@ def test_two_packages_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytes
         new_target(tmp_path, "here", {"engine": "slow", "storage": "/s"})
 
 
+REPOSITORY = ("tests", "docs", "scripts", "pyproject.toml", "TRAINING.md", "constraints-cpu.txt", "constraints-gpu.txt")
+UNMARKED = {"adapters", "engines", "terminal"}
+"""Rooms that tests of these folders need without saying so."""
 QUICK = ("tests/cli", "tests/server", "tests/state", "tests/tools")
 """The folders of the core's tests that are run without each room."""
 CORE = """
@@ -177,9 +180,9 @@ def test_the_core_goes_on_without_a_room_and_says_what_is_missing(room: str, wit
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", sorted(ROOMS.keys() - UNMARKED))
 def test_the_cores_quick_tests_pass_without_a_room(room: str, tmp_path: Path) -> None:
-    folder = copied(tmp_path / "core", ROOMS[room], "tests", "docs", "pyproject.toml", "TRAINING.md")
+    folder = copied(tmp_path / "core", ROOMS[room], *REPOSITORY)
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_ADDOPTS": ""}
     variables.pop(reaper.VARIABLE, None)
     command = [sys.executable, "-m", "pytest", "--fast", "-q", "-p", "no:cacheprovider", f"--without={room}", *QUICK]

@@ -179,6 +179,7 @@ def test_a_state_directory_that_cannot_be_used_is_one_line(run: Run, tmp_path: P
         assert told.startswith("[invalid_argument FLASH_HOME=") and "set FLASH_HOME to" in told
 
 
+@pytest.mark.needs("pages")
 @pytest.mark.parametrize("left", ["all", "database"])
 def test_a_state_directory_that_cannot_be_written_can_be_read(left: str, flash_home, tmp_path, monkeypatch, capsys):
     run = finished_run(tmp_path)
@@ -325,6 +326,7 @@ def test_a_refusal_says_what_to_do(run: Run, words: str):
     assert "Fix: " in err
 
 
+@pytest.mark.needs("pages")
 @pytest.mark.parametrize("port", ["-1", "65536"])
 def test_a_number_that_no_port_has_is_refused(run: Run, port: str):
     for command in ("serve --http", "ui --no-browser"):

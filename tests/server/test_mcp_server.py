@@ -116,6 +116,7 @@ def test_a_schema_keeps_properties_that_are_called_title_or_default():
     assert plain(schema) == {"type": "object", "properties": {"title": {"type": "string"}}}
 
 
+@pytest.mark.needs("tournament")
 async def test_the_instructions_are_short_and_give_the_order_of_work(client: Client):
     assert client.instructions is not None
     assert len(client.instructions) < 1000
