@@ -26,18 +26,14 @@ KINDS = {
     "state": "state behind links, terminals, homes, inherited descriptors, more than one folder to write to",
     "processes": "other processes and their limits, with and without namespaces",
     "network": "the network: by other programs, by pairs of sockets, by a grant of its own or of another name",
-    "sessions": (
-        "the program of another rollout: its key, memory, files and processes, those of the server "
-        "that both ask, and requests with keys that it guesses"
-    ),
+    "sessions": ("the program of another rollout: its key, memory, files and processes, those of the server "
+        "that both ask, and requests with keys that it guesses"),
     "resources": "using up memory, kernel memory, processes, files, the log, our own memory, all places",
     "leftovers": "outliving the run: daemons, killed wardens, fork bombs and chains without namespaces",
     "unprotected": "running where files cannot be protected",
     "scratch": "folders nested 3,000 deep, without modes, with links to other places",
-    "forged replies": (
-        "replies that the process did not send: wrong types, missing and double fields, NaN, "
-        "huge numbers, deep nesting, numbers of other calls"
-    ),
+    "forged replies": ("replies that the process did not send: wrong types, missing and double fields, NaN, "
+        "huge numbers, deep nesting, numbers of other calls"),
     "claims": "claims about the sandbox that protects from it",
     "task lists": "task lists that lie about their length, or have huge ids",
     "environment.toml": "an `environment.toml` with infinite, negative or mistyped limits",
@@ -45,15 +41,11 @@ KINDS = {
     "leaks": "half a secret where a text is cut or a process ends; one line of a secret",
     "output": "printing terminal escapes and lines that look like ours; values without a JSON form",
     "steering": "texts that steer the agent: a `Fix`, our marks, other line ends, invisible letters, a secret's name",
-    "builds": (
-        "a package's build: started without leave or by a line of requirements.txt, reaching "
-        "files, sockets and processes of the user, looking for passwords of indexes"
-    ),
+    "builds": ("a package's build: started without leave or by a line of requirements.txt, reaching "
+        "files, sockets and processes of the user, looking for passwords of indexes"),
     "templates": "a chat template that loops, or raises a text that steers",
-    "model servers": (
-        "a model server: its routes without a key and with seven wrong ones, those beside the "
-        "users' own, web sockets, ports of its engine"
-    ),
+    "model servers": ("a model server: its routes without a key and with seven wrong ones, those beside the "
+        "users' own, web sockets, ports of its engine"),
     "ports": "listening on a model server's port before it does",
     "secrets": "changing a run's secrets: with forged keys, as another user, by holding the supervisor's socket",
     "slow connections": "connections that send too slowly, or are too many",
@@ -66,7 +58,7 @@ KINDS = {
     "pages": "uses of the pages by links, by other servers' pages, and by sessions and tokens in place of each other",
     "requests": "requests without a valid token, with another's session, from other hosts, too many or too large",
     "open": "what the sandbox does not stop",
-}
+}  # fmt: skip
 """{kind: what such acts try}"""
 
 

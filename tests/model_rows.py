@@ -66,6 +66,10 @@ def sliding(layers: int) -> dict[str, Any]:
 
 
 SLIDING = sliding(1)
+GEMMA4 = {
+    **SLIDING, "global_head_dim": 64, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 260,
+}  # fmt: skip
 
 
 def _text(**fields: Any) -> dict[str, Any]:
@@ -94,107 +98,36 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", _text(logits_scaling=4.0, residual_multiplier=0.5)),
     "gemma2": ("gemma2", _text(**SLIDING, query_pre_attn_scalar=32, tie_word_embeddings=True)),
     "gemma3_text": ("gemma3_text", _text(**sliding(5), query_pre_attn_scalar=32)),
-    "gemma3": (
-        "gemma3",
-        {
-            **_wrapped("gemma3_text", SIGLIP, **sliding(5), query_pre_attn_scalar=32),
-            "mm_tokens_per_image": 4,
-            "image_token_index": 250,
-            "boi_token_index": 251,
-            "eoi_token_index": 252,
+    "gemma3": ("gemma3", {**_wrapped("gemma3_text", SIGLIP, **sliding(5), query_pre_attn_scalar=32),
+        "mm_tokens_per_image": 4, "image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252}),
+    "gemma4_text": ("gemma4_text", _text(**GEMMA4)),
+    "gemma4": ("gemma4", {"text_config": {"model_type": "gemma4_text", **_text(**GEMMA4)},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
         },
-    ),
-    "gemma4_text": (
-        "gemma4_text",
-        _text(
-            **SLIDING, global_head_dim=64, num_kv_shared_layers=0,
-            hidden_size_per_layer_input=16, vocab_size_per_layer_input=260,
-        ),
-    ),
-    "gemma4": (
-        "gemma4",
-        {
-            "text_config": {
-                "model_type": "gemma4_text",
-                **_text(
-                    **SLIDING, global_head_dim=64, num_kv_shared_layers=0,
-                    hidden_size_per_layer_input=16, vocab_size_per_layer_input=260,
-                ),
-            },
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-                "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-            },
-            "audio_config": None,
-            "image_token_id": 250, "boi_token_id": 251, "eoi_token_id": 252,
-            "audio_token_id": 253, "video_token_id": 254,
-        },
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        _text(**SLIDING, num_local_experts=4, num_experts_per_tok=2, pad_token_id=3),
-    ),
+        "audio_config": None, "image_token_id": 250, "boi_token_id": 251, "eoi_token_id": 252,
+        "audio_token_id": 253, "video_token_id": 254}),
+    "gpt_oss": ("gpt_oss", _text(**SLIDING, num_local_experts=4, num_experts_per_tok=2, pad_token_id=3)),
     "qwen3_5_text": ("qwen3_5_text", _text(**LINEAR, rope_parameters=MULTIMODAL_ROPE)),
     "qwen3_5": (
-        "qwen3_5",
-        {**_wrapped("qwen3_5_text", QWEN_TOWER, **LINEAR, rope_parameters=MULTIMODAL_ROPE), **_QWEN_IDS},
-    ),
-    "qwen3_5_moe": (
-        "qwen3_5_moe",
-        {
-            **_wrapped(
-                "qwen3_5_moe_text", QWEN_TOWER, **LINEAR, **EXPERTS,
-                shared_expert_intermediate_size=32, rope_parameters=MULTIMODAL_ROPE,
-            ),
-            **_QWEN_IDS,
-        },
-    ),
+        "qwen3_5", {**_wrapped("qwen3_5_text", QWEN_TOWER, **LINEAR, rope_parameters=MULTIMODAL_ROPE), **_QWEN_IDS}),
+    "qwen3_5_moe": ("qwen3_5_moe", {**_wrapped("qwen3_5_moe_text", QWEN_TOWER, **LINEAR, **EXPERTS,
+        shared_expert_intermediate_size=32, rope_parameters=MULTIMODAL_ROPE), **_QWEN_IDS}),
     "qwen3_moe": ("qwen3_moe", _text(**EXPERTS, norm_topk_prob=True)),
     "qwen3_next": ("qwen3_next", _text(**LINEAR, **EXPERTS, shared_expert_intermediate_size=32)),
     "deepseek_v3": ("deepseek_v3", _text(**LATENT)),
     "glm4_moe_lite": ("glm4_moe_lite", _text(**LATENT)),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        _text(
-            **MAMBA, layer_types=["mamba", "attention"], num_local_experts=0,
-            num_experts_per_tok=0, shared_intermediate_size=128, pad_token_id=3,
-        ),
-    ),
-    "lfm2": (
-        "lfm2",
-        _text(
-            layer_types=["conv", "full_attention"], conv_L_cache=3, conv_dim=64, conv_dim_out=64,
-            block_dim=64, block_ff_dim=128, block_auto_adjust_ff_dim=False,
-        ),
-    ),
-    "nemotron_h": (
-        "nemotron_h",
-        _text(
-            hybrid_override_pattern="M-*-", num_hidden_layers=4, mamba_num_heads=4,
-            mamba_head_dim=32, ssm_state_size=16, n_groups=1, chunk_size=16,
-        ),
-    ),
-    "qwen3_vl": (
-        "qwen3_vl",
-        {
-            **_wrapped(
-                "qwen3_vl_text", {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
-                rope_parameters={**MULTIMODAL_ROPE, "mrope_section": [8, 4, 4], "partial_rotary_factor": 1.0},
-            ),
-            **_QWEN_IDS,
-        },
-    ),
-    "mistral3": (
-        "mistral3",
-        {
-            **_wrapped(
-                "ministral3",
-                {**SIGLIP, "model_type": "pixtral", "head_dim": 16},
-                sliding_window=None,
-            ),
-            "image_token_index": 250,
-        },
-    ),
+    "granitemoehybrid": ("granitemoehybrid", _text(**MAMBA, layer_types=["mamba", "attention"], num_local_experts=0,
+        num_experts_per_tok=0, shared_intermediate_size=128, pad_token_id=3)),
+    "lfm2": ("lfm2", _text(layer_types=["conv", "full_attention"], conv_L_cache=3, conv_dim=64, conv_dim_out=64,
+        block_dim=64, block_ff_dim=128, block_auto_adjust_ff_dim=False)),
+    "nemotron_h": ("nemotron_h", _text(hybrid_override_pattern="M-*-", num_hidden_layers=4, mamba_num_heads=4,
+        mamba_head_dim=32, ssm_state_size=16, n_groups=1, chunk_size=16)),
+    "qwen3_vl": ("qwen3_vl", {**_wrapped("qwen3_vl_text", {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        rope_parameters={**MULTIMODAL_ROPE, "mrope_section": [8, 4, 4], "partial_rotary_factor": 1.0}), **_QWEN_IDS}),
+    "mistral3": ("mistral3", {**_wrapped("ministral3", {**SIGLIP, "model_type": "pixtral", "head_dim": 16},
+        sliding_window=None), "image_token_index": 250}),
 }  # fmt: skip
 """Name of the row -> (model_type, fields of its config)."""
 WITH_SENTENCEPIECE = ("phi3", "gemma2")

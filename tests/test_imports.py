@@ -15,15 +15,8 @@ ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "vllm", "transformers", "trl", "peft", "datasets", "worker", "ray"}
 PACKAGES = ("environments", "flash_mcp", "worker")
 FLOORS = (
-    (
-        "environments.base",
-        "environments.doors",
-        "environments.faults",
-        "environments.locks",
-        "environments.settings",
-        "environments.task_cache",
-        "environments.untrusted_text",
-    ),
+    ("environments.base", "environments.doors", "environments.faults", "environments.locks", "environments.settings",
+        "environments.task_cache", "environments.untrusted_text"),
     ("environments.judge", "environments.tools"),
     ("environments.adapters", "environments.sandbox"),
     ("environments.agents",),
@@ -40,7 +33,7 @@ FLOORS = (
     ("flash_mcp.client",),
     ("flash_mcp.cli",),
     ("flash_mcp.extensions",),
-)
+)  # fmt: skip
 """The rooms of docs/architecture.md, the lowest first. A room imports from itself and from the floors below.
 Nothing imports an extension, then: it is found by an entry point."""
 

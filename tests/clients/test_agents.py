@@ -116,25 +116,15 @@ def test_codex_plays_the_loop(tiny_model: Path, tmp_path: Path):
     with serving(model) as address:
         (tmp_path / ".codex").mkdir()
         lines = [
-            'model = "scripted"',
-            'model_provider = "scripted"',
-            'approval_policy = "never"',
-            'sandbox_mode = "danger-full-access"',
-            "[model_providers.scripted]",
-            'name = "scripted"',
-            f'base_url = "{address}/v1"',
-            'wire_api = "responses"',
-            "[mcp_servers.flash]",
-            f"command = {json.dumps(SERVE[0])}",
-            f"args = {json.dumps(SERVE[1:])}",
-            f"cwd = {json.dumps(str(ROOT))}",
+            'model = "scripted"', 'model_provider = "scripted"', 'approval_policy = "never"',
+            'sandbox_mode = "danger-full-access"', "[model_providers.scripted]", 'name = "scripted"',
+            f'base_url = "{address}/v1"', 'wire_api = "responses"', "[mcp_servers.flash]",
+            f"command = {json.dumps(SERVE[0])}", f"args = {json.dumps(SERVE[1:])}", f"cwd = {json.dumps(str(ROOT))}",
             "tool_timeout_sec = 60",
             # the first turn waits for its tools: a scripted model calls what it was not shown yet
-            "required = true",
-            'default_tools_approval_mode = "approve"',
-            "[mcp_servers.flash.env]",
+            "required = true", 'default_tools_approval_mode = "approve"', "[mcp_servers.flash.env]",
             *(f"{name} = {json.dumps(value)}" for name, value in server_environment().items()),
-        ]
+        ]  # fmt: skip
         (tmp_path / ".codex" / "config.toml").write_text("\n".join(lines))
         ended = run(
             [PROGRAMS / "codex", "exec", "--skip-git-repo-check", "go"],

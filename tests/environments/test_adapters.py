@@ -270,11 +270,8 @@ TRAPS = """
 @pytest.mark.long
 async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_mended(tmp_path: Path) -> None:
     raises, pays_all, pays_a_floor, differs = (
-        "prime_factorization",
-        "game_of_life_halting",
-        "fraction_simplification",
-        "list_functions",
-    )
+        "prime_factorization", "game_of_life_halting", "fraction_simplification", "list_functions",
+    )  # fmt: skip
     folder = written(tmp_path, environment_py="")
     (folder / "requirements.txt").write_text("\n".join(requirements.REASONING_GYM))
     python = await requirements.interpreter(folder)

@@ -111,23 +111,10 @@ def test_arithmetic_is_exact(expression: str, value: Fraction) -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "",
-        " ",
-        "1 +",
-        "* 2",
-        "(1",
-        "1)",
-        "()",
-        "1 2",
-        "2 ** 3",
-        "1 / 0",
-        "1 / (2 - 2)",
-        "x",
-        "__import__('os')",
-        "1e9",
-        "1" * 65,
+        "", " ", "1 +", "* 2", "(1", "1)", "()", "1 2", "2 ** 3", "1 / 0", "1 / (2 - 2)", "x", "__import__('os')",
+        "1e9", "1" * 65,
     ],
-)
+)  # fmt: skip
 def test_what_is_no_arithmetic_is_refused_with_a_reason(expression: str) -> None:
     with pytest.raises(ValueError, match=r"it |is in the wrong place|is missing|is not closed"):
         calculator.calculate(expression)

@@ -20,26 +20,9 @@ check = partial(gate.check, deadline_s=600)
 """However busy the machine is, every check ends."""
 EXAMPLES = Path(environments.__file__).parent / "examples"
 PROBES = [
-    "loads",
-    "tasks",
-    "prompts",
-    "gold",
-    "junk",
-    "empty",
-    "none",
-    "truncated",
-    "prompt_echo",
-    "near_gold",
-    "nonsense",
-    "order",
-    "constants",
-    "isolation",
-    "determinism",
-    "draws",
-    "every_gold",
-    "leaks",
-    "time",
-]
+    "loads", "tasks", "prompts", "gold", "junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "nonsense",
+    "order", "constants", "isolation", "determinism", "draws", "every_gold", "leaks", "time",
+]  # fmt: skip
 
 
 def failures(report: Report) -> dict[str, Probe]:
@@ -166,92 +149,49 @@ async def test_gold_messages_that_call_no_tool_are_named(tmp_path: Path) -> None
 FAULTS = {
     "a scorer that raises on junk": (
         "def score_response(self, example, text): return RewardResult(float(int(text or 0) == int(example.output)))",
-        {"junk", "empty", "prompt_echo", "near_gold", "nonsense", "constants", "determinism", "draws"},
-        "junk",
-        "raised ValueError: invalid literal for int()",
-    ),
+        {"junk", "empty", "prompt_echo", "near_gold", "nonsense", "constants", "determinism", "draws"}, "junk",
+        "raised ValueError: invalid literal for int()"),
     "a floor that makes everything a success": (
         "def score_response(self, example, text): return RewardResult(2.0 if text == example.output else 1.0)",
-        {"junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "constants"},
-        "empty",
-        "'' counts as a success, with reward 1",
-    ),
-    "a scorer that pays nearly all for nothing": (
-        "def score_response(self, example, text):\n"
-        "        right = text == example.output\n"
-        "        return RewardResult(1.0 if right else 0.9, success=right)",
-        {"junk", "empty", "none", "prompt_echo", "constants"},
-        "junk",
-        "earned reward 0.9, success false, the gold answer 1",
-    ),
+        {"junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "constants"}, "empty",
+        "'' counts as a success, with reward 1"),
+    "a scorer that pays nearly all for nothing": ("def score_response(self, example, text):\n"
+        "        right = text == example.output\n        return RewardResult(1.0 if right else 0.9, success=right)",
+        {"junk", "empty", "none", "prompt_echo", "constants"}, "junk",
+        "earned reward 0.9, success false, the gold answer 1"),
     "a scorer that trips over None": (
         "def score_response(self, example, text):\n        return RewardResult(float(text.strip() == example.output))",
-        {"none"},
-        "none",
-        "'NoneType' object has no attribute 'strip'",
-    ),
+        {"none"}, "none", "'NoneType' object has no attribute 'strip'"),
     "a gold answer that the scorer rejects": (
-        "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'no idea'}]",
-        {"gold"},
-        "gold",
-        "the gold answer of train[0] is no success: it earned reward 0, success false\nenvironment or model wrote:",
-    ),
+        "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'no idea'}]", {"gold"}, "gold",
+        "the gold answer of train[0] is no success: it earned reward 0, success false\nenvironment or model wrote:"),
     "a score that is drawn": (
-        "def score_response(self, example, text):\n"
-        "        right = (text or '').strip() == example.output\n"
+        "def score_response(self, example, text):\n        right = (text or '').strip() == example.output\n"
         "        return RewardResult(0.8 + random.Random().random() / 10 if right else 0.0, success=right)",
-        {"isolation", "determinism", "draws"},
-        "determinism",
-        "train[0] went differently when it was played again, with the same random numbers: episodes share state",
-    ),
-    "tasks that are drawn": (
-        "def __init__(self):\n"
+        {"isolation", "determinism", "draws"}, "determinism",
+        "train[0] went differently when it was played again, with the same random numbers: episodes share state"),
+    "tasks that are drawn": ("def __init__(self):\n"
         "        self.dataset, self.eval_dataset = tasks(6, first=random.randrange(10**9)), tasks(4, first=-9)",
-        {"determinism"},
-        "determinism",
-        "two processes disagree on the train tasks or their order",
-    ),
+        {"determinism"}, "determinism", "two processes disagree on the train tasks or their order"),
     "eval tasks that are trained on": (
-        "def __init__(self): self.dataset, self.eval_dataset = tasks(6), tasks(4, first=5)",
-        {"tasks"},
-        "tasks",
-        "contaminated: 1 of 4 eval tasks are train tasks too: 1 ask what a train task asks, e.g. train 't5' = 't5'",
-    ),
-    "eval tasks with the ids of others": (
-        "def __init__(self):\n"
-        "        self.dataset = tasks(6)\n"
-        "        self.eval_dataset = [dataclasses.replace(task, id='t0') for task in tasks(1, first=9)]",
-        {"tasks"},
-        "tasks",
-        "contaminated: 1 of 1 eval tasks are train tasks too: 1 have the id of a train task, e.g. 't0'",
-    ),
+        "def __init__(self): self.dataset, self.eval_dataset = tasks(6), tasks(4, first=5)", {"tasks"}, "tasks",
+        "contaminated: 1 of 4 eval tasks are train tasks too: 1 ask what a train task asks, e.g. train 't5' = 't5'"),
+    "eval tasks with the ids of others": ("def __init__(self):\n        self.dataset = tasks(6)\n"
+        "        self.eval_dataset = [dataclasses.replace(task, id='t0') for task in tasks(1, first=9)]", {"tasks"},
+        "tasks", "contaminated: 1 of 1 eval tasks are train tasks too: 1 have the id of a train task, e.g. 't0'"),
     "ids that repeat": (
-        "def __init__(self): self.dataset, self.eval_dataset = tasks(6) + tasks(1), tasks(4, first=100)",
-        {"tasks"},
-        "tasks",
-        "1 of 7 train tasks repeat an id, for instance 't0'",
-    ),
+        "def __init__(self): self.dataset, self.eval_dataset = tasks(6) + tasks(1), tasks(4, first=100)", {"tasks"},
+        "tasks", "1 of 7 train tasks repeat an id, for instance 't0'"),
     "one task under two ids": (
-        "def __init__(self):\n"
-        "        self.dataset, self.eval_dataset = tasks(6), tasks(4, first=100)\n"
-        "        self.eval_dataset.append(dataclasses.replace(self.eval_dataset[1], id='again'))",
-        {"tasks"},
-        "tasks",
-        "1 of 5 eval tasks ask what another one asks, for instance 't101' = 'again'",
-    ),
-    "a gold answer that is no text": (
-        "def sft_completion(self, example): return [{'role': 'assistant', 'content': 3}]",
-        {"gold"},
-        "gold",
-        "train[0]: the content of a assistant message of sft_completion must be a string, got int 3",
-    ),
+        "def __init__(self):\n        self.dataset, self.eval_dataset = tasks(6), tasks(4, first=100)\n"
+        "        self.eval_dataset.append(dataclasses.replace(self.eval_dataset[1], id='again'))", {"tasks"}, "tasks",
+        "1 of 5 eval tasks ask what another one asks, for instance 't101' = 'again'"),
+    "a gold answer that is no text": ("def sft_completion(self, example): return [{'role': 'assistant', 'content': 3}]",
+        {"gold"}, "gold", "train[0]: the content of a assistant message of sft_completion must be a string, got int 3"),
     "a prompt of the wrong shape": (
-        "def build_prompt_messages(self, example): return [{'role': 'user', 'text': 'hello'}]",
-        {"prompts"},
-        "prompts",
-        "the content of a user message of start_episode must be a string, got None",
-    ),
-}
+        "def build_prompt_messages(self, example): return [{'role': 'user', 'text': 'hello'}]", {"prompts"}, "prompts",
+        "the content of a user message of start_episode must be a string, got None"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -311,30 +251,21 @@ async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str, monkeypatch, req
 
 
 LOAD_FIXES = {
-    "key": (
-        "os.environ['INVENTORY_KEY']",
-        {},
-        "if the code needs a variable of the server, declare it in environment.toml",
-    ),
+    "key": ("os.environ['INVENTORY_KEY']", {},
+        "if the code needs a variable of the server, declare it in environment.toml"),
     "own key": ("{}['inventory']", {}, "correct environment.py at the line named"),
-    "unexpected": (
-        "Addition(**args)",
-        {"size": 2},
-        "leave the argument that it names out of environment_args, or let the code accept it",
-    ),
+    "unexpected": ("Addition(**args)", {"size": 2},
+        "leave the argument that it names out of environment_args, or let the code accept it"),
     "of a task": ("TaskExample(input='a')", {}, "correct environment.py at the line named"),
     "of a class within": ("(lambda: Sized())()", {}, "correct environment.py at the line named"),
     "unreadable": ("open('/etc/shadow')", {}, "put the data into the environment's own folder"),
     "unwritable": ("open('notes.txt', 'w')", {}, "put the data into the environment's own folder"),
     "missing": ("Sized()", {}, "pass the argument that it names in environment_args, or give it a default"),
-    "package": (
-        "__import__('no_such_package')",
-        {},
-        "add the package of that module to requirements.txt next to environment.py",
-    ),
+    "package": ("__import__('no_such_package')", {},
+        "add the package of that module to requirements.txt next to environment.py"),
     "exit": ("os._exit(3)", {}, "raise or return instead of ending the process"),
     "none": ("None", {}, "correct environment.py"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", LOAD_FIXES)
@@ -500,14 +431,8 @@ async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Pat
     """
     report = await check(environment_folder(tmp_path, source))
     assert [probe.name for probe in report.probes if probe.passed is None] == [
-        "tasks",
-        "gold",
-        "truncated",
-        "near_gold",
-        "order",
-        "every_gold",
-        "leaks",
-    ]
+        "tasks", "gold", "truncated", "near_gold", "order", "every_gold", "leaks",
+    ]  # fmt: skip
     assert report.passed
 
 

@@ -73,19 +73,15 @@ LEARNT = [
     *((chat(Q, BAD | {mask: "0"}, Q, GOOD | {mask: "1"}), CONTEXT) for mask in messages.MASKS),
     (chat(Q, BAD | {"weight": 0.0}, Q, GOOD | {"weight": 1.0, "train": True}), CONTEXT),
     (chat(Q, BAD | {"train": "False"}, Q, GOOD | {"train": None}), CONTEXT),
-    (
-        chat(Q, GOOD, Q, BAD | {"weight": 0}, Q, GOOD),
-        shown("user: q", "answer: a", "user: q", "assistant: no", "user: q", "answer: a"),
-    ),
+    (chat(Q, GOOD, Q, BAD | {"weight": 0}, Q, GOOD),
+        shown("user: q", "answer: a", "user: q", "assistant: no", "user: q", "answer: a")),
     (chat(Q | {"train": False}, GOOD | {"id": "7", "function_call": None, "refusal": None}), PLAIN),
     (chat(Q, GOOD, system="Be brief."), shown("system: Be brief.", "user: q", "answer: a")),
     (chat({"role": "system", "content": "s"}, Q, GOOD, system="s"), shown("system: s", "user: q", "answer: a")),
     ({"system_prompt": "s", "question": "q", "response": "a"}, shown("system: s", "user: q", "answer: a")),
     ({"system": "s", "prompt": [Q], "completion": [GOOD]}, shown("system: s", "user: q", "answer: a")),
-    (
-        {"instruction": "q", "input": "", "output": "a", "history": [["q0", "a0"]]},
-        shown("user: q0", "answer: a0", "user: q", "answer: a"),
-    ),
+    ({"instruction": "q", "input": "", "output": "a", "history": [["q0", "a0"]]},
+        shown("user: q0", "answer: a0", "user: q", "answer: a")),
     ({"instruction": "q", "context": "c", "response": "a"}, shown("user: q\n\nc", "answer: a")),
     ({"prompt": "q", "completion": "a"}, PLAIN),
     ({"messages": None, "question": "q", "answer": "a"}, PLAIN),
@@ -185,45 +181,24 @@ CALLS = [
 BAD_CALLS = [
     (calling(arguments), "a call in message 2 cannot be learnt", "correct the call, or give its answer weight 0")
     for arguments in (
-        None,
-        "",
-        "null",
-        '{"city": "Os',
-        '["Oslo"]',
-        ["Oslo"],
-        {},
-        {"city": 5},
-        {"city": None},
-        {"town": "x"},
+        None, "", "null", '{"city": "Os', '["Oslo"]', ["Oslo"], {}, {"city": 5}, {"city": None}, {"town": "x"},
     )
 ] + [
-    (
-        calling({"city": "Oslo"}, name="no_such_tool"),
-        "there is no tool 'no_such_tool'; the tools are weather",
-        "correct",
-    ),
+    (calling({"city": "Oslo"}, name="no_such_tool"), "there is no tool 'no_such_tool'; the tools are weather",
+        "correct"),
     (calling('["Oslo"]', weight=0), "must be an object", "correct"),
     (calling({"city": "Oslo"}) | {"tools": []}, "an answer has tool_calls, but the row has no tools", "column tools"),
     (calling({"city": "Oslo"}) | {"tools": ["weather"]}, "a tool must be", "give messages as"),
-    (
-        chat(Q, TWICE, *RESULTS[::-1], GOOD, tools=TOOLS),
-        "message 3 answers the call 'call00001', and the next",
-        "order",
-    ),
-    (
-        chat(Q, TWICE, RAIN, GOOD, tools=TOOLS),
-        "message 3 answers the call 'c', and the next is 'call00000'",
-        "in the order",
-    ),
+    (chat(Q, TWICE, *RESULTS[::-1], GOOD, tools=TOOLS), "message 3 answers the call 'call00001', and the next",
+        "order"),
+    (chat(Q, TWICE, RAIN, GOOD, tools=TOOLS), "message 3 answers the call 'c', and the next is 'call00000'",
+        "in the order"),
     (chat(Q, GOOD, RAIN, GOOD), "message 3 answers the call 'c', which no answer made", "after it"),
-    (
-        {"query": "q", "answers": json.dumps([OSLO_CALL]), "tools": TOOLS},
-        "message 2 calls weather in its text",
-        "tool_calls",
-    ),
+    ({"query": "q", "answers": json.dumps([OSLO_CALL]), "tools": TOOLS}, "message 2 calls weather in its text",
+        "tool_calls"),
     (calling({"city": "Oslo"}, role="user"), "tool_calls is in a message of the role user", "remove it"),
     (chat(Q, GOOD | {"tool_calls": 5}, tools=TOOLS), "tool_calls must be a list", "OpenAI's form"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "expected"), CALLS)

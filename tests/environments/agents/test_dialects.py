@@ -157,14 +157,10 @@ async def test_the_openai_package_speaks_responses_whole_and_streamed(tmp_path: 
     assert first["status"] == "completed" and first["usage"]["total_tokens"] == 35
     assert (text, json.loads(arguments)) == ("It is 4", {"a": 1})
     assert called == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.function_call_arguments.delta",
-        "response.function_call_arguments.done",
-        "response.output_item.done",
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.function_call_arguments.delta", "response.function_call_arguments.done", "response.output_item.done",
         "response.completed",
-    ]
+    ]  # fmt: skip
     assert events[-1] == "response.incomplete" and "response.output_text.delta" in events
     assert last["incomplete_details"] == {"reason": "max_output_tokens"}
     assert last["output"][0]["content"][0]["text"] == "Yes, it"
@@ -214,17 +210,11 @@ def test_every_field_of_the_official_packages_is_known(place: str) -> None:
 
 REPLIES = {
     "/chat/completions": (
-        "openai.types.chat:ChatCompletion",
-        "openai.types.chat:ChatCompletionChunk",
-        "openai.types.shared:ErrorObject",
-    ),
-    "/responses": (
-        "openai.types.responses:Response",
-        "openai.types.responses:ResponseStreamEvent",
-        "openai.types.shared:ErrorObject",
-    ),
+        "openai.types.chat:ChatCompletion", "openai.types.chat:ChatCompletionChunk", "openai.types.shared:ErrorObject"),
+    "/responses": ("openai.types.responses:Response", "openai.types.responses:ResponseStreamEvent",
+        "openai.types.shared:ErrorObject"),
     "/messages": ("anthropic.types:Message", "anthropic.types:RawMessageStreamEvent", "anthropic.types:ErrorResponse"),
-}
+}  # fmt: skip
 """The types of whole replies, of events, and of errors."""
 ANSWERS = {
     "a text": TurnToSend({"role": "assistant", "content": "x"}, Usage(3, 2)),

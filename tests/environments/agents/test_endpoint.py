@@ -228,14 +228,10 @@ FORKS: dict[str, tuple[str, list[tuple[int | None, int]]]] = {
     "samples again": ('say(user("x"))', [(None, 1), (None, 1)]),
     "changes history": ('say(user("z"), answer, user("y"))', [(None, 1), (None, 3)]),
     "changes its tools": ('say(user("x"), answer, user("y"), tools=[{"name": "f"}])', [(None, 1), (None, 3)]),
-    "compacts its history": (
-        'more = say(user("x"), answer, user("y")); say(user("so far: x"), more, user("z"))',
-        [(None, 1), (0, 1), (None, 3)],
-    ),
+    "compacts its history": ('more = say(user("x"), answer, user("y")); say(user("so far: x"), more, user("z"))',
+        [(None, 1), (0, 1), (None, 3)]),
     "writes a turn of the model": (
-        'say(user("x"), answer, {"role": "assistant", "content": "I"}, user("y"))',
-        [(None, 1), (None, 4)],
-    ),
+        'say(user("x"), answer, {"role": "assistant", "content": "I"}, user("y"))', [(None, 1), (None, 4)]),
     "asks nothing new": ('say(user("x"), answer)', [(None, 1), (None, 2)]),
     "asks twice at once": (
         """
@@ -247,7 +243,7 @@ FORKS: dict[str, tuple[str, list[tuple[int | None, int]]]] = {
         """,
         [(None, 1), (0, 1), (0, 1)],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fork", FORKS)

@@ -477,24 +477,18 @@ async def test_what_step_episode_must_not_do_is_explained(tmp_path: Path, statem
         ("RewardResult(score=float('inf'))", "the score must be a finite number, got inf"),
         ("RewardResult(score=1e308)", "the score must be a finite number, got 1e+308; it may be at most 1,000,000"),
         ("RewardResult(score=10**400)", "at most 1,000,000 in size"),
-        (
-            "RewardResult(score=1, metrics=[RewardMetric('a', -2e6)])",
-            "metric 'a' must be a finite number, got -2000000.0",
-        ),
+        ("RewardResult(score=1, metrics=[RewardMetric('a', -2e6)])",
+            "metric 'a' must be a finite number, got -2000000.0"),
         ("RewardResult(score='1')", "the score must be a finite number, got '1'"),
         ("RewardResult(score=None)", "the score must be a finite number, got None"),
         ("1.0", "score_episode must return a RewardResult, got float 1.0"),
-        (
-            "RewardResult(score=1, metrics=[('a', 1)])",
-            "the metrics must be a list of RewardMetric, got list [('a', 1)]",
-        ),
+        ("RewardResult(score=1, metrics=[('a', 1)])",
+            "the metrics must be a list of RewardMetric, got list [('a', 1)]"),
         ("RewardResult(score=1, metrics=None)", "the metrics must be a list of RewardMetric, got None"),
-        (
-            "RewardResult(score=1, reason=type('R', (), {'__str__': lambda self: 1 / 0})())",
-            "using what score_episode returned raised ZeroDivisionError",
-        ),
+        ("RewardResult(score=1, reason=type('R', (), {'__str__': lambda self: 1 / 0})())",
+            "using what score_episode returned raised ZeroDivisionError"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("in_this_process")
 async def test_a_score_that_is_none_is_explained(tmp_path: Path, result: str, expected: str) -> None:
     source = f"""
@@ -692,12 +686,8 @@ async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("source", "returns", "code", "expected"),
     [
-        (
-            "import no_such_package",
-            "Addition()",
-            "environment_invalid",
-            "ModuleNotFoundError: No module named 'no_such",
-        ),
+        ("import no_such_package", "Addition()", "environment_invalid",
+            "ModuleNotFoundError: No module named 'no_such"),
         ("x = (", "Addition()", "environment_invalid", "SyntaxError"),
         ("del load_environment", "1", "environment_invalid", "NameError"),
         ("", "42", "environment_invalid", "load_environment returned int 42; it must return an object of a class"),
@@ -705,22 +695,14 @@ async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) ->
         ("raise SystemExit(1)", "Addition()", "environment_invalid", "environment.py raised SystemExit: 1"),
         ("os._exit(7)", "Addition()", "environment_invalid", "it exited with code 7"),
         ("time.sleep(1000)", "Addition()", "environment_timeout", "loading environment.py took longer than 1 s"),
-        (
-            "class Sample(Addition):\n    dataset = 1\n    def __init__(self): pass",
-            "Sample()",
-            "dataset_invalid",
-            "got int 1",
-        ),
+        ("class Sample(Addition):\n    dataset = 1\n    def __init__(self): pass", "Sample()", "dataset_invalid",
+            "got int 1"),
         ("class Sample(Addition):\n    def __init__(self): pass", "Sample()", "dataset_invalid", "dataset is empty"),
-        (
-            "class Sample(Addition):\n    def __init__(self): self.dataset = ['a']",
-            "Sample()",
-            "dataset_invalid",
-            "dataset[0] must be a TaskExample whose input is a string, got 'a'",
-        ),
+        ("class Sample(Addition):\n    def __init__(self): self.dataset = ['a']", "Sample()", "dataset_invalid",
+            "dataset[0] must be a TaskExample whose input is a string, got 'a'"),
         ("", "load_dataset('no.jsonl')", "dataset_invalid", "no.jsonl: there is no such file"),
     ],
-)
+)  # fmt: skip
 async def test_an_environment_that_does_not_load_says_why(
     tmp_path: Path, source: str, returns: str, code: str, expected: str
 ) -> None:

