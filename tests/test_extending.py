@@ -43,9 +43,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_another_packages_engine_runs_a_job_that_its_tool_lists_and_its_command_forgets(
-    tmp_path: Path, flash_home: Path, lab: Any
-) -> None:
+def test_another_packages_engine_runs_a_job_that_its_tool_lists_and_its_command_forgets(tmp_path, flash_home, lab: Any):
     notes, storage = tmp_path / "notes", tmp_path / "storage"
     notes.mkdir()
     storage.mkdir()

@@ -33,9 +33,7 @@ def test_a_stage_that_hangs_is_ended_and_the_report_shows_what_it_found(tmp_path
     ("second", "first", "runner"),
     [(0.02, 0.015, "second"), (0.2, 0.015, "first"), (math.nan, 0.015, "first"), (0.02, None, "second")],
 )
-def test_the_second_runner_is_used_unless_it_is_further_from_the_trainer(
-    second: float, first: float | None, runner: str
-) -> None:
+def test_the_second_runner_is_used_unless_it_is_further_from_the_trainer(second, first: float | None, runner):
     figures = {"second_merged_mismatch_nats": 0.01, "second_adapter_mismatch_nats": second}
     if first:
         figures |= {"first_merged_mismatch_nats": 0.01, "first_adapter_mismatch_nats": first}

@@ -42,9 +42,7 @@ def mentions(program: str) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_its_blocks_run(
-    page: Path, tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_its_blocks_run(page: Path, tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(flash_home))
     monkeypatch.chdir(tmp_path)  # they write files
     Path("environments").symlink_to(ROOT / "environments")

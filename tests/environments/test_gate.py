@@ -283,9 +283,7 @@ async def test_a_fault_of_loading_names_its_remedy(tmp_path: Path, fault: str) -
         ("size", {}, "pass the argument that it names in environment_args, or give it a default"),
     ],
 )
-async def test_arguments_that_load_environment_does_not_take_are_named(
-    tmp_path: Path, parameters: str, args: dict[str, int], fix: str
-) -> None:
+async def test_arguments_that_load_environment_does_not_take_are_named(tmp_path, parameters, args: dict[str, int], fix):
     (tmp_path / "environment.py").write_text(f"def load_environment({parameters}): pass\n")
     assert (await check(tmp_path, args=args)).probes[0].fix == fix
 

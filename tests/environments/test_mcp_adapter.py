@@ -78,9 +78,7 @@ def test_a_server_that_ends_is_quoted_with_the_end_of_its_standard_error(tmp_pat
     server.close()
 
 
-def test_where_no_call_makes_a_task_the_last_failure_of_each_tool_is_quoted(
-    tmp_path: Path, source: str, make_tasks: ModuleType
-) -> None:
+def test_where_no_call_makes_a_task_the_last_failure_of_each_tool_is_quoted(tmp_path, source, make_tasks: ModuleType):
     refusing = source.replace("(function,) = [", 'raise ValueError("no such city")\n        (function,) = [')
     server = server_of(tmp_path, refusing)
     with pytest.raises(ValueError, match=r"VALUES of make_tasks.py.*multiply\(\{.*no such city"):

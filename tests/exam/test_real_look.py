@@ -64,9 +64,7 @@ def shown_of(process: psutil.Process) -> str:
     return ""
 
 
-async def test_a_look_survives_its_killed_worker_and_leaves_totals_alone(
-    base: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_look_survives_its_killed_worker_and_leaves_totals_alone(base: Path, tiny_model: Path, tmp_path: Path):
     store = open_store()
     trained, writer = started_run(tmp_path / "echo", model=str(tiny_model))
     writer.commit_checkpoint(3, make_tiny_adapter(tmp_path / "adapter", tiny_model, favourite="A"), {})

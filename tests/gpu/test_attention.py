@@ -16,9 +16,7 @@ CARD = torch.device("cuda", 0)
 
 @pytest.mark.parametrize(("prompt", "completions"), [(256, [512] * 6), (40, [7, 90, 1]), (0, [64, 30])], ids=str)
 @pytest.mark.parametrize("size", [64, 128])
-def test_flash_attention_in_two_parts_is_no_further_off_fp32_than_the_masked_one(
-    prompt: int, completions: list[int], size: int
-) -> None:
+def test_flash_attention_in_two_parts_is_no_further_off_fp32_than_the_masked_one(prompt, completions: list[int], size):
     generator = torch.Generator(CARD).manual_seed(0)
     total = prompt + sum(completions)
 

@@ -442,9 +442,7 @@ def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_mo
         ({"model": "no-such-model"}, "unknown_model", "no-such-model"),
     ],
 )
-def test_a_run_that_cannot_start_ends_with_a_coded_error(
-    tiny_model: Path, tmp_path: Path, fields: dict[str, Any], code: str, evidence: str
-) -> None:
+def test_a_run_that_cannot_start_ends_with_a_coded_error(tiny_model, tmp_path, fields, code: str, evidence: str):
     model = Path(fields.pop("model", tiny_model))
     run = make_run(tmp_path / "run", model, **fields)
     Attempt(run).ended()

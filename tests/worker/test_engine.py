@@ -205,9 +205,7 @@ def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities
 
 
 @pytest.mark.parametrize("sync", ["merged", "adapter"])
-def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_token(
-    engines: Engines, fp32_model: Path, sync: Sync
-) -> None:
+def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_token(engines, fp32_model, sync: Sync):
     policy = load_policy(ModelFiles(fp32_model), rank=RANK, alpha=24, seed=0, dtype=torch.float32)
     train(policy, 1)
     engine = engine_of(engines, fp32_model, sync, "float32")
@@ -271,9 +269,7 @@ def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(by_adapter:
         assert difference(policy, generate(by_adapter, (PROMPT, Sampling(4, temperature=0.0)))[0]) < BF16_NATS
 
 
-def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(
-    by_adapter: VllmEngine, policy: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(by_adapter: VllmEngine, policy, tmp_path):
     request = PROMPT, Sampling(8, temperature=0.0)
     train(policy, 1)
     save_adapter(policy, tmp_path)
@@ -303,9 +299,7 @@ def test_the_base_model_answers_beside_the_policy_and_stays_as_it_was(by_adapter
     assert base.token_ids == again.token_ids and one.token_ids != other.token_ids
 
 
-def test_engine_and_trainer_hold_the_base_weights_once(
-    engines: Engines, merged: VllmEngine, tied_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_and_trainer_hold_the_base_weights_once(engines: Engines, merged: VllmEngine, tied_model, monkeypatch):
     """Neither changes them. A CPU's engine packs what a card's engine keeps as it is."""
     from vllm.model_executor.layers import utils  # noqa: PLC0415
 

@@ -210,9 +210,7 @@ def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
-def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(tiny_model, tmp_path, monkeypatch):
     tokenizer, held, sizes = AutoTokenizer.from_pretrained(tiny_model), [], []
     rollouts = make_rollouts(tokenizer)
     compute = packing.Pack.logps
@@ -245,9 +243,7 @@ def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit
 
 
 @pytest.mark.parametrize(("stop", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float32)], ids=str)
-def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
-    fp32_model: Path, tmp_path: Path, stop: int, dtype: torch.dtype
-) -> None:
+def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(fp32_model, tmp_path, stop: int, dtype):
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
 
     def attempt(name: str, steps: int, resume: str | None = None) -> RunFolder:

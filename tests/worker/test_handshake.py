@@ -132,9 +132,7 @@ def without(leaf: str, load: Any) -> Any:
     return load_policy
 
 
-def test_where_one_way_of_a_sync_loses_layers_the_other_is_taken(
-    engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_one_way_of_a_sync_loses_layers_the_other_is_taken(engines, policy, fp32_model, monkeypatch):
     merged = engines["merged"]
     monkeypatch.setattr(merged, "load_policy", without("down_proj", merged.load_policy))
     engine, events = shaken(engines, policy, fp32_model)
@@ -155,9 +153,7 @@ def test_where_both_are_wrong_the_refusal_names_the_layers_or_what_the_engine_sa
     assert "sync=adapter: ValueError: expected target modules" in caught.value.what
 
 
-def test_an_adapter_whose_layers_have_other_names_is_refused_instead_of_ignored(
-    engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_whose_layers_have_other_names_is_refused_instead_of_ignored(engines, policy, fp32_model, tmp_path):
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             if "lora_B" in name:

@@ -19,9 +19,7 @@ from worker.training.policy import load_policy
 @pytest.mark.parametrize("fields", [{}, {"scale": 0.25}, {"softcap": 4.0}, {"scale": 3.0, "softcap": 9.0}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile", [7, 64, 1000])
-def test_log_probabilities_and_entropies_are_those_of_a_softmax(
-    monkeypatch: pytest.MonkeyPatch, bias: bool, tile: int, fields: dict[str, float]
-) -> None:
+def test_log_probabilities_and_entropies_are_those_of_a_softmax(monkeypatch, bias: bool, tile: int, fields):
     monkeypatch.setattr(kernels, "VOCABULARY_TILE", tile)
     torch.manual_seed(0)
     head = Head(torch.nn.Linear(16, 100, bias=bias), **fields)

@@ -78,9 +78,7 @@ def test_a_model_is_computed_in_the_faster_precision_that_fits(
     ("capacity_gib", "fields", "code"),
     [(8, HALF, None), (3, HALF, "out_of_memory"), (3, WHOLE, None), (8, HALF | STATE, "device_unsupported")],
 )
-def test_fp32_that_is_asked_for_is_refused_by_name_where_it_cannot_be(
-    capacity_gib: int, fields: Any, code: str | None, tmp_path: Path
-) -> None:
+def test_fp32_that_is_asked_for_is_refused_by_name_where_it_cannot_be(capacity_gib, fields, code: str | None, tmp_path):
     base, capacity = files_of(tmp_path, fields), capacity_gib * GIB
     assert precision.precision_of(base, capacity, "bfloat16").dtype == torch.bfloat16
     with pytest.raises(FlashError) if code else nullcontext() as caught:

@@ -298,9 +298,7 @@ def test_the_kl_penalty_falls_by_its_schedule(fp32_model: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("fields", [{}, {"importance_sampling": "sequence_truncate"}], ids=str)
-def test_a_batch_that_two_policies_sampled_has_the_gradient_of_the_dense_reference(
-    fp32_model: Path, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_a_batch_that_two_policies_sampled_has_the_gradient_of_the_dense_reference(fp32_model, tmp_path, fields):
     """Of each answer the first half of the tokens is of an earlier policy, the others of the trained one."""
     groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
     spec = spec_of(importance_sampling_clip=1.3, **fields)
@@ -331,9 +329,7 @@ def test_a_batch_that_two_policies_sampled_has_the_gradient_of_the_dense_referen
         pytest.param("model", {}, marks=pytest.mark.long),
     ],
 )
-def test_a_distillation_has_the_gradient_of_the_dense_reference(
-    fp32_model: Path, tmp_path: Path, kind: str, fields: dict[str, Any]
-) -> None:
+def test_a_distillation_has_the_gradient_of_the_dense_reference(fp32_model, tmp_path, kind: str, fields):
     """The teacher: an adapter of another rank, or another model."""
     groups = make_groups(AutoTokenizer.from_pretrained(fp32_model))
     never, failed = groups[2][0][0], groups[1][1][0]

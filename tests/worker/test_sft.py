@@ -119,9 +119,7 @@ def test_two_answers_in_a_row_are_two_turns_as_in_a_rollout(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("pack_tokens", [packing.PACK_TOKENS, 64])
-def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
-    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack_tokens: int
-) -> None:
+def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model, tmp_path, monkeypatch, pack_tokens):
     """Rows of one token to 60; some learn nothing at the end, one is cut within its answer."""
     monkeypatch.setattr(packing, "PACK_TOKENS", pack_tokens)
     rng = random.Random(0)
@@ -331,9 +329,7 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     ("rate", "flags"),
     [pytest.param(0.5, ["destroyed_model"], marks=pytest.mark.long), (0.1, ["destroyed_model"]), (0.01, [])],
 )
-def test_a_learning_rate_that_destroys_the_model_is_flagged_and_no_other(
-    tiny_model: Path, tmp_path: Path, rate: float, flags: list[str]
-) -> None:
+def test_a_learning_rate_that_destroys_the_model_is_flagged_and_no_other(tiny_model, tmp_path, rate, flags: list[str]):
     run = make_run(
         tmp_path / "sft", tiny_model, environment=CALCULATOR, algorithm="sft", steps=20, batch_size=8, group_size=None,
         learning_rate=rate, lr_schedule="constant", save_every=10, eval_after=False, max_length=1024,

@@ -145,9 +145,7 @@ async def test_a_program_leaves_processes_to_others_and_none_behind(tmp_path: Pa
         ("prints", "[no_program()]", "Exec format error"),
     ],
 )
-async def test_a_command_that_is_killed_or_does_not_start_has_no_reward(
-    name: str, command: str, expected: str, tmp_path: Path
-) -> None:
+async def test_a_command_that_is_killed_or_does_not_start_has_no_reward(name, command, expected, tmp_path):
     source = """
         import tempfile
 

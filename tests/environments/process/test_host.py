@@ -703,9 +703,7 @@ async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) ->
         ("", "load_dataset('no.jsonl')", "dataset_invalid", "no.jsonl: there is no such file"),
     ],
 )  # fmt: skip
-async def test_an_environment_that_does_not_load_says_why(
-    tmp_path: Path, source: str, returns: str, code: str, expected: str
-) -> None:
+async def test_an_environment_that_does_not_load_says_why(tmp_path, source, returns, code, expected):
     environment_folder(tmp_path, source, returns=returns)
     fault = await fault_of(EnvironmentHost.start(tmp_path, start_timeout_s=1 if "sleep" in source else 30))
     assert (fault.code, expected in fault.what) == (code, True), fault.what

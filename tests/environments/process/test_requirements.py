@@ -296,9 +296,7 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
 
 
 @pytest.mark.hostile("builds")
-async def test_a_package_without_a_wheel_is_not_built_unless_the_operator_allows_it(
-    tmp_path: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_package_without_a_wheel_is_not_built_unless_the_operator_allows_it(tmp_path, attacker, monkeypatch):
     monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
     monkeypatch.setenv("UV_OFFLINE", "1")
     fault = await fault_of(folder_with(tmp_path, "attacker\n"))

@@ -149,9 +149,7 @@ def test_llama_cpp_computes_the_same_from_a_file_of_another_family(name: str, tm
         ("tokenizer.json", {"pre_tokenizer": {"type": "WhitespaceSplit"}}, "a way of its own"),
     ],
 )
-def test_what_llama_cpp_does_not_know_is_refused_before_weights_are_read(
-    file: str, fields: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_llama_cpp_does_not_know_is_refused_before_weights_are_read(file, fields, reason, tmp_path, monkeypatch):
     base = make_model("llama", tmp_path / "base")
     path = base / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
@@ -224,9 +222,7 @@ def test_only_the_files_of_this_export_are_pushed_again(run: Run, tmp_path: Path
     assert len(pushed) == 2
 
 
-def test_a_format_of_another_package_gets_the_merged_model(
-    lab: Any, run: Run, tmp_path: Path, tiny_adapter: Path
-) -> None:
+def test_a_format_of_another_package_gets_the_merged_model(lab: Any, run: Run, tmp_path: Path, tiny_adapter: Path):
     written = tmp_path / "out"
     written.mkdir()
     job = ExportJob(kind="shapes", name="tiny", model=run.model, adapter=tiny_adapter, folder=written, prompts=[])

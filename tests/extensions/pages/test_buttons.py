@@ -192,9 +192,7 @@ def test_runs_are_searched_ordered_and_kept_apart(page: Any, team: Team, tmp_pat
     page.wait_for_selector("p:text('No such samples.')")
 
 
-def test_transcripts_share_their_opening_and_show_the_expected_answer_and_an_agents_tree(
-    page: Any, team: Team, tmp_path: Path
-) -> None:
+def test_transcripts_share_their_opening_and_show_the_expected_answer_and_an_agents_tree(page: Any, team, tmp_path):
     run, writer = started_run(tmp_path)
     rows = [sample_rollout(1, index, 0.9 * index) for index in range(2)]
     for row in rows:
