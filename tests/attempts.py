@@ -45,6 +45,13 @@ def messages_of(run: RunFolder, kind: str) -> list[str]:
     return [event["message"] for event in events_of(run, kind)]
 
 
+def vowels(folder: Path, old: str = "", new: str = "", *, more: str = "") -> Path:
+    """The environment of vowels with `new` in the place of `old`, and `more` at its end."""
+    folder.mkdir()
+    (folder / "environment.py").write_text((VOWELS / "environment.py").read_text().replace(old, new) + more)
+    return folder
+
+
 HELD = """
 import itertools, pathlib, time
 class Held(Vowels):
@@ -62,11 +69,9 @@ def load_environment(train=12, held_out=5, question="Write"):
 def held(folder: Path, *, after: float = math.inf, saved: Path | None = None) -> tuple[Path, Path]:
     """An environment whose episodes wait as long as a file exists, and that file: those after the first `after`, or
     those that begin when the checkpoint `saved` is there."""
-    folder.mkdir()
     flag = folder / "flag"  # in the folder, for the environment sees nothing beside it
+    vowels(folder, more=HELD.format(after=after, flag=str(flag), saved=str(saved or "/nowhere")))
     flag.touch()
-    source = HELD.format(after=after, flag=str(flag), saved=str(saved or "/nowhere"))
-    (folder / "environment.py").write_text((VOWELS / "environment.py").read_text() + source)
     return folder, flag
 
 

@@ -58,11 +58,14 @@ def allow(home: Path, *lines: str) -> None:
     (home / "settings.toml").write_text("\n".join(["[environments]", *lines]))
 
 
-def environment_folder(folder: Path, source: str, *, returns: str = "Sample()") -> Path:
-    """A folder whose environment.py holds the classes above, then `source`; load_environment returns `returns`."""
+def environment_folder(folder: Path, source: str, *, returns: str = "Sample()", needs: str = "") -> Path:
+    """A folder whose environment.py holds the classes above, then `source`; load_environment returns `returns`.
+    Its environment.toml holds `needs`."""
     folder.mkdir(parents=True, exist_ok=True)
     loader = f"\n\ndef load_environment(**args):\n    return {returns}\n"
     (folder / "environment.py").write_text(ADDITION + textwrap.dedent(source) + loader)
+    if needs:
+        (folder / "environment.toml").write_text(needs)
     return folder
 
 

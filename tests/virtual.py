@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
+from tests.tiny import make_tokenizer
+from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
+from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
 T = TypeVar("T")
@@ -89,6 +92,17 @@ class FakeEngine:
     async def run_step(self) -> list[tuple[str, Completion]]:
         await asyncio.sleep(self.step_s)
         return self.step()
+
+
+async def rolled(
+    tasks: list[RolloutTask], host: Any, engine: Any, limits: TalkLimits, template: Any = None, **options: Any
+) -> list[PlayedRollout]:
+    """What the scheduler collects with an engine that has `run_step`."""
+    generator = Generator(engine, run_step=engine.run_step)
+    try:
+        return await collect(tasks, host, generator, template or ChatTemplate(make_tokenizer()), limits, **options)
+    finally:
+        await generator.aclose()
 
 
 @dataclass

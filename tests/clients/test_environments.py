@@ -78,8 +78,7 @@ async def test_an_agent_that_others_wrote_completes_a_session(name: str, tmp_pat
     monkeypatch.setenv(READABLE_VARIABLE, os.pathsep.join({str(programs), str(programs.resolve())}))
     known = {"QUESTION": QUESTION, "SCRIPT": SCRIPTS[name], "VARIABLES": {**VARIABLES, **node_path()}}
     source = "\n".join(f"{each} = {value!r}" for each, value in known.items()) + SOURCE
-    environment_folder(tmp_path / "agent", source, returns="Sample()")
-    (tmp_path / "agent" / "environment.toml").write_text("endpoint = true\n")
+    environment_folder(tmp_path / "agent", source, returns="Sample()", needs="endpoint = true")
     async with await EnvironmentHost.start(tmp_path / "agent", timeout_s=150) as host:
         opening = await host.open("train", 0)
         call: AgentCall | str = opening.call

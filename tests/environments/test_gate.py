@@ -290,7 +290,7 @@ async def test_arguments_that_load_environment_does_not_take_are_named(tmp_path,
 
 async def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
     assert (await check(tmp_path)).probes[0].fix.startswith("pass the folder that holds environment.py")
-    (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text("netwrk = true\n")
+    environment_folder(tmp_path, "", returns="Addition()", needs="netwrk = true")
     assert (await check(tmp_path)).probes[0].fix.startswith("correct environment.toml")
 
 
@@ -410,8 +410,7 @@ async def test_gold_that_has_fewer_turns_than_its_episode_is_told_so(tmp_path: P
             return [{"role": "assistant", "content": example.output}] * TURNS
     """
     for turns in (1, 2):
-        folder = environment_folder(tmp_path / str(turns), source.replace("TURNS", str(turns)))
-        (folder / "environment.toml").write_text("endpoint = true\n")
+        folder = environment_folder(tmp_path / str(turns), source.replace("TURNS", str(turns)), needs="endpoint = true")
         report = await check(folder)
         (probe,) = [probe for probe in report.probes if probe.name == "gold"]
         assert probe.passed == (turns == 2), probe

@@ -222,8 +222,7 @@ async def test_the_gate_asks_a_judge_again_and_in_the_opposite_order(
 ) -> None:
     allow(flash_home, 'network = ["*"]')
     with endpoint(reply) as url:
-        folder = environment_folder(tmp_path, JUDGED.replace("URL", url), returns="Judged()")
-        (folder / "environment.toml").write_text("network = true\n")
+        folder = environment_folder(tmp_path, JUDGED.replace("URL", url), returns="Judged()", needs="network = true")
         report = await check(folder)
     (probe,) = [probe for probe in report.probes if probe.name == "judge"]
     assert probe.passed is passed, probe

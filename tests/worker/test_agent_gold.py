@@ -12,9 +12,9 @@ from flash_mcp.extensions.hunt.search import hunt
 from tests.folders import environment_folder
 from tests.places import AGENT_CALCULATOR, TERMINAL
 from tests.tiny import make_tokenizer
-from tests.virtual import FakeEngine
+from tests.virtual import FakeEngine, rolled
 from worker.rollouts.gold import IGNORED, Row
-from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
+from worker.rollouts.scheduler import RolloutTask, TalkLimits
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.sft import gold_rows
@@ -69,9 +69,7 @@ class Sample(EnvironmentAgent):
 
 @pytest.fixture
 def team(tmp_path: Path) -> Path:
-    folder = environment_folder(tmp_path / "team", TEAM)
-    (folder / "environment.toml").write_text("endpoint = true\n")
-    return folder
+    return environment_folder(tmp_path / "team", TEAM, needs="endpoint = true")
 
 
 def contexts(rows: Sequence[Row]) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -110,10 +108,8 @@ async def test_sft_learns_the_prompts_of_rollouts_and_no_others(name: str, tasks
         rows = await gold_rows(host, TEMPLATE, "train", LENGTH, max_error_share=0.0, advance=lambda: None)
         learnt = [row for task in rows for row in task]
         engine = Learnt(learnt)
-        generator = Generator(engine, run_step=engine.run_step)
         plan = [RolloutTask("train", number, number, number, number) for number in range(tasks)]
-        rollouts = await collect(plan, host, generator, TEMPLATE, TalkLimits(LENGTH, LENGTH))
-        await generator.aclose()
+        rollouts = await rolled(plan, host, engine, TalkLimits(LENGTH, LENGTH))
     assert [rollout.reward for rollout in rollouts] == [1.0] * tasks
     assert engine.asked == contexts(learnt)
     assert sum(engine.asked.values()) == tasks * (4 if name == "team" else 2)

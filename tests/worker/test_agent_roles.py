@@ -7,10 +7,8 @@ import pytest
 
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
-from tests.tiny import make_tokenizer
-from tests.virtual import FakeEngine
-from worker.rollouts.scheduler import Generator, RolloutTask, TalkLimits, collect
-from worker.rollouts.transcript import ChatTemplate
+from tests.virtual import FakeEngine, rolled
+from worker.rollouts.scheduler import RolloutTask, TalkLimits
 from worker.rollouts.turns import Completion, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.linux]
@@ -65,13 +63,9 @@ class Recorder(FakeEngine):
 
 
 async def played(folder: Path, engine: Recorder):
-    environment_folder(folder, ROLES)
-    (folder / "environment.toml").write_text("endpoint = true\n")
+    environment_folder(folder, ROLES, needs="endpoint = true")
     async with await EnvironmentHost.start(folder) as host:
-        generator = Generator(engine, run_step=engine.run_step)
-        template = ChatTemplate(make_tokenizer())
-        (rollout,) = await collect([RolloutTask("train", 0, 0, 0, 0)], host, generator, template, TalkLimits(6, 400))
-        await generator.aclose()
+        (rollout,) = await rolled([RolloutTask("train", 0, 0, 0, 0)], host, engine, TalkLimits(6, 400))
     return rollout
 
 
@@ -79,14 +73,8 @@ async def test_roles_say_what_is_trained_and_who_answers(tmp_path: Path) -> None
     engine = Recorder()
     rollout = await played(tmp_path, engine)
     record = rollout.record(1)
-    assert [(call["role"], call["trained"]) for call in record.calls] == [
-        ("", True),
-        ("planner", True),
-        ("judge", False),
-        ("critic", False),
-        ("base", False),
-        ("", True),
-    ]
+    roles = {"": True, "planner": True, "judge": False, "critic": False, "base": False}
+    assert [(call["role"], call["trained"]) for call in record.calls] == [*roles.items(), ("", True)]
     assert [is_base for _, _, is_base in engine.asked] == [False, False, False, False, True, False]
     assert [call["parent"] for call in record.calls] == [None, None, None, None, None, 0]
     trained = sum(len(answer) for at, (_, answer, _) in enumerate(engine.asked) if at in (0, 1, 5))

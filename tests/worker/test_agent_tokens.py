@@ -22,8 +22,8 @@ from environments.base import EnvironmentAgent, RewardResult, TaskExample
 from environments.faults import EnvironmentFault
 from environments.process.host import Opening, Score
 from tests.tiny import make_tokenizer
-from tests.virtual import FakeEngine, run_virtually
-from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
+from tests.virtual import FakeEngine, rolled, run_virtually
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Sampling
 from worker.training.packing import paths_of
@@ -188,19 +188,10 @@ def test_the_trained_ids_of_agents_are_those_that_were_sampled(caplog: pytest.Lo
     outcomes: dict[str, int] = {}
     forks = 0
     for first in range(0, CONVERSATIONS, AT_ONCE):
-        agent = Fuzzer()
-        engine = Recorder()
-
-        async def play(agent: Fuzzer, engine: Recorder, first: int) -> list[PlayedRollout]:
-            generator = Generator(engine, run_step=engine.run_step)
-            tasks = [RolloutTask("train", first + n, n, n, first + n) for n in range(AT_ONCE)]
-            limits = TalkLimits(max_tokens=6, max_length=150)
-            host: Any = InProcess(agent)
-            rollouts = await collect(tasks, host, generator, template, limits)
-            await generator.aclose()
-            return rollouts
-
-        rollouts, _ = run_virtually(play(agent, engine, first))
+        agent, engine = Fuzzer(), Recorder()
+        tasks = [RolloutTask("train", first + n, n, n, first + n) for n in range(AT_ONCE)]
+        limits = TalkLimits(max_tokens=6, max_length=150)
+        rollouts, _ = run_virtually(rolled(tasks, InProcess(agent), engine, limits, template))
         for rollout in rollouts:
             code = rollout.error["code"] if rollout.error else rollout.finish
             outcomes[code] = outcomes.get(code, 0) + 1

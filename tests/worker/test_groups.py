@@ -6,14 +6,10 @@ import pytest
 
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
-from tests.tiny import make_tokenizer
-from tests.virtual import FakeEngine, FakeHost, run_virtually
-from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect, task_groups
+from tests.virtual import FakeEngine, FakeHost, rolled, run_virtually
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits, task_groups
 from worker.rollouts.task_choice import TaskPlace
-from worker.rollouts.transcript import ChatTemplate
 
-TEMPLATE = ChatTemplate(make_tokenizer())
-LIMITS = TalkLimits(max_tokens=12, max_length=400)
 RANKED = """
     class Sample(Addition):
         def step_episode(self, example, messages, assistant_response):
@@ -52,14 +48,9 @@ AGENTS = """
 """
 
 
-async def rolled(tasks: list[RolloutTask], host: FakeHost | EnvironmentHost) -> list[PlayedRollout]:
+async def roll(tasks: list[RolloutTask], host: FakeHost | EnvironmentHost) -> list[PlayedRollout]:
     told: list[PlayedRollout] = []
-    engine = FakeEngine()
-    generator = Generator(engine, run_step=engine.run_step)
-    try:
-        rollouts = await collect(tasks, host, generator, TEMPLATE, LIMITS, on_done=told.append)
-    finally:
-        await generator.aclose()
+    rollouts = await rolled(tasks, host, FakeEngine(), TalkLimits(max_tokens=12, max_length=400), on_done=told.append)
     assert {r.task.index for r in told} == {task.index for task in tasks}
     return rollouts
 
@@ -73,8 +64,8 @@ def said(rollout: PlayedRollout) -> str:
 async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
     tasks = task_groups("train", map(TaskPlace, [0, 1, 2, 0]), 6, lambda example, index, attempt: index)
     async with await EnvironmentHost.start(environment_folder(tmp_path, RANKED)) as host:
-        rollouts = await rolled(tasks, host)
-        alone = await rolled([RolloutTask("train", 0, 0, 0, seed=5)], host)
+        rollouts = await roll(tasks, host)
+        alone = await roll([RolloutTask("train", 0, 0, 0, seed=5)], host)
     groups = [rollouts[at : at + 6] for at in range(0, 24, 6)]
     # The two groups of one task are two groups; the second one has rollouts that failed.
     for group, failed in zip(groups, (False, True, True, False), strict=True):
@@ -97,11 +88,10 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
 @pytest.mark.linux
 async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
     tasks = task_groups("train", map(TaskPlace, [0, 1]), 6, lambda example, index, attempt: index)
-    folder = environment_folder(tmp_path, AGENTS)
-    (folder / "environment.toml").write_text("endpoint = true\n")
+    folder = environment_folder(tmp_path, AGENTS, needs="endpoint = true")
     async with await EnvironmentHost.start(folder) as host:
-        rollouts = await rolled(tasks, host)
-        alone = await rolled([RolloutTask("train", 0, 0, 0, seed=5)], host)
+        rollouts = await roll(tasks, host)
+        alone = await roll([RolloutTask("train", 0, 0, 0, seed=5)], host)
     texts = sorted(map(said, rollouts[:6]))
     assert [r.reward for r in rollouts[:6]] == [texts.index(said(r)) / 6 for r in rollouts[:6]]
     assert len({r.reward for r in rollouts[:6]}) > 2
@@ -120,7 +110,7 @@ def test_a_group_waits_for_its_last_and_for_no_other_group() -> None:
     examples = [(1, 0), (1, 0), (1, 1), (3, 1), (9, 1), (1, 1), (9, 2), (1, 2)]
     tasks = [RolloutTask("train", example, group, index, seed=index) for index, (example, group) in enumerate(examples)]
     host = FakeHost(lambda: 0.1, fault, scores_groups=True)
-    rollouts, _ = run_virtually(rolled(tasks, host))
+    rollouts, _ = run_virtually(roll(tasks, host))
     # The number of turns of all that were scored together; one that is alone gets `score`.
     assert [r.reward for r in rollouts] == [4, 4, 8, 8, 0, 8, 0, 3]
     assert [bool(r.error) for r in rollouts] == [False] * 4 + [True, False, True, False]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from environments.process.host import Score, Step
 from environments.same_task import kind_of
 from tests.tiny import CHATML, make_tokenizer
-from tests.virtual import FakeEngine, FakeHost, run_virtually
+from tests.virtual import FakeEngine, FakeHost, rolled, run_virtually
 from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, StepsAhead, TalkLimits, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
@@ -25,18 +25,8 @@ def tasks(count: int) -> list[RolloutTask]:
     return [RolloutTask("train", index, index // 4, index, seed=index) for index in range(count)]
 
 
-async def roll(
-    wanted: list[RolloutTask],
-    host: FakeHost,
-    engine: FakeEngine,
-    limits: TalkLimits = LIMITS,
-    template: ChatTemplate = TEMPLATE,
-) -> list[PlayedRollout]:
-    generator = Generator(engine, run_step=engine.run_step)
-    try:
-        return await collect(wanted, host, generator, template, limits)
-    finally:
-        await generator.aclose()
+def roll(wanted: list[RolloutTask], host: FakeHost, engine: FakeEngine, limits: TalkLimits = LIMITS, template=TEMPLATE):
+    return rolled(wanted, host, engine, limits, template)
 
 
 def essence(rollouts: list[PlayedRollout]) -> list[object]:

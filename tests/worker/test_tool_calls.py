@@ -1,6 +1,5 @@
 """Tool calls: shown by the chat template, sampled, read by vLLM's parser, answered, and learnt."""
 
-import asyncio
 import hashlib
 import json
 import re
@@ -18,10 +17,10 @@ from flash_mcp.protocol.base_models import FORMS, tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from tests.places import ROOT, TOOL_CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
-from tests.virtual import FakeEngine
+from tests.virtual import FakeEngine, rolled
 from worker.rollouts.gold import IGNORED, dataset_rows
 from worker.rollouts.metrics import summarize
-from worker.rollouts.scheduler import Generator, PlayedRollout, RolloutTask, TalkLimits, collect
+from worker.rollouts.scheduler import PlayedRollout, RolloutTask, TalkLimits
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.sft import gold_rows
@@ -180,7 +179,7 @@ class Scripted(FakeEngine):
     """Samples what a script says, by the number of the turn."""
 
     def __init__(self, chat: ChatTemplate, turns: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__(step_s=0.0)
         self.chat = chat
         self.turns = turns
 
@@ -193,17 +192,9 @@ class Scripted(FakeEngine):
 
 async def roll(*turns: str, text: str = CHATML) -> PlayedRollout:
     chat = template(text)
-    engine = Scripted(chat, turns)
-
-    async def run_step() -> list[tuple[str, Completion]]:
-        await asyncio.sleep(0)
-        return engine.step()
-
+    limits, tasks = TalkLimits(max_tokens=400, max_length=4000), [RolloutTask("train", 0, 0, 0, 0)]
     async with await EnvironmentHost.start(TOOL_CALCULATOR) as host:
-        generator = Generator(engine, run_step=run_step)
-        limits = TalkLimits(max_tokens=400, max_length=4000)
-        (rollout,) = await collect([RolloutTask("train", 0, 0, 0, 0)], host, generator, chat, limits)
-        await generator.aclose()
+        (rollout,) = await rolled(tasks, host, Scripted(chat, turns), limits, chat)
     return rollout
 
 

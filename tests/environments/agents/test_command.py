@@ -92,8 +92,7 @@ class Sample(EnvironmentCommand):
 
 async def commands(folder: Path, name: str, source: str = "", **options: float) -> EnvironmentHost:
     returns = f"Sample([{textwrap.dedent(PROGRAMS[name])!r}])"
-    environment_folder(folder, SOURCE + textwrap.dedent(source), returns=returns)
-    (folder / "environment.toml").write_text("endpoint = true\n")
+    environment_folder(folder, SOURCE + textwrap.dedent(source), returns=returns, needs="endpoint = true")
     return await EnvironmentHost.start(folder, **options)
 
 
@@ -125,9 +124,9 @@ async def test_a_command_ends_with_its_rollout(tmp_path: Path) -> None:
 @pytest.mark.hostile("resources")
 async def test_a_program_leaves_processes_to_others_and_none_behind(tmp_path: Path) -> None:
     sources = ", ".join(repr(textwrap.dedent(PROGRAMS[name])) for name in ("begins all that it may", "begins some"))
-    environment_folder(tmp_path / "agent", SOURCE, returns=f"Sample([{sources}])")
-    (tmp_path / "agent" / "environment.toml").write_text("endpoint = true\nprocesses = 200\n")
-    async with await EnvironmentHost.start(tmp_path / "agent") as host:
+    needs = "endpoint = true\nprocesses = 200"
+    folder = environment_folder(tmp_path / "agent", SOURCE, returns=f"Sample([{sources}])", needs=needs)
+    async with await EnvironmentHost.start(folder) as host:
         greedy = await host.open("train", 0)
         assert greedy.messages[-1]["content"] == str(errno.EAGAIN)
         modest = [await host.open("train", 1) for _ in range(3)]

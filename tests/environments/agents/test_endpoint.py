@@ -86,8 +86,7 @@ async def agents(
 ) -> AsyncGenerator[EnvironmentHost]:
     """A host whose task number n runs program n. The program tells what is in its list `told`."""
     returns = f"Sample({[textwrap.dedent(each) for each in programs]!r})"
-    environment_folder(folder, AGENT + textwrap.dedent(source), returns=returns)
-    (folder / "environment.toml").write_text(f"endpoint = true\n{needs}\n")
+    environment_folder(folder, AGENT + textwrap.dedent(source), returns=returns, needs=f"endpoint = true\n{needs}")
     async with await EnvironmentHost.start(folder, **options) as host:
         yield host
 
@@ -686,8 +685,7 @@ def played_as(
 ) -> Any:
     """What PLAY prints of an agent's environment in `place`, as a server with these rights."""
     returns = f"Sample([{textwrap.dedent(program)!r}])"
-    folder = environment_folder(place / "folder", AGENT, returns=returns)
-    (folder / "environment.toml").write_text("endpoint = true\n")
+    folder = environment_folder(place / "folder", AGENT, returns=returns, needs="endpoint = true")
     environment = {"PYTHONPATH": str(place), "PATH": os.environ["PATH"], "HOME": f"{place}/home"}
     done = subprocess.run(
         [*rights, python, "-c", PLAY, folder],

@@ -195,8 +195,7 @@ end(reason=json.dumps(found))
 
 @asynccontextmanager
 async def programs(folder: Path, **sources: str) -> AsyncGenerator[EnvironmentHost]:
-    environment_folder(folder, PROGRAMS)
-    (folder / "environment.toml").write_text("endpoint = true\n")
+    environment_folder(folder, PROGRAMS, needs="endpoint = true")
     (folder / "datasets").mkdir()
     (folder / "datasets" / "eval.jsonl").write_text("{}")
     (folder / "linked").symlink_to(folder / "datasets")

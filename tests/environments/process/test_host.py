@@ -322,8 +322,7 @@ AGENT_ON_MAIN = """
 
 
 async def test_an_agent_on_the_main_thread_can_be_ended_and_end(tmp_path: Path) -> None:
-    folder = environment_folder(tmp_path, AGENT_ON_MAIN)
-    (folder / "environment.toml").write_text("endpoint = true")
+    folder = environment_folder(tmp_path, AGENT_ON_MAIN, needs="endpoint = true")
     async with await EnvironmentHost.start(folder, timeout_s=1.0) as host:
         assert (await fault_of(host.open("train", 0))).code == "environment_timeout"
         assert "SystemExit" in (await fault_of(host.open("train", 1))).what
@@ -428,8 +427,7 @@ JUDGES = """
 
 @pytest.mark.parametrize(("name", "ranks"), [("OfTheClass", [0, 1]), ("Replaced", None), ("Agent", [0, 1])])
 async def test_the_judge_of_a_class_or_an_agent_is_asked_too(tmp_path: Path, name: str, ranks: list[int] | None):
-    folder = environment_folder(tmp_path, JUDGES, returns=f"{name}()")
-    (folder / "environment.toml").write_text("endpoint = true")
+    folder = environment_folder(tmp_path, JUDGES, returns=f"{name}()", needs="endpoint = true")
     async with await EnvironmentHost.start(folder) as host:
         assert await host.judge("train", 0, ["x", "y"]) == ranks
 

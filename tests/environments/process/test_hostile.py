@@ -345,8 +345,7 @@ HOSTILE_NEEDS = {
 @pytest.mark.parametrize("name", HOSTILE_NEEDS)
 async def test_a_hostile_environment_toml_is_refused_with_a_word(tmp_path: Path, name: str) -> None:
     needs, expected = HOSTILE_NEEDS[name]
-    environment_folder(tmp_path, "", returns="Addition()")
-    (tmp_path / "environment.toml").write_text(needs)
+    environment_folder(tmp_path, "", returns="Addition()", needs=needs)
     with pytest.raises(EnvironmentFault) as caught:
         await EnvironmentHost.start(tmp_path)
     assert caught.value.code == "environment_invalid"

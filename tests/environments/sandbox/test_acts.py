@@ -84,8 +84,7 @@ def at_stake(base: Path, before: list[str]) -> Generator[dict[str, object]]:
 
 def tried(base: Path, before: list[str], python: list[str], *more: str, **variables: str) -> Told:
     # As a version that was pushed: within the state directory.
-    folder = environment_folder(base / "home" / "environments" / "folder", acts.ATTACKER)
-    (folder / "environment.toml").write_text("processes = 200")
+    folder = environment_folder(base / "home" / "environments" / "folder", acts.ATTACKER, needs="processes = 200")
     with at_stake(base, before if before == WITHOUT_RIGHTS else []) as names:
         command = [*before, *python, folder, json.dumps(names), *more]
         done = subprocess.run(

@@ -64,9 +64,7 @@ class Attack:
 
 @asynccontextmanager
 async def attack_on(folder: Path, needs: str = "", **options: object) -> AsyncGenerator[Attack]:
-    environment_folder(folder, ATTACKER)
-    if needs:
-        (folder / "environment.toml").write_text(needs)
+    environment_folder(folder, ATTACKER, needs=needs)
     async with await EnvironmentHost.start(folder, **options) as host:
         yield Attack(host)
 
@@ -857,8 +855,7 @@ def left_of(mark: str) -> list[psutil.Process]:
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
 @pytest.mark.parametrize("depth", [0, 100])
 async def test_a_fork_bomb_ends_where_no_namespace_can_be_had(tmp_path: Path, depth: int) -> None:
-    environment_folder(tmp_path / "folder", ATTACKER)
-    (tmp_path / "folder" / "environment.toml").write_text(f"processes = {depth + 150}")
+    environment_folder(tmp_path / "folder", ATTACKER, needs=f"processes = {depth + 150}")
     bomb = f"""
 import os
 os.environ["FLASH_MARK"] = "x"
