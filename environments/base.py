@@ -29,14 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-FULL_SCORE = 1.0 - 1e-6
-"""A score that is 1 but for rounding."""
+FULL_SCORE = 1.0 - 1e-6  # A score that is 1 but for rounding
 LARGEST_REWARD = 1e6
 """Of rewards and metrics, in size: they are summed and squared, and means of larger ones overflow
 or drown all others."""
 Json = dict[str, Any]
-ChatMessage = Json
-"""{"role": "system" | "user" | "assistant" | "tool", "content": str, ...}"""
+ChatMessage = Json  # {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 """An OpenAI function schema, or a typed Python function (see environments/tools.py)."""

@@ -41,14 +41,10 @@ from typing import Any, cast
 from environments.base import FULL_SCORE, RewardMetric, RewardResult, TaskExample
 
 log = logging.getLogger("environments")
-ANSWER_CHARACTERS = 4000
-"""Longer answers lose their end."""
-TRIES = 2
-"""How often the judge is asked before a reply that is no ranking is an error."""
-WAITS_S = (1.0, 2.0)
-"""Before a judge that refuses is asked again, unless it says how long."""
-PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP states with which an endpoint refuses for now."""
+ANSWER_CHARACTERS = 4000  # longer answers lose their end
+TRIES = 2  # how often the judge is asked before a reply that is no ranking is an error
+WAITS_S = (1.0, 2.0)  # before a judge that refuses is asked again, unless it says how long
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP states with which an endpoint refuses for now
 LIST = re.compile(r"\[\s*\d+(?:\s*,\s*\d+)*\s*\]")
 
 

@@ -20,8 +20,7 @@ from itertools import chain, takewhile
 from math import ceil
 from typing import Any, cast
 
-ALIKE = 0.8
-"""Share of their words that two tasks have in common if one is the other in other words."""
+ALIKE = 0.8  # share of their words that two tasks have in common if one is the other in other words
 TELLING_ALIKE = 0.85
 """Share of the words that at most half of all tasks have, which the one with fewer of them shares
 if both tasks have words of their own: a long instruction of all tasks does not make them alike."""
@@ -29,14 +28,10 @@ MOST_ALIKE = 20
 """Wordings of one task. If more are alike, it is the form of all tasks."""
 FILLERS = 2
 """So many others that differ from a task in the words at one place: these are what it asks."""
-MOST_FILLED = 3
-"""Words at that place."""
-MOST_PAIRS = 3_000_000
-"""So many pairs are compared, which takes some seconds."""
-MOST_TASKS = 30_000
-"""Of more tasks, no other words are sought: to index 20,000 takes a second."""
-MOST_SHOUTED = 0.6
-"""In a text with more capital letters than this share, they mark no names."""
+MOST_FILLED = 3  # words at that place
+MOST_PAIRS = 3_000_000  # so many pairs are compared, which takes some seconds
+MOST_TASKS = 30_000  # of more tasks, no other words are sought: to index 20,000 takes a second
+MOST_SHOUTED = 0.6  # in a text with more capital letters than this share, they mark no names
 
 # Scripts without spaces are compared by character. A bracket, sign or emoji may change what is
 # asked.

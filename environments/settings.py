@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 FILE = "settings.toml"
-MAX_BYTES = 1 << 20
-"""The size of a file that is read whole."""
+MAX_BYTES = 1 << 20  # the size of a file that is read whole
 LOCAL_OWNER = "local"
 KINDS: dict[Any, str] = {tuple: "a list of texts", str: "a text", bool: "true or false"}
 
@@ -53,15 +52,12 @@ class EnvironmentSettings:
 
     memory_gib: float = 0.0
     """GiB of memory that one environment may ask for; by default half of the machine's."""
-    processes: int = 4096
-    """Processes and threads that one environment may ask for."""
-    file_gib: float = 64.0
-    """GiB of one file that an environment may ask for."""
+    processes: int = 4096  # processes and threads that one environment may ask for
+    file_gib: float = 64.0  # giB of one file that an environment may ask for
     at_once: int = 0
     """Environments that run at the same time on this machine; by default one for each GiB of its
     memory, and at least 16."""
-    at_once_per_owner: int = 8
-    """The same, for each owner over HTTP."""
+    at_once_per_owner: int = 8  # the same, for each owner over HTTP
 
     @property
     def most_memory_gib(self) -> float:
@@ -82,8 +78,7 @@ class EnvironmentSettings:
     build_from_source: tuple[str, ...] = ()
     """Packages of a requirements.txt that may be built if they have no wheel, or "*" for all. A
     build runs code of the package's authors."""
-    interpreters_gib: float = 20.0
-    """Disk for the packages of all environments together."""
+    interpreters_gib: float = 20.0  # disk for the packages of all environments together
 
 
 @dataclass(frozen=True)
@@ -103,10 +98,8 @@ class DiskSettings:
     uploads_gib: float = 0.0
     """GiB of environments that an owner over HTTP may store; by default serve's
     --environment-mib."""
-    datasets_gib: float = 2.0
-    """GiB of datasets that an owner over HTTP may store."""
-    exports_gib: float = 64.0
-    """GiB of exports that an owner over HTTP may store."""
+    datasets_gib: float = 2.0  # giB of datasets that an owner over HTTP may store
+    exports_gib: float = 64.0  # giB of exports that an owner over HTTP may store
 
 
 @dataclass(frozen=True)
@@ -133,10 +126,8 @@ class ServingSettings:
     idle_minutes: float = 60.0
     """Minutes without a request to its server after which a deployment ends; deploy may set
     others."""
-    record_mib: float = 64.0
-    """MiB of requests that deploy(record=true) keeps for each deployment."""
-    record_days: float = 30.0
-    """Days after which a recorded request is deleted."""
+    record_mib: float = 64.0  # miB of requests that deploy(record=true) keeps for each deployment
+    record_days: float = 30.0  # days after which a recorded request is deleted
     record_redact: tuple[str, ...] = ("mail", "card", "key")
     """What is replaced in recorded texts: mail addresses, numbers of cards, keys of services, and
     regular expressions of the operator's."""
@@ -146,10 +137,8 @@ class ServingSettings:
 class CostSettings:
     """What the work of runs costs."""
 
-    price_per_hour: float = 0.0
-    """Price of an hour in which a run works; by default none is shown."""
-    currency: str = ""
-    """What stands after a price, such as EUR."""
+    price_per_hour: float = 0.0  # price of an hour in which a run works; by default none is shown
+    currency: str = ""  # what stands after a price, such as EUR
     owner_per_day: float = 0.0
     """What an owner's runs, and deployments on targets, may cost within 24 hours before the next
     ones wait or are refused; by default there is no limit."""

@@ -31,8 +31,7 @@ from environments.base import (
 
 MAX_TOOLS = 128
 MAX_DEPTH = 64
-TOOL_ERROR = "Error: "
-"""How an answer to a call that failed begins."""
+TOOL_ERROR = "Error: "  # how an answer to a call that failed begins
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 JSON_TYPES: dict[Any, str] = {
     str: "string",

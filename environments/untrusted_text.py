@@ -66,21 +66,18 @@ def quoted(text: str) -> str:
 # Redact a text before it is cut: no search finds half a secret. This guards against accidents. Code
 # that wants to reveal a secret can spell it in ways that no search finds.
 
-MIN_LENGTH = 4
-"""Shorter values are not searched for: replacing "1" or "no" would garble every text."""
+MIN_LENGTH = 4  # shorter values are not searched for: replacing "1" or "no" would garble every text
 MIN_ENCODED_LENGTH = 8
 """Shorter values are not searched for in base64 and hex: so few characters may occur by chance."""
 REPLACEMENT = "[secret]"
-MIN_LINE_LENGTH = 8
-"""Shorter lines of a secret are not searched for by themselves."""
+MIN_LINE_LENGTH = 8  # shorter lines of a secret are not searched for by themselves
 PATTERNS = {
     "mail": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
     "card": r"\b(?:\d[ -]?){12,18}\d\b",
     "key": r"\b(?:[spr]k|gh[opsu]|github_pat|hf|xox[abprs]|glpat|AKIA|AIza)[-_A-Za-z0-9]{16,}",
 }
 """What may be replaced wherever it is: mail addresses, numbers of cards, keys of services."""
-BREAK = r"(?:(?:\r?\n|\\n)[ \t]*)?"
-"""A long text is often broken into lines, also within JSON."""
+BREAK = r"(?:(?:\r?\n|\\n)[ \t]*)?"  # A long text is often broken into lines, also within JSON
 
 
 class Redactor:

@@ -38,8 +38,7 @@ NEEDS = {"html": "pages", "starts": "export"}
 with the mark needs(ROOM)."""
 
 NO_TIME = "no time was left"
-not_run: list[str] = []
-"""The tests that the option --until skipped."""
+not_run: list[str] = []  # the tests that the option --until skipped
 
 # The tests' models are tiny, and five tests run at a time: a second thread would spin for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -74,10 +74,8 @@ class Outcome:
     faults: list[Fault]
     attempts: int = 0
     seconds: float = 0.0
-    restarts: int = 0
-    """How often the client found its server gone and started another."""
-    told: list[str] = field(default_factory=list[str])
-    """Codes of the errors that the agent was shown."""
+    restarts: int = 0  # how often the client found its server gone and started another
+    told: list[str] = field(default_factory=list[str])  # codes of the errors that the agent was shown
     defects: list[str] = field(default_factory=list[str])
 
 

@@ -36,8 +36,7 @@ from tests.forked_site import forked_start
 from tests.places import ROOT
 from tests.waiting import WAIT_S
 
-VARIABLE = "FLASH_FORKS"
-"""Names the servers of this process and of those that it starts, and what confines them."""
+VARIABLE = "FLASH_FORKS"  # names the servers of this process and of those that it starts, and what confines them
 
 
 def start_servers(*packages: str) -> list[subprocess.Popen[bytes]]:

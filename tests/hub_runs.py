@@ -23,8 +23,7 @@ from tests.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "hubs.md"
 HELD_OUT = 24
-WAIT_S = 1800.0
-"""What the packages of an environment may take to be installed."""
+WAIT_S = 1800.0  # what the packages of an environment may take to be installed
 COMMON: dict[str, Any] = {
     "lora_rank": 16,
     "lora_alpha": 32,
@@ -43,8 +42,7 @@ class Lesson:
     name: str
     steps: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
-    split: str = "eval"
-    """What is evaluated where there are no steps."""
+    split: str = "eval"  # what is evaluated where there are no steps
 
     @property
     def title(self) -> str:

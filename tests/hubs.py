@@ -37,8 +37,7 @@ from tests.places import ROOT
 
 FOLDERS = Path(__file__).with_name("hub_environments")
 DOCUMENT = ROOT / "docs" / "environments.md"
-HOME = ROOT / ".venv" / "hubs"
-"""Keeps what was installed for the next time."""
+HOME = ROOT / ".venv" / "hubs"  # keeps what was installed for the next time
 SETTINGS = """
 [environments]
 network = ["*"]
@@ -46,8 +45,7 @@ build_from_source = ["cellpylib", "pycosat", "zss"]
 interpreters_gib = 40
 """
 EXAMPLE = "the example of TRAINING.md"
-AT_ONCE = 2
-"""Environments that are tried at the same time."""
+AT_ONCE = 2  # environments that are tried at the same time
 EPISODES = 8
 TURNS = 6
 CALL_TIMEOUT_S = 30.0
@@ -85,12 +83,9 @@ class Tried:
     """What happened to one environment."""
 
     name: str
-    refused: str = ""
-    """The error that an agent reads, if it did not run."""
-    unequal: str = ""
-    """The first episode that went differently."""
-    turns: int = 0
-    """Of all episodes."""
+    refused: str = ""  # the error that an agent reads, if it did not run
+    unequal: str = ""  # the first episode that went differently
+    turns: int = 0  # of all episodes
     seconds: float = 0.0
 
     @property

@@ -136,8 +136,7 @@ class Sample(EnvironmentMultiTurn):
 PARTS = []
 '''
 )
-TASKS = 16
-"""Tasks of each part."""
+TASKS = 16  # tasks of each part
 
 
 def many(sources: list[str]) -> str:

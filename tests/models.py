@@ -46,8 +46,7 @@ COLUMNS = (
 ANSWER_TOKENS = 16
 REGRETS = {"float32": 1e-3, "bfloat16": 0.5}
 """Nats by which a token that the engine took as the likeliest may be less likely to the trainer."""
-SERVED_NATS = 0.05
-"""The same for a server, which takes a model of fp32 in half precision."""
+SERVED_NATS = 0.05  # the same for a server, which takes a model of fp32 in half precision
 GGUF_NATS = 0.02
 SERVER_S = 400.0
 ON_A_CPU = {
@@ -63,8 +62,7 @@ class Row:
     """What was seen of one architecture. Each step has a word or a number, or why it failed."""
 
     name: str
-    layers: list[str] = field(default_factory=list)
-    """The kinds of layers that get an adapter."""
+    layers: list[str] = field(default_factory=list)  # the kinds of layers that get an adapter
     steps: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 

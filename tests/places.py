@@ -11,7 +11,6 @@ AGENT_CALCULATOR = ROOT / "environments" / "examples" / "agent_calculator" / "ag
 TERMINAL = ROOT / "environments" / "examples" / "terminal"
 AGENT_VOWELS = TESTS / "fixture_environments" / "agent_vowels"
 VOWELS = TESTS / "fixture_environments" / "vowels"
-NO_TORCH = TESTS / "no_torch"
-"""Modules named torch and vllm that refuse to be imported."""
+NO_TORCH = TESTS / "no_torch"  # modules named torch and vllm that refuse to be imported
 WHEELS = Path(sys.prefix, "wheels")
 """What environments' interpreters are made of, where scripts/test has fetched it: see packages.txt."""

@@ -14,14 +14,12 @@ NUMBERS = {
     "x86_64": {"link": 86, "linkat": 265, "flock": 73, "fcntl": 72},
     "aarch64": {"linkat": 37, "flock": 32, "fcntl": 25},
 }
-ERRORS = {"flock": errno.ENOLCK, "fcntl": errno.ENOLCK}
-"""The others are not permitted."""
+ERRORS = {"flock": errno.ENOLCK, "fcntl": errno.ENOLCK}  # the others are not permitted
 OFD_SETLK = 37
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, FILTER = 22, 38, 2
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, FAIL = 0x7FFF0000, 0x00050000
-NUMBER, SECOND_ARGUMENT = 0, 24
-"""Where in seccomp_data; of an argument the low half."""
+NUMBER, SECOND_ARGUMENT = 0, 24  # where in seccomp_data; of an argument the low half
 
 
 def program(names: list[str]) -> bytes:

@@ -20,8 +20,7 @@ from tests import slurm, sshd
 from tests.places import ROOT
 from tests.ports import free_ports
 
-SKY = Path(os.environ.get("FLASH_SKY", ROOT / ".venv/engines/sky"))
-"""The environment that has SkyPilot."""
+SKY = Path(os.environ.get("FLASH_SKY", ROOT / ".venv/engines/sky"))  # the environment that has SkyPilot
 PROGRAMS = ("curl", "rsync", *sshd.PROGRAMS)
 CURL = """#!/bin/sh
 case "$*" in

@@ -32,8 +32,7 @@ class Sample(EnvironmentSingleTurn):
 """
 REQUESTS = 30
 SHAPE: dict[str, Any] = {"max_tokens": 48, "lora_rank": 8, "lora_alpha": 16}
-LIKED = 0.75
-"""Users like answers of at most ten characters; of the model's own, four of ten are so short."""
+LIKED = 0.75  # users like answers of at most ten characters; of the model's own, four of ten are so short
 
 
 def liking(text: str) -> float:

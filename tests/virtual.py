@@ -16,8 +16,7 @@ from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 
 T = TypeVar("T")
-END = 258
-"""The token that ends a turn in tests.tiny's vocabulary."""
+END = 258  # the token that ends a turn in tests.tiny's vocabulary
 
 
 class _NoWait(selectors.DefaultSelector):

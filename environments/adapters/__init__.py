@@ -26,8 +26,7 @@ ADAPTERS = "flash_mcp.adapters"
 """The entry points of adapters: by the package whose objects it takes, a function of the object."""
 SDK = "freesolo"
 SDK_IMPORT = re.compile(rb"^\s*(from|import)\s+freesolo\b", re.MULTILINE)
-HELD_OUT_EVERY = 5
-"""Without a split for evaluation, each fifth task is held out."""
+HELD_OUT_EVERY = 5  # without a split for evaluation, each fifth task is held out
 
 Row = Mapping[str, Any]
 

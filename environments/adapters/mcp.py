@@ -26,8 +26,7 @@ from environments.tools import ToolsEnded
 
 PROTOCOL = "2025-06-18"
 TIMEOUT_S = 10.0
-STDERR_BYTES = 600
-"""How much of the end of what a server wrote to standard error an error repeats."""
+STDERR_BYTES = 600  # how much of the end of what a server wrote to standard error an error repeats
 NO_METHOD = {"code": -32601, "message": "this client serves no requests"}
 
 

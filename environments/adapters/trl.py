@@ -24,8 +24,7 @@ from environments.base import (
 )
 from environments.tools import EnvironmentToolUse
 
-OWN = ("reset", "get_reward")
-"""Methods that are no tools."""
+OWN = ("reset", "get_reward")  # methods that are no tools
 
 
 def load(

@@ -37,8 +37,7 @@ from environments.base import (
     UnsupportedError,
 )
 
-MOST_TASKS = 1000
-"""Taken from a taskset that has no end."""
+MOST_TASKS = 1000  # taken from a taskset that has no end
 MAX_CALLS = 64
 HERE = ("subprocess", "prime")
 """Runtimes that a seat may name: this sandbox, and the default one, which it stands in for."""

@@ -22,8 +22,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ended: Literal["stop", "length"] = "stop"
-    stopped_by: str | None = None
-    """The stop sequence of the request that ended the turn."""
+    stopped_by: str | None = None  # the stop sequence of the request that ended the turn
     temperature: float = 1.0
     top_p: float = 1.0
     logprobs: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
@@ -51,15 +50,11 @@ class CallOptions:
     tool_name: str | None = None
     """The tool that has to be called. `tool_choice` is then "required"."""
     parallel_tool_calls: bool = True
-    json_schema: dict[str, Any] | None = None
-    """The schema of the answer's text."""
+    json_schema: dict[str, Any] | None = None  # the schema of the answer's text
     logprobs: bool = False
-    role: str = ""
-    """What part of the agent asks, in its own words."""
-    is_trained: bool = True
-    """Whether the answer is trained; otherwise it is context."""
-    is_base: bool = False
-    """Whether the base model answers instead of the one that is trained."""
+    role: str = ""  # what part of the agent asks, in its own words
+    is_trained: bool = True  # whether the answer is trained; otherwise it is context
+    is_base: bool = False  # whether the base model answers instead of the one that is trained
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from the defaults, as JSON."""

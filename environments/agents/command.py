@@ -37,8 +37,7 @@ from environments.sandbox.seccomp import allowed_calls
 REWARD_FILE = "FLASH_REWARD_FILE"
 REWARD_NAME = "reward.json"
 SHOWN_CHARACTERS = 2000
-MAX_OUTPUT_BYTES = 8 << 20
-"""Of what a program printed, its `reward` gets the end."""
+MAX_OUTPUT_BYTES = 8 << 20  # of what a program printed, its `reward` gets the end
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,8 @@ def model_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
 # has a part of the environment's processes, and all that it starts ends with its rollout.
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-BEGINNING = ("clone", "fork", "vfork")
-"""The system calls with which processes and threads begin."""
-SHARE = 4
-"""A program has at most 1/SHARE of its environment's processes and threads."""
+BEGINNING = ("clone", "fork", "vfork")  # the system calls with which processes and threads begin
+SHARE = 4  # A program has at most 1/SHARE of its environment's processes and threads
 FEWEST = 32
 
 

@@ -23,26 +23,21 @@ from environments.agents.calls import CallOptions, Usage
 from environments.base import ChatMessage, Json
 from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 
-Event = tuple[str | None, Json]
-"""Its name, if the dialect names events, and its data."""
+Event = tuple[str | None, Json]  # its name, if the dialect names events, and its data
 MODEL = "policy"
 """The name of the model that is trained or evaluated. Every other name in a request is it too, and
 says which role of the agent asks, but for BASE."""
-BASE = "base"
-"""The name of the base model, which is not trained."""
-UNTRAINED = ":untrained"
-"""Ends a name of the model if its answer is not to be trained."""
+BASE = "base"  # the name of the base model, which is not trained
+UNTRAINED = ":untrained"  # ends a name of the model if its answer is not to be trained
 ROLE_HEADER = "x-flash-role"
 TRAIN_HEADER = "x-flash-train"
-MOST_CHOICES = 8
-"""Answers that one request may ask for."""
+MOST_CHOICES = 8  # answers that one request may ask for
 MOST_STOPS = 16
 MOST_ROLE_CHARACTERS = 64
 ANY_OBJECT: Json = {"type": "object"}
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 TEXT_PARTS = ("text", "input_text", "output_text")
-UNSEEN_PARTS = ("thinking", "redacted_thinking")
-"""Parts that models of others wrote for themselves."""
+UNSEEN_PARTS = ("thinking", "redacted_thinking")  # parts that models of others wrote for themselves
 CHARACTERS_PER_TOKEN = 3
 """For requests that only count tokens: the model's tokenizer is in another process."""
 
@@ -98,10 +93,8 @@ class ApiRequest:
     messages: list[ChatMessage]
     tools: list[Json]
     options: CallOptions
-    identity: str
-    """Of the reply."""
-    choices: int = 1
-    """How many answers it asks for."""
+    identity: str  # of the reply
+    choices: int = 1  # how many answers it asks for
     left_out: list[str] = field(default_factory=list[str])
     """Tools of the service, which cannot be had here."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -71,10 +71,8 @@ DESCRIBES = {"version", "schema_version", "metadata", "task", "source"}
 class HarborTask:
     folder: Path
     instruction: str
-    image: str | None
-    """One that is there already; else that of environment/Dockerfile."""
-    workdir: str | None
-    """In place of the image's."""
+    image: str | None  # one that is there already; else that of environment/Dockerfile
+    workdir: str | None  # in place of the image's
     has_network: bool
     agent_s: float
     verifier_s: float

@@ -42,8 +42,7 @@ FULL = """\
 This program has {} processes and threads, its part of the environment's. environment.toml may ask \
 for more `processes`."""
 libc = ctypes.CDLL(None, use_errno=True)
-statuses: dict[int, int] = {}
-"""{pid: wait status} of what has ended."""
+statuses: dict[int, int] = {}  # {pid: wait status} of what has ended
 
 
 class _FilterProgram(ctypes.Structure):

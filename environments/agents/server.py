@@ -41,8 +41,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/responses": Responses(),
     "/messages": Messages(),
 }
-COUNT_TOKENS = "/count_tokens"
-"""Ends the path of a request that is only counted."""
+COUNT_TOKENS = "/count_tokens"  # ends the path of a request that is only counted
 MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = 2 << 20
 """On its way to the model a text may take three times as many bytes, and a reply of this process
@@ -52,13 +51,11 @@ MOST_DISCARDED_BYTES = 64 << 20
 LENGTH = re.compile("[0-9]{1,18}")
 MOST_UNREAD = 256
 """Connections whose request is not whole yet. The oldest is closed for a new one."""
-MOST_CONNECTIONS = 32
-"""Requests of one session that are served at the same time."""
+MOST_CONNECTIONS = 32  # requests of one session that are served at the same time
 READ_TIMEOUT_S = 60.0
 """A connection is closed if its request is not whole, or its answer not read, after so long."""
 MOST_SEEN_OFF = 256
-SEE_OFF_S = 5.0
-"""How long a client may take to close a connection whose answer it has been sent."""
+SEE_OFF_S = 5.0  # how long a client may take to close a connection whose answer it has been sent
 COMMENT_EVERY_S = 5.0
 """How often a stream that waits for the model sends a comment: clients time out on silence."""
 UNCOUNTED = ("invalid_api_key", "context_length_exceeded", "rate_limit_exceeded")

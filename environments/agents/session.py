@@ -24,12 +24,9 @@ from environments.agents.calls import ANSWER_ROLES, NO_OPTIONS, AgentCall, CallO
 from environments.agents.dialects import ApiError, TurnToSend
 from environments.base import ChatMessage, Json
 
-MOST_AT_ONCE = 8
-"""Requests of one session that may wait at the same time."""
-ESTABLISHED = 1
-"""The state of a connection (TCP_INFO) that both ends hold open."""
-MOST_KINDS = 20
-"""Kinds of refusals that are told apart."""
+MOST_AT_ONCE = 8  # requests of one session that may wait at the same time
+ESTABLISHED = 1  # the state of a connection (TCP_INFO) that both ends hold open
+MOST_KINDS = 20  # kinds of refusals that are told apart
 
 
 Asks = tuple[list[Any], list[Json], CallOptions]
@@ -76,18 +73,14 @@ class Peer:
 @dataclass(eq=False)
 class SessionCall:
     request: AgentCall
-    messages: list[ChatMessage]
-    """All of its conversation, without the answer."""
+    messages: list[ChatMessage]  # all of its conversation, without the answer
     asks: Asks
     said: list[Any]
     """The essence of each message of its conversation, with the answer once there is one."""
     answer: asyncio.Future[TurnToSend]
-    clients: list[Peer] = field(default_factory=list[Peer])
-    """Those whose connections are open."""
-    is_sent: bool = False
-    """Whether the answer was written to a client."""
-    is_read: bool = False
-    """Whether a client that has ended its connection had read it."""
+    clients: list[Peer] = field(default_factory=list[Peer])  # those whose connections are open
+    is_sent: bool = False  # whether the answer was written to a client
+    is_read: bool = False  # whether a client that has ended its connection had read it
 
     @property
     def is_answered(self) -> bool:

@@ -36,14 +36,12 @@ TURNS = 20
 COMMAND_S = 60
 SHOWN_CHARACTERS = 2000
 MAX_BYTES = 8 << 20
-COMPACT_CHARACTERS = 12_000
-"""A conversation with more is compacted."""
+COMPACT_CHARACTERS = 12_000  # A conversation with more is compacted
 ROOTS = ("app", "tests", "logs", "solution", "tmp")
 """Folders of a task's image that a task without a container has in a folder of its own."""
 SECRET = re.compile("OPENAI_|ANTHROPIC_|FLASH_")
 
-Shell = Callable[[str], str]
-"""A command -> what it printed and how it ended."""
+Shell = Callable[[str], str]  # A command -> what it printed and how it ended
 Ask = Callable[[list[Json]], Json]
 """A conversation -> the model's message. ModelRefused if the model may be asked no more."""
 

@@ -49,8 +49,7 @@ INJECTED = (
 """Answers that are right everywhere if the scorer uses them as a pattern, a number or code."""
 MOST_GOLDS = 6
 MOST_JOINED = 40
-FIRST_TASKS = 6
-"""Every candidate is played on so many tasks, and then only the best ones on all."""
+FIRST_TASKS = 6  # every candidate is played on so many tasks, and then only the best ones on all
 FINALISTS = 3
 FIRST_FINAL_TASKS = 40
 """The finalists are played on so many tasks, and then the best one on all the others."""

@@ -26,8 +26,7 @@ from environments.process import requirements
 from environments.process.clock import SHIFT_VARIABLE
 from environments.process.host import EnvironmentFault, EnvironmentHost
 
-ROWS = {"train": 5, "eval": 3}
-"""How many tasks of each split are tried."""
+ROWS = {"train": 5, "eval": 3}  # how many tasks of each split are tried
 OTHER_CLOCK = {"TZ": "ALT-13:37", SHIFT_VARIABLE: str(400 * 86_400 + 47_231)}
 """What differs between the two processes that must agree: time zone, date and time of day."""
 OUT_OF_TIME = "not finished: the time for all checks was used up"

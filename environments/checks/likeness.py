@@ -12,16 +12,13 @@ from environments.same_task import template_of, words_of
 from environments.untrusted_text import plain_name
 
 FEWEST_TASKS = 5
-MOST_TASKS = 0.9
-"""A sign counts if it is there on so many of the tasks."""
-PLACES = 12
-"""How many words from either end of a prompt are looked at."""
+MOST_TASKS = 0.9  # A sign counts if it is there on so many of the tasks
+PLACES = 12  # how many words from either end of a prompt are looked at
 LONGEST_PERIOD = 8
 CHANCE_ALIKE = 0.02
 """So small a share of the eval tasks may be like a train task by chance: 3 + 4 and 4 + 3."""
 MOST_RARE = 3
-RARE_SHARE = 0.05
-"""A word in so many tasks, or an answer to so many of them, tells one from others."""
+RARE_SHARE = 0.05  # A word in so many tasks, or an answer to so many of them, tells one from others
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ class Played:
     prompt: list[ChatMessage]
     replies: list[ChatMessage]
     score: Score
-    is_cut: bool
-    """Whether the episode would have gone on after the last answer."""
+    is_cut: bool  # whether the episode would have gone on after the last answer
     is_agent: bool = False
 
     @property
@@ -247,8 +246,7 @@ async def known_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
 # -- tool calls that a model may write without solving a task --------------------------------------
 
 CALL_ID = call_id(0)
-UNPARSED = '<tool_call>\n{"name": '
-"""What is left of a call that does not parse: text."""
+UNPARSED = '<tool_call>\n{"name": '  # what is left of a call that does not parse: text
 UNKNOWN_TOOL = "no_such_tool"
 ODD_VALUES: dict[str, Any] = {
     "string": "",

@@ -36,34 +36,27 @@ from environments.process.host import EnvironmentFault, Score
 from environments.tools import TOOL_ERROR
 from environments.untrusted_text import plain_name, quoted
 
-LOW_SHARE = 0.4
-"""A worthless answer may earn at most this share of the gold answer's reward."""
+LOW_SHARE = 0.4  # A worthless answer may earn at most this share of the gold answer's reward
 HIT_SHARE = 0.25
 """Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
 JUNK_SHARE = 0.5
 """One junk text may succeed on at most this share: some tasks take a few words for right."""
-MORE_TASKS = 24
-"""If one junk text succeeds on a larger share, it is played on so many tasks more."""
-LOOSE_SHARE = 0.1
-"""Where junk is right on more of the tasks, two answers at once may be right too."""
+MORE_TASKS = 24  # if one junk text succeeds on a larger share, it is played on so many tasks more
+LOOSE_SHARE = 0.1  # where junk is right on more of the tasks, two answers at once may be right too
 ECHO_SHARE = 0.6
 """Parts of the prompt may succeed on this share: the answer is often a number of the question."""
 CONSTANT_SHARE = 0.85
 """One constant may succeed on less than this share of the tasks, and earn less than this share of
 the gold answers' reward. What succeeds on 93 % of all tasks may do so on 87 % of the sample."""
-STATED_SHARE = 0.9
-"""On so many tasks the prompt may state the gold answer."""
-COPIED_SHARE = 0.05
-"""So small a share of a split may be copies of other tasks."""
-FEWEST_TOLD = 5
-"""With fewer tasks, replies that hold the gold answer say nothing."""
+STATED_SHARE = 0.9  # on so many tasks the prompt may state the gold answer
+COPIED_SHARE = 0.05  # so small a share of a split may be copies of other tasks
+FEWEST_TOLD = 5  # with fewer tasks, replies that hold the gold answer say nothing
 REWORDED_SHARE = 1 / 3
 """So many of the eval tasks may be train tasks in other words, as by chance where tasks are few."""
 MOST_REWARD = 1000.0
 EVERY_GOLD_SHARE = 0.25
 """Of the time that is left, the share in which the gold answers of all tasks are played."""
-WROTE = 800
-"""Characters of an environment's own text in evidence."""
+WROTE = 800  # characters of an environment's own text in evidence
 SUCCESS_FIX = "set success in RewardResult: by default a score of at least 1 is a success"
 COPIES_FIX = "remove the copies; if other data tells them apart, put that into their input"
 AGREE_FIX = "make the gold answer and the scorer agree; success must be true for it"
@@ -230,8 +223,7 @@ class _Earned:
     """What answers earned that must win nothing."""
 
     rewards: list[float] = field(default_factory=list[float])
-    paid: dict[Task, str] = field(default_factory=dict[Task, str])
-    """What is too much, in words."""
+    paid: dict[Task, str] = field(default_factory=dict[Task, str])  # what is too much, in words
 
     async def play(
         self,

@@ -15,8 +15,7 @@ from environments.faults import EnvironmentFault
 from environments.process.host import Ended, EnvironmentHost, Score
 from environments.tools import text_of
 
-AT_ONCE = 8
-"""Groups."""
+AT_ONCE = 8  # groups
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,8 @@ class StoredConversation:
     group: tuple[int, int]
     """Attempts of one group are scored together, where the environment scores groups."""
     messages: Sequence[ChatMessage]
-    prompt: int
-    """How many of the messages came before the model's first turn."""
-    is_cut: bool
-    """It ended for want of tokens or turns."""
+    prompt: int  # how many of the messages came before the model's first turn
+    is_cut: bool  # it ended for want of tokens or turns
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ class Probe:
     passed: bool | None
     evidence: str
     fix: str = ""
-    finished: bool = True
-    """False if there was no time for it."""
+    finished: bool = True  # false if there was no time for it
 
 
 @dataclass

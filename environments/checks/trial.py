@@ -44,20 +44,16 @@ class Trial:
     host: EnvironmentHost
     start_other: Callable[[], Awaitable[EnvironmentHost]]
     report: Report
-    ends: float
-    """When all checks end, by time.monotonic()."""
-    max_tokens: int | None = None
-    """How many tokens a model may write in one turn, if that is known."""
+    ends: float  # when all checks end, by time.monotonic()
+    max_tokens: int | None = None  # how many tokens a model may write in one turn, if that is known
     tasks: list[Task] = field(default_factory=list[Task])
     openings: dict[Task, Opening] = field(default_factory=dict[Task, Opening])
     golds: dict[Task, tuple[str, ...]] = field(default_factory=dict[Task, tuple[str, ...]])
     played: dict[Task, Played] = field(default_factory=dict[Task, Played])
     """The conversations with gold answers."""
     junk_rewards: dict[Answers, list[float]] = field(default_factory=dict[Answers, list[float]])
-    junk_successes: float = 0.0
-    """Share of the tasks on which the luckiest junk text succeeds."""
-    is_substring_scorer: bool = False
-    """Whether gold answers win beside anything else."""
+    junk_successes: float = 0.0  # share of the tasks on which the luckiest junk text succeeds
+    is_substring_scorer: bool = False  # whether gold answers win beside anything else
     open_ended: set[Task] = field(default_factory=set[Task])
     """The tasks that a gold answer wins whatever its last turn says."""
     seen: dict[Task, tuple[str, tuple[str, ...]]] = field(

@@ -27,8 +27,7 @@ from environments.untrusted_text import Redactor, marked
 STDERR_TAIL_CHARACTERS = 4000
 MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
-MAX_PRINTED_LINE_CHARACTERS = 10_000
-"""A longer line of what a child prints is broken."""
+MAX_PRINTED_LINE_CHARACTERS = 10_000  # A longer line of what a child prints is broken
 MAX_PRINTED_BYTES = 8 << 20
 """How much of one child's output goes to our log. Only the end of the rest is kept, as evidence."""
 FORGED = "it sent what is no reply: code wrote to the descriptor that answers go through"

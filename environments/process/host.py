@@ -40,12 +40,10 @@ from environments.untrusted_text import Redactor
 ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""
 PLACE_POLL_S = 0.1
-MOST_AGENTS = 128
-"""Agents that run at once in one environment."""
+MOST_AGENTS = 128  # agents that run at once in one environment
 THREADS_OF_AN_AGENT = 17
 """Its own; and for each of 8 requests at once, one that serves it and one of its client."""
-MOST_CALL_S = 86_400.0
-"""No environment.toml makes a call longer."""
+MOST_CALL_S = 86_400.0  # no environment.toml makes a call longer
 FROZEN = "its process answered no call any more (does code hold the interpreter?)"
 STOPPED = "the environment host was stopped"
 
@@ -60,12 +58,9 @@ class Opening:
     max_turns: int
     tools: list[Json] = field(default_factory=list[Json])
     """OpenAI function schemas of what the model may call."""
-    expected: str | None = None
-    """The beginning of the gold answer, if the task has one as text."""
-    group: str | None = None
-    """What the task declares that it hangs together with."""
-    options: CallOptions = NO_OPTIONS
-    """What an agent's first request asks of its answer."""
+    expected: str | None = None  # the beginning of the gold answer, if the task has one as text
+    group: str | None = None  # what the task declares that it hangs together with
+    options: CallOptions = NO_OPTIONS  # what an agent's first request asks of its answer
     is_agent: bool = False
     """Whether this is the first request of an agent, call 0: `next_call` has the others, and
     `answer_call` answers them."""
@@ -81,8 +76,7 @@ class Step:
 
     done: bool
     messages: list[ChatMessage]
-    reward: float | None = None
-    """What the turn earned, where the environment rewards turns."""
+    reward: float | None = None  # what the turn earned, where the environment rewards turns
 
 
 @dataclass(frozen=True)
@@ -110,10 +104,8 @@ class Score:
 @dataclass
 class _Episode:
     child: ChildProcess | None = None
-    calls: int = 1
-    """The requests of an agent that have no answer."""
-    since: float = 0.0
-    """When the last one was answered, by the clock of the event loop."""
+    calls: int = 1  # the requests of an agent that have no answer
+    since: float = 0.0  # when the last one was answered, by the clock of the event loop
 
 
 @dataclass(eq=False)
@@ -133,8 +125,7 @@ class EnvironmentHost:
     _secrets: Mapping[str, str]
     _variables: Mapping[str, str]
     _concurrency: int
-    timeout_s: float
-    """The seconds of one call, with what environment.toml says of them."""
+    timeout_s: float  # the seconds of one call, with what environment.toml says of them
     _start_timeout_s: float
     _scratch: Path
     _scratch_lock: ExitStack
@@ -142,8 +133,7 @@ class EnvironmentHost:
     """The number of tasks of each split. It is 0 for eval if there is no eval split."""
     sandbox: dict[str, str] = field(default_factory=dict[str, str])
     """{protection: "" if it works, else why it does not}, as the warden found them."""
-    scores_groups: bool = False
-    """Whether the environment defines `score_group`."""
+    scores_groups: bool = False  # whether the environment defines `score_group`
     plays_gold: bool = False
     """Whether it is an agent that defines `gold_turn`: `gold` then has nothing."""
 

@@ -81,8 +81,7 @@ environment's, so those that have no wheel are built without the operator's leav
 """
 PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
 """Environment variables that an installer gets."""
-UPLOADS = re.compile(r"UV_PUBLISH_.*", re.IGNORECASE)
-"""Those that it never gets."""
+UPLOADS = re.compile(r"UV_PUBLISH_.*", re.IGNORECASE)  # those that it never gets
 CREDENTIAL_NAME = re.compile(
     r"user(name)?\b|password|token|keyring|client[-_]?(cert|key)|auth|credential", re.IGNORECASE
 )

@@ -27,10 +27,8 @@ PATH_BENEATH = 1
 NET_PORT = 2
 BIND_TCP = 1
 CONNECT_TCP = 2
-PORTS_SINCE = 4
-"""The version of Landlock that knows rules for ports (Linux 6.7)."""
-TRUNCATE_SINCE = 3
-"""The version of Landlock that says which files may be emptied (Linux 6.2)."""
+PORTS_SINCE = 4  # the version of Landlock that knows rules for ports (Linux 6.7)
+TRUNCATE_SINCE = 3  # the version of Landlock that says which files may be emptied (Linux 6.2)
 EXECUTE = 1
 WRITE_FILE = 1 << 1
 READ_FILE = 1 << 2
@@ -55,8 +53,7 @@ passwd pki/tls/certs pki/ca-trust protocols resolv.conf services ssl/certs ssl/o
 """What programs look up in /etc. The rest of it may be secret."""
 TERMINALS = ("tty", "ptmx", "pts")
 PACKAGE = Path(__file__).parents[1]
-Right = tuple[str | Path, int]
-"""A path, and what may be done there."""
+Right = tuple[str | Path, int]  # A path, and what may be done there
 
 
 def knows_ports() -> bool:

@@ -65,18 +65,15 @@ class Own:
 
     uid: int | None = None
     """The user that it becomes, if we are root. Only its processes have that user."""
-    is_mapped: bool = False
-    """Whether it has a user namespace."""
-    owns_files: bool = False
-    """Whether the folders that it writes to belong to that user."""
+    is_mapped: bool = False  # whether it has a user namespace
+    owns_files: bool = False  # whether the folders that it writes to belong to that user
     loopback: bool = False
     """Whether it has an empty network namespace whose loopback interface is up."""
     process_tree: str = "this system has no PID namespaces"
     """"" if it has a PID namespace, else why not."""
     attributes: str = "this system has no mount namespaces"
     """"" if it has a root of its own, else why not."""
-    proc: str = attributes
-    """"" if its /proc shows its own processes only, else why not."""
+    proc: str = attributes  # "" if its /proc shows its own processes only, else why not
 
     @property
     def has_processes(self) -> bool:
@@ -134,8 +131,7 @@ def _enter_user_namespace() -> None:
 
 # -- another user ----------------------------------------------------------------------------------
 
-_taken: list[socket] = []
-"""Keeps other wardens from taking the same user until this process ends."""
+_taken: list[socket] = []  # keeps other wardens from taking the same user until this process ends
 
 
 def exclusive_uid() -> int:
@@ -188,8 +184,7 @@ def become(own: Own) -> None:
 
 # -- a root of its own -----------------------------------------------------------------------------
 
-OLD = "/.machine"
-"""Where the machine's root is while the new one is filled."""
+OLD = "/.machine"  # where the machine's root is while the new one is filled
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {
     "ptmx": "pts/ptmx",

@@ -39,12 +39,9 @@ class Needs:
     """For an EnvironmentAgent: the model is served to it on a port of loopback."""
     gateway: bool = False
     """Its agent is a program outside, which asks a run for tasks and sends back answers."""
-    memory_gib: float = 8.0
-    """For all its processes together."""
-    processes: int = 512
-    """Processes and threads, in addition to one thread for each running call."""
-    file_gib: float = 4.0
-    """The size of one file."""
+    memory_gib: float = 8.0  # for all its processes together
+    processes: int = 512  # processes and threads, in addition to one thread for each running call
+    file_gib: float = 4.0  # the size of one file
     call_timeout_s: float = 0.0
     """Seconds that one call into its code may take, if those of its caller are fewer."""
     secrets: tuple[str, ...] = ()
@@ -89,14 +86,11 @@ class Bounds:
     threads: int = 32
     system: tuple[str, ...] = SYSTEM
     readable: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
-    """Folders in `scratch`, if the code may not write to all of it."""
-    port: int = 0
-    """The port of an endpoint, the only one where the code has no loopback of its own."""
+    written: tuple[str, ...] = ()  # folders in `scratch`, if the code may not write to all of it
+    port: int = 0  # the port of an endpoint, the only one where the code has no loopback of its own
     user: int | None = None
     """The user that the code becomes, if we are root and these folders are already that user's."""
-    without_file_protection: bool = False
-    """Run code also if `files` cannot be protected."""
+    without_file_protection: bool = False  # run code also if `files` cannot be protected
 
     @property
     def writable(self) -> tuple[str, ...]:
@@ -116,5 +110,4 @@ class Bounds:
         return cls(**fields)
 
 
-own: Bounds | None = None
-"""Those of the sandbox that this process is in."""
+own: Bounds | None = None  # those of the sandbox that this process is in

@@ -26,10 +26,8 @@ from subprocess import DEVNULL
 from environments.locks import try_lock
 from environments.settings import machine_directory
 
-MIN_AGE_S = 60.0
-"""The process that made a younger folder may not have locked it yet."""
-GARBAGE = ".removed-"
-"""How a folder's name begins while it is removed, which may take minutes."""
+MIN_AGE_S = 60.0  # the process that made a younger folder may not have locked it yet
+GARBAGE = ".removed-"  # how a folder's name begins while it is removed, which may take minutes
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 

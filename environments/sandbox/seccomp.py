@@ -36,8 +36,7 @@ OF_A_PROCESS = (
     "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr", "prlimit64",
 )  # fmt: skip
 """What changes the process that its first argument names, 0 for the caller."""
-NAMESPACES = 0x7E020000
-"""The flags of clone that ask for namespaces."""
+NAMESPACES = 0x7E020000  # the flags of clone that ask for namespaces
 LENGTH_FLAGS = os.O_ACCMODE | os.O_TRUNC
 LENGTH_IS_KEPT = (0, 1, 2, 3, os.O_TRUNC | os.O_WRONLY, os.O_TRUNC | os.O_RDWR)
 """What these flags of an open may be where Landlock does not refuse to empty a file: only what asks

@@ -43,8 +43,7 @@ from environments.sandbox.needs import Bounds
 
 CHECK_EVERY_S = 0.5
 SWEEP_TIMEOUT_S = 5.0
-MEMORY_EXIT_CODE = 97
-"""The exit code that tells the host that the processes used too much memory."""
+MEMORY_EXIT_CODE = 97  # the exit code that tells the host that the processes used too much memory
 UNPROTECTED_EXIT_CODE = 96
 """The exit code that tells the host that files cannot be protected. stderr says why."""
 KERNEL_BYTES = 64 << 20
@@ -292,8 +291,7 @@ class MemoryGroup:
     """A cgroup of version 1 or 2."""
 
     folder: Path
-    events: str
-    """The file with the number of processes that the kernel killed."""
+    events: str  # the file with the number of processes that the kernel killed
 
     def enter(self) -> bool:
         """Put this process into the group. Whether that worked."""

@@ -16,8 +16,7 @@ from environments.faults import EnvironmentFault
 from tests.folders import environment_folder
 
 pytestmark = pytest.mark.slow
-check = partial(gate.check, deadline_s=600)
-"""However busy the machine is, every check ends."""
+check = partial(gate.check, deadline_s=600)  # however busy the machine is, every check ends
 EXAMPLES = Path(environments.__file__).parent / "examples"
 PROBES = [
     "loads", "tasks", "prompts", "gold", "junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "nonsense",

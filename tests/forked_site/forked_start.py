@@ -13,8 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-WAIT_S = 500.0
-"""As in tests.waiting: it only ends a test that hangs."""
+WAIT_S = 500.0  # as in tests.waiting: it only ends a test that hangs
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LIMITS = ("Umask", "Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
 

@@ -21,8 +21,7 @@ class Cost:
     first_step_s: float
     step_s: float
     step_requests: float | None = None
-    idle_requests: int | None = None
-    """In a minute in which the run makes no progress."""
+    idle_requests: int | None = None  # in a minute in which the run makes no progress
 
 
 def measure(rehearsal: Rehearsal, target: str) -> Cost:

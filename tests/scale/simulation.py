@@ -71,16 +71,11 @@ def pretend(folders: str) -> None:
 
 @dataclass
 class Seen:
-    submitted_s: float = 0.0
-    """Until the last of the later runs had its job."""
-    gap_s: float = 0.0
-    """The longest time for which the supervisor took in no heartbeat of a run."""
-    tool_s: float = 0.0
-    """The longest that `status` took meanwhile."""
-    cpu_share: float = 0.0
-    """Processor time of the supervisor while all runs were under way, by the clock's."""
-    ended: list[str] = field(default_factory=list[str])
-    """Runs whose attempt was ended."""
+    submitted_s: float = 0.0  # until the last of the later runs had its job
+    gap_s: float = 0.0  # the longest time for which the supervisor took in no heartbeat of a run
+    tool_s: float = 0.0  # the longest that `status` took meanwhile
+    cpu_share: float = 0.0  # processor time of the supervisor while all runs were under way, by the clock's
+    ended: list[str] = field(default_factory=list[str])  # runs whose attempt was ended
 
 
 class Simulation:

@@ -46,11 +46,9 @@ SHOWN = {
     "lag": "lists of the store 10 s late for 60 s",
     "drain": "nodes drained for 40 s",
 }
-TARGETS = ("quick", "near")
-"""They share a cluster, and each has runs."""
+TARGETS = ("quick", "near")  # they share a cluster, and each has runs
 STEPS = 15
-PAUSE_S = 4.0
-"""The longest between the end of a fault and the next."""
+PAUSE_S = 4.0  # the longest between the end of a fault and the next
 DOWN_S = 15.0
 CUT_S = 40.0
 FROZEN_S = 60.0
@@ -58,10 +56,8 @@ FULL_S = 20.0
 EXPIRED_S = 240.0
 BYTES_PER_S = 200_000.0
 LAG_S = 10.0
-MOST_TOOL_S = 2.0
-"""No tool may take longer, whatever a target does."""
-OUTLIVE_S = 120.0
-"""How long a process may need to see that its attempt was replaced."""
+MOST_TOOL_S = 2.0  # no tool may take longer, whatever a target does
+OUTLIVE_S = 120.0  # how long a process may need to see that its attempt was replaced
 
 
 def shown(engine: str, kind: str) -> str:

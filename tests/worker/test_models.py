@@ -18,8 +18,7 @@ from worker.adapter import merged_weights, named_in_files
 from worker.model_files import ModelFiles
 from worker.training.policy import load_policy
 
-QUICK = ("qwen3_5",)
-"""A wrapper with a state."""
+QUICK = ("qwen3_5",)  # A wrapper with a state
 QUICK_STEPS = tuple(step for step in STEPS if step not in ("evaluate", "deploy", "experts"))
 """The others start processes of vLLM."""
 

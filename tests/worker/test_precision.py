@@ -43,8 +43,7 @@ def files_of(folder: Path, fields: dict[str, Any]) -> ModelFiles:
 
 NONE: dict[str, Any] = {"has_bf16_products": False}
 SLOWER: dict[str, Any] = {"bf16_over_fp32": 1.5}
-LEAST = 8 * GIB
-"""Room for fp32 where bf16 would do."""
+LEAST = 8 * GIB  # room for fp32 where bf16 would do
 
 
 @pytest.mark.usefixtures("processor")

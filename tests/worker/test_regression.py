@@ -23,8 +23,7 @@ from tests.places import CALCULATOR, NO_TORCH
 from worker.ranks import ALONE
 from worker.training_session import TrainingSession
 
-TROUBLE = {"tools_unsupported": True, "out_of_memory": False}
-"""Whether a run goes on after it."""
+TROUBLE = {"tools_unsupported": True, "out_of_memory": False}  # whether a run goes on after it
 SPLIT = {"name": "regression", "path": str(REGRESSION_FOLDER), "owner": "local", "tasks": 120}
 GONE = {**SPLIT, "path": "/nowhere"}
 SFT: dict[str, Any] = {

@@ -38,8 +38,7 @@ class Told:
     acts: dict[str, str]
     faults: dict[str, str]
     open: dict[str, str]
-    has_victim: bool
-    """Whether another process of the user still runs."""
+    has_victim: bool  # whether another process of the user still runs
 
     def done(self) -> dict[str, str]:
         """The acts that were not refused though the protection that they need works."""

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.linux
 HEADERS = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 UNFILTERED = {335, 336}
 """uretprobe and uprobe of x86_64: the kernel lets them past every filter, and kills what calls them itself."""
-HIGHEST = 700
-"""Above the numbers of all system calls that exist."""
+HIGHEST = 700  # above the numbers of all system calls that exist
 
 UNLISTED = """
 import ctypes, errno, json, sys

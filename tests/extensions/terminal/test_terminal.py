@@ -189,8 +189,7 @@ def test_a_call_that_is_none_is_answered() -> None:
 
 # -- in a container --------------------------------------------------------------------------------
 
-IMAGE = "localhost/plain:1"
-"""A Python with bash, where a machine has one for its docker or podman."""
+IMAGE = "localhost/plain:1"  # A Python with bash, where a machine has one for its docker or podman
 ENGINE = f"""#!{sys.executable}
 # The words that are used of docker and podman. A container is a folder.
 import os, subprocess, sys, tempfile

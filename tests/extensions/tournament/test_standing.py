@@ -11,8 +11,7 @@ import pytest
 from flash_mcp.extensions.tournament.standing import FIRST_ROUND, Standing, evidence, round_size
 from flash_mcp.judgement.statistics import ALPHA, difference
 
-CORRELATION = 0.5
-"""How much of a task's difficulty all arms share."""
+CORRELATION = 0.5  # how much of a task's difficulty all arms share
 
 
 def tournaments(success: Sequence[float], tasks: int, count: int, templates: int = 0) -> tuple[list[Standing], float]:
