@@ -37,7 +37,8 @@ from flash_mcp.state.serving import request_stop
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import ensure_supervised
 from flash_mcp.tools.deploy import Deployed, describe, failure
-from flash_mcp.tools.shared.next_steps import RunContext, next_of
+from flash_mcp.tools.shared.next_steps import next_of
+from flash_mcp.tools.shared.run_view import RunReport
 from flash_mcp.tools.shared.scores import scores
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.shared.waiting import obstacle, obstacles
@@ -204,7 +205,7 @@ async def _what_was_found(run: Run) -> Json:
     result = await run_sync(scores, store, run)
     near = await run_sync(store.near, run)
     shown = {} if result is None else {"scores": result.model_dump(mode="json")}
-    return {"done": run.step, **shown, "next": next_of(RunContext(run=run, near=near))}
+    return {"done": run.step, **shown, "next": next_of(RunReport(run=run, near=near))}
 
 
 ENDINGS: dict[str, Callable[[Run], Awaitable[Json]]] = {

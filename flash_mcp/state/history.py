@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, get_args
 
 from flash_mcp.judgement.attempts import unknown_checkpoint
 from flash_mcp.judgement.comparison import Solved
 from flash_mcp.judgement.curve import METRICS, Curve, drawn
-from flash_mcp.judgement.health import WINDOW
+from flash_mcp.judgement.health import WINDOW, Metrics
 from flash_mcp.protocol.records import (
     ACTIVE,
     Checkpoint,
@@ -33,30 +32,6 @@ OUTLINE_STEPS = 400
 """About the number of steps of a long run that an outline has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunHistory:
-    run: Run
-    evaluations: list[Evaluation]
-    checkpoints: list[Checkpoint]
-    recent: list[StepMetrics]
-    """The newest steps."""
-    outline: list[StepMetrics]
-    """Steps of the whole run, as many as a judgement needs."""
-    values: dict[str, list[float]]
-    """The metrics whose trend is shown, at every step."""
-    warnings: list[str]
-    model_commit: str | None
-    """Of a base model from the hub."""
-    sampling: Event | None
-    """When the worker of an evaluation began to sample."""
-    pairs: list[Solved]
-    """Success before training and at the newest evaluation, for each example."""
-    tries: list[Try]
-    """Attempts of an evaluation, else none."""
-    near: list[Run]
-    """Those of Store.near for an evaluation and for a run that succeeded, else none."""
-
-
 class HistoryTables(RunTable):
     """What runs reported: metrics, rollouts, evaluations, events, checkpoints."""
 
@@ -66,14 +41,17 @@ class HistoryTables(RunTable):
                  WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"""
         return self.records(StepMetrics, sql, [run_id, since, limit])[::-1]
 
-    def outline(self, run_id: str, every: int, after: int) -> list[StepMetrics]:
-        """Every `every`-th step from the first on, those with a held-out loss, and all after
-        `after`, in order.
+    def outline(self, run_id: str) -> list[Metrics]:
+        """{metric: value, "step": number} in order, of about OUTLINE_STEPS steps of the whole
+        run, those with a held-out loss, and the newest.
         """
-        sql = """SELECT step, epoch, time, metrics FROM metrics
-                 WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
-                 OR json_extract(metrics, '$.eval_loss') IS NOT NULL) ORDER BY step"""
-        return self.records(StepMetrics, sql, [run_id, every, after])
+        sql = """WITH last AS (SELECT max(step) AS step FROM metrics WHERE run_id = ?1)
+                 SELECT m.step, m.metrics FROM metrics m, last
+                 WHERE run_id = ?1 AND ((m.step - 1) % max(1, last.step / ?2) = 0
+                 OR m.step > last.step - ?3
+                 OR json_extract(m.metrics, '$.eval_loss') IS NOT NULL) ORDER BY m.step"""
+        rows = self.query(sql, [run_id, OUTLINE_STEPS, NEWEST_STEPS])
+        return [{**row["metrics"], "step": row["step"]} for row in rows]
 
     def last_metrics(self, run_id: str) -> StepMetrics | None:
         return next(iter(self.metrics(run_id, limit=1)), None)
@@ -294,29 +272,6 @@ class HistoryTables(RunTable):
                    (SELECT count(*) FROM environments) AS environments
             FROM chosen"""
         return self.query(sql, values)[0]
-
-    def load(self, run_id: str, *, near: bool = True) -> RunHistory:
-        """FlashError(unknown_run). Without `near` it tells nothing of other runs."""
-        run = self.run(run_id)
-        is_eval = run.algorithm == "eval"
-        evaluations = self.evals(run_id)
-        last = self.column("SELECT max(step) FROM metrics WHERE run_id = ?", [run_id])[0] or 0
-        outline = self.outline(run_id, max(1, last // OUTLINE_STEPS), last - NEWEST_STEPS)
-        sampling = self.events(run_id, 1, ["sampling"]) if is_eval else []
-        return RunHistory(
-            run=run,
-            evaluations=evaluations,
-            checkpoints=self.checkpoints(run_id),
-            recent=[row for row in outline if row.step > last - NEWEST_STEPS],
-            outline=outline,
-            values={name: self.values(run_id, name) for name in METRICS[run.algorithm].values()},
-            warnings=[event.message for event in self.events(run_id, 3, ["warning"])],
-            model_commit=self.model_commit(run_id),
-            sampling=sampling[0] if sampling else None,
-            pairs=[] if is_eval else self.pairs(run_id, evaluations),
-            tries=self.tries(run_id, evaluations[-1].step) if is_eval and evaluations else [],
-            near=self.near(run) if near and (is_eval or run.state == "succeeded") else [],
-        )
 
     def pairs(
         self, run_id: str, evaluations: Sequence[Evaluation], environment: str = ""

@@ -25,13 +25,8 @@ from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import check_logins
-from flash_mcp.tools.shared.next_steps import (
-    LIKE_ITS_OWN,
-    RunContext,
-    going_on,
-    next_of,
-    waiting_for,
-)
+from flash_mcp.tools.shared.next_steps import LIKE_ITS_OWN, going_on, next_of, waiting_for
+from flash_mcp.tools.shared.run_view import RunReport
 from flash_mcp.tools.shared.scores import elsewhere
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
@@ -130,7 +125,7 @@ def _cancelled(store: Store, run: Run) -> Cancel:
     saved = store.checkpoints(run.id)
     checkpoint = saved[-1].step if saved else None
     if run.state == "cancelled":
-        next_step = next_of(RunContext(run=run, checkpoint=checkpoint))
+        next_step = next_of(RunReport(run=run, checkpoints=saved))
     else:
         next_step = f"{_ending(store, run)}; {waiting_for(run.id, 'end')} returns when it has ended"
     return Cancel(

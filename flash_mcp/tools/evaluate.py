@@ -35,8 +35,9 @@ from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.devices import need_of
 from flash_mcp.tools.shared import loading, resolve
-from flash_mcp.tools.shared.next_steps import RunContext, next_of
+from flash_mcp.tools.shared.next_steps import next_of
 from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
+from flash_mcp.tools.shared.run_view import RunReport
 from flash_mcp.tools.shared.scores import (
     ByLabel,
     FailedAttempt,
@@ -298,7 +299,7 @@ async def _examine(
         values=without_empty(run.evaluation.model_dump(include=SHOWN)),
         exam=await run_sync(looks.marks_of, store, run),
         error=error_text(run.error, 1500),
-        next=str(trouble or next_of(RunContext(run=run, near=store.near(run)))),
+        next=str(trouble or next_of(RunReport(run=run, near=store.near(run)))),
     )
 
 
@@ -380,5 +381,5 @@ def _describe(store: Store, run: Run, subject: Subject, total: int, created: boo
         worst=worst_attempts(store, run) if measured else None,
         error=error_text(run.error, 1500),
         notes=notes or None,
-        next=next_of(RunContext(run=run, near=store.near(run))),
+        next=next_of(RunReport(run=run, near=store.near(run))),
     )

@@ -103,18 +103,18 @@ class NewsCursor:
         """What a caller has been told once it saw this report."""
         return NewsCursor(
             run=self.run,
-            lost=_lost(report.history.run),
-            evaluations=len(report.history.evaluations),
+            lost=_lost(report.run),
+            evaluations=len(report.evaluations),
             checkpoint=max(self.checkpoint, report.view.checkpoint or 0),
             blocked=bool(report.blocked),
             flags=self.flags + "".join(map(_letter, self.new_flags(report))),
         )
 
     def new_flags(self, report: RunReport) -> list[Flag]:
-        return [flag for flag in report.context.flags if not self.has(flag)]
+        return [flag for flag in report.flags if not self.has(flag)]
 
     def misses(self, report: RunReport, until: Until) -> bool:
-        run = report.history.run
+        run = report.run
         is_blocked = bool(report.blocked) and not self.blocked
         if run.ended is not None or _lost(run) > self.lost or is_blocked:
             return True
@@ -122,7 +122,7 @@ class NewsCursor:
         if until == "end":
             return any(flag.severity == "problem" for flag in new_flags)
         is_saved = (report.view.checkpoint or 0) > self.checkpoint
-        return bool(new_flags) or is_saved or len(report.history.evaluations) > self.evaluations
+        return bool(new_flags) or is_saved or len(report.evaluations) > self.evaluations
 
 
 def _letter(flag: Flag) -> str:
@@ -154,7 +154,7 @@ async def wait_for_news(
         return report_at((*waiting.fingerprint(store, run), *waiting.obstacles(store, run)))
 
     def progress(report: RunReport) -> tuple[str, float | None]:
-        return waiting.progress_of(report.history.run, report.view.step_s, start_s)
+        return waiting.progress_of(report.run, report.view.step_s, start_s)
 
     deadline = waiting.deadline_after(wait_s)
     return await waiting.wait_until(
@@ -182,12 +182,12 @@ def one_line(report: RunReport) -> str:
 def news_of(report: RunReport, cursor: NewsCursor) -> News:
     """The parts of the report that the caller was not told."""
     view = report.view
-    is_over = report.history.run.ended is not None
+    is_over = report.run.ended is not None
     new_flags = cursor.new_flags(report)
-    is_lost = _lost(report.history.run) > cursor.lost
+    is_lost = _lost(report.run) > cursor.lost
     news = News(state=view.state, step=view.step, steps=view.steps, eta_s=view.eta_s)
-    if len(report.history.evaluations) > cursor.evaluations:
-        new = {row.step for row in report.history.evaluations[cursor.evaluations :]}
+    if len(report.evaluations) > cursor.evaluations:
+        new = {row.step for row in report.evaluations[cursor.evaluations :]}
         news.held_out = [row for row in view.held_out or () if row.step in new] or None
         news.verdict = view.verdict
         news.mixture = view.mixture
@@ -211,6 +211,6 @@ def news_of(report: RunReport, cursor: NewsCursor) -> News:
 
 def next_call(report: RunReport, cursor: NewsCursor, until: Until, since: str) -> str:
     """What to do after a look: what is new decides, and the look again comes last."""
-    wait = waiting_for(report.history.run.id, until, since)
-    flags = report.context.flags if report.history.run.ended else cursor.new_flags(report)
-    return next_of(replace(report.context, flags=flags, wait=wait))
+    wait = waiting_for(report.run.id, until, since)
+    flags = report.flags if report.run.ended else cursor.new_flags(report)
+    return next_of(replace(report, flags=flags, wait=wait))

@@ -25,7 +25,7 @@ from flash_mcp.tools.news import (
     wait_for_news,
 )
 from flash_mcp.tools.shared import tool_base
-from flash_mcp.tools.shared.next_steps import waiting_for
+from flash_mcp.tools.shared.next_steps import next_of, waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import RunView, report_on
 from flash_mcp.tools.shared.scores import verdict_of
@@ -131,9 +131,9 @@ async def status(
 def _shown(store: Store, run_id: str, detailed: bool) -> Status:
     """The whole report. What waits for more does not tell it again."""
     report = report_on(store, run_id, detailed=detailed)
-    run = report.history.run
+    run = report.run
     if run.ended is not None or run.algorithm == "eval":  # both have all to tell at the end
-        return Status(run=report.view, next=report.next_step)
+        return Status(run=report.view, next=next_of(report))
     cursor = NewsCursor.parse(run_id, None)
     reached = str(cursor.after(report))
     next_step = next_call(report, cursor, "news", reached)

@@ -22,7 +22,7 @@ from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
-from flash_mcp.tools.shared.next_steps import after_sample, after_train
+from flash_mcp.tools.shared.next_steps import after_sample, after_train, next_of
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
 from flash_mcp.tools.shared.resolve import ConfigFiles, adapter_name, changed_values, read_configs
 from flash_mcp.tools.shared.rows import Preview
@@ -278,7 +278,7 @@ async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
     if run.ended is None:
         return after_train(run, "", created=is_own)
     report = await run_sync(report_on, store, run.id)
-    return after_train(run, report.next_step, created=is_own)
+    return after_train(run, next_of(report), created=is_own)
 
 
 async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimizer: bool) -> Train:

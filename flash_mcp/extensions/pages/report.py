@@ -20,6 +20,7 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.tools.rollouts import shared_opening
 from flash_mcp.tools.shared.headline import headline
+from flash_mcp.tools.shared.next_steps import next_of
 from flash_mcp.tools.shared.run_view import RunView, report_on, view_of
 from flash_mcp.tools.shared.scores import conversation, last_prompt
 
@@ -61,8 +62,8 @@ def html(store: Store, run_id: str, live: str | None = None, notice: str = "") -
         },
         run=run,
         view=view,
-        next_step=report.next_step,
-        best=report.context.best,
+        next_step=next_of(report),
+        best=report.best,
         scores=view.scores and view.scores.model_dump(mode="json", exclude_none=True),
         charts=[chart(title, lines) for title, lines in series.items()],
         data=as_data(series),

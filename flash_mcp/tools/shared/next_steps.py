@@ -17,12 +17,13 @@ from typing import Any
 from environments.checks.report import Report as GateReport
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.comparison import Change
-from flash_mcp.judgement.health import CONTAMINATED, DESTROYED, TRUNCATION, WORSE_ELSEWHERE, Flag
+from flash_mcp.judgement.health import CONTAMINATED, DESTROYED, TRUNCATION, WORSE_ELSEWHERE
 from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
 from flash_mcp.state.owners import caller
 from flash_mcp.tools.shared.playbook import ADDRESS
 from flash_mcp.tools.shared.preflight import Sample
+from flash_mcp.tools.shared.run_view import RunReport
 
 LIKE_ITS_OWN = "where all tasks are like its own"
 MOST_TRIES = 16
@@ -31,79 +32,42 @@ MOST_TRIES = 16
 # -- a run -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    run: Run
-    flags: Sequence[Flag] = ()
-    """Those that the caller was not told before, the gravest first."""
-    change: Change | None = None
-    """The change of the held-out success, unless it cannot be trusted."""
-    measured: int = 0
-    """Tasks of the newest evaluation within the run."""
-    checkpoint: int | None = None
-    """Step of the newest."""
-    best: int | None = None
-    """That of the best by a held-out measure, if another one."""
-    split_size: int | None = None
-    """Tasks of the split that is evaluated, if it is known."""
-    deployment: str | None = None
-    """The one that serves this checkpoint, the best or else the newest."""
-    near: Sequence[Run] = ()
-    """Those of Store.near."""
-    has_optimizer: bool = True
-    """Whether the newest checkpoint keeps the optimizer's state."""
-    is_blocked: bool = False
-    wait: str | None = None
-    """The call that waits for more, if it is not the usual one."""
-
-    @property
-    def waiting(self) -> str:
-        return self.wait or waiting_for(self.run.id)
-
-    @property
-    def problem(self) -> Flag | None:
-        return next((flag for flag in self.flags if flag.severity == "problem"), None)
-
-    def has(self, name: str) -> bool:
-        return any(flag.name == name for flag in self.flags)
-
-    @property
-    def measurement(self) -> Run | None:
-        if self.checkpoint is None:
-            return None
-        own_weights = attempts.weights(self.run, self.checkpoint)
-        return next((row for row in self._done if _weights(row) == own_weights), None)
-
-    @property
-    def baseline(self) -> Run | None:
-        """The stored evaluation before training that can be compared with `measurement`."""
-        trained = self.measurement
-        if trained is None:
-            return None
-        start = attempts.weights(self.run, 0)
-        result = (row for row in self._done if _weights(row) == start)
-        return next((row for row in result if _differ_in_model_alone(row, trained)), None)
-
-    @property
-    def _done(self) -> list[Run]:
-        """Finished evaluations of the environment that the run trained on."""
-        digest = self.run.environment_digest
-        results = [row for row in self.near if row.algorithm == "eval" and row.state == "succeeded"]
-        return [row for row in results if row.environment_digest == digest]
-
-
 @dataclass(frozen=True)
 class Rule:
     """One line of the table: where it applies, and what it says."""
 
     when: str
     then: str
-    applies: Callable[[RunContext], Any]
-    says: Callable[[RunContext], str]
+    applies: Callable[[RunReport], Any]
+    says: Callable[[RunReport], str]
 
 
-def next_of(context: RunContext) -> str:
-    return next(rule.says(context) for rule in RULES if rule.applies(context))
+def next_of(report: RunReport) -> str:
+    return next(rule.says(report) for rule in RULES if rule.applies(report))
+
+
+def _measurement(report: RunReport) -> Run | None:
+    """The finished evaluation of the newest checkpoint."""
+    if report.checkpoint is None:
+        return None
+    own_weights = attempts.weights(report.run, report.checkpoint)
+    return next((row for row in _done(report) if _weights(row) == own_weights), None)
+
+
+def _done(report: RunReport) -> list[Run]:
+    """Finished evaluations of the environment that the run trained on."""
+    digest = report.run.environment_digest
+    results = [row for row in report.near if row.algorithm == "eval" and row.state == "succeeded"]
+    return [row for row in results if row.environment_digest == digest]
+
+
+def _measured(report: RunReport) -> int:
+    """Tasks of the newest evaluation within the run."""
+    return int(report.held_out[-1].summary["n"]) if report.held_out else 0
+
+
+def _waiting(report: RunReport) -> str:
+    return report.wait or waiting_for(report.run.id)
 
 
 def command() -> str:
@@ -124,18 +88,18 @@ def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> s
     return f"status({', '.join(arguments)})"
 
 
-def _resuming(context: RunContext) -> str:
+def _resuming(report: RunReport) -> str:
     """The call that continues the run, and how."""
-    run_id = context.run.id
-    if context.run.files_removed is not None:
+    run_id = report.run.id
+    if report.run.files_removed is not None:
         return "train starts another run: the files of this one were removed"
-    if context.checkpoint is None:
+    if report.checkpoint is None:
         return f"train(resume={run_id!r}) starts it over with its own values"
-    if not context.has_optimizer:
+    if not report.has_optimizer:
         call = f"train(resume={run_id!r}, fresh_optimizer=true)"
-        return f"{call} goes on from checkpoint {context.checkpoint} without the optimizer's state"
+        return f"{call} goes on from checkpoint {report.checkpoint} without the optimizer's state"
     return (
-        f"train(resume={run_id!r}) goes on from checkpoint {context.checkpoint} with its own values"
+        f"train(resume={run_id!r}) goes on from checkpoint {report.checkpoint} with its own values"
     )
 
 
@@ -169,156 +133,159 @@ def _failing(run: Run) -> str:
     return f"rollouts(run_id={run.id!r}, which='worst', split='eval')"
 
 
-def _is(*states: str) -> Callable[[RunContext], bool]:
+def _is(*states: str) -> Callable[[RunReport], bool]:
     return lambda item: item.run.algorithm != "eval" and item.run.state in states
 
 
-def _is_evaluation(*states: str) -> Callable[[RunContext], bool]:
+def _is_evaluation(*states: str) -> Callable[[RunReport], bool]:
     return lambda item: item.run.algorithm == "eval" and item.run.state in states
 
 
-def _succeeded(outcome: str | None) -> Callable[[RunContext], bool]:
+def _succeeded(outcome: str | None) -> Callable[[RunReport], bool]:
     """Of a training run whose held-out success changed so; None: it was not measured twice."""
 
-    def applies(context: RunContext) -> bool:
-        judged = context.change.outcome if context.change else None
-        return _is("succeeded")(context) and judged == outcome
+    def applies(report: RunReport) -> bool:
+        judged = report.change.outcome if report.change else None
+        return _is("succeeded")(report) and judged == outcome
 
     return applies
 
 
-def _problem(context: RunContext) -> str:
-    assert context.problem is not None
-    seen = f"{context.problem.name}: see {_worst(context.run)} and {ADDRESS}/reading-a-run"
-    if context.problem.name == DESTROYED:
+def _problem(report: RunReport) -> str:
+    assert report.problem is not None
+    seen = f"{report.problem.name}: see {_worst(report.run)} and {ADDRESS}/reading-a-run"
+    if report.problem.name == DESTROYED:
         seen = f"{DESTROYED}: its flag says what to change"
-    if context.run.state == "succeeded":
-        if context.problem.name == TRUNCATION and context.measurement:
-            return f"{TRUNCATION}: {_against_the_start(context)}"
-        if context.problem.name == TRUNCATION and context.measured and context.checkpoint:
-            model, tokens = f"{context.run.id}@{context.checkpoint}", context.run.spec.max_tokens
+    if report.run.state == "succeeded":
+        if report.problem.name == TRUNCATION and _measurement(report):
+            return f"{TRUNCATION}: {_against_the_start(report)}"
+        if report.problem.name == TRUNCATION and _measured(report) and report.checkpoint:
+            model, tokens = f"{report.run.id}@{report.checkpoint}", report.run.spec.max_tokens
             return f"{TRUNCATION}: evaluate(model={model!r}, max_tokens={4 * tokens}) has room"
         return f"{seen}; train again with its remedy"
-    if context.change and context.change.outcome == "improved":
-        return f"the held-out success rose; mind {seen}; {context.waiting}"
+    if report.change and report.change.outcome == "improved":
+        return f"the held-out success rose; mind {seen}; {_waiting(report)}"
     return (
-        f"{seen}; cancel(run_id={context.run.id!r}) if it is not worth its time; {context.waiting}"
+        f"{seen}; cancel(run_id={report.run.id!r}) if it is not worth its time; {_waiting(report)}"
     )
 
 
-def _warning(context: RunContext) -> str:
-    names = ", ".join(flag.name for flag in context.flags)
-    return f"{names}: {_worst(context.run)} shows why; {context.waiting} waits on"
+def _warning(report: RunReport) -> str:
+    names = ", ".join(flag.name for flag in report.flags)
+    return f"{names}: {_worst(report.run)} shows why; {_waiting(report)} waits on"
 
 
-def _after_cancel(context: RunContext) -> str:
-    if context.checkpoint is None or context.run.files_removed is not None:
-        return _resuming(context)
-    return f"{_resuming(context)}; {_serving(context)} serves it"
+def _after_cancel(report: RunReport) -> str:
+    if report.checkpoint is None or report.run.files_removed is not None:
+        return _resuming(report)
+    return f"{_resuming(report)}; {_serving(report)} serves it"
 
 
-def _unmeasured(context: RunContext) -> str:
-    run = context.run
-    if context.measurement:
-        return _against_the_start(context)
-    if context.measured and run.training.eval_after and context.checkpoint is not None:
-        start = f"evaluate(model='{run.id}@0', limit={context.measured})"
+def _unmeasured(report: RunReport) -> str:
+    run = report.run
+    if _measurement(report):
+        return _against_the_start(report)
+    if _measured(report) and run.training.eval_after and report.checkpoint is not None:
+        start = f"evaluate(model='{run.id}@0', limit={_measured(report)})"
         then = f"compare(base=its run_id, other={run.id!r})"
         return f"it was measured at its end; {start} measures the start alike, then {then}"
-    if context.split_size != 0 and context.checkpoint is not None:
+    if report.split_size != 0 and report.checkpoint is not None:
         measured = f"evaluate(model={run.id!r}) measures it on held-out tasks"
         return f"{measured}, and compare sets it against the base model"
     serves = f"deploy(run_id={run.id!r}) serves it"
-    if context.checkpoint is None:
+    if report.checkpoint is None:
         serves = "it saved no checkpoint that could be served"
     if run.algorithm == "sft":  # it has no rollouts
         return serves
     return f"rollouts(run_id={run.id!r}, which='best') shows what was learnt; {serves}"
 
 
-def _against_the_start(context: RunContext) -> str:
-    trained = context.measurement
+def _against_the_start(report: RunReport) -> str:
+    trained = _measurement(report)
     assert trained is not None
-    if context.baseline:
-        call = f"compare(base={context.baseline.id!r}, other={trained.id!r})"
+    start = attempts.weights(report.run, 0)
+    comparable = (row for row in _done(report) if _weights(row) == start)
+    base = next((row for row in comparable if _differ_in_model_alone(row, trained)), None)
+    if base:
+        call = f"compare(base={base.id!r}, other={trained.id!r})"
         return f"{call} says whether training helped: both were measured"
-    same = measuring(f"{context.run.id}@0", trained)
+    same = measuring(f"{report.run.id}@0", trained)
     return f"{trained.id} measured it; {same} measures the start alike, then compare"
 
 
-def _undecided(context: RunContext) -> str:
-    if context.measurement:
-        return _against_the_start(context)
-    assert context.change is not None
-    run = context.run
-    models = (f"{run.id}@0", f"{run.id}@{context.checkpoint}")
-    if context.checkpoint is None:
-        return f"about {context.change.decide_n} tasks would decide, and it saved no checkpoint"
-    return _more(models, run, context.change, context.measured, context.split_size)
+def _undecided(report: RunReport) -> str:
+    if _measurement(report):
+        return _against_the_start(report)
+    assert report.change is not None
+    run = report.run
+    models = (f"{run.id}@0", f"{run.id}@{report.checkpoint}")
+    if report.checkpoint is None:
+        return f"about {report.change.decide_n} tasks would decide, and it saved no checkpoint"
+    return _more(models, run, report.change, _measured(report), report.split_size)
 
 
-def _unchanged(context: RunContext) -> str:
-    advice = f"{_failing(context.run)} shows what still fails; change one thing and train again"
-    if context.best:
-        advice += f"; {_serving(context)} serves the best checkpoint"
+def _unchanged(report: RunReport) -> str:
+    advice = f"{_failing(report.run)} shows what still fails; change one thing and train again"
+    if report.best:
+        advice += f"; {_serving(report)} serves the best checkpoint"
     return advice
 
 
-def _guessed(context: RunContext) -> str:
+def _guessed(report: RunReport) -> str:
     return (
-        f"{_failing(context.run)} shows what it says; serve nothing yet: let no answer be right "
+        f"{_failing(report.run)} shows what it says; serve nothing yet: let no answer be right "
         "more often than others in the tasks, env_push and train again, or take a larger model"
     )
 
 
-def _forgot(context: RunContext) -> str:
+def _forgot(report: RunReport) -> str:
     advice = f"{WORSE_ELSEWHERE}: train again with its remedy (see flags)"
-    if _succeeded("improved")(context) and context.checkpoint is not None:
-        advice += f"; {_serving(context)} serves it {LIKE_ITS_OWN}"
+    if _succeeded("improved")(report) and report.checkpoint is not None:
+        advice += f"; {_serving(report)} serves it {LIKE_ITS_OWN}"
     return advice
 
 
-def _improved(context: RunContext) -> str:
-    if context.deployment:
-        return f"chat(deployment={context.deployment!r}, side_by_side=true) shows the base too"
-    return f"{_serving(context)}, then chat with the base model beside it"
+def _improved(report: RunReport) -> str:
+    if report.deployment:
+        return f"chat(deployment={report.deployment!r}, side_by_side=true) shows the base too"
+    return f"{_serving(report)}, then chat with the base model beside it"
 
 
-def _serving(context: RunContext) -> str:
-    step = f", step={context.best}" if context.best else ""
-    return f"deploy(run_id={context.run.id!r}{step})"
+def _serving(report: RunReport) -> str:
+    step = f", step={report.best}" if report.best else ""
+    return f"deploy(run_id={report.run.id!r}{step})"
 
 
-def _awaited(context: RunContext) -> str:
-    run = context.run
-    earlier = [row for row in context.near if row.created < run.created]
+def _awaited(report: RunReport) -> str:
+    run = report.run
+    earlier = [row for row in report.near if row.created < run.created]
     # Another owner's earlier run need not start first.
     own = (row for row in earlier if row.owner == run.owner)
     ahead = next((row for row in own if row.ended is None), None)
     waits = f"; it waits for {ahead.id}" if ahead and run.state == "queued" else ""
-    call = context.wait or waiting_for(run.id, "end")
+    call = report.wait or waiting_for(run.id, "end")
     return f"{call} has the scores once they are there{waits}"
 
 
-def _repeated_evaluation(context: RunContext) -> str:
-    run = context.run
+def _repeated_evaluation(report: RunReport) -> str:
+    run = report.run
     again = f"{measuring(model_of(run, 0), run)} measures it again"
     if run.state == "failed":
         return f"act on error, then {again}"
     return again
 
 
-def _after_scores(context: RunContext) -> str:
-    run = context.run
+def _after_scores(report: RunReport) -> str:
+    run = report.run
     if "exam" in run.lineage:
         return (
             "train on, and take the exam again with a checkpoint that your own eval split favours"
         )
     failures = f"{_worst(run)} shows what fails"
-    earlier = [row for row in context.near if row.created < run.created]
+    earlier = [row for row in report.near if row.created < run.created]
     partner = next((row for row in earlier if _differ_in_model_alone(row, run)), None)
-    if run.evaluation.is_sample and context.problem:
-        return f"do not train on these yet: {context.problem.remedy}; {failures}"
+    if run.evaluation.is_sample and report.problem:
+        return f"do not train on these yet: {report.problem.remedy}; {failures}"
     if run.evaluation.split == "train":
         start = {"init_from_adapter": run.evaluation.checkpoint}
         return f"{failures}; {_train_call(run, start, ('max_tokens',))} trains on these tasks"
@@ -333,8 +300,8 @@ RULES = (
     Rule(
         "something holds it up: no supervisor, a full disk, secrets",
         "do what `warnings` says, then wait",
-        lambda item: item.is_blocked,
-        lambda item: f"do what the first of warnings says; then {item.waiting}",
+        lambda item: item.blocked,
+        lambda item: f"do what the first of warnings says; then {_waiting(item)}",
     ),
     Rule("an evaluation that has not ended", "wait for its end", _is_evaluation(*ACTIVE), _awaited),
     Rule(
@@ -382,7 +349,7 @@ RULES = (
         lambda item: _is(*ACTIVE)(item) and item.flags,
         _warning,
     ),
-    Rule("under way", "wait for news", _is(*ACTIVE), lambda item: item.waiting),
+    Rule("under way", "wait for news", _is(*ACTIVE), _waiting),
     Rule(
         "succeeded, and got worse at other kinds of tasks",
         "train again with the remedy; `deploy` if it is `improved`",

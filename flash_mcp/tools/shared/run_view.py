@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from environments.untrusted_text import quoted
@@ -15,16 +15,15 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, Evaluation, Rollout, Run, RunState, StepMetrics
+from flash_mcp.protocol.records import ACTIVE, Checkpoint, Evaluation, Rollout, Run, RunState
 from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, EvalSpec
 from flash_mcp.state import costs, queue
-from flash_mcp.state.history import RunHistory, read_log
+from flash_mcp.state.history import read_log
 from flash_mcp.state.references import split_size
 from flash_mcp.state.retention import better_than_newest
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import (
     ByLabel,
@@ -32,7 +31,7 @@ from flash_mcp.tools.shared.scores import (
     by_label,
     by_words,
     elsewhere,
-    scores_of,
+    scores,
     spread_of,
 )
 from flash_mcp.tools.shared.truncation import shorten, without_empty
@@ -149,33 +148,74 @@ class RunView(ResultModel):
     log_tail: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunReport:
-    """A run as it is: what it reported, what that means, how it is shown, and what to do next."""
+    """One run: what is stored of it, what that means, and how it is shown."""
 
-    history: RunHistory
-    blocked: list[str]
+    run: Run
+    evaluations: Sequence[Evaluation] = ()
+    checkpoints: Sequence[Checkpoint] = ()
+    metrics: Sequence[Metrics] = ()
+    """Steps of the whole run, as many as a judgement needs."""
+    near: Sequence[Run] = ()
+    """Those of Store.near for an evaluation and for a run that succeeded."""
+    blocked: Sequence[str] = ()
     """What keeps it from going on."""
-    view: RunView
-    context: RunContext
+    flags: Sequence[Flag] = ()
+    """The gravest first; for `next` those that the caller was not told before."""
+    change: Change | None = None
+    """The change of the held-out success, unless the eval tasks were trained on."""
+    verdict: Verdict | None = None
+    better: tuple[int, str] | None = None
+    """The checkpoint that is better than the newest, and how it compares."""
+    regression: str | None = None
+    """Whether it got worse at other kinds of tasks, in words."""
+    split_size: int | None = None
+    """Tasks of the split that is evaluated, if it is known."""
+    deployment: str | None = None
+    """The one that serves the best checkpoint, or else the newest."""
+    has_optimizer: bool = True
+    """Whether the newest checkpoint keeps the optimizer's state."""
+    wait: str | None = None
+    """The call that waits for more, if it is not the usual one."""
+    view: RunView = field(init=False)
 
     @property
-    def next_step(self) -> str:
-        return next_of(self.context)
+    def held_out(self) -> list[Evaluation]:
+        """Of training, those that can be judged: environment code did not fail them all."""
+        if self.run.algorithm == "eval":
+            return []
+        return [row for row in self.evaluations if row.can_be_judged]
+
+    @property
+    def checkpoint(self) -> int | None:
+        """Step of the newest."""
+        return self.checkpoints[-1].step if self.checkpoints else None
+
+    @property
+    def best(self) -> int | None:
+        """Step of the best checkpoint by a held-out measure, if it is not the newest."""
+        return self.better and self.better[0]
+
+    @property
+    def problem(self) -> Flag | None:
+        return next((flag for flag in self.flags if flag.severity == "problem"), None)
+
+    def has(self, name: str) -> bool:
+        return any(flag.name == name for flag in self.flags)
 
 
 def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport:
     blocked = obstacles(store, store.run(run_id))
-    history = store.load(run_id)
-    run = history.run
-    judged = _judge(store, history)
-    view = _view(store, history, judged, blocked)
-    view.mixture = _mixture(store, history, judged) or None
-    view.regression = judged.regression
+    report = _judged(store, store.run(run_id), blocked)
+    run = report.run
+    view = report.view
+    view.mixture = _mixture(store, report) or None
+    view.regression = report.regression
     view.seeds = spread_of(store, run)
     view.exams = looks.lines(store, run) or None
-    if history.evaluations:
-        view.by_label = by_label(store, run, history.evaluations[-1].step)
+    if report.evaluations:
+        view.by_label = by_label(store, run, report.evaluations[-1].step)
     if view.verdict and view.by_label:
         words = by_words(store, run)
         if words and words.macro_f1 >= view.by_label.macro_f1:
@@ -184,12 +224,13 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
         view.queued_ahead = queue.queued_ahead(store, run)
     if detailed:
         view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
-        view.metrics = _metrics(judged.history) or None
+        view.metrics = _metrics(report.metrics) or None
+        commit = store.model_commit(run.id) or run.lineage.get("model_commit")
         lineage = Lineage(
-            model=pinned(run.model, history.model_commit or run.lineage.get("model_commit")),
+            model=pinned(run.model, commit),
             code=run.lineage.get("code"),
             environment=run.environment_references,
-            checkpoints={row.step: row.digest for row in history.checkpoints[-3:]} or None,
+            checkpoints={row.step: row.digest for row in report.checkpoints[-3:]} or None,
             gate=run.lineage.get("gate"),
         )
         if run.init_adapter:
@@ -201,130 +242,104 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> RunReport
         view.values = without_empty(run.spec.model_dump())
         view.sources = by_source(run.sources)
         view.log_tail = _log_tail(store, run, 2500) or None
-    evaluations = _held_out(history)
-    checkpoint = history.checkpoints[-1].step if history.checkpoints else None
-    best = judged.better and judged.better[0]
-    has_optimizer = True  # also where the folder is elsewhere: its store may not answer
+    # Where the folder is elsewhere its store may not answer.
     is_here = run.target == LOCAL_TARGET
-    if checkpoint is not None and is_here and run.state in ("failed", "cancelled"):
-        has_optimizer = folder_of(run).checkpoints.has_optimizer(checkpoint)
-    context = RunContext(
-        run=run,
-        flags=judged.flags,
-        change=judged.change,
-        measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
-        checkpoint=checkpoint,
-        best=best,
-        has_optimizer=has_optimizer,
-        split_size=split_size(store, run),
-        deployment=_deployment_of(store, run, best or checkpoint),
-        near=history.near,
-        is_blocked=bool(blocked),
-    )
-    return RunReport(history=history, blocked=blocked, view=view, context=context)
+    if report.checkpoint is not None and is_here and run.state in ("failed", "cancelled"):
+        report.has_optimizer = folder_of(run).checkpoints.has_optimizer(report.checkpoint)
+    report.split_size = split_size(store, run)
+    if run.algorithm == "eval" or run.state == "succeeded":
+        report.near = store.near(run)
+    if run.state == "succeeded":
+        served = (run.id, report.best or report.checkpoint)
+        ready = store.deployments(("ready",))
+        report.deployment = next(
+            (row.id for row in ready if (row.run_id, row.step) == served), None
+        )
+    return report
 
 
 def view_of(store: Store, run_id: str) -> RunView:
     """What lists show of `report_on`: nothing that other runs decide. FlashError(unknown_run)."""
-    history = store.load(run_id, near=False)
-    return _view(store, history, _judge(store, history), ())
+    return _judged(store, store.run(run_id)).view
 
 
 # -- the judgement ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    history: list[Metrics]
-    flags: list[Flag]
-    change: Change | None = None
-    """The change of the held-out success, unless the eval tasks were trained on."""
-    verdict: Verdict | None = None
-    better: tuple[int, str] | None = None
-    """The checkpoint that is better than the newest, and how it compares."""
-    regression: str | None = None
-    """Whether it got worse at other kinds of tasks, in words."""
-    is_sample: bool = False
-    """Whether the flags are of groups of train tasks, and so of training on them."""
-
-
-def _judge(store: Store, full: RunHistory) -> Judgement:
-    history: list[Metrics] = [{**row.metrics, "step": row.step} for row in full.outline]
-    spec = full.run.spec
-    if full.evaluations and isinstance(spec, EvalSpec) and spec.is_sample:
-        flags = health.sample_flags(full.tries, full.evaluations[-1].summary)
-        return Judgement(history=history, flags=flags, is_sample=True)
-    overlap = full.run.lineage.get("overlap")
-    for part in full.run.mixture:
+def _judged(store: Store, run: Run, blocked: Sequence[str] = ()) -> RunReport:
+    """With its view, as far as no other runs decide it."""
+    report = RunReport(
+        run=run,
+        evaluations=store.evals(run.id),
+        checkpoints=store.checkpoints(run.id),
+        metrics=store.outline(run.id),
+        blocked=blocked,
+    )
+    spec = run.spec
+    if report.evaluations and isinstance(spec, EvalSpec) and spec.is_sample:
+        newest = report.evaluations[-1]
+        report.flags = health.sample_flags(store.tries(run.id, newest.step), newest.summary)
+        report.view = _view(store, report)
+        return report
+    overlap = run.lineage.get("overlap")
+    for part in run.mixture:
         overlap = overlap or part["overlap"]
-    flags = health.flags(history)
-    flags += mixture.flags_of([part["name"] for part in full.run.mixture], history, flags)
-    evaluations = _held_out(full)
-    is_active = full.run.state in ACTIVE
+    flags = health.flags(report.metrics)
+    flags += mixture.flags_of([part["name"] for part in run.mixture], report.metrics, flags)
+    evaluations = report.held_out
+    is_active = run.state in ACTIVE
     # Its remedy is another evaluation, which need not interrupt whoever waits for the end.
     if evaluations and not is_active and all(flag.name != health.TRUNCATION for flag in flags):
         flags += health.cut_off(evaluations[-1])
-    regression, is_worse = elsewhere(store, full.run)
+    regression, is_worse = elsewhere(store, run)
     if is_worse:
         flags.insert(0, health.worse_elsewhere(regression))
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
-    judged = comparison.judge(evaluations, full.pairs, overlap, is_active)
-    change, verdict = judged or (None, None)
+    pairs = store.pairs(run.id, evaluations)
+    change, verdict = comparison.judge(evaluations, pairs, overlap, is_active) or (None, None)
     for flag in flags:
         if flag.name == health.DESTROYED and not (change and change.outcome == "improved"):
             said = [f"DESTROYED: {flag.evidence}"]
             if verdict:
                 said.append(verdict.explanation)
             verdict = Verdict(outcome="destroyed", explanation=". ".join(said))
-    return Judgement(
-        history=history,
-        flags=flags,
-        change=None if overlap else change,
-        verdict=verdict,
-        better=better_than_newest(store, full.run, full.checkpoints, evaluations),
-        regression=regression or None,
-    )
+    report.flags = flags
+    report.change = None if overlap else change
+    report.verdict = verdict
+    report.better = better_than_newest(store, run, report.checkpoints, evaluations)
+    report.regression = regression or None
+    report.view = _view(store, report)
+    return report
 
 
-def _mixture(store: Store, history: RunHistory, judged: Judgement) -> list[str]:
-    run = history.run
+def _mixture(store: Store, report: RunReport) -> list[str]:
+    run = report.run
     lines: list[str] = []
     total = sum(part["ratio"] for part in run.mixture)
     for part in run.mixture:
-        rows = mixture.evaluations_of(part["name"], history.evaluations)
+        rows = mixture.evaluations_of(part["name"], report.evaluations)
         pairs = store.pairs(run.id, rows, part["name"])
         share, is_active = part["ratio"] / total, run.state in ACTIVE
-        lines.append(mixture.line(part, share, judged.history, rows, pairs, is_active))
+        lines.append(mixture.line(part, share, report.metrics, rows, pairs, is_active))
     return lines
-
-
-def _held_out(history: RunHistory) -> list[Evaluation]:
-    """Evaluations of a training run that can be judged: environment code did not fail them all."""
-    if history.run.algorithm == "eval":
-        return []
-    return [row for row in history.evaluations if row.can_be_judged]
-
-
-def _deployment_of(store: Store, run: Run, step: int | None) -> str | None:
-    """The one that serves this checkpoint of a run that succeeded."""
-    if run.state == "succeeded":
-        for row in store.deployments(("ready",)):
-            if (row.run_id, row.step) == (run.id, step):
-                return row.id
-    return None
 
 
 # -- the view --------------------------------------------------------------------------------------
 
 
-def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequence[str]) -> RunView:
-    run = history.run
-    newest = history.recent[-1] if history.recent else None
-    step = max(run.step, newest.step if newest else 0)
-    step_s = _step_s(history)
-    evaluations = _held_out(history)
+def _view(store: Store, report: RunReport) -> RunView:
+    run = report.run
+    recent = health.Steps(report.metrics).recent()
+    newest = recent.metrics[-1] if recent.metrics else {}
+    step = max(run.step, int(newest.get("step") or 0))
+    step_s = _step_s(store, run, recent)
+    evaluations = report.held_out
     shown = evaluations if len(evaluations) <= 5 else [evaluations[0], *evaluations[-4:]]
+    values = {name: newest.get(name) for name in NEWEST}
+    shown_values = {
+        name: float(f"{value:.4g}") for name, value in values.items() if value is not None
+    }
     view = RunView(
         run_id=run.id,
         name=run.name,
@@ -339,40 +354,41 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         phase=run.phase,
         attempt=f"{run.attempt} of {run.max_attempts}" if run.attempt > 1 else None,
         step_s=rounded(step_s, 2),
-        tokens_per_s=rounded(mean_of(history.recent, "engine/tokens_per_s"), 0),
+        tokens_per_s=rounded(recent.mean("engine/tokens_per_s"), 0),
         held_out=[_point(row, store.solved_by_kind(run.id, row.step)) for row in shown] or None,
-        verdict=judged.verdict,
-        newest=_newest_values(newest) if newest else None,
-        checkpoint=history.checkpoints[-1].step if history.checkpoints else None,
-        flags=judged.flags or None,
-        warnings=_warnings(store, history, blocked),
+        verdict=report.verdict,
+        newest=shown_values or None,
+        checkpoint=report.checkpoint,
+        flags=list(report.flags) or None,
+        warnings=_warnings(store, report),
         error=_failure(store, run),
     )
-    if judged.better:
-        view.best = judged.better[1]
+    if report.better:
+        view.best = report.better[1]
     view.last_step = _last_step(store, run)
     _add_place_and_times(view, run, step_s)
     if run.used_s:
         view.cost = costs.cost(run, store.base)
     if run.algorithm in ("grpo", "distill"):
-        view.reward = health.trend(history.values["reward/mean"])
-        view.success = health.trend(history.values["success/rate"])
+        view.reward = health.trend(store.values(run.id, "reward/mean"))
+        view.success = health.trend(store.values(run.id, "success/rate"))
     elif run.algorithm == "sft":
-        view.loss = health.trend(history.values["loss"], lower_is_better=True)
-        view.held_out_loss = health.trend(history.values["eval_loss"], lower_is_better=True)
-    if judged.history:
-        outcome = judged.change.outcome if judged.change else None
-        view.outlook = health.outlook(judged.history, judged.flags, outcome)
-    if run.algorithm == "eval" and history.evaluations:
-        view.scores = scores_of(history.evaluations[-1], history.tries)
-        if judged.is_sample:
-            view.outlook = health.sample_outlook(judged.flags)
+        view.loss = health.trend(store.values(run.id, "loss"), lower_is_better=True)
+        view.held_out_loss = health.trend(store.values(run.id, "eval_loss"), lower_is_better=True)
+    if report.metrics:
+        outcome = report.change.outcome if report.change else None
+        view.outlook = health.outlook(report.metrics, report.flags, outcome)
+    if run.algorithm == "eval" and report.evaluations:
+        view.scores = scores(store, run)
+        if run.evaluation.is_sample:
+            view.outlook = health.sample_outlook(report.flags)
     return view
 
 
-def _warnings(store: Store, history: RunHistory, blocked: Sequence[str]) -> list[str] | None:
-    warnings = [shorten(warning, 300) for warning in (*blocked, *history.warnings)]
-    if lost := store.lost_steps(history.run):
+def _warnings(store: Store, report: RunReport) -> list[str] | None:
+    told = (event.message for event in store.events(report.run.id, 3, ["warning"]))
+    warnings = [shorten(warning, 300) for warning in (*report.blocked, *told)]
+    if lost := store.lost_steps(report.run):
         were = "1 step was" if lost == 1 else f"{lost} steps were"
         warnings.insert(0, f"{were} lost: the attempt was killed before it had saved")
     return warnings or None
@@ -406,14 +422,13 @@ def _add_place_and_times(view: RunView, run: Run, step_s: float | None) -> None:
         view.eta_s = round((run.steps - view.step) * step_s)
 
 
-def _step_s(history: RunHistory) -> float | None:
+def _step_s(store: Store, run: Run, recent: health.Steps) -> float | None:
     """Seconds a step takes. Of an evaluation, an attempt: many run at once, so the time since the
     worker began to sample counts.
     """
-    run = history.run
     if run.algorithm != "eval":
-        return mean_of(history.recent, "time/step_s")
-    began = history.sampling
+        return recent.mean("time/step_s")
+    began = next(iter(store.events(run.id, 1, ["sampling"])), None)
     if began is None or run.state not in ACTIVE or run.step <= began.data["step"]:
         return None
     return (time.time() - began.time) / (run.step - began.data["step"])
@@ -436,12 +451,6 @@ def _point(row: Evaluation, kinds: Sequence[Sequence[bool]]) -> HeldOut:
         truncated=rounded(summary.get("truncated_share"), 4) or None,
         errors=rounded(summary.get("error_share"), 4) or None,
     )
-
-
-def _newest_values(row: StepMetrics) -> dict[str, float] | None:
-    values = {name: row.metrics.get(name) for name in NEWEST}
-    shown = {name: float(f"{value:.4g}") for name, value in values.items() if value is not None}
-    return shown or None
 
 
 def _failure(store: Store, run: Run) -> Failure | None:
@@ -496,7 +505,3 @@ def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:
         if source in ("argument", "file", "adapter", AUTO):
             results.setdefault(source, []).append(name)
     return results
-
-
-def mean_of(rows: Sequence[StepMetrics], name: str) -> float | None:
-    return health.Steps([row.metrics for row in rows]).mean(name)
