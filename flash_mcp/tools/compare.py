@@ -48,19 +48,22 @@ TRAINED_CHARACTERS = 800
 Judged = Outcome | Literal["contaminated", "confounded"]
 
 
-class Side(ResultModel):
-    """One side of a comparison."""
-
+class Measured(ResultModel):
     run_id: str
     step: int
-    of: str
-    environment: str
     tasks: int
-    attempts: int
     success: Rounded
     low: Rounded
     high: Rounded
     reward: Rounded
+
+
+class Side(Measured):
+    """One side of a comparison."""
+
+    of: str
+    environment: str
+    attempts: int
     errors: int | None = None
     constant: Rounded | None = None
     constant_answer: str | None = None
@@ -80,17 +83,10 @@ class Flip(ResultModel):
     other_text: str
 
 
-class ComparisonLine(ResultModel):
+class ComparisonLine(Measured):
     """One of several evaluations, compared with base."""
 
-    run_id: str
-    step: int
     of: str | None = None
-    tasks: int
-    success: Rounded
-    low: Rounded
-    high: Rounded
-    reward: Rounded
     verdict: Judged | None = None
     change: Rounded | None = None
     change_low: Rounded | None = None
@@ -198,9 +194,7 @@ def compare(
     if changes["reward"] != changes["success"]:
         result.reward = changes["reward"]
     if further:
-        result.table = [_line(pair.base), _line(pair.other, result.verdict, changes[metric])]
-        for line in result.table:
-            line.of = None
+        result.table = [_line(result.base), _line(result.other, result.verdict, changes[metric])]
         result.table += _lines(store, further, metric, min_change)
         sides = [pair.base, *(item.other for item in (pair, *further))]
         result.best = _best(sides, metric, min_change, count)
@@ -213,7 +207,10 @@ def _lines(
     lines: list[ComparisonLine] = []
     for pair in pairs:
         change = pair.change(metric, effect, 1 + len(pairs))
-        lines.append(_line(pair.other, _judged(pair, change, _memory(store, pair)), change))
+        side = _side(pair.other)
+        line = _line(side, _judged(pair, change, _memory(store, pair)), change)
+        line.of = side.of
+        lines.append(line)
     return lines
 
 
@@ -226,11 +223,10 @@ def _judged(pair: Pair, change: Change, memory: Flag | None) -> Judged:
 
 
 def _line(
-    side: Evaluated, verdict: Judged | None = None, change: Change | None = None
+    side: Side, verdict: Judged | None = None, change: Change | None = None
 ) -> ComparisonLine:
-    shown = _side(side)
-    common = ComparisonLine.model_fields.keys() & Side.model_fields.keys()
-    line = ComparisonLine(**shown.model_dump(include=common), verdict=verdict)
+    measured = side.model_dump(include={*Measured.model_fields})
+    line = ComparisonLine(**measured, verdict=verdict)
     if change:
         line.change = change.change
         line.change_low = change.low

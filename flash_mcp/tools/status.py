@@ -27,7 +27,7 @@ from flash_mcp.tools.news import (
 from flash_mcp.tools.shared import tool_base
 from flash_mcp.tools.shared.next_steps import next_of, waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.run_view import RunView, report_on
+from flash_mcp.tools.shared.run_view import RunHead, RunView, report_on
 from flash_mcp.tools.shared.scores import verdict_of
 from flash_mcp.tools.shared.truncation import to_text, utc
 from flash_mcp.tools.shared.waiting import wait_for_change
@@ -36,18 +36,10 @@ LINES_CHARACTERS = 7_500
 """What the lines of a list may take of a result."""
 
 
-class RunLine(tool_base.ResultModel):
+class RunLine(RunHead):
     """A run in the list."""
 
-    run_id: str
-    name: str | None = None
     owner: str | None = None
-    state: RunState
-    algorithm: str
-    model: str
-    environment: str
-    step: int
-    steps: int | None = None
     reward: float | None = None
     success: float | None = None
     verdict: str | None = None

@@ -95,18 +95,23 @@ class Lineage(ResultModel):
     checkpoints: dict[int, str] | None = None
 
 
-class RunView(ResultModel):
-    """One run."""
+class RunHead(ResultModel):
+    """What a report and a list say of a run."""
 
     run_id: str
     name: str | None = None
-    note: str | None = None
     state: RunState
     algorithm: str
     model: str
     environment: str
     step: int
     steps: int | None = None  # absent until the worker has counted those of epochs
+
+
+class RunView(RunHead):
+    """One run."""
+
+    note: str | None = None
     last_step: str | None = None
     cancel_reason: str | None = None
     target: str | None = None
