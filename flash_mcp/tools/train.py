@@ -2,36 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 
+from environments.settings import load_settings
+from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.statistics import MOST_MEASUREMENTS
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Run, without_none
-from flash_mcp.protocol.spec import OTHER_NAMES, RECIPES, RunSpec, default_of, explain, validate
-from flash_mcp.state import queue
+from flash_mcp.protocol.spec import (
+    LOCAL_TARGET,
+    OTHER_NAMES,
+    RECIPES,
+    RunSpec,
+    default_of,
+    explain,
+    validate,
+)
+from flash_mcp.protocol.surroundings import TRACKERS
+from flash_mcp.state import costs, queue, references
+from flash_mcp.state.owners import caller
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
+from flash_mcp.supervisor.launch.devices import MemoryNeed, gpus, need_of, processor
+from flash_mcp.tools.shared import resolve
+from flash_mcp.tools.shared.loading import (
+    RunName,
+    RunNote,
+    check_logins,
+    check_machine,
+    check_target,
+)
 from flash_mcp.tools.shared.next_steps import after_sample, after_train, next_of
+from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
-from flash_mcp.tools.shared.resolve import ConfigFiles, adapter_name, changed_values, read_configs
-from flash_mcp.tools.shared.rows import Preview
+from flash_mcp.tools.shared.resolve import (
+    ConfigFiles,
+    Configs,
+    adapter_name,
+    changed_values,
+    read_configs,
+)
+from flash_mcp.tools.shared.rows import Preview, preview_of, tokens_about
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
-from flash_mcp.tools.shared.tool_base import Result, unwrapped
+from flash_mcp.tools.shared.tool_base import Result, report, unwrapped
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 from flash_mcp.tools.training.notes import notes_on
-from flash_mcp.tools.training.plan import Estimate, Plan, enqueue, plan_of, resume_run
-from flash_mcp.tools.training.run_time import RunTime, time_by_evaluation
+from flash_mcp.tools.training.plan import (
+    DiskNeed,
+    Estimate,
+    Inputs,
+    Plan,
+    check_lengths,
+    disk_need,
+    estimate_of,
+    resume_run,
+)
+from flash_mcp.tools.training.probe import parts_of, probe, with_all_secrets
+from flash_mcp.tools.training.run_time import RunTime, expected_time, time_by_evaluation, work_of
 
 
 class Train(Result):
@@ -228,6 +267,201 @@ async def train(
     return await _started(plan, several, idempotency_key, label)
 
 
+def _arguments(fields: Json, settings: Json) -> Json:
+    arguments = without_none(fields)
+    for name, value in settings.items():
+        if name not in RunSpec.model_fields:
+            guess = did_you_mean(name, RunSpec.model_fields, count=1, also=OTHER_NAMES)
+            what = f"settings has no field {name!r}; nothing was done{guess}"
+            fix = f"settings accepts: {', '.join(RARE)}"
+            raise FlashError("unknown_argument", what, argument=f"settings.{name}", fix=fix)
+        if name in arguments:
+            what = f"{name} is given twice, as an argument and in settings"
+            raise FlashError("invalid_argument", what, fix="keep one of the two")
+        arguments[name] = value
+    return without_none(arguments)
+
+
+def _key_of(idempotency_key: str | None, seeds: Sequence[int]) -> str | None:
+    """The key of the run with the first of `seeds`; without any, the caller's own."""
+    if idempotency_key and seeds:
+        return f"{idempotency_key} seed={seeds[0]}"
+    return idempotency_key
+
+
+# -- checked against the environment, and estimated ------------------------------------------------
+
+
+ANSWER_TOKENS = 64
+"""Of a gold answer, which nobody has read yet."""
+MOST_DIFFERING = 2
+"""Values in which a run differs from one that it is nearly the same as."""
+
+
+async def plan_of(
+    arguments: Json,
+    config: Configs,
+    idempotency_key: str | None,
+    *,
+    sample: bool = False,
+    preview: bool = False,
+) -> Plan:
+    """Resolve and check a run, with a preview of its dataset. FlashError if it cannot work."""
+    store = open_store()
+    inputs = await run_sync(_inputs, store, arguments, config, idempotency_key)
+    spec, dataset = inputs.spec, inputs.dataset
+    if sample:
+        if spec.algorithm != "grpo" or spec.mixture:
+            what = "sample works with algorithm=grpo and one environment only"
+            fix = "leave sample out; evaluate measures what the model does now"
+            raise FlashError("invalid_argument", what, fix=fix)
+        check_machine()
+    check_target(store, spec.target, slurm=bool(spec.slurm))
+    needs: list[MemoryNeed | DiskNeed] = []
+    if memory := await run_sync(_memory_need, inputs):
+        needs.append(memory)
+    for part in inputs.parts:
+        version = part.environment
+        await report(f"loading {version.name} in a child process")
+        part.probe = await probe(part.spec(spec), version, dataset, inputs.card, inputs.env_files)
+        part.gate = await run_sync(store.gate, version.digest, part.args)
+    whole = inputs.probe
+    check_lengths(spec, inputs.card, whole.prompt_tokens)
+    rows = dataset.rows() if dataset else []
+    sizes = list(map(tokens_about, rows))
+    made = None
+    room = spec.max_length or DEFAULT_MAX_LENGTH
+    if dataset and (preview or max(sizes) > room):
+        await report("rendering rows")
+        counts = dataset.manifest["counts"]
+        options: Json = {"card": inputs.card, "max_length": room, "thinking": spec.thinking}
+        made = await run_sync(functools.partial(preview_of, rows, counts, **options))
+    estimate = estimate_of(spec, whole, dataset, made)
+    work = work_of(spec, inputs.environment.name, estimate.steps, whole.evaluated)
+    if estimate.examples:
+        row = whole.prompt_tokens + ANSWER_TOKENS
+        if sizes:
+            row = fmean(sizes)
+        work = dataclasses.replace(work, tokens=estimate.examples * row)
+    estimate.regression = work.regression or None
+    if time := await run_sync(expected_time, store, work):
+        estimate.time = time.priced(store, spec, None)
+    is_here = spec.target == LOCAL_TARGET
+    if is_here and (disk := await run_sync(disk_need, store, spec, inputs.card, estimate.steps)):
+        disk.check()
+        needs.append(disk)
+        if disk.total > disk.free / 1000:  # less is not worth an agent's tokens
+            estimate.disk = str(disk)
+    more: Json = {"estimate": estimate, "needs": needs, "work": work, "preview": made}
+    return Plan(**vars(inputs), store=store, **more)
+
+
+def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str | None) -> Inputs:
+    resolved, card, dataset = resolve.resolved_spec(store, arguments, config)
+    own_spec = resolved.spec
+    resolved = with_all_secrets(resolved)
+    first = queue.asked_before(store, resolved, idempotency_key)
+    need_on = functools.partial(need_of, resolved.spec)
+    resolved, why = placed(store, resolved, need_on, first and first.target)
+    spec = resolved.spec
+    check_logins(TRACKERS[name] for name in spec.report_to if name in TRACKERS)
+    costs.check(spec, store.base)
+    # A repeat means the run that is there, also if the name has a newer version by now.
+    if first:
+        adapter, teacher = first.init_adapter, first.lineage.get("teacher")
+    else:
+        adapter = resolve.init_adapter(store, spec, card)
+        teacher = resolve.teacher_of(store, spec, card)
+    parts = parts_of(store, own_spec, first)
+    for part in parts:
+        check_gateway(part.environment, spec.target)
+        resolved = resolve.for_environment(resolved, part.environment)
+    like = None
+    if first is None:
+        # Of the caller's runs that differ in the fewest values an active one, or the newest
+        environment = parts[0].environment
+        ours = {**resolved.spec.model_dump(), "environment": environment.reference}
+        fewest = (MOST_DIFFERING + 1, False)
+        for run in store.trainings_on(environment.name, caller().owner):
+            differing = resolve.differing_values([run.spec.model_dump(), ours])
+            key = (len(differing), run.ended is not None)
+            if key < fewest:
+                like, fewest = (run, differing), key
+    sources = (resolved, card, dataset, parts, adapter, teacher)
+    return Inputs(*sources, why, first is not None, like, config.env_files if spec.secrets else [])
+
+
+def _memory_need(inputs: Inputs) -> MemoryNeed | None:
+    """On the largest GPU, else of the memory; None if not known. FlashError if it does not fit,
+    or if as many environments of one owner never run at once."""
+    spec = inputs.spec
+    if spec.target != LOCAL_TARGET:
+        return None
+    check_gpus(spec.gpus)
+    count, owner = max(spec.gpus, len(inputs.parts)), inputs.environment.owner
+    most = count
+    if count > 1:
+        with contextlib.suppress(ValueError):  # of settings.toml: loading an environment says so
+            most = load_settings().environments.most_of(owner)
+    if count > most:
+        what = f"the run needs {count} environments at once, and {most} of one owner may run"
+        fix = (
+            f"use gpus={most}, or mix so many environments, or raise `at_once` and "
+            "`at_once_per_owner` under [environments] in settings.toml of FLASH_HOME"
+        )
+        raise FlashError("environments_busy", what, fix=fix)
+    check_architecture(spec.model)
+    # Which card it gets is decided later: refuse only what fits none.
+    largest = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
+    need = need_of(spec, largest)
+    # A repeat starts nothing, so nothing has to fit.
+    if need and not inputs.is_repeated:
+        need.check()
+    return need
+
+
+# -- tried on a few tasks --------------------------------------------------------------------------
+
+
+async def _sampled(plan: Plan, price_per_hour: float | None, deadline: float) -> Sample:
+    """What the model does on a few groups of tasks; also puts the expected time into the plan."""
+    spec = plan.spec
+    sampled = await sample_groups(
+        plan.store,
+        plan.environment,
+        Subject(plan.card.name, plan.card.context, adapter=plan.adapter),
+        tasks=plan.probe.splits["train"],
+        group_size=spec.group_size or GROUP_SIZE,
+        arguments=spec.model_dump(),
+        deadline=deadline,
+        env_files=plan.env_files,
+    )
+    plan.estimate.time = await run_sync(_time_by_sample, plan, sampled, price_per_hour)
+    return sampled
+
+
+def _time_by_sample(plan: Plan, sampled: Sample, price_per_hour: float | None) -> RunTime | None:
+    """The time from the sample; while that is not ready, from earlier runs."""
+    estimate = plan.estimate
+    time = estimate.time
+    if sampled.scores:
+        run = plan.store.run(sampled.run_id)
+        time = time_by_evaluation(plan.store, plan.work, run) or time
+    return time and time.priced(plan.store, plan.spec, price_per_hour)
+
+
+def _after_validation(plan: Plan) -> str:
+    if error := plan.gate_error():
+        return error.fix
+    next_step = "call train again without validate_only to start it"
+    if plan.spec.algorithm == "grpo":
+        next_step += "; sample=true lets the model try it first"
+    return next_step
+
+
+# -- queued and followed ---------------------------------------------------------------------------
+
+
 async def _started(
     plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
 ) -> Train:
@@ -247,28 +481,57 @@ async def _started(
     return result
 
 
-def _arguments(fields: Json, settings: Json) -> Json:
-    arguments = without_none(fields)
-    for name, value in settings.items():
-        if name not in RunSpec.model_fields:
-            guess = did_you_mean(name, RunSpec.model_fields, count=1, also=OTHER_NAMES)
-            what = f"settings has no field {name!r}; nothing was done{guess}"
-            fix = f"settings accepts: {', '.join(RARE)}"
-            raise FlashError("unknown_argument", what, argument=f"settings.{name}", fix=fix)
-        if name in arguments:
-            what = f"{name} is given twice, as an argument and in settings"
-            raise FlashError("invalid_argument", what, fix="keep one of the two")
-        arguments[name] = value
-    return without_none(arguments)
+def _enqueue_each(
+    plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
+) -> tuple[list[Run], bool]:
+    """Queue all or none; (runs in the order of `seeds`, whether they are new)."""
+    runs: list[Run] = []
+    created: set[bool] = set()
+    group = secrets.token_hex(8)
+    with plan.store.transaction():
+        for seed in seeds:
+            spec = plan.spec.model_copy(update={"seed": seed})
+            one = dataclasses.replace(
+                plan, resolved=plan.resolved.model_copy(update={"spec": spec})
+            )
+            run, is_new = enqueue(one, _key_of(idempotency_key, [seed]), label, seed_group=group)
+            runs.append(run)
+            created.add(is_new)
+        if len(created) > 1:
+            what = "the key was used with other seeds"
+            fix = "use a new key, or the seeds of the first call"
+            raise FlashError("idempotency_conflict", what, seeds=list(seeds), fix=fix)
+    return runs, created == {True}
 
 
-def _after_validation(plan: Plan) -> str:
-    if error := plan.gate_error():
-        return error.fix
-    next_step = "call train again without validate_only to start it"
-    if plan.spec.algorithm == "grpo":
-        next_step += "; sample=true lets the model try it first"
-    return next_step
+def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) -> tuple[Run, bool]:
+    """Queue it; (run, whether it is new). `more` goes into its lineage."""
+    dataset = plan.dataset
+    first = plan.parts[0].probe
+    lineage: Json = {"gate": plan.gate, "tasks": first.splits, **more}
+    if plan.spec.mixture:
+        lineage["mixture"] = [part.pinned() for part in plan.parts]
+    if plan.teacher:
+        lineage["teacher"] = plan.teacher
+    if plan.env_files:
+        lineage["env_files"] = plan.env_files
+    if tasks := plan.work.regression_tasks:
+        lineage["regression"] = references.regression_split(plan.store) | {"tasks": tasks}
+    if plan.probe.exams:
+        lineage["exam_rows"] = plan.probe.exams
+    if first.overlap:
+        lineage["overlap"] = first.overlap
+    with plan.store.transaction():
+        run, created = queue.enqueue(
+            plan.store,
+            plan.resolved,
+            plan.environment,
+            plan.adapter,
+            idempotency_key,
+            dataset.pinned() if dataset else None,
+            lineage,
+        )
+        return queue.label(plan.store, run, label), created
 
 
 async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
@@ -277,8 +540,11 @@ async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
         return f"{trouble} The run is queued. {tried_again(run.id)}"
     if run.ended is None:
         return after_train(run, "", created=is_own)
-    report = await run_sync(report_on, store, run.id)
-    return after_train(run, next_of(report), created=is_own)
+    ended = await run_sync(report_on, store, run.id)
+    return after_train(run, next_of(ended), created=is_own)
+
+
+# -- resumed ---------------------------------------------------------------------------------------
 
 
 async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimizer: bool) -> Train:
@@ -310,41 +576,7 @@ async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimize
     )
 
 
-async def _sampled(plan: Plan, price_per_hour: float | None, deadline: float) -> Sample:
-    """What the model does on a few groups of tasks; also puts the expected time into the plan."""
-    spec = plan.spec
-    sampled = await sample_groups(
-        plan.store,
-        plan.environment,
-        Subject(plan.card.name, plan.card.context, adapter=plan.adapter),
-        tasks=plan.probe.splits["train"],
-        group_size=spec.group_size or GROUP_SIZE,
-        arguments=spec.model_dump(),
-        deadline=deadline,
-        env_files=plan.env_files,
-    )
-    plan.estimate.time = await run_sync(_time_by_sample, plan, sampled, price_per_hour)
-    return sampled
-
-
-def _time_by_sample(plan: Plan, sampled: Sample, price_per_hour: float | None) -> RunTime | None:
-    """The time from the sample; while that is not ready, from earlier runs."""
-    estimate = plan.estimate
-    time = estimate.time
-    if sampled.scores:
-        run = plan.store.run(sampled.run_id)
-        time = time_by_evaluation(plan.store, plan.work, run) or time
-    return time and time.priced(plan.store, plan.spec, price_per_hour)
-
-
-def _values(spec: RunSpec, sources: Mapping[str, str]) -> dict[str, Any]:
-    """`values` and `sources`, without what the result has anyhow."""
-    values = changed_values(spec, sources)
-    elsewhere = by_source(sources)
-    for name in ("environment", "model"):
-        values.pop(name, None)
-    elsewhere.pop("argument", None)
-    return {"values": values, "sources": elsewhere or None}
+# -- shown -----------------------------------------------------------------------------------------
 
 
 def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fields: Any) -> Train:
@@ -367,34 +599,11 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
     )
 
 
-# -- several seeds ---------------------------------------------------------------------------------
-
-
-def _key_of(idempotency_key: str | None, seeds: Sequence[int]) -> str | None:
-    """The key of the run with the first of `seeds`; without any, the caller's own."""
-    if idempotency_key and seeds:
-        return f"{idempotency_key} seed={seeds[0]}"
-    return idempotency_key
-
-
-def _enqueue_each(
-    plan: Plan, seeds: Sequence[int], idempotency_key: str | None, label: Label
-) -> tuple[list[Run], bool]:
-    """Queue all or none; (runs in the order of `seeds`, whether they are new)."""
-    runs: list[Run] = []
-    created: set[bool] = set()
-    group = secrets.token_hex(8)
-    with plan.store.transaction():
-        for seed in seeds:
-            spec = plan.spec.model_copy(update={"seed": seed})
-            one = dataclasses.replace(
-                plan, resolved=plan.resolved.model_copy(update={"spec": spec})
-            )
-            run, is_new = enqueue(one, _key_of(idempotency_key, [seed]), label, seed_group=group)
-            runs.append(run)
-            created.add(is_new)
-        if len(created) > 1:
-            what = "the key was used with other seeds"
-            fix = "use a new key, or the seeds of the first call"
-            raise FlashError("idempotency_conflict", what, seeds=list(seeds), fix=fix)
-    return runs, created == {True}
+def _values(spec: RunSpec, sources: Mapping[str, str]) -> dict[str, Any]:
+    """`values` and `sources`, without what the result has anyhow."""
+    values = changed_values(spec, sources)
+    elsewhere = by_source(sources)
+    for name in ("environment", "model"):
+        values.pop(name, None)
+    elsewhere.pop("argument", None)
+    return {"values": values, "sources": elsewhere or None}

@@ -352,8 +352,8 @@ async def test_the_time_of_the_first_fine_tuning_is_a_guess_from_its_operations(
 
 def machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("cpu", "a processor", gib, gib / 2, cores=2)
-    monkeypatch.setattr("flash_mcp.tools.training.plan.processor", lambda: device)
-    for module in ("flash_mcp.tools.training.plan", "flash_mcp.tools.shared.placing"):
+    monkeypatch.setattr("flash_mcp.tools.train.processor", lambda: device)
+    for module in ("flash_mcp.tools.train", "flash_mcp.tools.shared.placing"):
         monkeypatch.setattr(f"{module}.gpus", list[Device])
 
 

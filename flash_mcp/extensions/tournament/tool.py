@@ -42,7 +42,8 @@ from flash_mcp.tools.shared.scores import FailedAttempt, worst_attempts
 from flash_mcp.tools.shared.tool_base import Result, Tool, report
 from flash_mcp.tools.shared.truncation import error_text
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
-from flash_mcp.tools.training.plan import Plan, enqueue, plan_of
+from flash_mcp.tools.train import enqueue, plan_of
+from flash_mcp.tools.training.plan import Plan
 
 MOST_ARMS = 12
 

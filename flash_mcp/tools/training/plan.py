@@ -1,19 +1,14 @@
-"""A run, resolved and checked before it is queued."""
+"""How much work a run is, a run that is ready to be queued, and one that goes on."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from anyio.to_thread import run_sync
-
-from environments.settings import load_settings
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol import surroundings
 from flash_mcp.protocol.base_models import ModelCard
@@ -30,30 +25,15 @@ from flash_mcp.protocol.schedules import (
     rate_factor,
     steps_of,
 )
-from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedSpec, RunSpec
-from flash_mcp.protocol.surroundings import TRACKERS
-from flash_mcp.state import costs, queue, references
+from flash_mcp.protocol.spec import ResolvedSpec, RunSpec
+from flash_mcp.state import queue
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.disk import in_words
-from flash_mcp.state.owners import caller
-from flash_mcp.state.queue import Label
-from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor.launch.devices import MemoryNeed, gpus, need_of, processor
-from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
-from flash_mcp.tools.shared.placing import check_architecture, check_gateway, check_gpus, placed
-from flash_mcp.tools.shared.resolve import Configs
-from flash_mcp.tools.shared.rows import Preview, preview_of, tokens_about
-from flash_mcp.tools.shared.tool_base import report
-from flash_mcp.tools.training.probe import (
-    NO_PROBE,
-    MixturePart,
-    Probed,
-    parts_of,
-    probe,
-    with_all_secrets,
-)
-from flash_mcp.tools.training.run_time import RunTime, Work, expected_time, work_of
+from flash_mcp.state.store import Store
+from flash_mcp.supervisor.launch.devices import MemoryNeed
+from flash_mcp.tools.shared.rows import Preview
+from flash_mcp.tools.training.probe import NO_PROBE, MixturePart, Probed
+from flash_mcp.tools.training.run_time import RunTime, Work
 
 # -- how much work a run is, whether its lengths can work, and what its checkpoints will take ------
 
@@ -211,10 +191,6 @@ def _computed(spec: RunSpec, card: ModelCard) -> int:
     return spec.lora_rank * layers * (attention + feed_forward) * BYTES
 
 
-ANSWER_TOKENS = 64
-"""Of a gold answer, which nobody has read yet."""
-MOST_DIFFERING = 2
-"""Values in which a run differs from one that it is nearly the same as."""
 Like = tuple[Run, dict[str, list[Any]]]
 """A run, and {field: [its value there, its value here]} of the values that differ."""
 
@@ -285,164 +261,6 @@ class Plan(Inputs):
             test = f"env_test(environment={reference!r}, time_s=...) with more seconds"
         fix = f"{test}; accept_failed_gate=true trains all the same, and is written on the report"
         return FlashError("gate_failed", what, fix=fix)
-
-
-def enqueue(plan: Plan, idempotency_key: str | None, label: Label, **more: str) -> tuple[Run, bool]:
-    """Queue it; (run, whether it is new). `more` goes into its lineage."""
-    dataset = plan.dataset
-    first = plan.parts[0].probe
-    lineage: Json = {"gate": plan.gate, "tasks": first.splits, **more}
-    if plan.spec.mixture:
-        lineage["mixture"] = [part.pinned() for part in plan.parts]
-    if plan.teacher:
-        lineage["teacher"] = plan.teacher
-    if plan.env_files:
-        lineage["env_files"] = plan.env_files
-    if tasks := plan.work.regression_tasks:
-        lineage["regression"] = references.regression_split(plan.store) | {"tasks": tasks}
-    if plan.probe.exams:
-        lineage["exam_rows"] = plan.probe.exams
-    if first.overlap:
-        lineage["overlap"] = first.overlap
-    with plan.store.transaction():
-        run, created = queue.enqueue(
-            plan.store,
-            plan.resolved,
-            plan.environment,
-            plan.adapter,
-            idempotency_key,
-            dataset.pinned() if dataset else None,
-            lineage,
-        )
-        return queue.label(plan.store, run, label), created
-
-
-async def plan_of(
-    arguments: Json,
-    config: Configs,
-    idempotency_key: str | None,
-    *,
-    sample: bool = False,
-    preview: bool = False,
-) -> Plan:
-    """Resolve and check a run, with a preview of its dataset. FlashError if it cannot work."""
-    store = open_store()
-    inputs = await run_sync(_inputs, store, arguments, config, idempotency_key)
-    spec, dataset = inputs.spec, inputs.dataset
-    if sample:
-        if spec.algorithm != "grpo" or spec.mixture:
-            what = "sample works with algorithm=grpo and one environment only"
-            fix = "leave sample out; evaluate measures what the model does now"
-            raise FlashError("invalid_argument", what, fix=fix)
-        check_machine()
-    check_target(store, spec.target, slurm=bool(spec.slurm))
-    needs: list[MemoryNeed | DiskNeed] = []
-    if memory := await run_sync(_memory_need, inputs):
-        needs.append(memory)
-    for part in inputs.parts:
-        version = part.environment
-        await report(f"loading {version.name} in a child process")
-        part.probe = await probe(part.spec(spec), version, dataset, inputs.card, inputs.env_files)
-        part.gate = await run_sync(store.gate, version.digest, part.args)
-    whole = inputs.probe
-    check_lengths(spec, inputs.card, whole.prompt_tokens)
-    rows = dataset.rows() if dataset else []
-    sizes = list(map(tokens_about, rows))
-    made = None
-    room = spec.max_length or DEFAULT_MAX_LENGTH
-    if dataset and (preview or max(sizes) > room):
-        await report("rendering rows")
-        counts = dataset.manifest["counts"]
-        options: Json = {"card": inputs.card, "max_length": room, "thinking": spec.thinking}
-        made = await run_sync(functools.partial(preview_of, rows, counts, **options))
-    estimate = estimate_of(spec, whole, dataset, made)
-    work = work_of(spec, inputs.environment.name, estimate.steps, whole.evaluated)
-    if estimate.examples:
-        row = whole.prompt_tokens + ANSWER_TOKENS
-        if sizes:
-            row = fmean(sizes)
-        work = replace(work, tokens=estimate.examples * row)
-    estimate.regression = work.regression or None
-    if time := await run_sync(expected_time, store, work):
-        estimate.time = time.priced(store, spec, None)
-    is_here = spec.target == LOCAL_TARGET
-    if is_here and (disk := await run_sync(disk_need, store, spec, inputs.card, estimate.steps)):
-        disk.check()
-        needs.append(disk)
-        if disk.total > disk.free / 1000:  # less is not worth an agent's tokens
-            estimate.disk = str(disk)
-    more: Json = {"estimate": estimate, "needs": needs, "work": work, "preview": made}
-    return Plan(**vars(inputs), store=store, **more)
-
-
-def _inputs(store: Store, arguments: Json, config: Configs, idempotency_key: str | None) -> Inputs:
-    resolved, card, dataset = resolve.resolved_spec(store, arguments, config)
-    own_spec = resolved.spec
-    resolved = with_all_secrets(resolved)
-    first = queue.asked_before(store, resolved, idempotency_key)
-    need_on = functools.partial(need_of, resolved.spec)
-    resolved, why = placed(store, resolved, need_on, first and first.target)
-    spec = resolved.spec
-    check_logins(TRACKERS[name] for name in spec.report_to if name in TRACKERS)
-    costs.check(spec, store.base)
-    # A repeat means the run that is there, also if the name has a newer version by now.
-    like = None
-    if first:
-        adapter, teacher = first.init_adapter, first.lineage.get("teacher")
-    else:
-        adapter = resolve.init_adapter(store, spec, card)
-        teacher = resolve.teacher_of(store, spec, card)
-    parts = parts_of(store, own_spec, first)
-    for part in parts:
-        check_gateway(part.environment, spec.target)
-        resolved = resolve.for_environment(resolved, part.environment)
-    if first is None:
-        # Of the caller's runs that differ in the fewest values an active one, or the newest
-        environment = parts[0].environment
-        ours = {**resolved.spec.model_dump(), "environment": environment.reference}
-        like = None
-        fewest = (MOST_DIFFERING + 1, False)
-        for run in store.trainings_on(environment.name, caller().owner):
-            differing = resolve.differing_values([run.spec.model_dump(), ours])
-            key = (len(differing), run.ended is not None)
-            if key < fewest:
-                like, fewest = (run, differing), key
-    sources = (resolved, card, dataset, parts, adapter, teacher)
-    return Inputs(*sources, why, first is not None, like, config.env_files if spec.secrets else [])
-
-
-def _memory_need(inputs: Inputs) -> MemoryNeed | None:
-    """On the largest GPU, else of the memory; None if not known. FlashError if it does not fit."""
-    spec = inputs.spec
-    if spec.target != LOCAL_TARGET:
-        return None
-    check_gpus(spec.gpus)
-    _check_places(max(spec.gpus, len(inputs.parts)), inputs.environment.owner)
-    check_architecture(spec.model)
-    # Which card it gets is decided later: refuse only what fits none.
-    largest = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
-    need = need_of(spec, largest)
-    # A repeat starts nothing, so nothing has to fit.
-    if need and not inputs.is_repeated:
-        need.check()
-    return need
-
-
-def _check_places(count: int, owner: str) -> None:
-    """FlashError(environments_busy) if so many environments of `owner` never run at once."""
-    if count == 1:
-        return
-    try:
-        most = load_settings().environments.most_of(owner)
-    except ValueError:  # settings.toml cannot be used: loading the environment says so
-        return
-    if count > most:
-        what = f"the run needs {count} environments at once, and {most} of one owner may run"
-        fix = (
-            f"use gpus={most}, or mix so many environments, or raise `at_once` and "
-            "`at_once_per_owner` under [environments] in settings.toml of FLASH_HOME"
-        )
-        raise FlashError("environments_busy", what, fix=fix)
 
 
 # -- continue a training run that has ended: the same run goes on from its newest checkpoint -------
